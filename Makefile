@@ -14,7 +14,7 @@ lint:
 types:
 	rm -rf $(TYPES) && mkdir -p $(TYPES)/autoparallel
 	ln -s $(addprefix $(CURDIR)/,$(wildcard api/*.py) api/py.typed api/commands api/doctor api/html \
-	    api/launching api/placers api/report api/systems) \
+	    api/launching api/placers api/report api/script api/systems) \
 	    $(addprefix $(CURDIR)/,cost_model planner passes runtime) $(TYPES)/autoparallel/
 	MYPYPATH=$(TYPES) mypy -p autoparallel
 

@@ -22,6 +22,7 @@ CHECKPOINT_FORMATS = ("safetensors", "hf", "pt", "peft")
 """Formats of the weights of a checkpoint."""
 
 WRITERS: dict[str, str] = {
+    "python": "autoparallel.script.write:write_script",
     "torchtitan": "autoparallel.systems.torchtitan:write_plan",
     "megatron": "autoparallel.systems.megatron:write_plan",
     "deepspeed": "autoparallel.systems.deepspeed:write_plan",

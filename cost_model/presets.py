@@ -58,9 +58,8 @@ _A100_MATMUL = (
 )
 _A100_PCIE_MATMUL = f"measured 252.9 of 312 TFLOP/s at the best shape ({ML_ENGINEERING}) "
 _HOPPER_ATTENTION = (
-    "between FlashAttention-2, forward with backward 0.3 (causal, 4096 tokens) to 0.34 of 989 "
-    f"TFLOP/s ({FLASH_ATTENTION}; 328 on H100: {AZURE}), and later kernels; products were fitted "
-    "with it"
+    "forward with backward of FlashAttention-2, heads of 128: 328 of 989 TFLOP/s at 8192 tokens "
+    f"({AZURE}), 265 to 308 causal at 2048 to 8192 ({FLASH_ATTENTION})"
 )
 _HOPPER_TFLOPS = {
     "float64": 67, "float32": 67, "tfloat32": 494.5, "bfloat16": 989, "float16": 989,
@@ -116,7 +115,7 @@ def _hopper(name: str, memory_mib: int, bandwidth_gb: float, memory: float, text
         memory_mib=memory_mib,
         bandwidth_gb=bandwidth_gb,
         tflops=_HOPPER_TFLOPS,
-        efficiency=families(0.7, 0.38, 0.5, memory),
+        efficiency=families(0.7, 0.33, 0.5, memory),
         sources={**sources, "num_units": f"{GPUMAP}; {H100_TABLE}"},
         num_units=132,
         host=DGX_H100,
@@ -134,7 +133,7 @@ _H100_PCIE = gpu(
         "float64": 51, "float32": 51, "tfloat32": 378, "bfloat16": 756, "float16": 756,
         "float8_e4m3fn": 1513, "float8_e5m2": 1513,
     },
-    efficiency=families(0.65, 0.35, 0.45, 0.9),
+    efficiency=families(0.65, 0.31, 0.45, 0.9),
     sources={
         **device_sources(H100_TABLE, H100_TABLE, ESTIMATE, _HOPPER_ATTENTION, _H100_MEMORY),
         "num_units": H100_TABLE,
@@ -145,13 +144,13 @@ _H100_PCIE = gpu(
 _H100_96GB = _hopper("H100-96GB", 97871, 2400, 0.91, _H100_MEMORY)
 _H100_96GB = replace(
     _H100_96GB,
-    efficiency={**_H100_96GB.efficiency, "matmul": 0.49, "attention": 0.27},
+    efficiency={**_H100_96GB.efficiency, "matmul": 0.52, "attention": 0.24},
     sources={
         **_H100_96GB.sources,
         "peak_flops": f"taken as the SXM5 card's; {_HOPPER_PEAK}",
         "memory_bytes_per_second": f"Meta's H100: {TORCHAO}",
         "efficiency.matmul": _GRAND_TETON,
-        "efficiency.attention": "the SXM5 card's share x 0.7, as of products: the limit of 500 W",
+        "efficiency.attention": "the SXM5 card's share x 0.74, as of products: the limit of 500 W",
         "memory_bytes": f"as H20 and GH200 of 96 GB: {NVIDIA_SMI}",
     },
 )

@@ -125,9 +125,14 @@ def changed_text(found: Changed) -> str:
     """What the change means for the plan, in a sentence."""
     change = found.same.prediction.step_seconds / found.now.prediction.step_seconds - 1
     text = f"the plan's step changes by {change_text(change)}"
-    over = found.same.prediction.peak_memory_bytes - found.same.cluster.usable_memory_bytes
+    over, least = found.excess_bytes(found.same), found.excess_bytes(found.found)
     if found.stays:
         return f"the plan stays the best that was found; {text}"
+    if least > 0:
+        return (
+            f"no plan was found that fits: this one needs {bytes_text(over)} too much, and the one "
+            f"that needs the least {bytes_text(least)}"
+        )
     fits = f"; it no longer fits ({bytes_text(over)} too much)" if over > 0 else f"; {text}"
     more = found.found.prediction.step_seconds / found.same.prediction.step_seconds - 1
     return (

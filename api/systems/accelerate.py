@@ -53,9 +53,16 @@ def write(job: Job) -> Files:
         f"{job.plan.model.global_batch} samples a step",
         *backend_notes(own), RECIPE,
     ]  # fmt: skip
-    start = f"accelerate launch --config_file {job.folder / CONFIG} train.py"
+    start = f"{launcher(job)} train.py"
     return Files({CONFIG: comment + yaml_text(found)}, start, tuple(backend_lost(own)),
                  tuple(notes))  # fmt: skip
+
+
+def launcher(job: Job) -> str:
+    """The command that starts a script, on one host or on each."""
+    hosts = " --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
+    several = hosts if job.num_hosts > 1 else ""
+    return f"accelerate launch --config_file {job.folder / CONFIG}{several}"
 
 
 def accumulation(own: Configuration) -> str:

@@ -50,13 +50,12 @@ def configuration_of(plan: Plan) -> Configuration:
     roles = common_roles(plan, pp)
     modes = [block.recompute for stage in plan.stages for block in layers_of(plan, stage)]
     recompute = _most_frugal(modes)
-    share = modes.count(recompute) / max(1, len(modes)) if recompute != "none" else 1.0
     counts = tuple(len(layers_of(plan, stage)) for stage in plan.stages)
     size, count = _microbatches(plan, roles)
     return Configuration(
         dp=roles.dp, tp=roles.tp, pp=pp, cp=roles.cp, ep=roles.ep,
         zero=0 if plan.servers is not None else max(stage.zero for stage in plan.stages),
-        recompute=recompute, recompute_share=share,
+        recompute=recompute, recompute_share=_recomputed_share(plan),
         recomputes_ends=_recomputes_ends(plan, recompute),
         microbatch_size=size, num_microbatches=count,
         schedule=plan.schedule if is_cut else "1f1b",
@@ -154,6 +153,16 @@ def _splits_norms(stage: StagePlan, axis: int) -> bool:
 def _most_frugal(modes: list[Recompute]) -> Recompute:
     order: tuple[Recompute, ...] = ("full", "selective", "none")
     return next((mode for mode in order if mode in modes), "none")
+
+
+def _recomputed_share(plan: Plan) -> float:
+    """The part of its layers that the pipeline rank recomputes which recomputes most; 1 if none."""
+    shares = []
+    for own in stages_of_ranks(plan):
+        layers = [block for stage in own for block in layers_of(plan, plan.stages[stage])]
+        again = sum(block.recompute != "none" for block in layers)
+        shares.append(again / max(1, len(layers)))
+    return max(shares) or 1.0
 
 
 def _recomputes_ends(plan: Plan, recompute: Recompute) -> bool:

@@ -42,7 +42,8 @@ LIMITS = {
     "branches": "one chain of stages, each on devices of its own",
     "mixed-zero": "the highest of them for all stages",
     "selective": "recomputation of its norms (recompute-modules layernorm), which keeps more than "
-    "the plan's",
+    "the plan's and is priced as if nothing were recomputed; where that does not fit, full "
+    "recomputation",
     "weight-layouts": "whole weights, or its own column and row splits over tp; embeddings by "
     "vocabulary",
     "uneven-shares": "equal shares: the step waits for the slowest device",
@@ -277,7 +278,9 @@ mapfile -t arguments < "$folder/{ARGUMENTS}"
 """
 
 
-SYSTEM = System("Megatron-LM", "core_v0.19.0", LIMITS, write, settled)
+SYSTEM = System(
+    "Megatron-LM", "core_v0.19.0", LIMITS, write, settled, builds_model=True, selects_less=True
+)
 write_plan = functools.partial(write_for, SYSTEM)
 """The writer of ``--to megatron``."""
 

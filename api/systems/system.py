@@ -58,6 +58,13 @@ class Job:
     folder: Path
 
     @property
+    def torchrun(self) -> str:
+        """The command that starts a process per device, on one host or on each."""
+        several = f"--nnodes {self.num_hosts} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+        hosts = several if self.num_hosts > 1 else ""
+        return f"torchrun {hosts}--nproc-per-node {self.devices_per_host}"
+
+    @property
     def num_layers(self) -> int:
         return sum(len(layers_of(self.plan, stage)) for stage in self.plan.stages)
 
@@ -80,7 +87,9 @@ class System:
 
     ``lacks`` are the degrees that it does not have, of "tp", "cp", "ep" and "pp". ``settle`` brings
     a configuration to what the system can express, without changing its degrees. ``version`` is
-    the release whose names are written.
+    the release whose names are written. With ``builds_model`` it trains models of its own, which
+    it makes of their sizes. With ``selects_less`` its selective recomputation keeps more than the
+    plan's, so it is priced as none.
     """
 
     title: str
@@ -89,6 +98,8 @@ class System:
     write: Callable[[Job], Files]
     settle: Callable[[Configuration], Configuration] = _unchanged
     lacks: tuple[str, ...] = ()
+    builds_model: bool = False
+    selects_less: bool = False
 
 
 def write_for(
@@ -100,11 +111,17 @@ def write_for(
     the system lacks.
     """
     candidates = list(candidates_of(system, plan))
-    cost = price(plan, plan_path, candidates, trust=trust)
-    config, why_none = read_config(plan)
+    if system.builds_model and "lora" in plan.model.settings:
+        cost = Priced(candidates[0], reason="it trains all weights, the plan adapters alone")
+    else:
+        cost = price(plan, plan_path, candidates, trust=trust)
+    if len(candidates) > 1 and system.selects_less and cost.configuration.recompute == "none":
+        cost = replace(cost, configuration=replace(cost.configuration, recompute="selective"))
+    config, why_none = read_config(plan) if system.builds_model else (None, "")
     files = system.write(Job(plan, cost.configuration, config, place))
     lost = (*differences(system, features_of(plan)), *files.lost)
-    notes = (*([f"model arguments are left to you: {why_none}"] if why_none else []), *files.notes)
+    unknown = f"the sizes of the model are left to you: {why_none}"
+    notes = (*([unknown] if why_none else []), *files.notes)
     report = report_text(f"{system.title} ({system.version})", plan, cost, lost, notes)
     for name, text in files.texts.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -124,13 +141,19 @@ def differences(system: System, features: Sequence[Feature]) -> Iterator[Differe
 def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
     """Configurations to choose from, the first of which is taken where none can be priced.
 
-    It is one where the system has the plan's degrees. Else the devices of missing degrees become
-    data-parallel ones: with ZeRO 3, full recomputation and the fewest samples first, which needs
-    the least memory; then with less of each.
+    It is one where the system has the plan's degrees; of a system whose selective recomputation
+    keeps more than the plan's, full recomputation and what stands for that. Else the devices of
+    missing degrees become data-parallel ones: with ZeRO 3, full recomputation and the fewest
+    samples first, which needs the least memory; then with less of each.
     """
     own = configuration_of(plan)
     if all(getattr(own, name) == 1 for name in system.lacks):
-        yield system.settle(own)
+        settled = system.settle(own)
+        if settled.recompute == "selective" and system.selects_less:
+            yield replace(settled, recompute="full")
+            yield replace(settled, recompute="none")
+        else:
+            yield settled
         return
     folded = _folded(own, system, plan.model.global_batch)
     parts, batch = folded.dp * folded.ep, plan.model.global_batch

@@ -45,12 +45,14 @@ LIMITS = {
     "ampnet": "1F1B with one update a step",
     "mixed-stages": "one mesh for all stages",
     "branches": "one chain of stages, each on devices of its own",
-    "zero1": "FSDP that keeps parameters gathered between forward and backward; gradients are "
-    "sharded too",
-    "zero2": "FSDP that keeps parameters gathered between forward and backward",
+    "zero1": "FSDP that keeps parameters gathered between forward and backward; without a "
+    "pipeline it sums gradients after every micro-batch",
+    "zero2": "FSDP that keeps parameters gathered between forward and backward; beside a pipeline "
+    "gradients are whole until the last micro-batch",
     "mixed-zero": "the highest of them for all stages",
     "selective": "its own list of ops whose results are kept (selective_ac_option = op), which is "
-    "longer than the plan's",
+    "longer than the plan's and priced as if nothing were recomputed; where that does not fit, "
+    "full recomputation",
     "offload": "enable_cpu_offload, which offloads parameters and gradients too",
     "weight-layouts": "whole weights, or its own column and row splits over tp; embeddings by "
     "vocabulary",
@@ -82,12 +84,8 @@ def write(job: Job) -> Files:
         texts[MODEL] = extra
         sections["experimental"] = {"custom_import": MODEL.removesuffix(".py")}
     texts = {TOML: _toml(sections, own), **texts}
-    hosts = f"--nnodes {job.num_hosts} " if job.num_hosts > 1 else ""
     path = f"PYTHONPATH={job.folder} " if extra else ""
-    start = (
-        f"{path}torchrun {hosts}--nproc-per-node {job.devices_per_host} -m torchtitan.train "
-        f"--job.config_file {job.folder / TOML}"
-    )
+    start = f"{path}{job.torchrun} -m torchtitan.train --job.config_file {job.folder / TOML}"
     notes += ["give the dataset and the tokenizer (model.hf_assets_path) in train.toml", RECIPE]
     return Files(texts, start, tuple(lost), tuple(notes))
 
@@ -104,13 +102,26 @@ def settled(own: Configuration) -> Configuration:
         own = replace(own, recompute_share=1 / every_nth(own.recompute_share))
     elif own.recompute != "none":
         own = replace(own, recompute_share=1.0)
-    zero = 2 if own.zero == 1 else own.zero
+    if _uses_fsdp(own) and own.zero != 3:
+        own = replace(own, zero=1 if own.pp > 1 else 2)
+    if own.num_devices > 1 and not _uses_fsdp(own) and not _uses_ddp(own):
+        own = replace(own, zero=0, precision="fp32")
     return replace(
-        own, zero=zero, recomputes_ends=False, gradient_dtype="master",
+        own, recomputes_ends=False, gradient_dtype="master",
         precision=PRECISIONS.get(own.precision, own.precision),
         optimizer=own.optimizer if own.optimizer in ("adam", "adamw") else "adamw",
         sequence_parallel=True if own.tp > 1 else own.sequence_parallel,
     )  # fmt: skip
+
+
+def _uses_ddp(own: Configuration) -> bool:
+    """Whether DDP trains it, which stands beside no other degree."""
+    return own.zero == 0 and own.num_devices == num_row_parts(own)
+
+
+def _uses_fsdp(own: Configuration) -> bool:
+    """Whether FSDP trains it: with ranks to shard over, unless DDP does."""
+    return num_row_parts(own) * own.cp > 1 and not _uses_ddp(own)
 
 
 def every_nth(share: float) -> int:
@@ -125,15 +136,15 @@ def every_nth(share: float) -> int:
 def _sections(job: Job, lost: list[Difference]) -> dict[str, dict[str, object]]:
     own, plan = job.configuration, job.plan
     parts = num_row_parts(own)
-    uses_ddp = own.zero == 0 and own.num_devices == parts
-    if own.zero == 0 and not uses_ddp and parts * own.cp > 1:
+    uses_ddp = _uses_ddp(own)
+    if own.zero and not any(stage.zero for stage in plan.stages) and parts * own.cp > 1:
         lost.append(Difference(
             "whole states on every data-parallel rank (ZeRO 0)",
             "FSDP that keeps parameters gathered: it has no DDP beside other degrees",
         ))  # fmt: skip
-    if own.precision in ("bf16", "fp8") and parts * own.cp == 1 and own.num_devices > 1:
+    if own.precision == "fp32" and plan.model.precision not in ("fp32", "fp64"):
         lost.append(Difference(
-            f"{own.precision} beside float32 masters",
+            f"{plan.model.precision} beside float32 masters",
             "float32, which is slower and larger: it has mixed precision only with FSDP or DDP, "
             "that is where dp or cp is more than 1",
         ))  # fmt: skip
@@ -214,6 +225,9 @@ def schedule_table(own: Configuration) -> str:
     return "\n".join(lines) + "\n"
 
 
+UNKNOWN = "SET_ME"
+"""No model of torchtitan: it ends at once rather than train another model than the plan's."""
+
 FLAVORS = {
     (4096, 32, 32, 8, 14336, 128256): "8B", (8192, 80, 64, 8, 28672, 128256): "70B",
     (16384, 126, 128, 8, 53248, 128256): "405B",
@@ -226,9 +240,9 @@ def _model(
 ) -> tuple[dict[str, object], str]:
     """The section ``model``, and the text of a module that registers the model's sizes."""
     if config is None or config.kind not in ("llama", "mistral"):
-        if config is not None:
-            notes.append(f"torchtitan's llama3 is not {config.kind}: name a model of its own")
-        return {"name": "llama3", "flavor": "debugmodel"}, ""
+        kind = "" if config is None else f": its llama3 is not {config.kind}"
+        notes.append(f"set model.name and model.flavor in train.toml{kind}")
+        return {"name": UNKNOWN, "flavor": UNKNOWN}, ""
     notes += list(_unlike(config))
     key = (
         config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads,
@@ -298,7 +312,7 @@ def _toml(sections: Mapping[str, Mapping[str, object]], own: Configuration) -> s
     return "\n".join(lines) + "\n"
 
 
-SYSTEM = System("torchtitan", "0.2.2", LIMITS, write, settled)
+SYSTEM = System("torchtitan", "0.2.2", LIMITS, write, settled, builds_model=True, selects_less=True)
 write_plan = functools.partial(write_for, SYSTEM)
 """The writer of ``--to torchtitan``."""
 

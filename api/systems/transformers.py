@@ -36,10 +36,9 @@ def write(job: Job) -> Files:
     texts = {ARGUMENTS: json.dumps(arguments(job), indent=2) + "\n"}
     if uses_launcher:
         texts[accelerate.CONFIG] = accelerate.yaml_text(accelerate.launch_config(job))
-        launcher = f"accelerate launch --config_file {job.folder / accelerate.CONFIG}"
+        launcher = accelerate.launcher(job)
     else:
-        hosts = f"--nnodes {job.num_hosts} " if job.num_hosts > 1 else ""
-        launcher = f"torchrun {hosts}--nproc-per-node {job.devices_per_host}"
+        launcher = job.torchrun
     notes = [
         "in train.py: HfArgumentParser(TrainingArguments).parse_json_file(sys.argv[1])",
         *(note for note in accelerate.backend_notes(own) if note != deepspeed.CHECKPOINTING),

@@ -152,13 +152,12 @@ def test_a_host_has_eight_byte_channels_shared_by_eight_cards(
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [
-        # forward with backward of FlashAttention-2, causal, 2048 to 8192 tokens, TFLOP/s
+        # forward with backward of FlashAttention-2, as PyTorch has it, 2048 to 8192 tokens, TFLOP/s
         ("A100-80GB", 140, 182),
-        # H100: from that kernel (265 at 2048 tokens, heads of 128) to cuDNN's and later ones
-        ("H100", 265, 550),
+        ("H100", 265, 335),
     ],
 )
-def test_attention_is_as_fast_as_published_kernels(name: str, low: int, high: int) -> None:
+def test_attention_is_as_fast_as_its_kernel_was_measured(name: str, low: int, high: int) -> None:
     device = find_preset(name).device
     found = device.efficiency["attention"] * device.peak_flops["bfloat16"] / 1e12
     assert low <= found <= high

@@ -98,6 +98,32 @@ def test_a_plan_whose_model_is_there_is_priced(tmp_path: Path) -> None:
     assert "predicted: this configuration" in report
 
 
+@pytest.mark.parametrize(
+    ("system", "file", "text"),
+    [
+        ("megatron", "args.txt", "--recompute-modules=layernorm"),
+        ("torchtitan", "train.toml", 'selective_ac_option = "op"'),
+    ],
+)
+def test_selective_recomputation_that_keeps_more_is_written_where_all_that_is_kept_fits(
+    system: str, file: str, text: str, tmp_path: Path
+) -> None:
+    """80 GB are enough for a small model without any recomputation, which is how it is priced."""
+    plan = replace(case("selective"), model=plans().like.model)
+    facts = written(plan, system, tmp_path).facts
+    assert (facts["recompute"], facts["fits"]) == ("selective", True)
+    assert text in (tmp_path / "out" / file).read_text()
+
+
+def test_adapters_that_a_system_does_not_train_are_not_priced(tmp_path: Path) -> None:
+    """The plan's memory is that of adapters, and Megatron-LM trains every weight."""
+    plan = case("fsdp")
+    plan = replace(plan, model=replace(plan.model, settings={"lora": "r=8,alpha=16"}))
+    wrote = written(plan, "megatron", tmp_path)
+    assert wrote.facts["not_priced"] == "it trains all weights, the plan adapters alone"
+    assert "all weights are trained" in " ".join(wrote.report.split())
+
+
 def test_a_plan_whose_model_is_not_there_says_why_it_is_not_priced(tmp_path: Path) -> None:
     wrote = written(case("fsdp"), "deepspeed", tmp_path)
     assert wrote.facts["step_seconds"] is None

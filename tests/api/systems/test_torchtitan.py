@@ -117,11 +117,19 @@ def test_torchs_pipelines_run_a_schedule_that_is_written_as_a_table(schedule: st
         ("one dp axis", {"mode": "none"}),
         ("fsdp", {"mode": "full"}),
         ("some layers", {"mode": "selective", "selective_ac_option": "2"}),
-        ("selective", {"mode": "selective", "selective_ac_option": "op"}),
+        ("selective", {"mode": "full"}),  # it is not priced, so it may need the least memory
     ],
 )
 def test_recomputation(name: str, mode: dict[str, str], tmp_path: Path) -> None:
     assert toml_of(name, tmp_path)["activation_checkpoint"] == mode
+
+
+@pytest.mark.parametrize(("name", "zero"), [("zero 1", 2), ("1f1b", 1), ("fsdp", 3)])
+def test_fsdp_sums_gradients_once_a_step_beside_a_pipeline(
+    name: str, zero: int, tmp_path: Path
+) -> None:
+    """torch's pipelines sum gradients with the last micro-batch, as ZeRO 1 does."""
+    assert written(case(name), "torchtitan", tmp_path).facts["zero"] == zero
 
 
 def test_mixed_precision_that_torchtitan_would_leave_out_is_said(tmp_path: Path) -> None:

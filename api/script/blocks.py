@@ -1,0 +1,370 @@
+"""A block's program as a Python function that a person can read.
+
+In: a ``BlockProgram`` and its stage. Out: a ``BlockFunction``: the text of a function, and the
+names of its weights, without the path of the block, so that the repeated layers of a model have
+the same function. Values are named after the modules that make them; views are written in a row.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoparallel.passes.local.localize import MADE_BY, parse_key
+from autoparallel.passes.local.stage_program import BlockProgram, StageProgram
+from autoparallel.passes.ops.collectives import apply_steps, local_tensor, parse_steps
+from autoparallel.passes.ops.random_ops import dropout_part, uniform_part
+from autoparallel.planner.graph import Graph, Node, TensorSpec
+from autoparallel.planner.layout import Layout, local_shape
+from autoparallel.script.calls import own_call
+from autoparallel.script.expressions import (
+    INDENT,
+    METHODS,
+    Expression,
+    called,
+    op_call,
+)
+from autoparallel.script.writer import Writer, unwritable
+
+STATE = r"_(part|whole|term)(_\d+)?$"
+STATES = {"S": "part", "R": "whole", "I": "whole", "P": "term"}
+SHORT = 48
+"""Longer expressions are not written into others."""
+
+NAMES = {
+    "scaled_dot_product_attention": "attended", "cross_entropy_loss": "loss", "nll_loss": "loss",
+    "nll_loss_nd": "loss", "layer_norm": "norm", "convolution": "conv",
+    "_native_batch_norm_legit_functional": "normalized", "counter_dropout": "dropped",
+    "counter_uniform": "uniform", "slice": "part", "pow": "power", "sum": "total", "neg": "negated",
+    "_to_copy": "cast", "to": "cast", "mul": "product", "div": "quotient", "pad": "padded",
+    "where": "chosen", "cat": "joined", "add": "sum_", "sub": "difference", "max": "largest",
+    "min": "least", "abs": "size", "all": "all_", "any": "any_",
+}  # fmt: skip
+LIGHT = frozenset({
+    "neg", "rsqrt", "sqrt", "pow", "exp", "sin", "cos", "tanh", "sigmoid", "mean", "add", "mul",
+    "div", "sub", "to", "_to_copy", "slice",
+})  # fmt: skip
+"""Ops of one tensor that read well inside of another expression."""
+
+WEIGHTED = frozenset({
+    "linear", "layer_norm", "rms_norm", "embedding", "convolution", "conv1d", "conv2d", "conv3d",
+    "group_norm", "batch_norm", "addmm", "split_embedding",
+})  # fmt: skip
+"""Ops whose result is called after their module, which holds their weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFunction:
+    """A function: ``text`` without its ``def`` line, which callers name.
+
+    ``weights`` are the names of its parameters and buffers as its text has them. ``uses`` are the
+    definitions of ours that it calls.
+    """
+
+    arguments: tuple[str, ...]
+    text: str
+    weights: tuple[str, ...]
+    uses: frozenset[str]
+    takes_mesh: bool
+    takes_draw: bool
+    num_results: int
+    first_number: int
+    """Of its random ops, whose numbers in the text are counted from it."""
+
+
+def block_function(
+    program: BlockProgram,
+    stage: StageProgram,
+    graph: Graph,
+    layout_of: Callable[[str], Layout | None],
+) -> BlockFunction:
+    """The function of a block; ``layout_of`` gives the layout of a node's first output.
+
+    Raises PlanError AP367 where an op cannot be written.
+    """
+    numbers = [
+        node.kwargs["number"]
+        for node in program.module.graph.nodes
+        if getattr(node.target, "func", None) in (dropout_part, uniform_part)
+    ]
+    first = min(numbers, default=0)
+    writer = Writer(program, stage, graph, layout_of, module_path(program), first)
+    arguments = _arguments(writer)
+    result: tuple[fx.Node, ...] = ()
+    for node in program.module.graph.nodes:
+        if node.op == "get_attr":
+            continue
+        if node.op == "output":
+            result = node.args[0]
+        elif node.op == "call_function":
+            _write(writer, node)
+        elif node.op != "placeholder":
+            raise unwritable(writer, node, "it runs a module of the model's as it is")
+    returned = ", ".join(writer.values[node].text for node in result)
+    writer.lines.append(f"{INDENT}return {returned or 'None'}")
+    text = "\n".join(writer.lines)
+    return BlockFunction(
+        arguments, text, tuple(dict.fromkeys(writer.weights)), frozenset(writer.uses),
+        takes_mesh=bool(re.search(r"\bmesh\b", text)),
+        takes_draw=bool(re.search(r"\bdraw\b", text)), num_results=len(result),
+        first_number=first,
+    )  # fmt: skip
+
+
+def module_path(program: BlockProgram) -> str:
+    """The path of the module that a block is: its name, where its parameters are below that."""
+    names = [*program.parameters, *program.buffers]
+    is_module = all(name.startswith(f"{program.name}.") for name in names)
+    return program.name if names and is_module else ""
+
+
+def _arguments(writer: Writer) -> tuple[str, ...]:
+    """The names of the values that the function takes; weights among the inputs are not."""
+    placeholders = [n for n in writer.program.module.graph.nodes if n.op == "placeholder"]
+    held = {**writer.stage.parameters, **writer.stage.buffers}
+    pairs = list(zip(placeholders, writer.program.inputs, strict=True))
+    free = [(node, key) for node, key in pairs if key not in held]
+    known = writer.graph.by_name
+    made = [
+        key for key in dict.fromkeys(key for _, key in free)
+        if parse_key(key).name in known and known[parse_key(key).name].kind == "op"
+    ]  # fmt: skip
+    arguments: dict[str, str] = {}
+    for node, key in pairs:
+        if key in held:
+            writer.values[node] = _weight(writer, key)
+            continue
+        if key not in arguments:
+            arguments[key] = "x" if made == [key] else writer.unique(_argument_name(writer, key))
+        writer.values[node] = Expression(arguments[key])
+    return tuple(arguments.values())
+
+
+def _argument_name(writer: Writer, key: str) -> str:
+    """What a value is called that comes from outside; a constant after what computes it."""
+    if key.startswith("count of "):
+        return "count"
+    node = writer.graph.by_name.get(parse_key(key).name)
+    while node is not None and node.kind == "constant":
+        family = node.op.split(".")[1] if node.op.count(".") == 2 else ""
+        if family not in (*METHODS, "_to_copy", "to", "mul", "add") or not node.inputs:
+            return family or key
+        node = writer.graph[node.inputs[0].name]
+    return key
+
+
+def _weight(writer: Writer, name: str) -> Expression:
+    """A parameter or buffer, by its name from the block's module on."""
+    short = name.removeprefix(f"{writer.path}.") if writer.path else name
+    writer.weights.append(short)
+    return Expression(f'w["{short}"]')
+
+
+def _write(writer: Writer, node: fx.Node) -> None:
+    """One call: a line, or a part of what uses it."""
+    made = _expression(writer, node)
+    if node.target is operator.getitem and node in writer.values:
+        return
+    users = [user for user in node.users if user.op != "output"]
+    is_last = any(user.op == "output" for user in node.users)
+    if node.target is local_tensor:
+        if len(node.users) == 1:
+            writer.values[node] = made
+            return
+        _assign(writer, node, made, _base_name(made.text))
+        return
+    if made.text in {each.text for each in writer.values.values()} and not made.is_compound:
+        writer.values[node] = made  # the same value under another name
+        return
+    items = [user for user in node.users if user.target is operator.getitem]
+    if items and len(items) == len(node.users):
+        _unpack(writer, node, made, items)
+        return
+    is_view = _family(node) in METHODS or node.target is operator.getitem
+    is_light = is_view or (_family(node) in LIGHT and _tensors(node) == 1)
+    if is_light and len(users) == 1 and not is_last and len(made.text) <= SHORT:
+        writer.values[node] = made
+        return
+    _assign(writer, node, made, _name(writer, node))
+
+
+def _tensors(node: fx.Node) -> int:
+    return len(node.all_input_nodes)
+
+
+def _assign(writer: Writer, node: fx.Node, made: Expression, name: str) -> None:
+    _heading(writer, node)
+    name = "x" if _continues_x(writer, node) else writer.unique(name)
+    writer.lines += made.lines(f"{name} = ", INDENT, _shape_comment(writer, node))
+    writer.values[node] = Expression(name)
+
+
+def _continues_x(writer: Writer, node: fx.Node) -> bool:
+    """Whether a sum adds to ``x``, which nothing reads afterwards."""
+    if _family(node) != "add" or not any(
+        isinstance(each, fx.Node) and writer.values[each].text == "x" for each in node.args
+    ):
+        return False
+    order = {each: at for at, each in enumerate(node.graph.nodes)}
+    return not any(
+        re.search(r"\bx\b", made.text) and any(order[user] > order[node] for user in each.users)
+        for each, made in writer.values.items()
+    )
+
+
+def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.Node]) -> None:
+    """``first, second = …``; what nobody uses is called ``_``."""
+    _heading(writer, node)
+    count = _count_of(node)
+    if count is None:
+        name = writer.unique(_name(writer, node))
+        writer.lines += made.lines(f"{name} = ", INDENT)
+        for item in items:
+            writer.values[item] = Expression(f"{name}[{item.args[1]}]")
+        return
+    names = ["_"] * count
+    for item in sorted(items, key=lambda each: int(str(each.args[1]))):
+        index = int(str(item.args[1]))
+        if names[index] == "_":
+            names[index] = writer.unique(f"{_name(writer, node)}_{index}")
+        writer.values[item] = Expression(names[index])
+    writer.lines += made.lines(f"{', '.join(names)}{',' * (count == 1)} = ", INDENT)
+
+
+def _count_of(node: fx.Node) -> int | None:
+    source = node.meta.get(MADE_BY)
+    return len(source.outputs) if isinstance(source, Node) else None
+
+
+def _heading(writer: Writer, node: fx.Node) -> None:
+    """A comment where the ops of another submodule begin."""
+    source = node.meta.get(MADE_BY)
+    if not isinstance(source, Node):
+        return
+    inner = source.module.removeprefix(writer.path).strip(".")
+    part = inner.partition(".")[0] if inner.count(".") or writer.path else inner
+    if part == writer.part:
+        return
+    writer.part = part
+    if part:
+        place, _, line = source.source.rpartition(":")
+        where = f"  ({PurePath(place).name}:{line})" if place else ""
+        writer.lines.append(f"{INDENT}# {part}{where}")
+
+
+def _shape_comment(writer: Writer, node: fx.Node) -> str:
+    """The local shape of what a node makes."""
+    spec, layout = _made(writer, node)
+    if spec is None or layout is None:
+        return ""
+    try:
+        shape = local_shape(spec.shape, layout, writer.stage.mesh.shape)
+    except ValueError:
+        return ""
+    return f"  # {tuple(shape)}" if shape else ""
+
+
+def _made(writer: Writer, node: fx.Node) -> tuple[TensorSpec | None, Layout | None]:
+    source = node.meta.get(MADE_BY)
+    if not isinstance(source, Node) or len(source.outputs) != 1:
+        return None, None
+    return source.spec, writer.layout_of(source.name)
+
+
+def _family(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name).partition("::")[2]
+    return str(getattr(target, "__name__", target))
+
+
+def _name(writer: Writer, node: fx.Node) -> str:
+    """What a value is called: after the module whose result it is, else after the op."""
+    if getattr(node.target, "__name__", "") == apply_steps.__name__:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        base = _base_name(writer.values[source].text)
+        step = parse_steps(str(node.args[1]), writer.stage.mesh.axes)[-1]
+        base = re.sub(STATE, "", base)
+        return f"{base}_{STATES[step.target.kind]}"
+    source_node = node.meta.get(MADE_BY)
+    family = _family(node).strip("_")
+    if not isinstance(source_node, Node):
+        return family
+    module = source_node.module.removeprefix(writer.path).strip(".")
+    last = module.rpartition(".")[2]
+    if module and family in WEIGHTED:
+        return f"{last}_embedding" if family == "embedding" else last
+    if "split" in family and node.args and isinstance(node.args[0], fx.Node):
+        return re.sub(STATE, "", _base_name(writer.values[node.args[0]].text))
+    op = source_node.op.split(".")[1] if source_node.op.count(".") == 2 else family
+    return NAMES.get(op, op.strip("_"))
+
+
+def _base_name(text: str) -> str:
+    """The name in an expression; of a weight, with that of its module.
+
+    >>> _base_name('w["attention.qkv.bias"]'), _base_name("qkv.reshape(4, 32)")
+    ('qkv_bias', 'qkv')
+    """
+    weight = re.match(r'w\["(.*)"\]', text)
+    if weight:
+        return "_".join(weight[1].split(".")[-2:])
+    found = re.match(r"\(*([A-Za-z_]\w*)", text)
+    return found[1] if found else "value"
+
+
+def _expression(writer: Writer, node: fx.Node) -> Expression:
+    """What a call is written as."""
+    target = node.target
+    if target is local_tensor:
+        attribute = node.args[0]
+        assert isinstance(attribute, fx.Node)
+        return _weight(writer, str(attribute.target))
+    if target is operator.getitem:
+        if node in writer.values:
+            return writer.values[node]
+        return Expression(f"{_operand(writer, node.args[0])}[{node.args[1]}]")
+    args = [_argument(writer, each) for each in node.args]
+    kwargs = {name: _argument(writer, each) for name, each in node.kwargs.items()}
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, _, path = str(target).partition(".")
+        if namespace == "aten":
+            if path.startswith("to.") and _keeps_dtype(writer, node):
+                return args[0]  # type: ignore[no-any-return]
+            return op_call(path, args, kwargs)
+        if namespace == "autoparallel":
+            raise unwritable(writer, node, f"{target} has no equal in plain PyTorch")
+        return called(f"torch.ops.{target}", args, kwargs)
+    return own_call(writer, node, args, kwargs)
+
+
+def _keeps_dtype(writer: Writer, node: fx.Node) -> bool:
+    """Whether a cast is to the dtype that its tensor has."""
+    source = node.meta.get(MADE_BY)
+    if not isinstance(source, Node):
+        return False
+    return writer.graph.spec(source.inputs[0]).dtype == source.spec.dtype
+
+
+def _operand(writer: Writer, node: Any) -> str:
+    made = writer.values[node]
+    return made.operand
+
+
+def _argument(writer: Writer, value: Any) -> Any:
+    """A call's argument with nodes as they are written."""
+    if isinstance(value, fx.Node):
+        return writer.values[value]
+    if isinstance(value, list):  # fx has its own immutable lists
+        return [_argument(writer, each) for each in value]
+    if isinstance(value, tuple):
+        return tuple(_argument(writer, each) for each in value)
+    return value

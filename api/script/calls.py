@@ -1,0 +1,162 @@
+"""Calls of functions of ours in a block: changes of layout, split losses, random ops, experts.
+
+In: the call as a rank's program has it. Out: the call of the same function's copy in the script.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from autoparallel.passes.local.localize import MADE_BY
+from autoparallel.passes.ops.collectives import apply_steps, parse_steps
+from autoparallel.passes.ops.local_loss import MEAN, cross_entropy, nll_loss
+from autoparallel.passes.ops.random_ops import dropout_part, uniform_part
+from autoparallel.planner.layout import Step
+from autoparallel.script.expressions import INDENT, Expression, called, literal, loss_call
+from autoparallel.script.parts import can_copy
+from autoparallel.script.writer import MOVES, Writer, dictionary, unwritable
+
+
+def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
+    """The call of a function of ours that takes the rank first."""
+    function = getattr(node.target, "func", node.target)
+    assert callable(function)
+    axes = writer.stage.mesh.axes
+    if function is apply_steps:
+        made: Expression = args[0]
+        for step in parse_steps(str(node.args[1]), axes):
+            made = _moved(writer, made, step)
+        return made
+    if function in (cross_entropy, nll_loss):
+        return _class_loss(writer, node, args, kwargs, is_logits=function is cross_entropy)
+    if function in (dropout_part, uniform_part):
+        return _random(writer, node, args, kwargs)
+    if not can_copy(function):
+        raise unwritable(writer, node, f"{function.__name__} has no equal in plain PyTorch")
+    writer.uses.add(function.__name__)
+    if "activation" in kwargs:
+        kwargs = {**kwargs, "activation": _activation(writer, str(kwargs["activation"]))}
+    named = {
+        name: _axis_names(value, axes) if name in ("axes", "balanced", "row_axes") else value
+        for name, value in kwargs.items()
+    }
+    return called(function.__name__, [Expression("mesh"), *args], named)
+
+
+def _activation(writer: Writer, text: str) -> Expression:
+    """A function of rows (``passes.ops.activation``), which is defined before it is used."""
+    name = writer.unique("activation")
+    writer.lines.append(f"{INDENT}def {name}(rows: Tensor) -> Tensor:")
+    made = ["rows"]
+    for number, (target, args, kwargs) in enumerate(json.loads(text), 1):
+        parts = [_of_activation(each, made) for each in args]
+        options = [f"{key}={_of_activation(value, made)}" for key, value in kwargs.items()]
+        home, _, call = target.partition(".")
+        if home == "method":
+            value = f"{parts[0]}.{call}({', '.join([*parts[1:], *options])})"
+        elif call in SIGNS:
+            value = f"{parts[0]} {SIGNS[call]} {parts[1]}"
+        elif call == "getitem":
+            value = f"{parts[0]}[{parts[1]}]"
+        else:
+            place = {"functional": "F", "torch": "torch"}.get(home, home)
+            value = f"{place}.{call}({', '.join([*parts, *options])})"
+        made.append(f"part_{number}")
+        writer.lines.append(f"{INDENT * 2}{made[-1]} = {value}")
+    writer.lines += [f"{INDENT * 2}return {made[-1]}", ""]
+    return Expression(name)
+
+
+SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "matmul": "@", "pow": "**"}
+
+
+def _of_activation(value: Any, made: Sequence[str]) -> str:
+    """An argument of a call of an activation."""
+    if isinstance(value, dict) and "at" in value:
+        return made[value["at"]]
+    if isinstance(value, dict) and "dtype" in value:
+        return f"torch.{value['dtype']}"
+    if isinstance(value, dict) and "tuple" in value:
+        return "(" + "".join(f"{_of_activation(each, made)}, " for each in value["tuple"]) + ")"
+    if isinstance(value, dict) and "slice" in value:
+        return f"slice({', '.join(_of_activation(each, made) for each in value['slice'])})"
+    if isinstance(value, dict):
+        return "..."
+    if isinstance(value, list):
+        return f"[{', '.join(_of_activation(each, made) for each in value)}]"
+    return literal(value)
+
+
+def _moved(writer: Writer, value: Expression, step: Step) -> Expression:
+    axis = writer.stage.mesh.axes[step.axis]
+    source, target = step.source, step.target
+    first = [value, Expression("mesh"), axis]
+    if source.is_shard and target.is_shard:
+        writer.uses.add("all_to_all")
+        return called("all_to_all", first, {"split_dim": target.dim, "concat_dim": source.dim})
+    name = MOVES[source.kind, target.kind]
+    writer.uses.add(name)
+    split = source if source.is_shard else target
+    return called(name, first, {"dim": split.dim} if split.is_shard else {})
+
+
+def _class_loss(
+    writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any], *, is_logits: bool
+) -> Expression:
+    """A mean over rows that are counted beforehand; the classes may be split."""
+    axes, count = writer.stage.mesh.axes, kwargs.get("count")
+    rows, classes = kwargs["axes"] if is_logits else (kwargs["row_axes"], ())
+    is_mean = not is_logits or kwargs["reduction"] == MEAN
+    if is_mean and count is None and rows:
+        raise unwritable(writer, node, "its targets are probabilities, split over ranks")
+    options: dict[str, Any] = {
+        name: kwargs[name] for name in ("ignore_index", "label_smoothing") if name in kwargs
+    }
+    if classes:
+        if not is_mean and kwargs["reduction"] != 2:
+            raise unwritable(writer, node, "its classes are split and its rows are not summed")
+        if is_mean and count is None:
+            rows_counted = f"({literal(args[1])} != {kwargs['ignore_index']}).sum()"
+            count = Expression(rows_counted)
+        writer.uses.add("split_cross_entropy")
+        named = {k: v for k, v in options.items() if (k, v) != ("ignore_index", -100) and v}
+        given = [Expression("mesh"), args[0], args[1], count if is_mean else 1.0]
+        return called("split_cross_entropy", given, {"axes": _axis_names(classes, axes), **named})
+    named = {"input": args[0], "target": args[1], "weight": args[2], "reduction": 2, **options}
+    total = loss_call("F.cross_entropy" if is_logits else "F.nll_loss", named)
+    if not is_mean or count is None:
+        return total
+    source = node.meta[MADE_BY]
+    divided = f"{total.text} / {literal(count)}"
+    if source.spec.dtype not in ("float32", "float64"):
+        return Expression(f"({divided}).to(torch.{source.spec.dtype})")
+    return Expression(divided, is_compound=True)
+
+
+def _random(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
+    """A counted random op: where its part lies follows from the rank's place on the mesh."""
+    name = "dropout" if node.target.__name__ == dropout_part.__name__ else "uniform"  # type: ignore[union-attr]
+    writer.uses.add(name)
+    layout = writer.layout_of(node.meta[MADE_BY].name) or ()
+    split = {
+        axis: placement.dim
+        for axis, placement in zip(writer.stage.mesh.axes, layout, strict=True)
+        if placement.is_shard
+    }
+    named: dict[str, Any] = {
+        "number": int(kwargs["number"]) - writer.first_number,
+        "split": Expression(dictionary(split)),
+    }
+    if kwargs["batch"] is not None:
+        named["rows"] = tuple(kwargs["batch"])
+    return called(name, [*args, Expression("mesh"), Expression("draw")], named)
+
+
+def _axis_names(value: Any, axes: Sequence[str]) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(_axis_names(each, axes) for each in value)
+    return axes[value]

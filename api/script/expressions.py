@@ -1,0 +1,285 @@
+"""An op's call as a line of Python: public PyTorch where that says exactly the same.
+
+In: what is called and with which arguments, tensors among them as text. Out: an ``Expression``,
+which knows how to break a line that is too long. Ops without an entry here are written as
+``torch.ops.aten…``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+LINE = 99
+INDENT = "    "
+
+OPERATORS = {
+    "add.Tensor": "+", "sub.Tensor": "-", "mul.Tensor": "*", "div.Tensor": "/",
+    "add.Scalar": "+", "sub.Scalar": "-", "mul.Scalar": "*", "div.Scalar": "/",
+    "mm.default": "@", "bmm.default": "@", "matmul.default": "@",
+    "pow.Tensor_Scalar": "**",
+    "eq.Tensor": "==", "eq.Scalar": "==", "ne.Tensor": "!=", "ne.Scalar": "!=",
+    "lt.Tensor": "<", "lt.Scalar": "<", "le.Tensor": "<=", "le.Scalar": "<=",
+    "gt.Tensor": ">", "gt.Scalar": ">", "ge.Tensor": ">=", "ge.Scalar": ">=",
+    "bitwise_and.Tensor": "&", "bitwise_or.Tensor": "|",
+}  # fmt: skip
+
+METHODS = frozenset({
+    "reshape", "view", "transpose", "permute", "unsqueeze", "squeeze", "flatten", "unflatten",
+    "contiguous", "expand", "clone", "detach", "narrow", "select", "masked_fill", "repeat", "split",
+    "split_with_sizes", "chunk", "t", "movedim", "unbind", "alias",
+})  # fmt: skip
+"""Views and other cheap ops, which read best as methods in a row."""
+
+SIZES = frozenset({"reshape", "view", "expand", "permute", "repeat"})
+"""Methods whose only argument is a list of sizes, which is written without brackets."""
+
+FUNCTIONS = frozenset({
+    "cat", "stack", "where", "exp", "log", "sin", "cos", "tanh", "sigmoid", "sqrt", "rsqrt", "abs",
+    "neg", "sum", "mean", "arange", "ones_like", "zeros_like", "cumsum", "gather", "index_select",
+    "tril", "triu", "amax", "amin", "argmax", "maximum", "minimum", "clamp", "var_mean", "einsum",
+    "square", "reciprocal", "logical_not", "logical_and", "logical_or", "bitwise_not", "softmax",
+    "log_softmax", "topk", "sort", "outer", "bmm", "addmm", "baddbmm", "ones", "zeros", "full",
+    "flip", "roll", "scatter", "scatter_add", "erf", "pow", "rsub", "isnan", "any", "all",
+})  # fmt: skip
+"""Functions of torch with the arguments of the op of the same name."""
+
+OVERLOADS = frozenset({
+    "default", "Tensor", "Scalar", "int", "dim", "self", "dim_IntList", "start", "start_step",
+    "ScalarOther", "ScalarSelf",
+})  # fmt: skip
+"""Overloads that a function of torch tells from its arguments."""
+
+NN_FUNCTIONS = frozenset({
+    "linear", "gelu", "silu", "relu", "elu", "leaky_relu", "hardtanh", "hardswish", "softplus",
+    "conv1d", "conv2d", "conv3d", "glu", "mish", "selu", "logsigmoid", "pad",
+    "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d",
+})  # fmt: skip
+"""Functions of torch.nn.functional with the arguments of the op of the same name."""
+
+REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """``text`` on one line; or ``head`` ``(arguments)``, which may be broken."""
+
+    text: str
+    head: str = ""
+    arguments: tuple[str, ...] = ()
+    is_compound: bool = False
+    """Whether it needs parentheses as an operand."""
+
+    @property
+    def operand(self) -> str:
+        return f"({self.text})" if self.is_compound else self.text
+
+    def lines(self, start: str, indent: str, comment: str = "") -> list[str]:
+        """``start`` and the expression as lines, with a comment where that fits."""
+        whole = f"{indent}{start}{self.text}"
+        if len(whole) + len(comment) <= LINE:
+            return [whole + comment]
+        if len(whole) <= LINE or not self.arguments:
+            return [whole]
+        joined = f"{indent}{INDENT}{', '.join(self.arguments)}"
+        body = [joined] if len(joined) <= LINE else [
+            f"{indent}{INDENT}{argument}," for argument in self.arguments
+        ]  # fmt: skip
+        return [f"{indent}{start}{self.head}(", *body, f"{indent}){comment}"]
+
+
+def dictionary_lines(start: str, items: Mapping[str, str], indent: str, end: str = "") -> list[str]:
+    """``start`` and a dictionary from names to values as text, in one line where that fits."""
+    pairs = [f'"{name}": {value}' for name, value in items.items()]
+    whole = f"{indent}{start}{{{', '.join(pairs)}}}{end}"
+    if len(whole) <= LINE:
+        return [whole]
+    inner = [f"{indent}{INDENT}{pair}," for pair in pairs]
+    return [f"{indent}{start}{{", *inner, f"{indent}}}{end}"]
+
+
+def called(head: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Expression:
+    """A call; arguments are written by ``literal``."""
+    parts = (*map(literal, args), *(f"{name}={literal(v)}" for name, v in (kwargs or {}).items()))
+    return Expression(f"{head}({', '.join(parts)})", head, parts)
+
+
+def literal(value: Any) -> str:
+    """A value as Python text; an ``Expression`` stands for itself.
+
+    >>> literal([1, torch.float32, True, float("inf")])
+    '[1, torch.float32, True, float("inf")]'
+    """
+    if isinstance(value, Expression):
+        return value.text
+    if isinstance(value, list | tuple):
+        inner = ", ".join(map(literal, value))
+        if isinstance(value, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, str):
+        return repr(value) if '"' in value else f'"{value}"'
+    if isinstance(value, torch.device):
+        return "None"
+    return str(value)
+
+
+def op_call(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expression:
+    """The call of an op of aten; ``path`` is its name with the overload."""
+    kwargs = {
+        name: value for name, value in kwargs.items()
+        if name not in ("device", "layout", "pin_memory") and value is not None
+        and (name, value) != ("approximate", "none")
+    }  # fmt: skip
+    special = SPECIAL.get(path.partition(".")[0])
+    made = special(list(args), dict(kwargs)) if special is not None else None
+    if made is not None:
+        return made
+    name, _, overload = path.partition(".")
+    if path in OPERATORS and len(args) == 2 and not kwargs:
+        left, right = (a.operand if isinstance(a, Expression) else literal(a) for a in args)
+        return Expression(f"{left} {OPERATORS[path]} {right}", is_compound=True)
+    if name in METHODS and args and isinstance(args[0], Expression):
+        rest = args[1:]
+        if name in SIZES and len(rest) == 1 and isinstance(rest[0], list) and rest[0]:
+            rest = rest[0]
+        method = "split" if name == "split_with_sizes" else name
+        return called(f"{args[0].operand}.{method}", rest, kwargs)
+    if name in NN_FUNCTIONS:
+        return called(f"F.{name}", args, kwargs)
+    if name in FUNCTIONS and overload in OVERLOADS:
+        return called(f"torch.{name}", args, kwargs)
+    return called(f"torch.ops.aten.{path}", args, kwargs)
+
+
+Special = Callable[[list[Any], dict[str, Any]], "Expression | None"]
+
+
+def _named(args: list[Any], names: Sequence[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _layer_norm(args: list[Any], kwargs: dict[str, Any]) -> Expression:
+    named = _named(args, ("input", "shape", "weight", "bias", "eps", "cudnn"), kwargs)
+    first = [named["input"], tuple(named["shape"]), named.get("weight"), named.get("bias")]
+    eps = named.get("eps", 1e-05)
+    return called("F.layer_norm", first if eps == 1e-05 else [*first, eps])
+
+
+def _embedding(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
+    named = _named(args, ("weight", "indices", "padding_idx", "scale", "sparse"), kwargs)
+    if named.get("scale") or named.get("sparse"):
+        return None
+    padding = named.get("padding_idx", -1)
+    options = {} if padding < 0 else {"padding_idx": padding}
+    return called("F.embedding", [named["indices"], named["weight"]], options)
+
+
+def _attention(args: list[Any], kwargs: dict[str, Any]) -> Expression:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    named = _named(args, names, kwargs)
+    options = {
+        name: value for name, value in named.items()
+        if name not in names[:3] and value not in (None, 0.0, False)
+    }  # fmt: skip
+    return called("F.scaled_dot_product_attention", [named[n] for n in names[:3]], options)
+
+
+def _cross_entropy(args: list[Any], kwargs: dict[str, Any]) -> Expression:
+    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    return loss_call("F.cross_entropy", _named(args, names, kwargs))
+
+
+def _nll_loss(args: list[Any], kwargs: dict[str, Any]) -> Expression:
+    names = ("input", "target", "weight", "reduction", "ignore_index")
+    return loss_call("F.nll_loss", _named(args, names, kwargs))
+
+
+def loss_call(head: str, named: Mapping[str, Any]) -> Expression:
+    """The call of a class loss; the reduction is a number, as ops have it."""
+    options: dict[str, Any] = {}
+    if named.get("weight") is not None:
+        options["weight"] = named["weight"]
+    if named.get("reduction", 1) != 1:
+        options["reduction"] = REDUCTIONS[named["reduction"]]
+    if named.get("ignore_index", -100) != -100:
+        options["ignore_index"] = named["ignore_index"]
+    if named.get("label_smoothing"):
+        options["label_smoothing"] = named["label_smoothing"]
+    return called(head, [named["input"], named["target"]], options)
+
+
+def _slice(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
+    named = _named(args, ("self", "dim", "start", "end", "step"), kwargs)
+    dim = named.get("dim", 0)
+    if not isinstance(dim, int) or dim < 0 or not isinstance(named["self"], Expression):
+        return None
+    start, end, step = named.get("start"), named.get("end"), named.get("step", 1)
+    if not start and (end is None or end >= sys.maxsize) and step == 1:
+        return named["self"] if isinstance(named["self"], Expression) else None
+    cut = f"{start or ''}:{'' if end is None or end >= sys.maxsize else end}"
+    cut += f":{step}" if step != 1 else ""
+    places = ", ".join([":"] * dim + [cut])
+    return Expression(f"{named['self'].operand}[{places}]")
+
+
+def _to(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
+    dtypes = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.dtype)]
+    rest = [
+        each for each in (*args[1:], *kwargs.values())
+        if not isinstance(each, torch.dtype | torch.device) and each not in (None, False)
+    ]  # fmt: skip
+    if len(dtypes) != 1 or rest or not isinstance(args[0], Expression):
+        return None
+    return called(f"{args[0].operand}.to", dtypes)
+
+
+def _index(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
+    if not isinstance(args[0], Expression) or not isinstance(args[1], list):
+        return None
+    places = [":" if each is None else literal(each) for each in args[1]]
+    return Expression(f"{args[0].operand}[{', '.join(places)}]")
+
+
+def _rms_norm(args: list[Any], kwargs: dict[str, Any]) -> Expression:
+    named = _named(args, ("input", "shape", "weight", "eps"), kwargs)
+    return called("F.rms_norm", [named["input"], tuple(named["shape"]), named.get("weight"),
+                                 named.get("eps")])  # fmt: skip
+
+
+def _reduction(name: str) -> Special:
+    def reduction(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
+        named = _named(args, ("self", "dim", "keepdim"), kwargs)
+        tensor, dims = named.pop("self"), named.pop("dim", None)
+        if not isinstance(tensor, Expression) or (dims is not None and not isinstance(dims, list)):
+            return None
+        first = [] if dims is None else [dims[0] if len(dims) == 1 else tuple(dims)]
+        options = {key: value for key, value in named.items() if value not in (None, False)}
+        return called(f"{tensor.operand}.{name}", first, options)
+
+    return reduction
+
+
+SPECIAL: dict[str, Special] = {
+    "mean": _reduction("mean"),
+    "sum": _reduction("sum"),
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "embedding": _embedding,
+    "scaled_dot_product_attention": _attention,
+    "cross_entropy_loss": _cross_entropy,
+    "nll_loss": _nll_loss,
+    "nll_loss_nd": _nll_loss,
+    "slice": _slice,
+    "to": _to,
+    "_to_copy": _to,
+    "index": _index,
+}
+"""Ops whose public form has other arguments; None where a call has no public form."""

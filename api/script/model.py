@@ -1,0 +1,239 @@
+"""The user's model in a script: its file beside it, how it is built, its data and optimizer.
+
+In: the plan's target. Out: files copied into the script's folder, and the text of ``new_model``,
+``batches``, ``new_optimizer`` and ``new_scheduler``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from autoparallel.lora import parse_lora, target_paths
+from autoparallel.planner.errors import PlanError
+from autoparallel.runtime.optimizer import LEARNING_RATE, MOMENTUM, NAMED, SGD_LEARNING_RATE
+from autoparallel.script.expressions import INDENT, literal
+from autoparallel.script.source import Exported
+from autoparallel.script.values import made_up_batches
+from autoparallel.targets import Target
+from autoparallel.trust import target_name
+
+ELEMENTWISE = frozenset({
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD",
+})  # fmt: skip
+"""Optimizers of torch that update every element by itself, so also a part of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """``imports`` and ``functions`` of a script, the names of the copied ``files``."""
+
+    imports: tuple[str, ...]
+    functions: str
+    files: tuple[str, ...]
+    has_scheduler: bool
+    has_data: bool
+
+
+def model_text(found: Exported, plan_path: Path, folder: Path) -> ModelText:
+    """Copies what the model needs into ``folder``. Raises PlanError AP366 and AP368."""
+    target, plan = found.made.target, found.plan
+    check_optimizer(found)
+    if target.name.startswith("hf:"):
+        imports, build, files = _huggingface(target, folder)
+        module = ""
+    else:
+        place, function = _place(target_name(plan, plan_path))
+        files = _copied(place, folder) if place.endswith(".py") else ()
+        module = Path(place).stem if files else place
+        settings = ", ".join(f"{name}={literal(v)}" for name, v in plan.model.settings.items())
+        imports = (f"import {module}",)
+        build = [f"return {module}.{function}({settings})"]
+    functions = [
+        _function("new_model() -> nn.Module", "The model, whole, on the CPU.", build),
+        _function("batches(seed: int) -> Iterator[Any]", "Global batches without end, the same on "
+                  "every rank: put your data here.", _data(found, module)),
+        _function("new_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer",
+                  "The optimizer of this rank's weights.", _optimizer(found, module)),
+    ]  # fmt: skip
+    if target.build_scheduler is not None:
+        functions.append(_function(
+            "new_scheduler(optimizer: torch.optim.Optimizer) -> Any",
+            "The learning-rate scheduler.", [f"return {module}.build_scheduler(optimizer)"],
+        ))  # fmt: skip
+    return ModelText(
+        imports, "\n\n\n".join(functions), files, target.build_scheduler is not None,
+        target.build_data is not None,
+    )  # fmt: skip
+
+
+def _function(head: str, what: str, lines: list[str]) -> str:
+    body = "\n".join(f"{INDENT}{line}" for line in lines)
+    return f'def {head}:\n{INDENT}"""{what}"""\n{body}'
+
+
+def _place(name: str) -> tuple[str, str]:
+    """``model.py:function`` as the file or module, and the function."""
+    place, separator, function = name.rpartition(":")
+    if separator and place and function.isidentifier():
+        return place, function
+    return name, "build_model"
+
+
+def _copied(place: str, folder: Path) -> tuple[str, ...]:
+    """Copies a model's file and the files beside it that it imports."""
+    pending, done = [Path(place)], dict[str, None]()
+    while pending:
+        path = pending.pop()
+        if path.name in done:
+            continue
+        done[path.name] = None
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+            continue
+        shutil.copyfile(path, folder / path.name)
+        for name in _imported(path):
+            if name == "autoparallel":
+                raise PlanError(
+                    "AP366", f"the plan cannot be exported to Python: {path.name} imports "
+                    "autoparallel", why="a script runs where it is not installed", where=str(path),
+                    fix="move what needs autoparallel out of the model's file",
+                )  # fmt: skip
+            beside = (path.parent / f"{name}.py", path.parent / name)
+            pending += [each for each in beside[:1] if each.is_file()]
+            pending += [each for each in beside[1:] if (each / "__init__.py").is_file()]
+    return tuple(done)
+
+
+def _imported(path: Path) -> set[str]:
+    """The top names of the modules that a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def _huggingface(
+    target: Target, folder: Path
+) -> tuple[tuple[str, ...], list[str], tuple[str, ...]]:
+    """The configuration as a file, and how the model is made of it."""
+    from autoparallel.huggingface import target_config
+
+    built = target.build_model if target.settings.get("lora") else None
+    config = target_config(target)
+    config.save_pretrained(folder)
+    name = type(_meta(target)).__name__
+    lines = [
+        "config = transformers.AutoConfig.from_pretrained(Path(__file__).parent)",
+        *(["config.use_cache = False"] if hasattr(config, "use_cache") else []),
+        *(['config._experts_implementation = "eager"']
+          if hasattr(config, "_experts_implementation") else []),
+        f"model = transformers.{name}(config)",
+    ]  # fmt: skip
+    if built is not None:
+        lines += _adapters(target)
+    return ("import transformers",), [*lines, "return model"], ("config.json",)
+
+
+def _meta(target: Target) -> nn.Module:
+    """The model without memory."""
+    with torch.device("meta"):
+        return target.build_model()
+
+
+def _adapters(target: Target) -> list[str]:
+    """Lines that freeze a model and add the weights of adapters, drawn in the same order."""
+    lora, model = parse_lora(target.settings["lora"]), _meta(target)
+    for module in model.modules():  # an adapted layer is of a class of ours
+        if hasattr(module, "lora_A"):
+            module.__class__ = type(module).__mro__[2]
+    own = {path for path, module in model.named_modules() if hasattr(module, "lora_A")}
+    names = tuple(dict.fromkeys(path.rpartition(".")[2] for path in target_paths(model, lora)))
+    wanted = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in names}
+    chosen = f"path.rpartition('.')[2] in {names}" if wanted == own else f"path in {sorted(own)}"
+    return [
+        "model.requires_grad_(False)",
+        "for path, layer in list(model.named_modules()):",
+        f"{INDENT}if {chosen}:",
+        f"{INDENT * 2}sizes = layer.weight.shape if isinstance(layer, nn.Linear) else "
+        "layer.weight.shape[::-1]",
+        f"{INDENT * 2}layer.lora_A = nn.Linear(sizes[1], {lora.rank}, bias=False)",
+        f"{INDENT * 2}layer.lora_B = nn.Linear({lora.rank}, sizes[0], bias=False)",
+        f"{INDENT * 2}nn.init.zeros_(layer.lora_B.weight)",
+    ]
+
+
+def _data(found: Exported, module: str) -> list[str]:
+    """What yields global batches: the target's data for one rank of one, or made-up ones."""
+    build, model = found.made.target.build_data, found.plan.model
+    if build is None:
+        return made_up_batches(found)
+    taken = inspect.signature(build).parameters
+    known = {"global_batch": model.global_batch, "seq": model.seq}
+    options = [f"{n}={v}" for n, v in known.items() if n in taken and v is not None]
+    options += ["seed=seed"] * ("seed" in taken)
+    call = ", ".join(["0", "1", *options])
+    return [
+        "for number in itertools.count():",
+        f"{INDENT}torch.manual_seed(seed + number)",
+        f"{INDENT}yield from {module}.build_data({call})",
+    ]
+
+
+def _optimizer(found: Exported, module: str) -> list[str]:
+    build, name = found.made.target.build_optimizer, found.plan.model.optimizer
+    if build is not None:
+        given = "iter(named)" if _takes_names(build) else "[weight for _, weight in named]"
+        return [f"return {module}.build_optimizer({given})"]
+    weights = "[weight for _, weight in named]"
+    if name.startswith("sgd"):
+        momentum = f", momentum={MOMENTUM}" if name == "sgd-momentum" else ""
+        return [f"return torch.optim.SGD({weights}, lr={SGD_LEARNING_RATE}{momentum})"]
+    kind = "Adam" if name == "adam" else "AdamW"
+    return [f"return torch.optim.{kind}({weights}, lr={LEARNING_RATE})"]
+
+
+def _takes_names(build: object) -> bool:
+    """Whether ``build_optimizer`` takes pairs of a name and a parameter (``runtime.optimizer``)."""
+    assert callable(build)
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(build).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds] == [NAMED]
+
+
+def check_optimizer(found: Exported) -> None:
+    """Raises PlanError AP368 where the target's optimizer needs whole tensors, and they are split.
+
+    A script gives it this rank's part of each weight.
+    """
+    build = found.made.target.build_optimizer
+    splits = any(
+        stage.zero or any(each.is_shard for p in program.parameters.values() for each in p.layout)
+        for stage, program in zip(found.stages, found.programs, strict=True)
+    )
+    if build is None or not splits:
+        return
+    named = [
+        (name, nn.Parameter(torch.empty(p.shape, device="meta")))
+        for name, p in found.made.program.model.named_parameters()
+        if p.requires_grad
+    ]
+    made = build(iter(named) if _takes_names(build) else [p for _, p in named])
+    kind = type(made)
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE:
+        return
+    raise PlanError(
+        "AP368", f"the optimizer {kind.__name__} cannot be exported with split weights",
+        why="a script gives it parts of tensors, and it may compute with whole ones",
+        where=found.made.target.name, fix="plan with dp and ZeRO 0 alone, or run the plan",
+    )  # fmt: skip

@@ -1,0 +1,200 @@
+"""The fixed part of a script: definitions of ours, copied as they stand, with what they use.
+
+In: names that a script uses. Out: the imports and the source of all that they need, in the order
+of ``MODULES``. What a rank is called in ``passes`` is a mesh in a script, whose methods are the
+collectives: ``RENAMED`` says which words are replaced.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+MODULES = (
+    "autoparallel.runtime.script_parts.mesh",
+    "autoparallel.passes.ops.random_ops",
+    "autoparallel.runtime.script_parts.ops",
+    "autoparallel.passes.ops.local_loss",
+    "autoparallel.passes.ops.batch_norm",
+    "autoparallel.passes.ops.experts",
+    "autoparallel.passes.local.local_indexing",
+    "autoparallel.passes.local.local_functions",
+    "autoparallel.runtime.script_parts.weights",
+    "autoparallel.runtime.script_parts.stages",
+    "autoparallel.runtime.script_parts.zero",
+    "autoparallel.runtime.script_parts.training",
+    "autoparallel.runtime.script_parts.pipeline",
+)
+"""Where definitions come from; of two with the same name, the first is meant."""
+
+RENAMED = (
+    (r"\b(ctx\.)?rank\.communicator\b", r"\1mesh"),
+    (r"\b(ctx\.)?rank\b(?=[:,.)\]])", r"\1mesh"),
+    (r"\bctx\.rank\b", "ctx.mesh"),
+    (r"\bcommunicator\b", "mesh"),
+    (r"\bRank\b", "Mesh"),
+    (r"\baxes: tuple\[int, \.\.\.\]", "axes: tuple[str, ...]"),
+    (r"\baxis: int\b", "axis: str"),
+    (r"\bactivation: str\b", "activation: Callable[[Tensor], Tensor]"),
+)
+"""What is written otherwise in a script, of definitions in ``passes``."""
+
+REMOVED = (
+    (r"  # type: ignore\[[\w, -]+\]", ""),
+    (r"  # noqa: [^\n]*", ""),
+    (r"  # fmt: skip", ""),
+)
+
+
+@dataclass(frozen=True)
+class _Module:
+    """The definitions of a module by name, each with its source, and what it imports by name."""
+
+    name: str
+    definitions: dict[str, str] = field(default_factory=dict)
+    uses: dict[str, frozenset[str]] = field(default_factory=dict)
+    imports: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Import lines, and definitions by the module that they come from."""
+
+    imports: tuple[str, ...]
+    sections: Mapping[str, tuple[str, ...]]
+
+
+def collect(wanted: Iterable[str], given: Iterable[str]) -> Parts:
+    """All that ``wanted`` need, but for names that are ``given``."""
+    pending, known = list(wanted), set(given)
+    found: dict[tuple[str, str], str] = {}
+    imports: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name in known:
+            continue
+        known.add(name)
+        owner = next((m for m in map(_read, MODULES) if name in m.definitions), None)
+        if owner is None:
+            continue
+        found[owner.name, name] = owner.definitions[name]
+        for used in owner.uses[name]:
+            if used in owner.imports:
+                imports.add(owner.imports[used])
+            pending.append(used)
+    sections = {
+        module: tuple(
+            dict.fromkeys(
+                found[module, name] for name in _read(module).definitions if (module, name) in found
+            )
+        )
+        for module in MODULES
+    }
+    return Parts(tuple(sorted(imports)), {name: each for name, each in sections.items() if each})
+
+
+def can_copy(function: Callable[..., object]) -> bool:
+    """Whether a function of ours can be copied into a script."""
+    return any(function.__name__ in _read(module).definitions for module in MODULES)
+
+
+@cache
+def _read(module_name: str) -> _Module:
+    module = importlib.import_module(module_name)
+    text = inspect.getsource(module)
+    lines = text.splitlines()
+    found = _Module(module_name)
+    previous_name = ""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            _add_imports(found, node)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            _add(found, node.name, lines[first - 1 : node.end_lineno])
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [each.id for each in ast.walk(targets[0]) if isinstance(each, ast.Name)]
+            for name in names:
+                _add(found, name, lines[node.lineno - 1 : node.end_lineno])
+            previous_name = names[0]
+            continue
+        elif isinstance(node, ast.Expr) and previous_name:  # what a constant means
+            own = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            found.definitions[previous_name] += "\n" + own
+        previous_name = ""
+    return found
+
+
+def _add_imports(found: _Module, node: ast.Import | ast.ImportFrom) -> None:
+    """What a script imports too: all that is not of this package."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            as_name = f" as {alias.asname}" if alias.asname else ""
+            found.imports[alias.asname or alias.name.split(".")[0]] = (
+                f"import {alias.name}{as_name}"
+            )
+    elif not node.level and node.module != "__future__" and "autoparallel" not in str(node.module):
+        for alias in node.names:
+            found.imports[alias.asname or alias.name] = f"from {node.module} import {alias.name}"
+
+
+def trimmed(text: str, kept: Iterable[str]) -> str:
+    """A script without the methods that nothing calls, and constants that nothing reads."""
+    while True:
+        lines, unused = text.split("\n"), list[ast.stmt]()
+        for kind in ast.walk(ast.parse(text)):
+            if isinstance(kind, ast.Module):
+                unused += _unread(kind, text, kept)
+            if isinstance(kind, ast.ClassDef):
+                unused += [m for m in kind.body if isinstance(m, ast.FunctionDef)
+                           and not _is_called(m, text)]  # fmt: skip
+        if not unused:
+            return text
+        for method in sorted(unused, key=lambda each: -each.lineno):
+            decorators = getattr(method, "decorator_list", ())
+            first = min([method.lineno, *(d.lineno for d in decorators)]) - 1
+            assert method.end_lineno is not None
+            del lines[first - (not lines[first - 1]) : method.end_lineno]
+        text = "\n".join(lines)
+
+
+def _unread(module: ast.Module, text: str, kept: Iterable[str]) -> list[ast.stmt]:
+    """The constants that nothing reads, each with what follows it to say what it means."""
+    found: list[ast.stmt] = []
+    for statement, following in zip(module.body, [*module.body[1:], None], strict=True):
+        name = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        if not isinstance(name, ast.Name) or not name.id.isupper() or name.id in kept:
+            continue
+        if len(re.findall(rf"\b{name.id}\b", text)) == 1:
+            found.append(statement)
+            found += [following] if isinstance(following, ast.Expr) else []
+    return found
+
+
+def _is_called(method: ast.FunctionDef, text: str) -> bool:
+    is_special = method.name.startswith("__") or method.name in ("forward", "backward")
+    return is_special or re.search(rf"(?<!super\(\))\.{method.name}\b", text) is not None
+
+
+def _add(found: _Module, name: str, lines: list[str]) -> None:
+    if name == "_":  # what registers something with torch, and has no name
+        return
+    source = "\n".join(lines)
+    renamed = RENAMED if ".passes." in found.name else ()
+    for pattern, replacement in (*renamed, *REMOVED):
+        source = re.sub(pattern, replacement, source)
+    found.definitions[name] = source
+    found.uses[name] = frozenset(_free_names(ast.parse(source)))
+
+
+def _free_names(tree: ast.AST) -> set[str]:
+    """The names that a definition reads and does not make."""
+    names = [each for each in ast.walk(tree) if isinstance(each, ast.Name)]
+    made = {each.id for each in names if isinstance(each.ctx, ast.Store)}
+    made |= {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}
+    return {each.id for each in names} - made

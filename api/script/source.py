@@ -1,0 +1,193 @@
+"""What is exported: a plan's model captured again, and each stage's program.
+
+In: a plan and its file. Out: an ``Exported``: the model, the stages' programs as a rank runs them,
+and the schedule; or a PlanError that says what of the plan a script cannot do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from autoparallel.cost_model.actions import (
+    COMPUTE,
+    RECEIVES,
+    REDUCE,
+    SENDS,
+    Action,
+    Row,
+    Schedule,
+    matching_receives,
+)
+from autoparallel.passes.local.stage_program import StageProgram
+from autoparallel.passes.ops.collectives import Alone
+from autoparallel.planner.errors import PlanError
+from autoparallel.planner.graph import Graph, map_refs
+from autoparallel.planner.layout import Layout, Mesh
+from autoparallel.planner.plan import Plan, StagePlan
+from autoparallel.planner.pricing.weight_versions import is_asynchronous
+from autoparallel.planner.replicas import placed_stages
+from autoparallel.recaptured import Recaptured, recaptured
+from autoparallel.runtime.variants import Variant, stage_programs, variant_of
+
+
+@dataclass(frozen=True)
+class Exported:
+    """``stages`` are as the schedule numbers them, with replicas. ``programs`` are by stage, of the
+    first rank of each; ``last_programs`` of the last one.
+
+    ``rows`` is the schedule without steps, each row's receives in the order of its senders.
+    """
+
+    made: Recaptured
+    variant: Variant
+    stages: tuple[StagePlan, ...]
+    programs: tuple[StageProgram, ...]
+    last_programs: tuple[StageProgram, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def plan(self) -> Plan:
+        return self.made.plan
+
+
+class _Place(Alone):
+    """A place on a mesh without any process: sizes and coordinates, no messages."""
+
+    def __init__(self, mesh: Mesh, coordinates: tuple[int, ...]) -> None:
+        self._mesh, self._coordinates = mesh, coordinates
+
+    def size(self, axis: int) -> int:
+        return self._mesh.shape[axis]
+
+    def coordinate(self, axis: int) -> int:
+        return self._coordinates[axis]
+
+
+def exported(plan: Plan, plan_path: str, *, trust: bool) -> Exported:
+    """Raises PlanError AP366 where a script cannot do what the plan says, and as ``recaptured``."""
+    check_writable(plan)
+    made = recaptured(plan, plan_path, trust=trust)
+    variant = variant_of(made.program, plan)
+    if made.program.returned or variant.program.graph.updates.keys() & set(made.program.literals):
+        raise _refused("the model returns no loss", "a script trains models that do")
+    stages = placed_stages(plan)
+    first, last = (
+        tuple(_program(variant, stages[index], index, end) for index in range(len(stages)))
+        for end in (0, -1)
+    )
+    return Exported(made, variant, stages, first, last, in_order(variant.schedule))
+
+
+def _program(variant: Variant, stage: StagePlan, index: int, end: int) -> StageProgram:
+    """A stage's program on its first (0) or last (-1) device."""
+    coordinates = stage.mesh.coordinates(end % stage.mesh.size)
+    (program,) = stage_programs(
+        variant, index, coordinates=coordinates, communicator=_Place(stage.mesh, coordinates)
+    )
+    return with_equal_constants(program, variant.program.graph)
+
+
+def with_equal_constants(program: StageProgram, graph: Graph) -> StageProgram:
+    """The program with one constant for those that are equal, so that layers are too."""
+    numbers: dict[tuple[str, ...], int] = {}
+    forms: dict[str, int] = {}
+
+    def form(name: str) -> int:
+        if name not in forms:
+            node = graph[name]
+            own = repr(map_refs((node.args, dict(node.kwargs)), lambda r: (form(r.name), r.index)))
+            key = (node.op, own) if node.kind == "constant" else (node.kind, name)
+            forms[name] = numbers.setdefault(key, len(numbers))
+        return forms[name]
+
+    first: dict[tuple[int, Layout], str] = {}
+    same = {
+        name: first.setdefault((form(name), held.layout), name)
+        for name, held in program.constants.items()
+    }
+    blocks = tuple(
+        replace(block, inputs=tuple(same.get(key, key) for key in block.inputs))
+        for block in program.blocks
+    )
+    constants = {name: program.constants[name] for name in same.values()}
+    return replace(program, blocks=blocks, constants=constants)
+
+
+def check_writable(plan: Plan) -> None:
+    """Raises PlanError AP366 where the plan has what a script does not."""
+    has = (
+        (plan.servers is not None, "parameter servers", "plan with --deny for them, or run it"),
+        (is_asynchronous(plan.schedule) and plan.has_pipeline,
+         f"schedule {plan.schedule}, which updates weights in the middle of a step", ""),
+        (bool(plan.slices), "slices of the sequences", ""),
+        (plan.offload != "none", "optimizer states in host memory", ""),
+        (plan.model.precision == "fp8", "products in fp8", "plan with --precision bf16"),
+        (any(stage.shares for stage in plan.stages), "unequal shares of the batch",
+         "plan with --deny uneven-shares"),
+    )  # fmt: skip
+    for is_there, what, fix in has:
+        if is_there:
+            raise _refused(f"the plan has {what}", "a script on plain PyTorch does not", fix)
+
+
+def _refused(what: str, why: str, fix: str = "") -> PlanError:
+    return PlanError(
+        "AP366", f"the plan cannot be exported to Python: {what}", why=why,
+        fix=fix or "plan without it, or train with autoparallel run",
+    )  # fmt: skip
+
+
+def in_order(schedule: Schedule) -> tuple[Row, ...]:
+    """The rows without STEP, with receives no later than their senders' order wants them.
+
+    Messages from one rank to another keep their order, so what is sent first is received first,
+    even where another receive is needed earlier.
+    """
+    lanes = _lanes(schedule)
+    return tuple(_reordered(row, rank, lanes) for rank, row in enumerate(schedule.table))
+
+
+_Lanes = dict[tuple[int, int], tuple[Action, ...]]
+
+
+def _lanes(schedule: Schedule) -> _Lanes:
+    """By sender and taker, the receives of all that is sent, in the order of the sends."""
+    found: dict[tuple[int, int], list[Action]] = {}
+    for source, row in enumerate(schedule.table):
+        for action in row:
+            for receive in matching_receives(action, schedule.messages) if _sends(action) else ():
+                target = schedule.stage_rank[receive.stage]
+                found.setdefault((source, target), []).append(receive)
+    return {lane: tuple(receives) for lane, receives in found.items()}
+
+
+def _sends(action: Action) -> bool:
+    return action.kind in SENDS
+
+
+def _reordered(row: Row, rank: int, lanes: _Lanes) -> Row:
+    waiting = {
+        source: deque(receives) for (source, target), receives in lanes.items() if target == rank
+    }
+    made: list[Action] = []
+    posted: set[Action] = set()
+
+    def post(receive: Action) -> None:
+        """Post a receive after all that its senders send before."""
+        if receive in posted:
+            return
+        posted.add(receive)
+        for lane in waiting.values():
+            while receive in lane:
+                first = lane.popleft()
+                if first != receive:
+                    post(first)
+        made.append(receive)
+
+    for action in row:
+        if action.kind in RECEIVES:
+            post(action)
+        elif action.kind in COMPUTE or action.kind in SENDS or action.kind == REDUCE:
+            made.append(action)
+    return tuple(made)

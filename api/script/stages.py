@@ -1,0 +1,375 @@
+"""The stages of a plan as functions that call their blocks, and as tables of what is split how.
+
+In: the program of each stage. Out: ``StageText``: the functions of its blocks, each once, that of
+the stage, in which runs of equal blocks are loops, and the entry of the table ``STAGES``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from autoparallel.passes.local.stage_cut import node_layout
+from autoparallel.passes.local.stage_program import BlockProgram, StageProgram
+from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.layout import Layout
+from autoparallel.planner.plan import StagePlan
+from autoparallel.script.blocks import BlockFunction, block_function, module_path
+from autoparallel.script.expressions import INDENT, LINE, Expression, dictionary_lines
+from autoparallel.script.writer import dictionary
+
+WRAPPERS = {"full": "checkpoint", "selective": "keeping_products"}
+"""What calls a block that is recomputed in the backward."""
+
+
+@dataclass(slots=True)
+class Functions:
+    """The functions of all blocks by their names; equal ones are one."""
+
+    named: dict[str, BlockFunction] = field(default_factory=dict)
+    about: dict[str, list[str]] = field(default_factory=dict)
+    """The blocks that each is for."""
+
+    def add(self, function: BlockFunction, program: BlockProgram, kind: str) -> str:
+        """The name of a function like this one."""
+        for name, known in self.named.items():
+            same = known.arguments, known.text, known.weights
+            if same == (function.arguments, function.text, function.weights):
+                self.about[name].append(program.name)
+                return name
+        count, name = 1, kind
+        while name in self.named:
+            count += 1
+            name = f"{kind}_{count}"
+        self.named[name], self.about[name] = function, [program.name]
+        return name
+
+    def text(self) -> str:
+        """All of them."""
+        return "\n\n\n".join(map(self._one, self.named))
+
+    def _one(self, name: str) -> str:
+        function = self.named[name]
+        names = self.about[name]
+        blocks = f"Block {names[0]}." if len(names) == 1 else f"Blocks {names[0]} to {names[-1]}."
+        arguments = [f"{each}: Tensor" for each in function.arguments]
+        arguments += ["w: Weights"]
+        arguments += ["mesh: Mesh"] * function.takes_mesh + ["draw: Draw"] * function.takes_draw
+        result = "Tensor" if function.num_results == 1 else "tuple[Tensor, ...]"
+        head = f"def {name}({', '.join(arguments)}) -> {result}:"
+        if len(head) > LINE:
+            head = f"def {name}(\n{INDENT}" + f",\n{INDENT}".join(arguments) + f",\n) -> {result}:"
+        return f'{head}\n{INDENT}"""{blocks}"""\n{function.text}'
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A block's call: the function, the keys of what it takes and gives, and where it is."""
+
+    function: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    path: str
+    recompute: str
+    first_number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageText:
+    """What a script has of one stage."""
+
+    function: str
+    entry: str
+    parameters: str
+    uses: frozenset[str]
+
+
+def stage_text(
+    program: StageProgram, plan: StagePlan, graph: Graph, blocks: Blocks,
+    *, number: int, functions: Functions,
+) -> StageText:  # fmt: skip
+    """A stage's text; its blocks' functions are added to ``functions``."""
+
+    def layout_of(name: str) -> Layout | None:
+        found = node_layout(plan, blocks, name)
+        return None if found is None else found.outputs[0]
+
+    calls = []
+    for block in program.blocks:
+        made = block_function(block, program, graph, layout_of)
+        name = functions.add(made, block, function_name(block))
+        held = {**program.parameters, **program.buffers}
+        inputs = tuple(dict.fromkeys(key for key in block.inputs if key not in held))
+        calls.append(_Call(name, inputs, block.outputs, module_path(block), block.recompute,
+                           made.first_number))  # fmt: skip
+    writer = _StageWriter(program, plan.zero, functions, calls)
+    return StageText(
+        writer.function(number), writer.entry(number, plan), _parameters(program, number),
+        frozenset(writer.uses),
+    )  # fmt: skip
+
+
+def function_name(block: BlockProgram) -> str:
+    """What a block's function is called: a layer of ``layers`` is a ``layer``."""
+    path = re.sub(r"\W", ".", block.kind if not block.kind[-1:].isdigit() else block.name)
+    last = [part for part in path.split(".") if part and not part.isdigit()][-1:] or ["block"]
+    name = last[0]
+    is_repeated = bool(re.search(r"\.\d+$", block.name))
+    if is_repeated and name.endswith("s") and len(name) > 2:
+        name = name[:-1]
+    return {"h": "layer"}.get(name, name) if name.isidentifier() else "block"
+
+
+@dataclass(slots=True)
+class _StageWriter:
+    program: StageProgram
+    zero: int
+    functions: Functions
+    calls: Sequence[_Call]
+    uses: set[str] = field(default_factory=set)
+    variables: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    def leaving(self) -> tuple[str, ...]:
+        """The keys of what the stage's function returns."""
+        program = self.program
+        keys = [*program.kept, *(each.key for each in program.sends), *program.updates.values()]
+        return tuple(dict.fromkeys([*keys, *([program.loss] if program.loss else [])]))
+
+    def function(self, number: int) -> str:
+        """The stage's function."""
+        names = [block.name for block in self.program.blocks]
+        what = f"Block {names[0]}." if len(names) == 1 else f"Blocks {names[0]} to {names[-1]}."
+        start = 0
+        while start < len(self.calls):
+            stop = self._run_from(start)
+            if stop - start > 1:
+                self._loop(start, stop)
+            else:
+                self._single(start)
+            start = stop
+        returned = {key: self._value(key) for key in self.leaving()}
+        return "\n".join([
+            f"def stage_{number}(",
+            f"{INDENT}values: dict[str, Tensor], w: Weights, mesh: Mesh, draw: Draw",
+            ") -> dict[str, Tensor]:",
+            f'{INDENT}"""{what}"""',
+            *self.lines,
+            *dictionary_lines("return ", returned, INDENT),
+        ])  # fmt: skip
+
+    def _value(self, key: str) -> str:
+        return self.variables.get(key, f'values["{key}"]')
+
+    def _later(self, position: int) -> set[str]:
+        """The keys that are used after the call at ``position``."""
+        return {key for call in self.calls[position + 1 :] for key in call.inputs} | {
+            *self.leaving()
+        }
+
+    def _variable(self, key: str, position: int, count: int) -> str:
+        """The name of what a call makes: x, where that is free."""
+        holder = next((k for k, name in self.variables.items() if name == "x"), None)
+        if count == 1 and (holder is None or holder not in self._later(position)):
+            if holder is not None:
+                del self.variables[holder]
+            return "x"
+        name = re.sub(r"\W", "_", key)
+        return f"{name}_" if name in ("values", "w", "mesh", "draw", "x") else name
+
+    def _single(self, position: int) -> None:
+        call = self.calls[position]
+        inputs = [self._value(key) for key in call.inputs]
+        made = [self._variable(key, position, len(call.outputs)) for key in call.outputs]
+        where = f'w.of("{call.path}")' if call.path else "w"
+        called = self._call(call, inputs, where, str(call.first_number))
+        self.lines += called.lines(f"{', '.join(made)} = " if made else "", INDENT)
+        self.variables.update(zip(call.outputs, made, strict=True))
+
+    def _call(self, call: _Call, inputs: Sequence[str], where: str, number: str) -> Expression:
+        """The call of a block's function, run again in the backward or with gathered weights."""
+        function = self.functions.named[call.function]
+        arguments = [*inputs, where, *["mesh"] * function.takes_mesh]
+        arguments += [f"draw.of({number})"] * function.takes_draw
+        head = call.function
+        if wrapper := WRAPPERS.get(call.recompute, "run_sharded" if self.zero == 3 else ""):
+            self.uses.add(wrapper)
+            head, arguments = wrapper, [call.function, *arguments]
+        if wrapper == "checkpoint":
+            arguments.append("use_reentrant=False")
+        return Expression(f"{head}({', '.join(arguments)})", head, tuple(arguments))
+
+    def _run_from(self, start: int) -> int:
+        """Where the longest loop that begins at a call ends."""
+        stop = start + 1
+        while stop < len(self.calls) and self._continues(start, stop):
+            stop += 1
+        while stop - start > 1 and not self._is_loop(start, stop):
+            stop -= 1
+        return stop
+
+    def _continues(self, start: int, position: int) -> bool:
+        first, call, before = self.calls[start], self.calls[position], self.calls[position - 1]
+        if (call.function, call.recompute) != (first.function, first.recompute):
+            return False
+        if not _numbered(first.path) or not _follows(before.path, call.path):
+            return False
+        return all(
+            key == first.inputs[at] or key in before.outputs for at, key in enumerate(call.inputs)
+        )
+
+    def _is_loop(self, start: int, stop: int) -> bool:
+        """Whether calls differ only in what the one before has made, and in evenly spaced numbers.
+
+        What a call makes is used by the next one alone, but for the last's.
+        """
+        calls = self.calls[start:stop]
+        steps = {b.first_number - a.first_number for a, b in pairwise(calls)}
+        carried = {_carried(a, b) for a, b in pairwise(calls)}
+        made = {key for call in calls[:-1] for key in call.outputs}
+        return len(steps) == 1 and len(carried) == 1 and not made & self._later(stop - 1)
+
+    def _loop(self, start: int, stop: int) -> None:
+        calls = self.calls[start:stop]
+        first, last = calls[0], calls[-1]
+        carried = dict(_carried(first, calls[1]))
+        names = {}
+        for at, index in carried.items():
+            before = self._value(first.inputs[at])
+            names[at] = self._variable(last.outputs[index], stop - 1, len(first.outputs))
+            if before != names[at]:
+                self.lines.append(f"{INDENT}{names[at]} = {before}")
+        inputs = [names.get(at, self._value(key)) for at, key in enumerate(first.inputs)]
+        made = ["_"] * len(first.outputs)
+        for at, index in carried.items():
+            made[index] = names[at]
+        for index, key in enumerate(last.outputs):
+            if made[index] == "_" and key in self._later(stop - 1):
+                made[index] = re.sub(r"\W", "_", key)
+        prefix, begin = _numbered(first.path) or ("", 0)
+        step = calls[1].first_number - first.first_number
+        number = f"{first.first_number - step * begin} + {step} * i"
+        where = f'w.of(f"{prefix}{{i}}")'
+        called = self._call(first, inputs, where, number)
+        self.lines += [
+            f"{INDENT}for i in {_range(begin, begin + len(calls))}:",
+            *called.lines(f"{', '.join(made)} = ", INDENT * 2),
+        ]
+        self.variables.update(
+            (key, name) for key, name in zip(last.outputs, made, strict=True) if name != "_"
+        )
+
+    def entry(self, number: int, plan: StagePlan) -> str:
+        """The stage's entry in the table of stages."""
+        program, axes = self.program, self.program.mesh.axes
+        sizes = dict(zip(axes, program.mesh.shape, strict=True))
+        parts = [
+            f"forward=stage_{number}",
+            f"devices={tuple(plan.devices)}",
+            f"mesh={dictionary(sizes)}",
+            f"parameters=STAGE_{number}",
+        ]
+        lines = [f"{INDENT * 2}{part}," for part in parts]
+        parts = []
+        for name, held in (
+            ("inputs", program.inputs), ("constants", program.constants),
+            ("buffers", program.buffers),
+        ):  # fmt: skip
+            splits = {k: dictionary(split_of(each.layout, axes)) for k, each in held.items()}
+            if splits:
+                lines += dictionary_lines(f"{name}=", splits, INDENT * 2, ",")
+        if program.updates:
+            updates = {name: f'"{key}"' for name, key in program.updates.items()}
+            lines += dictionary_lines("updates=", updates, INDENT * 2, ",")
+        if plan.zero:
+            parts.append(f"zero={plan.zero}")
+        if program.loss is not None:
+            layout = program.layouts[program.loss]
+            terms = tuple(a for a, held in zip(axes, layout, strict=True) if held.kind == "P")
+            parts += [f'loss="{program.loss}"']
+            if terms:
+                parts += ["loss_terms=(" + ", ".join(f'"{axis}"' for axis in terms) + ",)"]
+        lines += [f"{INDENT * 2}{part}," for part in parts]
+        return "\n".join([f"{INDENT}Stage(", *lines, f"{INDENT}),"])
+
+
+def split_of(layout: Layout, axes: Sequence[str]) -> dict[str, int]:
+    """The dimension that each axis splits."""
+    return {a: held.dim for a, held in zip(axes, layout, strict=True) if held.is_shard}
+
+
+def _numbered(path: str) -> tuple[str, int] | None:
+    """``layers.3`` as (``layers.``, 3).
+
+    >>> _numbered("model.layers.12"), _numbered("head")
+    (('model.layers.', 12), None)
+    """
+    prefix, _, last = path.rpartition(".")
+    return (f"{prefix}." if prefix else "", int(last)) if last.isdigit() else None
+
+
+def _range(start: int, stop: int) -> str:
+    return f"range({start}, {stop})" if start else f"range({stop})"
+
+
+def _follows(before: str, path: str) -> bool:
+    own, following = _numbered(before), _numbered(path)
+    return None not in (own, following) and following == (own[0], own[1] + 1)  # type: ignore[index]
+
+
+def _carried(call: _Call, following: _Call) -> tuple[tuple[int, int], ...]:
+    """Which inputs of the next call are which outputs of this one."""
+    return tuple(
+        (at, call.outputs.index(key)) for at, key in enumerate(following.inputs)
+        if key in call.outputs
+    )  # fmt: skip
+
+
+def _parameters(program: StageProgram, number: int) -> str:
+    """The table of a stage's parameters; those of repeated modules are written once."""
+    axes = program.mesh.axes
+    splits = {name: split_of(each.layout, axes) for name, each in program.parameters.items()}
+    lines = [f"STAGE_{number} = {{"]
+    for group in _groups(splits):
+        if isinstance(group, str):
+            lines.append(f'{INDENT}"{group}": {dictionary(splits[group])},')
+            continue
+        prefix, numbers, inner = group
+        lines += [f"{INDENT}**{{", f'{INDENT * 2}f"{prefix}{{i}}.{{name}}": split',
+                  f"{INDENT * 2}for i in {_range(numbers[0], numbers[-1] + 1)}",
+                  f"{INDENT * 2}for name, split in {{"]  # fmt: skip
+        lines += [f'{INDENT * 3}"{name}": {dictionary(split)},' for name, split in inner.items()]
+        lines += [f"{INDENT * 2}}}.items()", f"{INDENT}}},"]
+    return "\n".join([*lines, "}"])
+
+
+_Group = tuple[str, list[int], dict[str, dict[str, int]]]
+
+
+def _groups(splits: Mapping[str, dict[str, int]]) -> Iterator[str | _Group]:
+    """Names alone, and runs of numbered modules whose parameters are split alike."""
+    modules: dict[tuple[str, int], dict[str, dict[str, int]]] = {}
+    for name, split in splits.items():
+        found = re.match(r"(.*?\.|)(\d+)\.(.*)", name)
+        if found:
+            modules.setdefault((found[1], int(found[2])), {})[found[3]] = split
+    done: set[str] = set()
+    for name in splits:
+        found = re.match(r"(.*?\.|)(\d+)\.(.*)", name)
+        if name in done:
+            continue
+        if not found:
+            yield name
+            continue
+        prefix, first = found[1], int(found[2])
+        inner, numbers = modules[prefix, first], [first]
+        while modules.get((prefix, numbers[-1] + 1)) == inner:
+            numbers.append(numbers[-1] + 1)
+        own = {f"{prefix}{i}.{each}" for i in numbers for each in inner}
+        if len(numbers) > 1 and not own & done:
+            done |= own
+            yield prefix, numbers, inner
+        else:
+            yield name

@@ -1,0 +1,259 @@
+"""What a script computes besides its blocks: constants, counts of targets, batches made up.
+
+In: the captured program. Out: the text of the functions ``constants``, ``count`` and ``batches``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+from torch import Tensor
+
+from autoparallel.passes.local.accumulate import Counted, Counting
+from autoparallel.passes.local.stage_program import BlockProgram, StageProgram
+from autoparallel.passes.programs.constants import ancestors
+from autoparallel.passes.programs.inputs import integer_bounds
+from autoparallel.passes.programs.interpret import LITERAL
+from autoparallel.planner.errors import PlanError
+from autoparallel.planner.graph import Graph, Node, Ref, map_refs
+from autoparallel.planner.layout import Mesh
+from autoparallel.script.blocks import block_function
+from autoparallel.script.expressions import (
+    INDENT,
+    Expression,
+    called,
+    dictionary_lines,
+    literal,
+    op_call,
+)
+from autoparallel.script.source import Exported
+
+MOST_VALUES = 256
+"""A tensor of more values is not written into a script."""
+
+
+def needed_constants(found: Exported) -> tuple[str, ...]:
+    """The constants and buffers that the stages hold, or that are read to count targets."""
+    names: dict[str, None] = {}
+    for program in found.programs:
+        names.update(dict.fromkeys([*program.constants, *program.buffers]))
+        if program.counting is not None:
+            names.update(dict.fromkeys(program.counting.leaves))
+    return tuple(names)
+
+
+def constants_text(found: Exported) -> str:
+    """The function ``constants``: whole values, on the CPU."""
+    program, graph = found.made.program, found.variant.program.graph
+    names = needed_constants(found)
+    order = ancestors(graph, names)
+    lines: list[str] = []
+    variables: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.name not in order or node.kind not in ("constant", "buffer"):
+            continue
+        variables[node.name] = name = _identifier(node.name, variables.values())
+        if node.kind == "buffer":
+            made = _buffer(node, program.literals.get(node.name))
+        else:
+            made = _constant(node, program.graph, variables)
+        lines += made.lines(f"{name} = ", INDENT)
+        if node.name in names and node.kind == "constant":
+            lines += _at_batch(name, program.graph[node.name], node)
+    given = {name: variables[name] for name in names}
+    return "\n".join([
+        "def constants(model: nn.Module) -> dict[str, Tensor]:",
+        f'{INDENT}"""What depends neither on the batch nor on weights, whole."""',
+        f"{INDENT}buffers = dict(model.named_buffers(remove_duplicate=False))"
+        if any("buffers[" in line for line in lines) else "",
+        *lines,
+        *dictionary_lines("return ", given, INDENT),
+    ]).replace("\n\n", "\n")  # fmt: skip
+
+
+def _identifier(name: str, taken: Iterable[str]) -> str:
+    made = "".join(char if char.isalnum() else "_" for char in name).strip("_")
+    return f"{made}_" if made in {*taken, "model", "buffers"} or made[:1].isdigit() else made
+
+
+def _buffer(node: Node, value: Tensor | None) -> Expression:
+    dtype = f"torch.{node.spec.dtype}"
+    if value is None:
+        return Expression(f'buffers["{node.name}"].to({dtype})')
+    if value.numel() > MOST_VALUES:
+        raise _too_large(node, value.numel())
+    return called("torch.tensor", [value.tolist()], {"dtype": Expression(dtype)})
+
+
+def _constant(node: Node, captured: Graph, variables: dict[str, str]) -> Expression:
+    """The call that makes a constant, as it was captured."""
+    node = captured[node.name]
+    if node.op == LITERAL:
+        return called("torch.tensor", [node.args[0]], node.kwargs)
+
+    def read(ref: Ref) -> Expression:
+        several = len(captured[ref.name].outputs) > 1
+        return Expression(variables[ref.name] + (f"[{ref.index}]" if several else ""))
+
+    args, kwargs = map_refs((node.args, dict(node.kwargs)), read)
+    namespace, _, path = node.op.partition(".")
+    if namespace != "aten":
+        return called(f"torch.ops.{node.op}", args, kwargs)
+    return op_call(path, list(args), dict(kwargs))
+
+
+def _at_batch(name: str, captured: Node, node: Node) -> list[str]:
+    """Lines that make a constant of the captured rows one of a micro-batch's."""
+    lines = []
+    for dim, (have, want) in enumerate(zip(captured.spec.shape, node.spec.shape, strict=True)):
+        if have != want:
+            part = gcd(have, want)
+            repeats = [want // part if d == dim else 1 for d in range(len(node.spec.shape))]
+            sizes = ", ".join(map(str, repeats))
+            lines.append(f"{INDENT}{name} = {name}.narrow({dim}, 0, {part}).repeat({sizes})")
+    return lines
+
+
+def count_text(found: Exported) -> str:
+    """The function ``count``; "" where nothing is counted."""
+    done: set[str] = set()
+    lines: list[str] = []
+    results: list[str] = []
+    for stage in found.programs:
+        counting = stage.counting
+        if counting is None or {c.key for c in counting.losses} | {*counting.totals} <= done:
+            continue
+        values = _counting_lines(found, stage, counting, lines)
+        for key, output in counting.totals.items():
+            results.append(f'"{key}": {values[output]}')
+            done.add(key)
+        for each in counting.losses:
+            results.append(f'"{each.key}": {_count(each, values)}')
+            done.add(each.key)
+    if not results:
+        return ""
+    return "\n".join([
+        "def count(",
+        f"{INDENT}batch: dict[str, Tensor], constants: dict[str, Tensor], microbatch: int",
+        ") -> dict[str, Tensor]:",
+        f'{INDENT}"""A micro-batch\'s share of what the mean loss of a batch divides by."""',
+        *lines,
+        f"{INDENT}return {{",
+        *(f"{INDENT}{INDENT}{result}," for result in results),
+        f"{INDENT}}}",
+    ])  # fmt: skip
+
+
+def _counting_lines(
+    found: Exported, stage: StageProgram, counting: Counting, lines: list[str]
+) -> dict[str, str]:
+    """Adds the lines that compute what is counted; the variable of each value."""
+    values: dict[str, str] = {}
+    for node in counting.inputs:
+        name = _identifier(node.name, values.values())
+        values[node.name] = name
+        source = f'constants["{node.name}"]'
+        if node.kind == "input":
+            source = f'rows_of(batch["{node.name}"], "{node.name}", microbatch)'
+        lines.append(f"{INDENT}{name} = {source}")
+    if counting.program is None:
+        return values
+    program = BlockProgram(
+        "count", "count", counting.program, tuple(node.name for node in counting.inputs),
+        counting.outputs, (), (), "none",
+    )  # fmt: skip
+    alone = replace(stage, mesh=Mesh(("whole",), (1,)), parameters={}, buffers={})
+    made = block_function(program, alone, found.variant.program.graph, lambda name: None)
+    if made.takes_mesh or made.takes_draw or made.weights:
+        raise PlanError(
+            "AP366", "the plan cannot be exported to Python: what its micro-batches must know of "
+            "each other is drawn at random", why="a script does not draw it before the forward",
+            fix="plan with microbatches=1",
+        )  # fmt: skip
+    *body, returned = made.text.splitlines()
+    lines += body
+    results = _split(returned.strip().removeprefix("return "))
+    return {**values, **dict(zip(counting.outputs, results, strict=True))}
+
+
+def _split(text: str) -> list[str]:
+    """The parts of a tuple's text, at commas that are in no bracket.
+
+    >>> _split("a.view(2, 3), b")
+    ['a.view(2, 3)', 'b']
+    """
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [part.strip() for part in parts]
+
+
+def _count(each: Counted, values: dict[str, str]) -> str:
+    dtype = "torch.float64" if each.dtype == "float64" else "torch.float32"
+    kept = f"({values[each.target]} != {each.ignore_index})"
+    if each.weight is None:
+        return f"{kept}.sum().to({dtype})"
+    target, weight = values[each.target], values[each.weight]
+    return f"({weight}[torch.where({kept}, {target}, 0)] * {kept}).sum(dtype={dtype})"
+
+
+def inputs_table(found: Exported) -> str:
+    """The table ``INPUTS``: by its name in the graph, an input's key in a batch, and its dtype."""
+    program = found.made.program
+    lines = [
+        f'{INDENT}"{node.name}": ({literal(program.inputs[node.name])}, torch.{node.spec.dtype}),'
+        for node in program.graph.inputs
+    ]
+    return "\n".join(["INPUTS = {", *lines, "}"])
+
+
+def batch_dims(found: Exported) -> dict[str, int]:
+    """The dimension that counts the batch, of inputs that have one."""
+    micro = found.variant.program.graph
+    whole = micro.with_batch_size(found.plan.model.global_batch)
+    dims = {}
+    for node in micro.inputs:
+        shapes = zip(node.spec.shape, whole[node.name].spec.shape, strict=True)
+        differing = [dim for dim, (part, size) in enumerate(shapes) if part != size]
+        if differing:
+            dims[node.name] = differing[0]
+    return dims
+
+
+def made_up_batches(found: Exported) -> list[str]:
+    """The lines of a generator of random batches, those that ``autoparallel run`` makes up."""
+    graph = found.variant.program.graph.with_batch_size(found.plan.model.global_batch)
+    bounds = integer_bounds(graph)
+    keys = found.made.program.inputs
+    values = [f"{literal(keys[node.name])}: {_random(node, bounds)}," for node in graph.inputs]
+    return [
+        "for number in itertools.count():",
+        f"{INDENT}generator = torch.Generator().manual_seed(seed + number)",
+        f"{INDENT}yield {{",
+        *(f"{INDENT}{INDENT}{value}" for value in values),
+        f"{INDENT}}}",
+    ]
+
+
+def _random(node: Node, bounds: dict[str, int]) -> str:
+    shape, dtype = tuple(node.spec.shape), f"torch.{node.spec.dtype}"
+    if "float" in node.spec.dtype:
+        return f"torch.randn({shape}, generator=generator, dtype=torch.float64).to({dtype})"
+    if node.name in bounds:
+        return f"torch.randint({bounds[node.name]}, {shape}, generator=generator, dtype={dtype})"
+    return f"torch.ones({shape}, dtype={dtype})"
+
+
+def _too_large(node: Node, count: Any) -> PlanError:
+    return PlanError(
+        "AP367", f"the tensor {node.name} of {count} values cannot be written into a script",
+        why=f"at most {MOST_VALUES} values are", where=node.source or node.module,
+        fix="register it as a buffer of the model",
+    )  # fmt: skip

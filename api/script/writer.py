@@ -1,0 +1,78 @@
+"""What a function of a script is written with: the text so far, names, and errors.
+
+``calls`` writes the calls of ours, ``blocks`` everything else.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autoparallel.passes.local.localize import MADE_BY
+from autoparallel.passes.local.stage_program import BlockProgram, StageProgram
+from autoparallel.planner.errors import PlanError
+from autoparallel.planner.graph import Graph, Node
+from autoparallel.planner.layout import Layout
+from autoparallel.script.expressions import Expression
+
+MOVES = {
+    ("S", "R"): "all_gather", ("S", "I"): "all_gather_same", ("S", "P"): "pad",
+    ("R", "S"): "take_part", ("I", "S"): "take_part_same",
+    ("R", "P"): "as_term", ("I", "P"): "as_term_same", ("R", "I"): "divide_gradient",
+    ("I", "R"): "sum_gradient", ("P", "I"): "all_reduce", ("P", "R"): "all_reduce_both",
+    ("P", "S"): "reduce_scatter",
+}  # fmt: skip
+"""The function of a script that changes a placement (``passes.ops.collectives.MOVES``)."""
+
+TAKEN = frozenset({*MOVES.values(), "all_to_all", "dropout", "uniform", "checkpoint"})
+"""What functions of a script are called."""
+
+RESERVED = frozenset({
+    *TAKEN, *dir(builtins),
+    "w", "mesh", "draw", "torch", "F", "x", "in", "is", "not", "and", "or", "if", "for", "def",
+    "lambda", "class", "pass", "return", "from", "import", "as", "with", "global",
+})  # fmt: skip
+
+
+@dataclass(slots=True)
+class Writer:
+    """One function in the making; ``values`` are what nodes are written as."""
+
+    program: BlockProgram
+    stage: StageProgram
+    graph: Graph
+    layout_of: Callable[[str], Layout | None]
+    path: str
+    first_number: int
+    values: dict[fx.Node, Expression] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    names: dict[str, int] = field(default_factory=dict)
+    uses: set[str] = field(default_factory=set)
+    weights: list[str] = field(default_factory=list)
+    part: str = ""
+
+    def unique(self, name: str) -> str:
+        """``name``, numbered where it is taken."""
+        name = re.sub(r"\W", "_", name).strip("_") or "value"
+        if name[0].isdigit():
+            name = f"part_{name}"
+        count = self.names.get(name, 1 if name in RESERVED else 0)
+        self.names[name] = count + 1
+        return f"{name}_{count + 1}" if count else name
+
+
+def dictionary(split: Mapping[str, int]) -> str:
+    return "{" + ", ".join(f'"{axis}": {dim}' for axis, dim in split.items()) + "}"
+
+
+def unwritable(writer: Writer, node: fx.Node, why: str) -> PlanError:
+    source = node.meta.get(MADE_BY)
+    where = source.source or source.module if isinstance(source, Node) else ""
+    return PlanError(
+        "AP367", f"{node.name} of block {writer.program.name} cannot be written as plain PyTorch",
+        why=why, where=where, fix="train with autoparallel run, or plan without this op",
+    )  # fmt: skip

@@ -1,0 +1,244 @@
+"""The collectives of one pipeline stage, and changes of layout that autograd can follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class Mesh:
+    """The ranks of one stage in a grid with named axes, and collectives along an axis.
+
+    No collective records autograd; each returns a new tensor.
+    """
+
+    def __init__(self, devices: tuple[int, ...], shape: dict[str, int], kind: str) -> None:
+        """Collective over all ranks of the job, those outside of ``devices`` included."""
+        self.shape = shape
+        ranks = torch.tensor(devices, dtype=torch.int).view(tuple(shape.values()))
+        grid = DeviceMesh(kind, ranks, mesh_dim_names=tuple(shape))
+        place = grid.get_coordinate() or (0,) * len(shape)
+        self.place = dict(zip(shape, place, strict=True))
+        self.groups = {axis: grid.get_group(axis) for axis in shape if dist.get_rank() in devices}
+
+    def size(self, axis: str) -> int:
+        return self.shape[axis]
+
+    def coordinate(self, axis: str) -> int:
+        return self.place[axis]
+
+    def all_reduce(self, tensor: Tensor, axis: str, op: str = "sum") -> Tensor:
+        """The sum (or maximum) over the axis, on each of its ranks."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        dist.all_reduce(result, how, group=self.groups[axis])
+        return result
+
+    def all_gather(self, tensor: Tensor, axis: str, dim: int) -> Tensor:
+        """Every rank's tensor, side by side along ``dim``."""
+        tensor = tensor.detach().contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.size(axis))]
+        dist.all_gather(parts, tensor, group=self.groups[axis])
+        return torch.cat(parts, dim)
+
+    def reduce_scatter(self, tensor: Tensor, axis: str, dim: int) -> Tensor:
+        """This rank's part, along ``dim``, of the sum over the axis."""
+        parts = [part.contiguous() for part in tensor.detach().chunk(self.size(axis), dim)]
+        result = torch.empty_like(parts[0])
+        dist.reduce_scatter(result, parts, group=self.groups[axis])
+        return result
+
+    def all_to_all(self, tensor: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
+        """Part i along ``split_dim`` goes to rank i; what comes is joined along ``concat_dim``."""
+        parts = torch.stack(tensor.detach().chunk(self.size(axis), split_dim))
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.groups[axis])
+        return torch.cat(received.unbind(0), concat_dim)
+
+    def swap(self, tensor: Tensor, axis: str) -> Tensor:
+        """The tensor of the rank at the other end of the axis: of n - 1 - i for rank i."""
+        every = self.all_gather(tensor.detach()[None], axis, 0)
+        return every[self.size(axis) - 1 - self.coordinate(axis)].clone()
+
+
+def part_of(
+    mesh: Mesh, local_size: int, axes: tuple[str, ...], *, mirrored: tuple[str, ...] = ()
+) -> tuple[int, int]:
+    """Where a rank's part of a dimension split over ``axes`` starts, and the whole size.
+
+    With ``mirrored`` that of the rank at the other end of these axes.
+    """
+    position, parts = 0, 1
+    for axis in axes:
+        size, own = mesh.size(axis), mesh.coordinate(axis)
+        own = size - 1 - own if axis in mirrored else own
+        position, parts = position * size + own, parts * size
+    return position * local_size, parts * local_size
+
+
+Move = Callable[[Tensor, Mesh, str, int], Tensor]
+
+
+def same(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    return x.view_as(x)
+
+
+def divided(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    return x / mesh.size(axis)
+
+
+def summed(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    return mesh.all_reduce(x, axis)
+
+
+def gathered(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    return mesh.all_gather(x, axis, dim)
+
+
+def scattered(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    return mesh.reduce_scatter(x, axis, dim)
+
+
+def own_part(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    return x.chunk(mesh.size(axis), dim)[mesh.coordinate(axis)].clone(
+        memory_format=torch.contiguous_format
+    )
+
+
+def zero_padded(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    """The whole tensor, zero where other ranks have parts."""
+    parts = [torch.zeros_like(x)] * mesh.size(axis)
+    parts[mesh.coordinate(axis)] = x
+    return torch.cat(parts, dim)
+
+
+class Change(torch.autograd.Function):
+    """One move for the value and another one for its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mesh: Mesh, axis: str, dim: int, value: Move, gradient: Move
+    ) -> Tensor:
+        ctx.back = gradient, mesh, axis, dim
+        return value(x, mesh, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        move, mesh, axis, dim = ctx.back
+        return move(gradients[0].contiguous(), mesh, axis, dim), None, None, None, None, None
+
+
+def change(x: Tensor, mesh: Mesh, axis: str, value: Move, gradient: Move, dim: int = 0) -> Tensor:
+    """``x`` moved by ``value``; its gradient, if it has one, is moved by ``gradient``."""
+    if mesh.size(axis) == 1:
+        return x
+    if not x.is_floating_point():
+        return value(x, mesh, axis, dim)
+    result: Tensor = Change.apply(x, mesh, axis, dim, value, gradient)  # type: ignore[no-untyped-call]
+    return result
+
+
+def all_gather(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
+    """The whole of a split tensor; each rank's gradient is a part of a sum."""
+    return change(x, mesh, axis, gathered, scattered, dim)
+
+
+def all_gather_same(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
+    """The whole of a split tensor; all ranks have the same gradient of it."""
+    return change(x, mesh, axis, gathered, own_part, dim)
+
+
+def pad(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
+    """The whole of a split tensor as a term of a sum over the ranks."""
+    return change(x, mesh, axis, zero_padded, own_part, dim)
+
+
+def take_part(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
+    """This rank's part of a tensor whose gradients are summed over the ranks later."""
+    return change(x, mesh, axis, own_part, zero_padded, dim)
+
+
+def take_part_same(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
+    """This rank's part of a tensor; its gradient is gathered."""
+    return change(x, mesh, axis, own_part, gathered, dim)
+
+
+def as_term(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """A tensor that all ranks have, as a term of a sum; gradients are summed later."""
+    return change(x, mesh, axis, divided, divided)
+
+
+def as_term_same(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """A tensor that all ranks have, as a term of a sum; all ranks get the whole gradient."""
+    return change(x, mesh, axis, divided, same)
+
+
+def divide_gradient(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """The same tensor; the gradient, equal on all ranks, becomes a term of a sum."""
+    return change(x, mesh, axis, same, divided)
+
+
+def sum_gradient(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """The same tensor; its gradient is summed over the ranks (Megatron-LM's f)."""
+    return change(x, mesh, axis, same, summed)
+
+
+def all_reduce(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """The sum over the ranks; all have the same gradient of it (Megatron-LM's g)."""
+    return change(x, mesh, axis, summed, same)
+
+
+def all_reduce_both(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """The sum over the ranks; its gradient is summed over them too."""
+    return change(x, mesh, axis, summed, summed)
+
+
+def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
+    """This rank's part of the sum over the ranks; its gradient is gathered."""
+    return change(x, mesh, axis, scattered, gathered, dim)
+
+
+class AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, axis: str, dims: tuple[int, int]) -> Tensor:
+        ctx.back = mesh, axis, dims
+        return mesh.all_to_all(x, axis, *dims)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        mesh, axis, (split_dim, concat_dim) = ctx.back
+        return mesh.all_to_all(gradients[0], axis, concat_dim, split_dim), None, None, None
+
+
+def all_to_all(x: Tensor, mesh: Mesh, axis: str, *, split_dim: int, concat_dim: int) -> Tensor:
+    """A tensor split along ``concat_dim``, split along ``split_dim`` instead."""
+    if mesh.size(axis) == 1:
+        return x
+    if not x.is_floating_point():
+        return mesh.all_to_all(x, axis, split_dim, concat_dim)
+    result: Tensor = AllToAll.apply(x, mesh, axis, (split_dim, concat_dim))  # type: ignore[no-untyped-call]
+    return result
+
+
+class Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+        ctx.back = mesh, axis
+        return mesh.swap(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        mesh, axis = ctx.back
+        return mesh.swap(gradients[0], axis), None, None
+
+
+def swap(x: Tensor, axes: tuple[str, ...], mesh: Mesh) -> Tensor:
+    """The tensor of the rank at the other end of each axis."""
+    for axis in axes:
+        x = Swap.apply(x, mesh, axis)  # type: ignore[no-untyped-call]
+    return x

@@ -1,0 +1,138 @@
+"""What a script calls where an op on a rank's part differs from the op on the whole tensor.
+
+The other such functions are those of ``passes`` themselves; here are those that a script has in
+another form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - as scripts have it
+from torch import Tensor
+
+from ...passes.ops.local_loss import _Classes, _split_class_rows
+from ...passes.ops.random_ops import _UNIFORM_BITS, _shifted, random_bits
+from .mesh import Mesh, all_gather, all_to_all, part_of, take_part
+from .stages import Draw
+
+__all__ = ["F"]
+
+
+def split_cross_entropy(
+    mesh: Mesh,
+    logits: Tensor,
+    target: Tensor,
+    count: Tensor | float,
+    *,
+    axes: tuple[str, ...],
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The sum over rows, by ``count``, of a cross entropy whose classes ``axes`` split."""
+    start, total = part_of(mesh, logits.shape[min(1, logits.dim() - 1)], axes)
+    classes = _Classes(start, total, axes, ignore_index, label_smoothing)  # type: ignore[arg-type]
+    rows = _split_class_rows(mesh, logits, target, classes)  # type: ignore[arg-type]
+    return (rows.sum() / count).to(logits.dtype)
+
+
+def activate(activation: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """What stands between the two products of an expert."""
+    return activation(rows)
+
+
+def halved(query: Tensor) -> tuple[Tensor, ...]:
+    """Queries in two halves along their positions, of which the first is no shorter."""
+    length = query.shape[-2]
+    return torch.split(query, [length - length // 2, length // 2], -2)
+
+
+def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Causal attention of queries of which the last is at position ``end`` - 1."""
+    rows = query.shape[-2]
+    seen = torch.ones(rows, end, dtype=torch.bool, device=query.device).tril(end - rows)
+    key, value = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
+    return F.scaled_dot_product_attention(query, key, value, seen, **options)
+
+
+def exchanged_split(
+    mesh: Mesh, matrix: Tensor, *, sizes: list[int], dim: int, wanted: tuple[int | None, ...]
+) -> list[Tensor]:
+    """A matrix split along its other dimension, cut along ``dim`` into parts split along it.
+
+    ``wanted`` is the dimension that each axis splits a part along. If one axis does, all parts
+    travel in one all-to-all: their shares are sorted by rank first.
+    """
+    places = [(axis, at) for axis, at in zip(mesh.shape, wanted, strict=True) if at is not None]
+    if len(places) > 1:
+        for axis, _ in reversed(places):
+            matrix = all_gather(matrix, mesh, axis, dim=1 - dim)
+        parts = list(torch.split(matrix, sizes, dim))
+        for axis, at in places:
+            parts = [take_part(part, mesh, axis, dim=at) for part in parts]
+        return parts
+    ((axis, _),) = places
+    count = mesh.size(axis)
+    shares = [part.chunk(count, dim) for part in torch.split(matrix, sizes, dim)]
+    by_rank = torch.cat([share[to] for to in range(count) for share in shares], dim)
+    own_rows = all_to_all(by_rank, mesh, axis, split_dim=dim, concat_dim=1 - dim)
+    return list(torch.split(own_rows, [size // count for size in sizes], dim))
+
+
+class Dropout(torch.autograd.Function):
+    """Dropout whose mask depends on coordinates in the whole tensor; the backward draws it anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, p: float, number: int, key: int, start: tuple[int, ...]
+    ) -> Tensor:
+        ctx.how = p, number, key, start
+        threshold = min(round((1 - p) * (1 << 32)) - (1 << 31), (1 << 31) - 1)
+        bits = random_bits(x.shape, start, number=number, key=key, device=x.device)
+        return (x * (bits < threshold)).mul_(1 / (1 - p) if p < 1 else 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return Dropout.forward(ctx, gradients[0], *ctx.how), None, None, None, None
+
+
+def dropout(
+    x: Tensor, p: float, mesh: Mesh, draw: Draw, *, number: int,
+    split: dict[str, int], rows: tuple[int, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Dropout number ``number`` of a block; other arguments as ``start_of`` takes them."""
+    start = start_of(x, mesh, draw, split=split, rows=rows)
+    result: Tensor = Dropout.apply(x, p, draw.first + number, draw.key, start)  # type: ignore[no-untyped-call]
+    return result
+
+
+def uniform(
+    like: Tensor, mesh: Mesh, draw: Draw, *, number: int,
+    split: dict[str, int], rows: tuple[int, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Numbers in [0, 1) of the shape and dtype of ``like``, drawn as ``dropout`` draws."""
+    start = start_of(like, mesh, draw, split=split, rows=rows)
+    width = {torch.bfloat16: 8, torch.float16: 11}.get(like.dtype, _UNIFORM_BITS)
+    bits = random_bits(
+        like.shape, start, number=draw.first + number, key=draw.key, device=like.device
+    )
+    return _shifted(bits, 32 - width, 32).to(like.dtype).mul_(1 / (1 << width))
+
+
+def start_of(
+    x: Tensor, mesh: Mesh, draw: Draw, *, split: dict[str, int], rows: tuple[int, int] | None
+) -> tuple[int, ...]:
+    """Where a rank's part of a micro-batch's tensor begins in that of the whole batch.
+
+    ``split`` says which dimension an axis splits; ``rows`` is the dimension that counts the batch,
+    and its size in a micro-batch.
+    """
+    start, sizes = [0] * x.dim(), list(x.shape)
+    for axis, dim in reversed(split.items()):
+        start[dim] += mesh.coordinate(axis) * sizes[dim]
+        sizes[dim] *= mesh.size(axis)
+    if rows is not None:
+        start[rows[0]] += draw.microbatch * rows[1]
+    return tuple(start)

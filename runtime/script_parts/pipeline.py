@@ -1,0 +1,292 @@
+"""Pipelines in a script: the messages between stages, and a row of the schedule.
+
+Every rank posts its receives in the order in which the sender sends, so messages need no tags.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .stages import Stage
+from .training import Trainer
+from .weights import GRADIENT, Split, box_of
+
+CROSSINGS: list[Crossing] = []
+SCHEDULE: list[str] = []
+
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that goes from one stage to another, and its gradient that comes back.
+
+    ``shape`` is of one micro-batch on all ranks of a stage together.
+    """
+
+    key: str
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source_split: Split
+    target_split: Split
+    has_gradient: bool = True
+
+
+Box = tuple[tuple[int, int], ...]
+
+
+def boxes(stage: Stage, shape: tuple[int, ...], split: Split) -> dict[int, Box]:
+    """By rank of a stage, the box that it holds of a tensor."""
+    places = torch.cartesian_prod(*map(torch.arange, stage.mesh.values())).view(-1, len(stage.mesh))
+    return {
+        rank: tuple(
+            box_of(shape, split, stage.mesh, dict(zip(stage.mesh, place.tolist(), strict=True)))
+        )
+        for rank, place in zip(stage.devices, places, strict=True)
+    }
+
+
+def common(first: Box, second: Box) -> Box | None:
+    """The box that two boxes share, if they do."""
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
+    return box if all(start < stop for start, stop in box) else None
+
+
+def within(box: Box, frame: Box) -> tuple[slice, ...]:
+    """The slices that cut ``box`` out of a tensor that holds ``frame``."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, frame, strict=True))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One message: which part of the sender's tensor becomes which part of the taker's."""
+
+    source: int
+    target: int
+    cut: tuple[slice, ...]
+    place: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A crossing in one direction: the taker's part of the value, and its pieces by taker."""
+
+    key: str
+    maker: int
+    taker: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+
+def way_of(crossing: Crossing, direction: Direction, stages: list[Stage]) -> Way:
+    """Who sends what to whom; where several ranks hold a box, takers are spread over them."""
+    ends = [(crossing.source, crossing.source_split), (crossing.target, crossing.target_split)]
+    (maker, made), (taker, taken) = ends if direction == "forward" else ends[::-1]
+    offered = boxes(stages[maker], crossing.shape, made)
+    wanted = boxes(stages[taker], crossing.shape, taken)
+    holders: dict[Box, list[int]] = {}
+    for rank, box in offered.items():
+        holders.setdefault(box, []).append(rank)
+    pieces = []
+    for number, (target, box) in enumerate(wanted.items()):
+        for frame, ranks in holders.items():
+            shared = common(frame, box)
+            if shared is not None:
+                source = target if target in ranks else ranks[number % len(ranks)]
+                pieces.append(Piece(source, target, within(shared, frame), within(shared, box)))
+    shape = tuple(stop - start for start, stop in next(iter(wanted.values())))
+    return Way(crossing.key, maker, taker, shape, crossing.dtype, tuple(pieces))
+
+
+Arriving = tuple[Tensor, list[tuple[Any, tuple[slice, ...], Tensor]]]
+
+
+class Messages:
+    """What this rank's stages send to other stages, and receive from them.
+
+    The messages from one rank to another keep their order: every rank posts its receives in the
+    order in which the sender sends.
+    """
+
+    def __init__(
+        self, crossings: list[Crossing], stages: list[Stage], device: torch.device
+    ) -> None:
+        """Collective over all ranks."""
+        self.rank, self.device = dist.get_rank(), device
+        self.mine = {n for n, stage in enumerate(stages) if self.rank in stage.devices}
+        self.ways: dict[Direction, list[Way]] = {
+            "forward": [way_of(each, "forward", stages) for each in crossings],
+            "backward": [way_of(c, "backward", stages) for c in crossings if c.has_gradient],
+        }
+        for ways in self.ways.values():
+            ways.sort(key=lambda way: (way.taker, way.key))
+        pairs = {
+            (piece.source, piece.target)
+            for ways in self.ways.values()
+            for way in ways
+            for piece in way.pieces
+            if piece.source != piece.target
+        }
+        # With NCCL a send would wait behind a receive of the same group.
+        alone = dist.get_backend() != "nccl"
+        self.lanes = {
+            pair: None if alone else dist.new_group(sorted(pair)) for pair in sorted(pairs)
+        }
+        self.targets = [(c.key, c.target) for c in crossings if c.has_gradient]
+        self.sent: list[tuple[Any, Tensor]] = []
+        self.arriving: dict[tuple[Direction, int, int], dict[tuple[str, int], Arriving]] = {}
+
+    def with_gradient(self, stage: int) -> set[str]:
+        """The values that a stage receives whose gradients go back."""
+        return {key for key, target in self.targets if target == stage}
+
+    def send(
+        self, direction: Direction, stage: int, microbatch: int, values: dict[str, Tensor]
+    ) -> None:
+        """Send what ``stage`` has made to the stages of other ranks."""
+        for way in self.ways[direction]:
+            if way.maker == stage and way.taker not in self.mine:
+                self._send(way, values)
+
+    def _send(self, way: Way, values: dict[str, Tensor]) -> None:
+        for piece in way.pieces:
+            if piece.source == self.rank != piece.target:
+                packed = values[way.key].detach()[piece.cut].contiguous()
+                lane = self.lanes[piece.source, piece.target]
+                self.sent.append((dist.isend(packed, piece.target, group=lane), packed))
+
+    def post(self, direction: Direction, stage: int, microbatch: int) -> None:
+        """Begin to receive what ``stage`` needs of the stages of other ranks."""
+        for way in self.ways[direction]:
+            if way.taker == stage and way.maker not in self.mine:
+                self._take(way, direction, microbatch, None)
+
+    def hand_over(
+        self, direction: Direction, stage: int, microbatch: int, values: dict[str, Tensor]
+    ) -> None:
+        """Give what ``stage`` has made to other stages of the same ranks."""
+        for way in self.ways[direction]:
+            if way.maker == stage and way.taker in self.mine:
+                self._send(way, values)
+                self._take(way, direction, microbatch, values[way.key])
+
+    def _take(self, way: Way, direction: Direction, microbatch: int, given: Tensor | None) -> None:
+        """Begin to receive one value, of which this rank may have made a part itself."""
+        kept = self.arriving.setdefault((direction, way.taker, microbatch), {})
+        whole = torch.empty(way.shape, dtype=way.dtype, device=self.device)
+        parts: list[tuple[Any, tuple[slice, ...], Tensor]] = []
+        for piece in way.pieces:
+            if piece.target != self.rank:
+                continue
+            if piece.source == self.rank:
+                assert given is not None
+                parts.append((None, piece.place, given.detach()[piece.cut]))
+                continue
+            part = torch.empty_like(whole[piece.place], memory_format=torch.contiguous_format)
+            lane = self.lanes[piece.source, piece.target]
+            parts.append((dist.irecv(part, piece.source, group=lane), piece.place, part))
+        kept[way.key, way.maker] = whole, parts
+
+    def receive(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
+        """Wait for what a stage needs; gradients from several stages are added up."""
+        received: dict[str, Tensor] = {}
+        arriving = self.arriving.pop((direction, stage, microbatch), {})
+        for (key, _), (whole, parts) in sorted(arriving.items(), key=lambda item: item[0]):
+            for work, place, part in parts:
+                if work is not None:
+                    work.wait()
+                whole[place] = part
+            received[key] = received[key] + whole if key in received else whole
+        return received
+
+    def finish(self) -> None:
+        """Wait until everything has gone."""
+        for work, _ in self.sent:
+            work.wait()
+        self.sent.clear()
+
+
+class PipelineTrainer(Trainer):
+    """One rank's part of a job whose stages are on different ranks."""
+
+    def __init__(self, stages: list[Stage], *given: Any) -> None:
+        super().__init__(stages, *given)
+        self.messages = Messages(CROSSINGS, stages, self.device)
+        self.holders: dict[str, list[int]] = {}
+        for number, stage in enumerate(stages):
+            for name in stage.parameters:
+                self.holders.setdefault(name, []).append(number)
+        self.groups = {
+            name: dist.new_group(sorted({r for number in held for r in stages[number].devices}))
+            for name, held in self.holders.items()
+            if len(held) > 1
+        }
+        self.row = next((row for row in SCHEDULE if any(
+            action.startswith(f"{number}F") for number in self.stages for action in row.split()
+        )), "")  # fmt: skip
+
+    def run(self, share: float, *, is_last: bool) -> None:
+        """This rank's row of the schedule."""
+        made: dict[tuple[Direction, int, int], dict[str, Tensor]] = {}
+        for action in self.row.split():
+            found = re.fullmatch(r"(\d+)([A-Z]+(?:_[FB])?)(\d*)", action)
+            assert found is not None
+            stage, kind, microbatch = int(found[1]), found[2], int(found[3] or 0)
+            way: Direction = "forward" if kind[-1] == "F" else "backward"
+            if kind in ("F", "B", "I"):
+                made[way, stage, microbatch] = self.compute(way, stage, microbatch, share)
+            elif kind.startswith("RECV"):
+                self.messages.post(way, stage, microbatch)
+            elif kind.startswith("SEND"):
+                self.messages.send(way, stage, microbatch, made.pop((way, stage, microbatch)))
+            elif kind == "REDUCE" and is_last:
+                self.stages[stage].complete()
+        self.messages.finish()
+        if is_last:
+            self.sum_tied()
+
+    def compute(
+        self, way: Direction, stage: int, microbatch: int, share: float
+    ) -> dict[str, Tensor]:
+        """A forward or backward of a stage; what it makes for stages of the same ranks is kept."""
+        received = self.messages.receive(way, stage, microbatch)
+        if way == "forward":
+            for key in self.messages.with_gradient(stage) & received.keys():
+                received[key].requires_grad_()
+            made = self.stages[stage].forward(microbatch, received)
+        else:
+            made = self.stages[stage].backward(microbatch, received, share * self.scale)
+        self.messages.hand_over(way, stage, microbatch, made)
+        return made
+
+    def is_counted(self, stage: int, name: str) -> bool:
+        """Of the stages that hold a weight, the first counts its gradient."""
+        return self.holders[name][0] == stage
+
+    def sum_tied(self) -> None:
+        """Sum the gradients of weights that several stages hold."""
+        for name, group in self.groups.items():
+            stages = [self.stages[n] for n in self.holders[name] if n in self.stages]
+            held = [stage.weights[name] for stage in stages]
+            if not held or not held[0].master.requires_grad:
+                continue
+            total = torch.zeros(held[0].shape, dtype=GRADIENT, device=self.device)
+            for weight in held:
+                if weight.is_first() and weight.gradient is not None:
+                    box = total[weight.box()]
+                    box += weight.gradient[: box.shape[0]]
+            dist.all_reduce(total, group=group)
+            for weight in held:
+                box = total[weight.box()]
+                weight.gradient = torch.zeros_like(weight.master, dtype=GRADIENT)
+                weight.gradient[: box.shape[0]] = box

@@ -1,0 +1,184 @@
+"""The stages of a script: what each rank runs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from .mesh import Mesh
+from .weights import Split, Weight, Weights, box_of, own
+
+MICRO_BATCHES = 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of the model's blocks on a mesh of devices, listed in row-major order.
+
+    ``parameters``, ``buffers``, ``inputs`` and ``constants`` say how each is split. ``updates``:
+    which of the values that ``forward`` returns are the new values of buffers.
+    """
+
+    forward: Callable[..., dict[str, Tensor]]
+    devices: tuple[int, ...]
+    mesh: dict[str, int]
+    parameters: dict[str, Split]
+    inputs: dict[str, Split] = field(default_factory=dict)
+    constants: dict[str, Split] = field(default_factory=dict)
+    buffers: dict[str, Split] = field(default_factory=dict)
+    updates: dict[str, str] = field(default_factory=dict)
+    zero: int = 0
+    loss: str = ""
+    loss_terms: tuple[str, ...] = ()
+    """The axes whose ranks each have a term of the loss."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What random ops draw for: a step's key, a micro-batch of it, the first op's number."""
+
+    key: int
+    microbatch: int
+    first: int = 0
+
+    def of(self, first: int) -> Draw:
+        """The same for a block whose first random op has this number."""
+        return Draw(self.key, self.microbatch, first)
+
+
+class StageRank:
+    """One rank's part of a stage: a step is ``begin``, forwards and backwards, ``complete``."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        mesh: Mesh,
+        model: torch.nn.Module,
+        constants: dict[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        self.stage, self.mesh, self.device = stage, mesh, device
+        whole = dict(model.named_parameters(remove_duplicate=False))
+        self.weights = {
+            name: self.weight(whole[name].detach().to(device), split, whole[name].requires_grad)
+            for name, split in stage.parameters.items()
+        }
+        self.buffers = {
+            name: own(constants[name].to(device), split, mesh)
+            for name, split in stage.buffers.items()
+        }
+        self.constants = {
+            name: own(constants[name].to(device), split, mesh)
+            for name, split in stage.constants.items()
+        }
+
+    def weight(self, whole: Tensor, split: Split, trained: bool) -> Weight:
+        return Weight(whole, split, self.mesh, trained=trained)
+
+    def begin(self, batch: dict[str, Tensor], counts: dict[str, Tensor], key: int) -> None:
+        """Start a step on a global batch. ``counts`` are what depends on all micro-batches."""
+        self.batch, self.counts, self.key = batch, counts, key
+        self.losses: dict[int, Tensor] = {}
+        self.received: dict[int, dict[str, Tensor]] = {}
+        self.made: dict[int, dict[str, Tensor]] = {}
+
+    def inputs(self, microbatch: int) -> dict[str, Tensor]:
+        """This rank's rows of a micro-batch."""
+        return {
+            name: own(rows_of(self.batch[name], name, microbatch), split, self.mesh).to(self.device)
+            for name, split in self.stage.inputs.items()
+        }
+
+    def forward(self, microbatch: int, received: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The values that other stages get; ``received`` are those of other stages."""
+        values = {**self.constants, **self.counts, **self.inputs(microbatch), **received}
+        weights = Weights(self.weights, self.buffers)
+        draw = Draw(self.key, microbatch)
+        with self.device:
+            made = self.stage.forward(values, weights, self.mesh, draw)
+        for name, key in self.stage.updates.items():
+            self.buffers[name] = made[key].detach()
+        self.received[microbatch], self.made[microbatch] = received, made
+        if self.stage.loss:
+            loss = made[self.stage.loss].detach()
+            self.losses[microbatch] = loss if self.counts_loss else torch.zeros_like(loss)
+        return made
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's loss is one that is added up."""
+        alone = self.mesh.shape.keys() - set(self.stage.loss_terms)
+        return all(self.mesh.coordinate(axis) == 0 for axis in alone)
+
+    def backward(
+        self, microbatch: int, gradients: dict[str, Tensor], scale: float
+    ) -> dict[str, Tensor]:
+        """The gradients of what was received; ``scale`` is that of the loss."""
+        made, received = self.made.pop(microbatch), self.received.pop(microbatch)
+        gradients = dict(gradients)
+        if self.stage.loss:
+            loss = torch.full_like(made[self.stage.loss], scale / MICRO_BATCHES)
+            gradients[self.stage.loss] = gradients.get(self.stage.loss, 0) + loss
+        keys = [key for key in made if key in gradients and made[key].requires_grad]
+        with self.device:
+            torch.autograd.backward([made[key] for key in keys], [gradients[key] for key in keys])
+        return {
+            key: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for key, leaf in received.items()
+            if leaf.requires_grad
+        }
+
+    def buffer_box(self, name: str, whole: Tensor) -> tuple[slice, ...]:
+        """Which box of a whole buffer this rank holds."""
+        split = self.stage.buffers[name]
+        box = box_of(tuple(whole.shape), split, self.mesh.shape, self.mesh.place)
+        return tuple(slice(start, stop) for start, stop in box)
+
+    def complete(self) -> None:
+        """Sum the gradients over the ranks of the stage."""
+        for weight in self.weights.values():
+            weight.complete()
+
+
+BATCH_DIMS: dict[str, int] = {}
+
+
+def rows_of(tensor: Tensor, name: str, microbatch: int) -> Tensor:
+    """The rows of one micro-batch; all of a tensor that has no dimension of the batch."""
+    dim = BATCH_DIMS.get(name)
+    return tensor if dim is None else tensor.chunk(MICRO_BATCHES, dim)[microbatch]
+
+
+PRODUCTS = frozenset({
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.convolution.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+})  # fmt: skip
+"""What selective recomputation keeps: outputs that cost much to make for their size."""
+
+
+def keeping_products(block: Callable[..., Any], *inputs: Any) -> Any:
+    """A block that is computed again in the backward, but for its matrix products."""
+
+    def policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        is_kept = op in PRODUCTS
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)

@@ -1,0 +1,187 @@
+"""The training step of a script on one rank, and its weights as whole tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .mesh import Mesh
+from .stages import MICRO_BATCHES, Stage, StageRank
+from .weights import MASTER, Weight
+
+LOSS_SCALE = 1.0
+STAGE_RANK = StageRank
+GROWTH_STEPS = 2000
+"""After so many finite steps the scale of an fp16 loss is doubled."""
+
+Count = Callable[[dict[str, Tensor], dict[str, Tensor], int], dict[str, Tensor]]
+
+
+def counted(
+    count: Count | None, batch: dict[str, Tensor], constants: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """What the micro-batches of a step must know of each other: means over them."""
+    sums: dict[str, Tensor] = {}
+    for microbatch in range(MICRO_BATCHES if count is not None else 0):
+        found = count(batch, constants, microbatch)  # type: ignore[misc]
+        sums = {key: sums[key] + value if key in sums else value for key, value in found.items()}
+    return {
+        key: total / MICRO_BATCHES if total.is_floating_point() else total // MICRO_BATCHES
+        for key, total in sums.items()
+    }
+
+
+class Trainer:
+    """One rank's part of the job."""
+
+    def __init__(
+        self,
+        stages: list[Stage],
+        model: nn.Module,
+        constants: dict[str, Tensor],
+        count: Count | None,
+        device: torch.device,
+    ) -> None:
+        """Collective over all ranks. ``model`` is whole; every rank keeps its part alone."""
+        self.device, self.count, self.constants = device, count, constants
+        self.scale = LOSS_SCALE
+        self.stages: dict[int, StageRank] = {}
+        for number, stage in enumerate(stages):
+            mesh = Mesh(stage.devices, stage.mesh, device.type)
+            if dist.get_rank() in stage.devices:
+                self.stages[number] = STAGE_RANK(stage, mesh, model, constants, device)
+
+    def named_masters(self) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizer updates."""
+        named = [(name, weight.master) for _, name, weight in self.all_weights()]
+        return [(name, master) for name, master in named if master.requires_grad]
+
+    def all_weights(self) -> list[tuple[int, str, Weight]]:
+        """The weights of this rank's stages: the stage, the name, the weight."""
+        return [
+            (number, name, weight)
+            for number, stage in self.stages.items()
+            for name, weight in stage.weights.items()
+        ]
+
+    def begin(self, batch: dict[str, Tensor], key: int = 0) -> None:
+        """Start on a global batch. ``key`` is that of its random numbers."""
+        counts = counted(self.count, batch, self.constants)
+        counts = {key: value.to(self.device) for key, value in counts.items()}
+        for stage in self.stages.values():
+            stage.begin(batch, counts, key)
+
+    def run(self, share: float, *, is_last: bool) -> None:
+        """Forward and backward of a batch, which has this share of the weight of an update.
+
+        After the last batch of an update gradients are summed.
+        """
+        for stage in self.stages.values():
+            for microbatch in range(MICRO_BATCHES):
+                stage.forward(microbatch, {})
+                stage.backward(microbatch, {}, share * self.scale)
+            if is_last:
+                stage.complete()
+
+    def is_counted(self, stage: int, name: str) -> bool:
+        """Whether a weight's gradient counts for the norm here."""
+        return True
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole gradient: every element counts once."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, name, weight in self.all_weights():
+            if weight.gradient is not None and self.is_counted(number, name):
+                total += weight.gradient.double().square().sum() / weight.replicas()
+        dist.all_reduce(total)
+        return total.sqrt() / self.scale
+
+    def update(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> float:
+        """Clip the gradient and step the optimizer; the norm from before."""
+        norm = float(self.gradient_norm())
+        factor = 1 / self.scale
+        if max_norm is not None:
+            factor *= min(1.0, max_norm / (norm + 1e-6))
+        for _, _, weight in self.all_weights():
+            if weight.gradient is not None:
+                weight.master.grad = weight.gradient.to(MASTER)
+                if factor != 1:
+                    weight.master.grad.mul_(factor)
+            weight.gradient = None
+        if LOSS_SCALE == 1 or math.isfinite(norm):
+            optimizer.step()
+        optimizer.zero_grad()
+        for _, _, weight in self.all_weights():
+            weight.refresh()
+        return norm
+
+    def rescale(self, is_finite: bool) -> None:
+        """Adapt the scale of an fp16 loss as ``torch.amp.GradScaler`` does."""
+        self.finite_steps = getattr(self, "finite_steps", 0) + 1 if is_finite else 0
+        if not is_finite:
+            self.scale /= 2
+        elif self.finite_steps % GROWTH_STEPS == 0:
+            self.scale *= 2
+
+    def loss(self) -> float:
+        """The mean loss of the micro-batches, on every rank."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for stage in self.stages.values():
+            for loss in stage.losses.values():
+                total += loss.double() / MICRO_BATCHES
+        dist.all_reduce(total)
+        return float(total)
+
+    def whole_state(self, model: nn.Module) -> dict[str, Tensor] | None:
+        """The state of the whole model on rank 0, which fills ``model``; None elsewhere."""
+        model = model.to(MASTER)
+        for name, whole in model.named_parameters(remove_duplicate=False):
+            pieces = [
+                (weight.box(), weight.master.detach().cpu())
+                for _, held, weight in self.all_weights()
+                if held == name and weight.is_first()
+            ]
+            fill(whole.data, pieces)
+        for name, buffer in model.named_buffers():
+            stages = [s for s in self.stages.values() if name in s.stage.updates]
+            fill(buffer, [(s.buffer_box(name, buffer), s.buffers[name].cpu()) for s in stages])
+        return model.state_dict() if dist.get_rank() == 0 else None
+
+
+def fill(whole: Tensor, pieces: list[tuple[Any, Tensor]]) -> None:
+    """Gather the pieces of all ranks into a tensor on rank 0."""
+    is_first = dist.get_rank() == 0
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(pieces, every if is_first else None)
+    for box, part in (piece for of_rank in every if is_first for piece in of_rank):
+        rows = whole[box].shape[:1]
+        whole[box] = part[: rows[0]] if rows else part
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """Whole tensors by name: a .safetensors file, or one that ``torch.save`` wrote."""
+    if path.endswith(".safetensors"):
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    found: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return found
+
+
+def write_weights(path: str, state: dict[str, Tensor]) -> None:
+    """What ``read_weights`` reads; tied tensors are written once into a .safetensors file."""
+    if path.endswith(".safetensors"):
+        from safetensors.torch import save_file
+
+        seen: dict[int, str] = {}
+        for name, tensor in state.items():
+            seen.setdefault(tensor.data_ptr(), name)
+        save_file({name: state[name].contiguous() for name in seen.values()}, path)
+    else:
+        torch.save(state, Path(path))

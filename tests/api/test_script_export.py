@@ -1,0 +1,346 @@
+"""Scripts that plans are exported as, run without this package, equal one device's training."""
+
+from __future__ import annotations
+
+import compileall
+import importlib.util
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from commands import run_torchrun
+from processes import run_processes
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from autoparallel.options import parse_parallel
+from autoparallel.passes.capture.export import call_model, find_loss
+from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.initialization.deferred_init import plain_build
+from autoparallel.plan_exports import export_plan
+from autoparallel.plan_io import save_plan
+from autoparallel.planner.errors import PlanError
+from autoparallel.planner.plan import ServerPlan
+from autoparallel.planner.plan_file import loads
+from autoparallel.planning import PlanOptions, capture_program, make_plan, record_target
+from autoparallel.runtime.optimizer import built, default_optimizer
+from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.update import UpdateOptions
+from autoparallel.runtime.verify import TOLERANCE
+from autoparallel.script.source import check_writable
+from autoparallel.targets import Target, load_target
+
+STEPS = 3
+SEQ, GLOBAL_BATCH = 16, 8
+GPT = {"n_layer": 4, "d_model": 32, "n_head": 4, "seq": SEQ}
+RUNNER = Path(__file__).parent / "exported_script.py"
+
+
+def target_of(model: str) -> Target:
+    if model in ("gpt", "gpt-tied"):
+        return load_target("examples/gpt.py", {**GPT, "tied": model == "gpt-tied"})
+    if model.endswith(".py"):
+        return load_target(model, {})
+    name, _, lora = model.partition("+")
+    return load_target(f"hf:{name}", {"lora": lora} if lora else {})
+
+
+def num_devices(parallel: str) -> int:
+    forced = parse_parallel(parallel)
+    return (forced.dp or 1) * (forced.tp or 1) * (forced.pp or 1)
+
+
+def exported(folder: Path, model: str, parallel: str, **options: Any) -> tuple[Path, Target]:
+    """The folder of a plan's script, and the target."""
+    target = target_of(model)
+    asked = PlanOptions(
+        global_batch=GLOBAL_BATCH, forced=parse_parallel(parallel),
+        **{"precision": "fp64", "seq": SEQ, **options},
+    )  # fmt: skip
+    plan = make_plan(target, f"cpu:{num_devices(parallel)}", asked)
+    save_plan(plan, folder / "plan.json")
+    export_plan(folder / "plan.json", folder / "out", to="python")
+    return folder / "out", target
+
+
+def check_text(folder: Path) -> str:
+    """A script is clean Python that mentions this package in its first comment alone."""
+    text = (folder / "train.py").read_text()
+    assert compileall.compile_file(folder / "train.py", quiet=1)
+    linted = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "train.py"],
+        capture_output=True, text=True, check=False, cwd=folder,
+    )  # fmt: skip
+    assert linted.returncode == 0, linted.stdout
+    _, _, code = text.split('"""', 2)
+    assert "autoparallel" not in code
+    assert max(map(len, text.splitlines())) <= 100
+    return text
+
+
+def run(folder: Path, parallel: str, *arguments: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and the weights of a script's steps."""
+    saved = folder / "saved.pt"
+    done = run_torchrun(
+        RUNNER, str(folder / "train.py"), "--steps", str(STEPS), "--save", str(saved), *arguments,
+        num_processes=num_devices(parallel),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+    return losses, torch.load(saved, weights_only=True)
+
+
+def script_of(folder: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("exported_train", folder / "train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["exported_train"] = module
+    sys.path.insert(0, str(folder))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
+    return module
+
+
+def one_device(
+    folder: Path, target: Target, dtype: torch.dtype, *, accumulate: int = 1,
+    max_norm: float | None = None,
+) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
+    """The same steps of the plain model, on the script's batches."""
+    module = plain_build(target.build_model, 0).to(dtype)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = default_optimizer(trained)
+    if target.build_optimizer is not None:
+        optimizer = built(target.build_optimizer, module.named_parameters())
+    data, losses = script_of(folder).batches(0), []
+    with promote_to_float64() if dtype == torch.float64 else nullcontext():
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            parts = []
+            for _ in range(accumulate):
+                batch = {
+                    key: value.to(dtype) if value.is_floating_point() else value
+                    for key, value in next(data).items()
+                }
+                loss = find_loss(call_model(module, batch), batch, target.loss_fn)
+                (loss / accumulate).backward()
+                parts.append(loss.item())
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(trained, max_norm)
+            optimizer.step()
+            losses.append(sum(parts) / len(parts))
+    return losses, dict(module.state_dict())
+
+
+def check_equal(
+    found: tuple[list[float], dict[str, Tensor]],
+    expected: tuple[list[float], dict[str, Tensor]],
+    tolerance: float,
+) -> None:
+    losses, weights = found
+    assert losses == pytest.approx(expected[0], rel=tolerance)
+    assert weights.keys() == expected[1].keys()
+    for name, tensor in expected[1].items():
+        largest = tensor.abs().max().item() if tensor.numel() else 0.0
+        difference = (weights[name].to(tensor.dtype) - tensor).abs().max().item()
+        assert difference <= tolerance * max(largest, 1e-12), name
+
+
+def check_script(folder: Path, model: str, parallel: str, **options: Any) -> str:
+    """A plan's script equals one device in float64."""
+    out, target = exported(folder, model, parallel, **options)
+    text = check_text(out)
+    found = run(out, parallel)
+    check_equal(found, one_device(out, target, torch.float64), TOLERANCE["float64"])
+    return text
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "tp=2",
+        "dp=2,zero=3,microbatches=2,recompute=full",
+        "pp=2,microbatches=4,schedule=1f1b",
+    ],
+)
+def test_a_script_on_two_ranks_equals_one_device(tmp_path: Path, parallel: str) -> None:
+    check_script(tmp_path, "gpt", parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "dp=2,zero=1",
+        "dp=2,zero=2,microbatches=2",
+        "dp=2,zero=3",
+        "dp=2,recompute=selective",
+        "dp=2,tp=2,zero=3,microbatches=2",
+        "pp=4,microbatches=8,schedule=gpipe",
+        "pp=2,microbatches=4,schedule=interleaved",
+        "pp=2,microbatches=4,schedule=zb-h1",
+        "pp=2,microbatches=4,schedule=zbv",
+        "dp=2,pp=2,zero=2,microbatches=4,schedule=1f1b",
+        "dp=2,tp=2,pp=2,microbatches=4,schedule=1f1b",
+        "pp=2,microbatches=4,schedule=chimera",
+    ],
+)
+def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parallel: str) -> None:
+    check_script(tmp_path, "gpt", parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ("gpt-tied", "pp=2,microbatches=2,schedule=1f1b"),
+        ("gpt-tied", "tp=2,pp=2,microbatches=2,schedule=1f1b"),
+        ("gpt-tied", "dp=2,pp=2,zero=3,microbatches=2,schedule=1f1b"),
+        ("tests/models/llama", "tp=2"),
+        ("tests/models/llama", "dp=2,zero=3"),
+        ("tests/models/llama+r=4,alpha=8", "dp=2,pp=2,zero=2,schedule=1f1b"),
+        ("tests/models/gpt2", "dp=2,tp=2"),
+        ("tests/models/mixtral", "dp=2,microbatches=2"),
+        ("tests/models/mixtral", "tp=2"),
+        ("tests/models/gpt_dropout.py", "dp=2,microbatches=2,recompute=full"),
+        ("tests/models/gpt_dropout.py", "tp=2,pp=2,microbatches=2,schedule=1f1b"),
+    ],
+)
+def test_a_script_of_any_model_equals_one_device(tmp_path: Path, model: str, parallel: str) -> None:
+    check_script(tmp_path, model, parallel)
+
+
+def test_batches_are_accumulated_and_gradients_clipped_as_on_one_device(tmp_path: Path) -> None:
+    out, target = exported(tmp_path, "gpt", "dp=2")
+    found = run(out, "dp=2", "--accumulate", "2", "--max-norm", "0.5")
+    expected = one_device(out, target, torch.float64, accumulate=2, max_norm=0.5)
+    check_equal(found, expected, TOLERANCE["float64"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("parallel", ["dp=2,zero=1,microbatches=2", "tp=2", "dp=2,zero=3"])
+def test_a_script_in_half_precision_trains_as_the_runtime_does(
+    tmp_path: Path, precision: str, parallel: str
+) -> None:
+    """Of the same plan: what differs is the order in which gradients are summed."""
+    out, _ = exported(tmp_path, "gpt", parallel, precision=precision)
+    check_text(out)
+    losses, weights = run(out, parallel)
+    plan = (tmp_path / "plan.json").read_text()
+    expected = run_processes(2, runtime_losses, plan, str(out))[0]
+    assert losses == pytest.approx(expected, rel=2e-3)
+    assert all(each.dtype == torch.float32 for each in weights.values())
+
+
+def runtime_losses(text: str, folder: str) -> list[float]:
+    """On a rank: the losses of the steps of a plan, on a script's batches."""
+    plan, target = loads(text, "test"), target_of("gpt")
+    deferred = record_target(target)
+    program = capture_program(
+        target, deferred, global_batch=GLOBAL_BATCH, seq=SEQ, precision=plan.model.precision,
+        autocast=True,
+    )  # fmt: skip
+    trainer = Trainer(
+        program, plan, deferred, device=torch.device("cpu"), build=target.build_optimizer
+    )
+    trainer.use_update(UpdateOptions())
+    data = script_of(Path(folder)).batches(0)
+    return [float(trainer.step(next(data)).loss) for _ in range(STEPS)]
+
+
+def test_a_script_goes_on_from_weights(tmp_path: Path) -> None:
+    """Whole tensors that another script saved, as safetensors too."""
+    out, _ = exported(tmp_path, "gpt-tied", "pp=2,microbatches=2,schedule=1f1b")
+    _, saved = run(out, "pp=2")
+    for ending in ("pt", "safetensors"):
+        kept = tmp_path / f"kept.{ending}"
+        done = run_torchrun(
+            RUNNER, str(out / "train.py"), "--steps", "0", "--weights", str(out / "saved.pt"),
+            "--save", str(kept),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        found = torch.load(kept) if ending == "pt" else load_file(kept)
+        assert found.keys() <= saved.keys()
+        assert all(torch.equal(found[name], saved[name]) for name in found)
+
+
+def test_the_documents_excerpt_is_what_an_export_writes(tmp_path: Path) -> None:
+    parallel, settings = "dp=2,zero=2", {"n_layer": 2, "d_model": 32, "seq": SEQ}
+    target = load_target("examples/gpt.py", settings)
+    asked = PlanOptions(global_batch=8, seq=SEQ, forced=parse_parallel(parallel))
+    save_plan(make_plan(target, "cpu:2", asked), tmp_path / "plan.json")
+    export_plan(tmp_path / "plan.json", tmp_path / "out", to="python")
+    text = (tmp_path / "out" / "train.py").read_text()
+    document = Path("docs/python_script.md").read_text()
+    found = re.search(r"```text\n(.*?)```", document, re.DOTALL)
+    assert found is not None
+    parts = found[1].split("\n\n\n")
+    assert len(parts) == 2
+    assert all(part.strip() in text for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"offload": "optimizer"}, "optimizer states in host memory"),
+        ({"slices": (8, 8)}, "slices of the sequences"),
+        ({"servers": ServerPlan((0, 1), (0,), (1, 1))}, "parameter servers"),
+    ],
+)
+def test_a_plan_that_a_script_cannot_run_is_refused(
+    tmp_path: Path, change: dict[str, Any], what: str
+) -> None:
+    asked = PlanOptions(global_batch=8, seq=SEQ, forced=parse_parallel("dp=2"))
+    plan = make_plan(target_of("gpt"), "cpu:2", asked)
+    with pytest.raises(PlanError, match=what) as error:
+        check_writable(replace(plan, **change))
+    assert error.value.code == "AP366"
+
+
+MODEL = """
+import torch
+{imports}
+
+def build_model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+
+def example_batch(global_batch):
+    return {{"input": torch.empty(global_batch, 4, device="meta")}}
+
+def loss_fn(outputs, batch):
+    return outputs.square().mean()
+
+def build_optimizer(parameters):
+    return torch.optim.{optimizer}
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "optimizer", "code"),
+    [
+        ("", "Adafactor(parameters)", "AP368"),
+        ("import autoparallel", "SGD(parameters, lr=0.1)", "AP366"),
+    ],
+)
+def test_a_model_file_that_a_script_cannot_use_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imports: str, optimizer: str, code: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"refused_{code}.py"
+    Path(name).write_text(MODEL.format(imports=imports, optimizer=optimizer))
+    asked = PlanOptions(global_batch=8, forced=parse_parallel("dp=2,zero=1"))
+    save_plan(make_plan(load_target(name), "cpu:2", asked), tmp_path / "plan.json")
+    with pytest.raises(PlanError) as error:
+        export_plan(tmp_path / "plan.json", tmp_path / "out", to="python")
+    assert error.value.code == code
+    assert not (tmp_path / "out").exists()
