@@ -360,7 +360,7 @@ def estimate(
 
     ``model``, ``example_batch`` and ``loss_fn`` are those of ``plan``. ``devices`` are names of
     devices, or clusters (``"8xH100"``), joined by commas or in a sequence; ``options`` are fields
-    of ``Asked``: ``global_batch``, ``seq``, ``precision``, ``optimizer``, ``lora`` (None: adapters
+    of ``Asked``: ``global_batch``, ``seq``, ``precision``, ``optimizer``, ``lora`` ("none", or None: adapters
     only of ``hf:`` targets, by the usual settings), ``max_devices``, ``seconds``, ``tokens``,
     ``prices``.
 
@@ -378,6 +378,7 @@ def estimate(
             )
     text = devices if isinstance(devices, str) else ",".join(devices)
     lora = options.pop("lora", None) or (DEFAULT_LORA if has_lora(target) else None)
+    lora = None if lora == "none" else lora
     processes = options.pop("processes", num_processes())
     asked = Asked(parse_devices(text), lora=lora, processes=processes, **options)
     return estimate_target(target, asked)
