@@ -148,7 +148,7 @@ def test_the_full_planner_needs_as_many_devices(llama: str) -> None:
         try:
             found = autoparallel.plan(
                 llama, cluster=f"{count}xT4", global_batch=4, seq=128, precision="fp16",
-                deny=["offload"], cache=False,
+                deny=["offload"],
             )  # fmt: skip
         except InfeasibleError:
             return False
