@@ -108,8 +108,16 @@ def write_for(
     """Writes the nearest configuration of ``system`` into ``folder``.
 
     Raises UsageError AP364 where the batch cannot be split over the devices without degrees that
-    the system lacks.
+    the system lacks, AP365 for a plan of CPUs.
     """
+    if any(host.device.kind == "cpu" for host in plan.cluster.hosts):
+        raise UsageError(
+            "AP365",
+            f"a plan for CPUs cannot be exported to {system.title}",
+            why="on CPUs none of these systems runs, or it trains by DDP whatever it is told",
+            where=f"the plan's cluster, {plan.cluster.name}",
+            fix="plan for GPUs: --cluster 8xH100; autoparallel run trains on CPUs",
+        )
     candidates = list(candidates_of(system, plan))
     if system.builds_model and "lora" in plan.model.settings:
         cost = Priced(candidates[0], reason="it trains all weights, the plan adapters alone")

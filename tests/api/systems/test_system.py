@@ -12,6 +12,7 @@ import pytest
 from exported_plans import BATCH, CASES, NUM_DEVICES, SYSTEMS, case, plans, written
 
 from autoparallel.__main__ import run_command
+from autoparallel.cost_model.resolve import resolve_cluster
 from autoparallel.plan_io import save_plan
 from autoparallel.planner.errors import UsageError
 from autoparallel.systems.degrees import configuration_of
@@ -113,6 +114,15 @@ def test_selective_recomputation_that_keeps_more_is_written_where_all_that_is_ke
     facts = written(plan, system, tmp_path).facts
     assert (facts["recompute"], facts["fits"]) == ("selective", True)
     assert text in (tmp_path / "out" / file).read_text()
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_plan_for_cpus_is_refused(system: str, tmp_path: Path) -> None:
+    """Accelerate would start one process, and the Trainer would train by DDP."""
+    plan = replace(case("fsdp"), cluster=resolve_cluster("cpu:8"))
+    with pytest.raises(UsageError, match="AP365"):
+        written(plan, system, tmp_path)
+    assert not (tmp_path / "out").exists()
 
 
 def test_adapters_that_a_system_does_not_train_are_not_priced(tmp_path: Path) -> None:
