@@ -14,9 +14,12 @@ from exported_plans import BATCH, CASES, NUM_DEVICES, SYSTEMS, case, plans, writ
 from autoparallel.__main__ import run_command
 from autoparallel.cost_model.resolve import resolve_cluster
 from autoparallel.plan_io import save_plan
+from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan
 from autoparallel.systems.degrees import configuration_of
 from autoparallel.systems.features import FEATURES, features_of
+from autoparallel.systems.priced import Priced
 from autoparallel.systems.system import System, candidates_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -165,3 +168,24 @@ def test_the_documents_table_is_what_the_systems_say() -> None:
     for name, cells in table.items():
         want = ["–" if name in system_of(system).limits else "✓" for system in SYSTEMS]
         assert cells == want, name
+
+
+def test_what_does_not_fit_as_planned_is_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two candidates the first does not fit: all layers are recomputed, and the report says so.
+
+    A stage of the plan recomputes nothing.
+    """
+    found = list(candidates_of(system_of("megatron"), case("zero 1")))
+    assert [own.recompute for own in found] == ["none", "full"]
+    limits = {"none": 2, "full": 1}
+
+    def price(plan: Plan, path: Path, candidates: list[Configuration], *, trust: bool) -> Priced:
+        chosen = min(candidates, key=lambda own: limits[own.recompute])
+        return Priced(chosen, 1.0, 1, True)
+
+    monkeypatch.setattr("autoparallel.systems.system.price", price)
+    wrote = written(case("zero 1"), "megatron", tmp_path)
+    assert "--recompute-granularity=full" in (tmp_path / "out" / "args.txt").read_text()
+    assert "without which it does not fit" in " ".join(wrote.report.split())
