@@ -169,6 +169,8 @@ def _weight(writer: Writer, name: str) -> Expression:
 
 def _write(writer: Writer, node: fx.Node) -> None:
     """One call: a line, or a part of what uses it."""
+    if node.target is operator.getitem and not node.users:
+        return
     made = _expression(writer, node)
     if node.target is operator.getitem and node in writer.values:
         return
@@ -230,7 +232,8 @@ def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.
             writer.values[item] = Expression(f"{name}[{item.args[1]}]")
         return
     names = ["_"] * count
-    for item in sorted(items, key=lambda each: int(str(each.args[1]))):
+    read = [item for item in items if item.users]
+    for item in sorted(read, key=lambda each: int(str(each.args[1]))):
         index = int(str(item.args[1]))
         if names[index] == "_":
             names[index] = writer.unique(f"{_name(writer, node)}_{index}")

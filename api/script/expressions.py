@@ -67,11 +67,13 @@ REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """``text`` on one line; or ``head`` ``(arguments)``, which may be broken."""
+    """``text`` on one line; or ``head``, ``arguments`` in parentheses, which may be broken, and
+    ``tail``."""
 
     text: str
     head: str = ""
     arguments: tuple[str, ...] = ()
+    tail: str = ""
     is_compound: bool = False
     """Whether it needs parentheses as an operand."""
 
@@ -90,7 +92,7 @@ class Expression:
         body = [joined] if len(joined) <= LINE else [
             f"{indent}{INDENT}{argument}," for argument in self.arguments
         ]  # fmt: skip
-        return [f"{indent}{start}{self.head}(", *body, f"{indent}){comment}"]
+        return [f"{indent}{start}{self.head}(", *body, f"{indent}){self.tail}{comment}"]
 
 
 def dictionary_lines(start: str, items: Mapping[str, str], indent: str, end: str = "") -> list[str]:
