@@ -26,9 +26,12 @@ from autoparallel.planner.layout import Layout, local_shape
 from autoparallel.script.calls import own_call
 from autoparallel.script.expressions import (
     INDENT,
+    LINE,
     METHODS,
     Expression,
+    assigned,
     called,
+    listed,
     op_call,
 )
 from autoparallel.script.writer import Writer, unwritable
@@ -74,7 +77,7 @@ class BlockFunction:
     uses: frozenset[str]
     takes_mesh: bool
     takes_draw: bool
-    num_results: int
+    results: tuple[str, ...]
     first_number: int
     """Of its random ops, whose numbers in the text are counted from it."""
 
@@ -107,13 +110,16 @@ def block_function(
             _write(writer, node)
         elif node.op != "placeholder":
             raise unwritable(writer, node, "it runs a module of the model's as it is")
-    returned = ", ".join(writer.values[node].text for node in result)
-    writer.lines.append(f"{INDENT}return {returned or 'None'}")
+    returned = [writer.values[node].text for node in result]
+    line = f"{INDENT}return {', '.join(returned) or 'None'}"
+    writer.lines += [line] if len(line) <= LINE else [
+        f"{INDENT}return (", *listed(returned, INDENT * 2), f"{INDENT})"
+    ]  # fmt: skip
     text = "\n".join(writer.lines)
     return BlockFunction(
         arguments, text, tuple(dict.fromkeys(writer.weights)), frozenset(writer.uses),
         takes_mesh=bool(re.search(r"\bmesh\b", text)),
-        takes_draw=bool(re.search(r"\bdraw\b", text)), num_results=len(result),
+        takes_draw=bool(re.search(r"\bdraw\b", text)), results=tuple(returned),
         first_number=first,
     )  # fmt: skip
 
@@ -238,7 +244,9 @@ def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.
         if names[index] == "_":
             names[index] = writer.unique(f"{_name(writer, node)}_{index}")
         writer.values[item] = Expression(names[index])
-    writer.lines += made.lines(f"{', '.join(names)}{',' * (count == 1)} = ", INDENT)
+    writer.lines += made.lines(f"{names[0]}, = ", INDENT) if count == 1 else assigned(
+        names, made, INDENT
+    )  # fmt: skip
 
 
 def _count_of(node: fx.Node) -> int | None:

@@ -95,6 +95,24 @@ class Expression:
         return [f"{indent}{start}{self.head}(", *body, f"{indent}){self.tail}{comment}"]
 
 
+def assigned(names: Sequence[str], made: Expression, indent: str) -> list[str]:
+    """``names = made`` as lines; without names the call alone."""
+    start = f"{', '.join(names)} = " if names else ""
+    if len(start) < LINE // 2:
+        return made.lines(start, indent)
+    return [f"{indent}(", *listed(names, indent + INDENT), *made.lines(") = ", indent)]
+
+
+def listed(parts: Sequence[str], indent: str) -> list[str]:
+    """Parts with commas behind them, as many in a line as fit."""
+    lines = [indent]
+    for part in parts:
+        if len(lines[-1]) + len(part) + 2 > LINE:
+            lines.append(indent)
+        lines[-1] += f"{part}, "
+    return [line.rstrip() for line in lines if line.strip()]
+
+
 def dictionary_lines(start: str, items: Mapping[str, str], indent: str, end: str = "") -> list[str]:
     """``start`` and a dictionary from names to values as text, in one line where that fits."""
     pairs = [f'"{name}": {value}' for name, value in items.items()]
@@ -269,7 +287,15 @@ def _reduction(name: str) -> Special:
     return reduction
 
 
+def _dropout(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
+    """Nothing, where nothing is dropped."""
+    named = _named(args, ("input", "p", "train"), kwargs)
+    is_off = not named.get("train") or not named.get("p")
+    return named["input"] if is_off and isinstance(named["input"], Expression) else None
+
+
 SPECIAL: dict[str, Special] = {
+    "dropout": _dropout,
     "mean": _reduction("mean"),
     "sum": _reduction("sum"),
     "layer_norm": _layer_norm,
