@@ -2,7 +2,7 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test durations slow strict zoo corpus faults failures gpu regret soak docs
+.PHONY: check lint types test durations slow strict zoo corpus faults failures gpu regret soak docs picture
 
 check: lint types test
 
@@ -14,7 +14,7 @@ lint:
 types:
 	rm -rf $(TYPES) && mkdir -p $(TYPES)/autoparallel
 	ln -s $(addprefix $(CURDIR)/,$(wildcard api/*.py) api/py.typed api/commands api/doctor api/html \
-	    api/launching api/placers api/report api/script) \
+	    api/launching api/placers api/report api/script api/systems) \
 	    $(addprefix $(CURDIR)/,cost_model planner passes runtime) $(TYPES)/autoparallel/
 	MYPYPATH=$(TYPES) mypy -p autoparallel
 
@@ -68,6 +68,10 @@ regret:
 # Does a long run grow in memory, open files or threads? MINUTES, by default 60.
 soak:
 	$(PYTHON) benchmarks/soak/run.py --minutes $(or $(MINUTES),60)
+
+# The picture of a report in the README, docs/images/report.png (Chromium).
+picture:
+	$(PYTHON) docs/site/screenshot.py
 
 # The documents as a site, into build/site/html (extra docs).
 docs:

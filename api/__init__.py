@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autoparallel.callbacks import Callback
     from autoparallel.checkpoints import load, save
+    from autoparallel.comparing import compare
     from autoparallel.distributed_loader import distribute
     from autoparallel.environment import one_process
     from autoparallel.estimating import estimate
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from autoparallel.planner.plan import Plan
+    from autoparallel.profiling import profile
     from autoparallel.python import parallelize, plan
     from autoparallel.register import register_op
     from autoparallel.report import describe
@@ -69,6 +71,7 @@ __all__ = [
     "WeightsAndBiases",
     "WorkerError",
     "__version__",
+    "compare",
     "describe",
     "distribute",
     "estimate",
@@ -78,6 +81,7 @@ __all__ = [
     "one_process",
     "parallelize",
     "plan",
+    "profile",
     "register_op",
     "save",
     "save_plan",
@@ -91,6 +95,7 @@ _HOMES = {
     "Step": "autoparallel.step",
     "TensorBoard": "autoparallel.metrics",
     "WeightsAndBiases": "autoparallel.metrics",
+    "compare": "autoparallel.comparing",
     "describe": "autoparallel.report",
     "load": "autoparallel.checkpoints",
     "estimate": "autoparallel.estimating",
@@ -100,6 +105,7 @@ _HOMES = {
     "one_process": "autoparallel.environment",
     "parallelize": "autoparallel.python",
     "plan": "autoparallel.python",
+    "profile": "autoparallel.profiling",
     "register_op": "autoparallel.register",
     "save": "autoparallel.checkpoints",
     "save_plan": "autoparallel.plan_io",

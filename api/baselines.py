@@ -192,11 +192,10 @@ class _Pricing:
                 f"a batch of {model.global_batch:,} samples cannot be divided over dp={dp:,}"
             )
             return None
-        return Configuration(
-            dp=dp, tp=tp, pp=pp, zero=zero if dp > 1 else 0, recompute=mode, microbatch_size=rows,
-            num_microbatches=model.global_batch // rows, precision=model.precision,
+        return Configuration.like(
+            self._plan, dp=dp, tp=tp, pp=pp, zero=zero if dp > 1 else 0, recompute=mode,
+            microbatch_size=rows, num_microbatches=model.global_batch // rows,
             sequence_parallel=True if tp > 1 else None,
-            optimizer=model.optimizer, compiled=self._plan.compiled,
         )  # fmt: skip
 
     def _price(self, configuration: Configuration | None) -> PricedStep | None:

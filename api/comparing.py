@@ -16,12 +16,16 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from autoparallel.measurement import Measurement, checksum, load_measurement
 from autoparallel.options import did_you_mean, parse_parallel
 from autoparallel.plan_io import PLAN, load_plan
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
+from autoparallel.progress import Observe, ignore
 
 if TYPE_CHECKING:
+    import pandas
+
     from autoparallel.cache import Cache
     from autoparallel.planner.requests.request import Forced
 
@@ -32,8 +36,6 @@ BASELINES = {
 """Names with what they set; ``tpN`` and ``ppN`` set a degree. ``3d`` needs degrees after it."""
 
 _DEGREE = re.compile(r"(tp|pp|cp|ep)(\d+)")
-WARM_UP = 1
-"""Steps at the start of a run that are left out of its figures, where there are others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,74 @@ class MeasuredRun:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One column: what it was called, and the plan that it is or the run that was measured."""
+    """One column: what it was called, and the plan that it is or the run that was measured.
+
+    ``measured`` is what a run of the plan measured, where that lies beside its file.
+    """
 
     name: str
     plan: Plan | None
     run: MeasuredRun | None = None
+    measured: Measurement | None = None
 
 
-def load_items(words: Sequence[str], cache: Cache, *, trust: bool = False) -> tuple[Item, ...]:
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison:
+    """Items beside the first of them: as text, in a notebook, as a page, for pandas."""
+
+    items: tuple[Item, ...]
+
+    def __repr__(self) -> str:
+        from autoparallel.report.comparison import comparison_text
+
+        return comparison_text(self.items)
+
+    def _repr_html_(self) -> str:
+        from autoparallel.html.compared import compared_notebook
+
+        return compared_notebook(self.items)
+
+    def page(self) -> str:
+        """One self-contained page of HTML, what ``compare --html`` writes."""
+        from autoparallel.html.compared import compared_page
+
+        return compared_page(self.items)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A row per item: seconds, bytes and shares, and how much they differ from the first's.
+
+        Raises UsageError AP340 where pandas is not installed.
+        """
+        from autoparallel.frames import data_frame
+        from autoparallel.report.comparison import comparison_rows
+
+        return data_frame(comparison_rows(self.items))
+
+
+def compare(*items: Plan | str | Path, trust: bool = False, progress: bool = True) -> Comparison:
+    """Plans, runs and usual configurations beside the first of them.
+
+    An item is a plan, a plan's file or the folder of a run, a file of ``run --metrics``, or a
+    baseline by name: ``"fsdp"``, ``"tp8"``, ``"3d:tp=8,pp=4"``. Baselines are for the model, batch
+    and cluster of the first plan, whose code runs for them; ``trust`` allows that where it lies
+    outside the current folder. ``progress`` False shows none.
+
+    Raises UsageError AP353 to AP356, AP155, and what loading a plan and its model raises.
+    """
+    from autoparallel.cache import plan_cache
+    from autoparallel.progress import shown_to_callers
+
+    with plan_cache() as cache, shown_to_callers(progress) as observe:
+        return Comparison(load_items(items, cache.values, trust=trust, observe=observe))
+
+
+def load_items(
+    words: Sequence[Plan | str | Path],
+    cache: Cache,
+    *,
+    trust: bool = False,
+    observe: Observe = ignore,
+) -> tuple[Item, ...]:
     """The items that the words name. Raises UsageError.
 
     AP353: a word is neither a file nor a baseline; AP354: a baseline without a plan; AP355: a
@@ -68,26 +130,36 @@ def load_items(words: Sequence[str], cache: Cache, *, trust: bool = False) -> tu
             "AP356", "compare needs at least two plans, runs or baselines",
             fix="for example: autoparallel compare plan.json fsdp",
         )  # fmt: skip
-    degrees = {word: baseline(word) for word in words if not Path(word).exists()}
-    items = [Item(word, None) if word in degrees else _file_item(word) for word in words]
-    first = next((item.plan for item in items if item.plan is not None), None)
-    if degrees and first is None:
+    made: list[Item | Forced] = [
+        _plan_item(word, place) if isinstance(word, Plan) else
+        _file_item(str(word)) if Path(word).exists() else baseline(str(word))
+        for place, word in enumerate(words)
+    ]  # fmt: skip
+    files = [item for item in made if isinstance(item, Item)]
+    named = [str(w) for w, item in zip(words, made, strict=True) if not isinstance(item, Item)]
+    first = next((item for item in files if item.plan is not None), None)
+    if not named:
+        return tuple(files)
+    if first is None or first.plan is None:
         raise UsageError(
-            "AP354", f"the baseline {next(iter(degrees))} needs a plan to compare with",
+            "AP354", f"the baseline {named[0]} needs a plan to compare with",
             fix="name a plan file too: its model and cluster are those of the baselines",
         )  # fmt: skip
-    if first is None or not degrees:
-        return tuple(items)
     from autoparallel.configured_plan import ConfiguredPlans
     from autoparallel.recaptured import recaptured
 
-    path = next(item.name for item in items if item.plan is first)
-    model = recaptured(first, path, trust=trust, cache=cache)
-    made = ConfiguredPlans(first, model.program, model.basis, cache)
-    return tuple(
-        replace(item, plan=made.plan(degrees[item.name])) if item.name in degrees else item
-        for item in items
-    )
+    model = recaptured(first.plan, first.name, trust=trust, cache=cache, observe=observe)
+    plans = ConfiguredPlans(first.plan, model.program, model.basis, cache)
+    found: list[Item] = []
+    for word, item in zip(words, made, strict=True):
+        observe("baselines", len(found), len(made))
+        found.append(item if isinstance(item, Item) else Item(str(word), plans.plan(item)))
+    observe("baselines", len(made), len(made))
+    return tuple(found)
+
+
+def _plan_item(plan: Plan, place: int) -> Item:
+    return Item("plan" if place == 0 else f"plan {place + 1}", plan)
 
 
 def baseline(word: str) -> Forced:
@@ -127,10 +199,12 @@ def _file_item(word: str) -> Item:
                 "AP353", f"the folder {word} holds no {PLAN}",
                 fix="name a plan, or the file that run --metrics wrote",
             )  # fmt: skip
-        return Item(word, load_plan(path / PLAN))
+        path = path / PLAN
     if path.suffix == ".jsonl" or _is_metrics(path):
         return Item(word, None, read_run(path))
-    return Item(word, load_plan(path))
+    plan, measured = load_plan(path), load_measurement(path)
+    is_of_plan = measured is not None and measured.plan == checksum(plan)
+    return Item(word, plan, None, measured if is_of_plan else None)
 
 
 def _is_metrics(path: Path) -> bool:
@@ -154,7 +228,9 @@ def read_run(path: Path) -> MeasuredRun:
         raise _no_steps(path, str(error)) from error
     if not records:
         raise _no_steps(path, "no line has the seconds of a step")
-    kept = records[WARM_UP:] or records
+    from autoparallel.step_log import WARMUP_STEPS
+
+    kept = records[WARMUP_STEPS:] or records
     rates = [
         record[name] for record in kept
         for name in ("tokens_per_second", "samples_per_second") if record.get(name) is not None

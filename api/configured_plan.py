@@ -8,7 +8,7 @@ and full recomputation; if nothing fits, the one that needs the least.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -42,17 +42,23 @@ class ConfiguredPlans:
 
         Raises UsageError (AP124, AP127, AP128) where they do not fit the model or the cluster.
         """
+        return self.best(configurations(self.like, degrees))[1]
+
+    def best(self, candidates: Iterable[Configuration]) -> tuple[Configuration, Plan]:
+        """The fastest of some configurations that fit, or the one that needs the least memory.
+
+        Raises as ``plan``.
+        """
         pricer = ConfigurationPricer(self.program.graph, self.program.blocks, self.basis)
-        priced = [
-            self._priced(pricer, each) for each in configurations(self.like, degrees)
-        ]  # fmt: skip
+        priced = [(each, self._priced(pricer, each)) for each in candidates]
         limit = self.like.cluster.usable_memory_bytes
-        fitting = [each for each in priced if each.prediction.peak_memory_bytes <= limit]
-        for found in sorted(fitting, key=lambda each: each.prediction.step_seconds):
+        fitting = [each for each in priced if each[1].prediction.peak_memory_bytes <= limit]
+        for own, found in sorted(fitting, key=lambda each: each[1].prediction.step_seconds):
             kept = self._finished(found)
             if kept.prediction.peak_memory_bytes <= limit:
-                return kept
-        return self._finished(min(priced, key=lambda each: each.prediction.peak_memory_bytes))
+                return own, kept
+        own, found = min(priced, key=lambda each: each[1].prediction.peak_memory_bytes)
+        return own, self._finished(found)
 
     def _priced(self, pricer: ConfigurationPricer, configuration: Configuration) -> Plan:
         return _plan_of(pricer.staged(self.like.cluster, configuration), self.like)
@@ -75,12 +81,11 @@ def configurations(like: Plan, degrees: Forced) -> Iterator[Configuration]:
         )  # fmt: skip
     for count in counts:
         for recompute in [degrees.recompute] if degrees.recompute else RECOMPUTE:
-            yield Configuration(
-                dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=degrees.zero or 0, recompute=recompute,
-                microbatch_size=batch // count, num_microbatches=count,
+            yield Configuration.like(
+                like, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=degrees.zero or 0,
+                recompute=recompute, microbatch_size=batch // count, num_microbatches=count,
                 schedule=degrees.schedule or "1f1b", num_chunks=degrees.least_chunks,
-                precision=like.model.precision, optimizer=like.model.optimizer,
-                compiled=like.compiled,
+                offload=degrees.offload or "none",
             )  # fmt: skip
 
 

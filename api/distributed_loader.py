@@ -22,6 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 from autoparallel.environment import under_torchrun
 from autoparallel.loaders import copied_options, has_rows, with_sampler
 from autoparallel.module import JOINED
+from autoparallel.passes.local.input_rows import HeldRows
 from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.batches import StepBatches
 from autoparallel.runtime.shared import share_tensor
@@ -37,14 +38,15 @@ def distribute(dataloader: Any, model: nn.Module | None = None) -> Any:
     no plan yet. Without it the process's only model with a plan is taken. The batches are for
     ``Step`` or the model as they come; a rank whose stages read no inputs gets empty ones. Of an
     IterableDataset every rank goes through all samples and keeps its own. Collective over all
-    ranks. Outside of torchrun ``dataloader`` comes back as it is.
+    ranks. Outside of torchrun the batches are ``dataloader``'s own; the loader only knows its place
+    among them, so that a checkpoint can hold it.
 
     Raises UsageError AP832 for a DistributedSampler, AP833 for what is no DataLoader of global
     batches, AP834 where ``model`` is missing.
     """
-    if not under_torchrun():
-        return dataloader
     _check_loader(dataloader)
+    if not under_torchrun():
+        return LoneLoader(dataloader)
     batches = _parallel_model(model).join().runner.batches
     planned = batches.global_rows
     size = dataloader.batch_size
@@ -103,7 +105,7 @@ def _parallel_model(model: nn.Module | None) -> Any:
 class DistributedLoader:
     """A rank's loader, as ``distribute`` makes it; other attributes are the DataLoader's own."""
 
-    def __init__(self, loader: DataLoader[Any], batches: StepBatches) -> None:
+    def __init__(self, loader: DataLoader[Any], batches: StepBatches | _AllRows) -> None:
         self._loader, self._batches = loader, batches
         self._order = _Order(loader)
         self._rows: deque[int] = deque()
@@ -153,6 +155,8 @@ class DistributedLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on where ``state`` was made, on every rank."""
+        if state["epoch"] < 0:
+            return  # of before the first epoch
         self._epoch = int(state["epoch"]) - 1
         self._start = int(state["batches"])
         self._order.restore(state["order"])
@@ -217,6 +221,49 @@ class DistributedLoader:
                 yield rows, batch
 
 
+class _AllRows:
+    """The batches of a process without others, as ``StepBatches`` are those of a rank."""
+
+    place = (0, 1)
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.global_rows = loader.batch_size or 1
+
+    def announce(self, rows: int) -> None:
+        """Nobody else is told."""
+
+    def held(self, rows: int) -> HeldRows:
+        return HeldRows(first=0, rows=rows, total=rows, num_microbatches=1)
+
+
+class LoneLoader(DistributedLoader):
+    """The loader of a process without others, whose batches are the DataLoader's own.
+
+    It draws what the DataLoader draws. Only an epoch that begins in its middle, after
+    ``load_state_dict``, has an order of its own, that of the epoch that was broken off.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader, _AllRows(loader))
+        self._is_restored = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_restored:
+            self._is_restored = False
+            return super().__iter__()
+        self._epoch += 1
+        self._position = 0
+        self._order.follow()
+        return self._counted(iter(self._loader))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._is_restored = state["epoch"] >= 0
+
+    def _tagged(self, batches: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+        return self._counted(batch for _, batch in batches)
+
+
 class _RowSampler:
     """The batch sampler of a ``DistributedLoader``."""
 
@@ -270,6 +317,10 @@ class _Order:
                 generator.set_state(share_tensor(generator.get_state()))
             self._stream = share_tensor(torch.get_rng_state())
         self._began = [self._stream, *(each.get_state() for each in self._generators)]
+
+    def follow(self) -> None:
+        """Before an epoch that draws from torch's generator: its state is only noted."""
+        self._began = [torch.get_rng_state(), *(each.get_state() for each in self._generators)]
 
     def worker_seed(self) -> int:
         """What a DataLoader draws for its workers before it asks its sampler."""

@@ -61,13 +61,19 @@ class _Explainer:
         known = paths(self.variants.structure.graph)
         if word in known:
             return explained_tensor(self.variants, word, known[word])
-        stages = [f"stage {index}" for index in range(len(self.plan.stages))]
         raise UsageError(
             "AP357", f"the plan has no tensor, op, block or stage named {name!r}",
-            fix=nearest(word, [*known, *blocks, *stages, *WORDS])
+            fix=self._stages_text() if word.startswith("stage") else ""
+            or nearest(word, [*known, *blocks, *WORDS])
             or f"a parameter, an op, a module, a block ({blocks[0]}), stage 0, or "
             + ", ".join(WORDS),
         )  # fmt: skip
+
+    def _stages_text(self) -> str:
+        last = len(self.plan.stages) - 1
+        return (
+            f"the plan's stages are stage 0 to stage {last}" if last else "the one stage is stage 0"
+        )
 
     def _with_zero(self, zero: int) -> Plan:
         return replace(
@@ -132,9 +138,9 @@ class _Explainer:
         for count in divisors(batch):
             name = f"{count} × {batch // count}"
             variant = replace(plan, num_microbatches=count)
-            if any(batch // count % num_row_parts(stage.mesh) for stage in plan.stages):
-                over = mesh_text(plan.stages[0].mesh)
-                why = f"micro-batches of {batch // count} cannot be split over {over}"
+            mesh = undivided(plan, batch // count)
+            if mesh is not None:
+                why = f"micro-batches of {batch // count} cannot be split over {mesh_text(mesh)}"
                 found.append(Alternative(name, "NOT OFFERED", why=why))
             elif not self.model.graph.batch_dims and count != plan.num_microbatches:
                 why = "samples interact, so all of a step's are one micro-batch"
@@ -212,6 +218,12 @@ class _Explainer:
         if layouts is None:
             return Alternative(name, "NOT OFFERED", why="no layouts agree on this mesh")
         return self.priced(name, self.variants.at(index, replace(stage, layouts=layouts)))
+
+
+def undivided(plan: Plan, rows: int) -> Mesh | None:
+    """The first mesh of a plan that cannot split micro-batches of so many rows."""
+    meshes = (stage.mesh for stage in plan.stages)
+    return next((mesh for mesh in meshes if rows % num_row_parts(mesh)), None)
 
 
 def _blocks_text(stage: StagePlan) -> str:

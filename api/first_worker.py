@@ -10,10 +10,8 @@ import base64
 import os
 import pickle
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from autoparallel.cost_model.cluster import Cluster
@@ -21,14 +19,13 @@ from autoparallel.cost_model.cluster_file import from_dict, to_dict
 from autoparallel.measured_first import Leader, measure_together
 from autoparallel.planner.errors import AutoparallelError, InfeasibleError, TimeLimitError
 from autoparallel.planning import PlanOptions, capture_target
-from autoparallel.progress import Observe
+from autoparallel.progress import Observe, ticking
 from autoparallel.runtime.launch import launch
 from autoparallel.runtime.membership import join_as
 from autoparallel.runtime.process import Worker
 from autoparallel.targets import Target, load_target
 
 PHASE = "measuring"
-TICK_SECONDS = 0.25
 
 
 def start_measuring(
@@ -50,7 +47,7 @@ def start_measuring(
         "began": time.time(),
     }
     try:
-        with _ticking(observe, options.measure_seconds):
+        with ticking(observe, PHASE, options.measure_seconds):
             launch(
                 "autoparallel.first_worker:measure", arguments,
                 num_processes=number,
@@ -59,28 +56,6 @@ def start_measuring(
         return  # planning says so
     except AutoparallelError as error:
         print(f"autoparallel: planned without measuring, which failed: {error}", file=sys.stderr)
-
-
-@contextmanager
-def _ticking(observe: Observe, seconds: float) -> Iterator[None]:
-    """Shows the seconds that pass, as a part of those that measuring may take."""
-    is_over = threading.Event()
-
-    def tick() -> None:
-        passed = 0.0
-        while not is_over.wait(TICK_SECONDS):
-            passed = min(passed + TICK_SECONDS, seconds - TICK_SECONDS)
-            observe(PHASE, round(passed, 1), seconds)
-
-    observe(PHASE, 0, seconds)
-    thread = threading.Thread(target=tick, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-        observe(PHASE, seconds, seconds)
 
 
 def measure(

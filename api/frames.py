@@ -25,6 +25,11 @@ def frame(plan: Plan, what: str) -> pandas.DataFrame:
             f"a plan has no table {what!r}",
             fix=did_you_mean(what, tuple(TABLES)) or f"use one of {', '.join(TABLES)}",
         )
+    return data_frame(TABLES[what](plan))
+
+
+def data_frame(rows: Rows) -> pandas.DataFrame:
+    """Rows as a DataFrame. Raises UsageError AP340."""
     try:
         import pandas
     except ImportError as error:
@@ -34,7 +39,7 @@ def frame(plan: Plan, what: str) -> pandas.DataFrame:
             why=str(error),
             fix="pip install pandas",
         ) from error
-    return pandas.DataFrame(TABLES[what](plan))
+    return pandas.DataFrame(rows)
 
 
 def stage_rows(plan: Plan) -> Rows:

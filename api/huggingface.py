@@ -74,9 +74,14 @@ def is_causal(target: Target) -> bool:
 
 def target_config(target: Target) -> Any:
     """The configuration of an ``hf:`` target, with its settings."""
-    config = _config(_transformers(), target.name.removeprefix("hf:"), target.name)
-    fields = {name: value for name, value in target.settings.items() if name != "lora"}
-    _apply_settings(config, fields, target.name)
+    return hub_config(target.name, target.settings)
+
+
+def hub_config(name: str, settings: Mapping[str, Any]) -> Any:
+    """The configuration of the ``hf:`` target ``name`` with these settings."""
+    config = _config(_transformers(), name.removeprefix("hf:"), name)
+    fields = {field: value for field, value in settings.items() if field != "lora"}
+    _apply_settings(config, fields, name)
     return config
 
 

@@ -21,7 +21,14 @@ from autoparallel.planner.plan import Plan
 CHECKPOINT_FORMATS = ("safetensors", "hf", "pt", "peft")
 """Formats of the weights of a checkpoint."""
 
-WRITERS: dict[str, str] = {"python": "autoparallel.script.write:write_script"}
+WRITERS: dict[str, str] = {
+    "python": "autoparallel.script.write:write_script",
+    "torchtitan": "autoparallel.systems.torchtitan:write_plan",
+    "megatron": "autoparallel.systems.megatron:write_plan",
+    "deepspeed": "autoparallel.systems.deepspeed:write_plan",
+    "accelerate": "autoparallel.systems.accelerate:write_plan",
+    "transformers": "autoparallel.systems.transformers:write_plan",
+}
 """The formats of a plan: the ``PlanWriter`` of each, as MODULE:FUNCTION, imported when used."""
 
 

@@ -26,6 +26,7 @@ class Shown:
     total: int = 0
     began: float = field(default_factory=time.perf_counter)
     told: float = field(default_factory=time.perf_counter)
+    quiet: bool = False
 
     def expect(self, count: int) -> None:
         self.total = self.done + count
@@ -37,7 +38,7 @@ class Shown:
         if self.bar is not None and self.task is not None:
             left = f"{self.left_seconds:.0f} s left"
             self.bar.update(self.task, completed=self.done, description=what, left=left)
-        elif time.perf_counter() - self.told > LINE_SECONDS:
+        elif not self.quiet and time.perf_counter() - self.told > LINE_SECONDS:
             self.told = time.perf_counter()
             print(
                 f"autoparallel: measured {self.done} of {self.total},"
@@ -54,10 +55,10 @@ class Shown:
 
 
 @contextmanager
-def shown_progress(budget_seconds: float) -> Iterator[Shown]:
-    """Progress on stderr until the block ends."""
-    if not sys.stderr.isatty():
-        yield Shown(budget_seconds)
+def shown_progress(budget_seconds: float, *, quiet: bool = False) -> Iterator[Shown]:
+    """Progress on stderr until the block ends; ``quiet`` where another process shows it."""
+    if quiet or not sys.stderr.isatty():
+        yield Shown(budget_seconds, quiet=quiet)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

@@ -121,6 +121,7 @@ def profile(
     options: Mapping[str, Any],
     budget: float,
     database: str,
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Measures what planning ``target`` with these options asks for. Collective.
 
@@ -134,7 +135,7 @@ def profile(
         if worker.rank == 0:
             stack.enter_context(explained(Path(database)))
             opened = stack.enter_context(Database(database))
-            shown = stack.enter_context(shown_progress(budget))
+            shown = stack.enter_context(shown_progress(budget, quiet=quiet))
             chosen = plan_options(**options)
             on = with_choice(on, chosen.tf32)
             leader = _Leader(worker, loaded, on, chosen, opened, shown, budget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,51 @@ from typing import Any
 
 from autoparallel.cost_model.cluster_file import to_dict
 from autoparallel.options import parse_settings
+from autoparallel.planner.errors import UsageError
 from autoparallel.planning import find_cluster
-from autoparallel.profiles import measuring_environment
+from autoparallel.profiles import database_path, measuring_environment
+from autoparallel.progress import in_notebook, shown_to_callers, ticking
 from autoparallel.runtime.launch import is_launched, launch
 from autoparallel.targets import load_target
+
+
+def profile(
+    target: str,
+    *,
+    cluster: str = "local",
+    settings: Sequence[str] = (),
+    budget: float = 120.0,
+    database: str | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> dict[str, Any]:
+    """Measures on this machine what planning ``target`` asks for, in ``budget`` seconds at most.
+
+    As ``autoparallel profile``: ``settings`` are those of ``--set``, ``options`` those of ``plan``
+    (``global_batch``, ``precision``, ...). The measurements are kept in the database, where
+    planning finds them; what was done comes back. In a notebook a bar shows the seconds.
+
+    Raises UsageError AP141 for an unknown option, and what loading and measuring raise.
+    """
+    from autoparallel.commands.options import plan_options
+
+    known = inspect.signature(plan_options).parameters
+    for name in options:
+        if name not in known:
+            raise UsageError(
+                "AP141", f"unknown option {name!r}", fix=f"the options are {', '.join(known)}"
+            )
+    plan_options(**options)
+    # on a terminal the measuring process shows what it measures
+    with (
+        shown_to_callers(progress and in_notebook()) as observe,
+        ticking(observe, "measuring", budget),
+    ):
+        return start_profiling(
+            target, settings, cluster,
+            options=options, budget=budget, database=database_path(database),
+            quiet=in_notebook() or not progress,
+        )  # fmt: skip
 
 
 def start_profiling(
@@ -24,11 +66,12 @@ def start_profiling(
     options: Mapping[str, Any],
     budget: float,
     database: Path,
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Measures with one process per device of ``cluster``; what was done, on rank 0.
 
-    ``options`` are those of ``plan_options``. A ``KeyboardInterrupt`` goes through; what was
-    measured until then is in the database.
+    ``options`` are those of ``plan_options``; ``quiet`` workers show no progress. A
+    ``KeyboardInterrupt`` goes through; what was measured until then is in the database.
     """
     load_target(target, parse_settings(settings))
     found = find_cluster(_own_processes(cluster))
@@ -45,6 +88,7 @@ def start_profiling(
             "options": dict(options),
             "budget": budget,
             "database": str(database.resolve()),
+            "quiet": quiet,
         },
         num_processes=num_processes,
     )

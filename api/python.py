@@ -35,6 +35,7 @@ from autoparallel.module import adopt, parallel_class
 from autoparallel.passes.initialization.deferred_init import Deferred, record_build
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.progress import shown_to_callers
 from autoparallel.runtime.pretrained import load_pretrained
 from autoparallel.shown_plan import ShownPlan, shown
 from autoparallel.targets import (
@@ -73,6 +74,7 @@ def plan(
     global_batch: int | None = None,
     seq: int | None = None,
     loss_fn: LossFn | None = None,
+    progress: bool = True,
     **options: Unpack[SearchOptions],
 ) -> ShownPlan:
     """The fastest plan found for training ``model`` on ``cluster``; needs no process group.
@@ -80,14 +82,17 @@ def plan(
     ``model`` is a module, a function that builds one, or the text of a target
     (``"model.py"``). ``example_batch`` is a batch of global shapes (meta tensors welcome), or
     a function ``(global_batch, seq)`` that makes one; a target brings its own.
-    ``global_batch`` defaults to the rows of the batch, and to 32 for a function.
+    ``global_batch`` defaults to the rows of the batch, and to 32 for a function. On a terminal
+    and in a notebook bars show the progress; ``progress=False`` shows none.
 
     Raises UsageError (AP140, AP141) for arguments of the wrong kind, and what planning
     raises: CaptureError, InfeasibleError, TimeLimitError.
     """
     target = make_target(model, example_batch, loss_fn)
     rows = global_batch if global_batch is not None else batch_rows(example_batch)
-    return shown(make_plan(target, cluster, plan_options(rows or 32, seq, options)))
+    asked = plan_options(rows or 32, seq, options)
+    with shown_to_callers(progress) as observe:
+        return shown(make_plan(target, cluster, asked, observe))
 
 
 def plan_options(global_batch: int, seq: int | None, options: SearchOptions) -> PlanOptions:

@@ -39,7 +39,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import placed_stages
 from autoparallel.report.drawing import plan_costs
-from autoparallel.report.page import plain_table
+from autoparallel.report.printing import plain_table
 from autoparallel.report.words import seconds_text
 from autoparallel.runtime.recording import RecordedAction, RecordedStep, StepRecorder
 from autoparallel.runtime.trainer import Trainer

@@ -8,7 +8,7 @@ shows itself.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autoparallel.planner.plan import Plan
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ShownPlan(Plan):
-    """A ``Plan`` that renders as HTML in notebooks."""
+    """A ``Plan`` that renders as HTML in notebooks, and as its short report in IPython."""
 
     __slots__ = ()
     __hash__ = Plan.__hash__
@@ -31,6 +31,12 @@ class ShownPlan(Plan):
         from autoparallel.html import notebook
 
         return notebook(self)
+
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        """What IPython shows where there is no HTML: the report on one screen."""
+        from autoparallel.report import describe
+
+        printer.text("ShownPlan(...)" if is_cycle else describe(self, short=True))
 
     def to_frame(self, what: str = "stages") -> pandas.DataFrame:
         """A part of the plan as a pandas DataFrame, in seconds and bytes.

@@ -51,7 +51,8 @@ NOTHING = Sources()
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a run's ranks are started: on this machine, or by torchrun, or on this one of ``hosts``.
+    """How a run's ranks are started, where torchrun has not started them: all on this machine, or
+    with ``hosts`` those of this host, which meets the others.
 
     A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError. After a
     failure that a restart can mend all are started again, ``max_restarts`` times at most, and go on
@@ -205,7 +206,7 @@ def _start_on_host(
     num_local = ranks_per_host(plan, hosts)
     job = Job(
         f"autoparallel.worker:{name}", {"plan_path": str(path.resolve()), **arguments}, "",
-        start.timeout_seconds, tuple(map(os.path.abspath, sys.path)),
+        start.timeout_seconds,
     )  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads_per_device(num_local))}
     found: dict[str, Any] = launch_on_hosts(

@@ -18,6 +18,7 @@ from autoparallel.cache import NO_CACHE, Cache
 from autoparallel.cost_model.cluster import Cluster, Device, Link
 from autoparallel.cost_model.quantity import parse_bytes, parse_rate
 from autoparallel.options import parse_parallel
+from autoparallel.plan_variants import EQUAL
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import Evaluator
 from autoparallel.planner.plan import Plan
@@ -45,10 +46,13 @@ class Changed:
 
     @property
     def stays(self) -> bool:
-        """Whether the plan remains the best that was found there."""
-        usable = self.same.cluster.usable_memory_bytes
-        fits = self.same.prediction.peak_memory_bytes <= usable
-        return fits and self.same.prediction.step_seconds <= self.found.prediction.step_seconds
+        """Whether the plan remains the best that was found there, or ties with it."""
+        least = self.found.prediction.step_seconds * (1 + EQUAL)
+        return self.excess_bytes(self.same) <= 0 and self.same.prediction.step_seconds <= least
+
+    def excess_bytes(self, plan: Plan) -> float:
+        """By how much a plan is over the memory of the changed cluster's devices."""
+        return plan.prediction.peak_memory_bytes - self.same.cluster.usable_memory_bytes
 
 
 def why_not(model: Recaptured, parallel: str, seconds: float, cache: Cache = NO_CACHE) -> Plan:

@@ -10,16 +10,26 @@ from .preset_parts import (
     DGX_H100,
     ESTIMATE,
     LARGE_MATMUL,
-    ML_ENGINEERING,
-    RECALLED,
     Preset,
     device_sources,
     families,
     gpu,
 )
+from .preset_references import (
+    ML_ENGINEERING,
+    ROCM_MI250,
+    ROCM_MI300,
+    ROCM_SPECS,
+    TORCHTITAN,
+    read,
+)
 
-_CDNA3_TFLOPS = {"float64": 163.4, "float32": 163.4, "bfloat16": 1300, "float16": 1300}
-_AMD = {"memory_bytes": f"rocm-smi: {RECALLED}", "num_units": f"compute units: {RECALLED}"}
+_CDNA3_TFLOPS = {"float64": 163.4, "float32": 163.4, "bfloat16": 1307.4, "float16": 1307.4}
+_AMD = {
+    "memory_bytes": f"{ROCM_SPECS}, less 16 MiB: "
+    f"{read('what drivers show of MI300X and MI250X, in files on GitHub')}",
+    "num_units": f"compute units: {ROCM_SPECS}",
+}
 
 _MI250X = gpu(
     "MI250X",
@@ -29,9 +39,9 @@ _MI250X = gpu(
     efficiency=families(0.6, 0.3, 0.4, 0.8),
     sources={
         **device_sources(
-            f"one of a module's two dies, which each are a device: half of 383 ({ML_ENGINEERING}); "
-            f"float32 and float64 by matrix cores: {RECALLED}",
-            "rocm.docs.amd.com MI250 microarchitecture: 1.6 TB/s per die",
+            f"one of a module's two dies, which each are a device: {TORCHTITAN}; float32 and "
+            f"float64: MI250's operations per clock and unit, {ROCM_MI250}, by 110 at 1.7 GHz",
+            f"{ROCM_MI250}: 1.6 TB/s per die",
             ESTIMATE,
             ESTIMATE,
             ESTIMATE,
@@ -48,9 +58,9 @@ _MI300X = gpu(
     efficiency=families(0.48, 0.25, 0.35, 0.8),
     sources={
         **device_sources(
-            f"{ML_ENGINEERING}; float64 by matrix cores: {RECALLED}",
-            ML_ENGINEERING,
-            f"measured 668.4 of 1300 TFLOP/s at the best shape ({ML_ENGINEERING}) {LARGE_MATMUL}",
+            f"{ROCM_MI300}; float32 and float64 by matrix cores",
+            ROCM_MI300,
+            f"measured 668.4 of 1307 TFLOP/s at the best shape ({ML_ENGINEERING}) {LARGE_MATMUL}",
             ESTIMATE,
             ESTIMATE,
         ),
@@ -67,9 +77,9 @@ _MI325X = gpu(
     efficiency=families(0.56, 0.28, 0.4, 0.8),
     sources={
         **device_sources(
-            f"{ML_ENGINEERING}; float64 by matrix cores: {RECALLED}",
+            f"as MI300X's, which has as many units: {ROCM_MI300}; {ROCM_SPECS}",
             ML_ENGINEERING,
-            f"measured 784.9 of 1300 TFLOP/s at the best shape ({ML_ENGINEERING}) {LARGE_MATMUL}",
+            f"measured 784.9 of 1307 TFLOP/s at the best shape ({ML_ENGINEERING}) {LARGE_MATMUL}",
             ESTIMATE,
             ESTIMATE,
         ),

@@ -7,34 +7,41 @@ matters than the rate of their slots.
 
 from __future__ import annotations
 
-from .preset_parts import (
-    DGX_1,
-    DGX_H100,
-    ESTIMATE,
+from .preset_parts import DGX_1, DGX_H100, ESTIMATE, Preset, device_sources, families, gpu
+from .preset_references import (
+    DEVICE_PROPERTIES,
+    GPU_SPECS,
+    GPUMAP,
+    LIGHTNING,
+    LLM_ANALYSIS,
     ML_ENGINEERING,
-    RECALLED,
-    Preset,
-    device_sources,
-    families,
-    gpu,
+    NANOCHAT,
+    TORCHAO,
+    TORCHTITAN,
+    WAREDB,
+    read,
 )
 
-_LIGHTNING = "Lightning-AI/pytorch-lightning@0810121 throughput.py, citing NVIDIA's data sheet"
-_GA102 = "NVIDIA Ampere GA102 whitepaper v2.0 (float32 accumulation)"
+_ACCUMULATION = "the rate with float32 accumulation, half of that with float16"
 _POWER = "estimate: a limit of {} W keeps long runs below the clock that the peak is for"
+_RTX3090_PAGE = read("holynerdvana.blogspot.com/2022/10, RTX 3090 specifications")
 _T4 = gpu(
     "T4",
     memory_mib=15360,
     bandwidth_gb=320,
     tflops={"float32": 8.1, "float16": 65},
     efficiency=families(0.4, 0.25, 0.4, 0.78),
-    sources=device_sources(
-        f"{_LIGHTNING}; neither bfloat16 nor TF32: compute capability 7.5",
-        "sysrqmts.com Tesla T4 page",
-        _POWER.format(70),
-        _POWER.format(70),
-        ESTIMATE,
-    ),
+    sources={
+        **device_sources(
+            f"{LIGHTNING}; neither bfloat16 nor TF32: compute capability 7.5",
+            f"{read('RajBhope/gpu-runtime-predictor on huggingface.co, gpu_catalog.json')}; "
+            f"300 in {GPU_SPECS}",
+            _POWER.format(70),
+            _POWER.format(70),
+            ESTIMATE,
+        ),
+        "num_units": DEVICE_PROPERTIES,
+    },
     num_units=40,
     host=DGX_1,
 )
@@ -47,13 +54,10 @@ _L4 = gpu(
         "float8_e4m3fn": 242, "float8_e5m2": 242,
     },
     efficiency=families(0.6, 0.4, 0.45, 0.85),
-    sources=device_sources(
-        "store.sourcecode.com L4 against L40S, whose figures are with sparsity: halved",
-        "store.sourcecode.com L4 against L40S",
-        _POWER.format(72),
-        _POWER.format(72),
-        ESTIMATE,
-    ),
+    sources={
+        **device_sources(GPU_SPECS, GPU_SPECS, _POWER.format(72), _POWER.format(72), ESTIMATE),
+        "num_units": f"{GPUMAP}: 7424 cores, 128 to a unit",
+    },
     num_units=58,
 )  # fmt: skip
 _A30 = gpu(
@@ -62,13 +66,16 @@ _A30 = gpu(
     bandwidth_gb=933,
     tflops={"float64": 10.3, "float32": 10.3, "tfloat32": 82, "bfloat16": 165, "float16": 165},
     efficiency=families(0.72, 0.45, 0.5, 0.83),
-    sources=device_sources(
-        f"NVIDIA A30 data sheet; {RECALLED}",
-        f"NVIDIA A30 data sheet; {RECALLED}",
-        "estimate: the A100 PCIe card's share, less a limit of 165 W",
-        ESTIMATE,
-        "as A100's",
-    ),
+    sources={
+        **device_sources(
+            f"{GPUMAP}; bfloat16: {NANOCHAT}; float64 by tensor cores",
+            GPUMAP,
+            "estimate: the A100 PCIe card's share, less a limit of 165 W",
+            ESTIMATE,
+            "as A100's",
+        ),
+        "num_units": GPUMAP,
+    },
     num_units=56,
 )
 _A6000 = gpu(
@@ -77,13 +84,12 @@ _A6000 = gpu(
     bandwidth_gb=768,
     tflops={"float32": 38.7, "tfloat32": 77.4, "bfloat16": 154.8, "float16": 154.8},
     efficiency=families(0.72, 0.45, 0.5, 0.85),
-    sources=device_sources(
-        f"{_GA102}, appendix C",
-        f"{_GA102}, appendix C",
-        ESTIMATE,
-        ESTIMATE,
-        ESTIMATE,
-    ),
+    sources={
+        **device_sources(
+            f"{TORCHTITAN}; {GPUMAP}", f"{LLM_ANALYSIS}; {GPUMAP}", ESTIMATE, ESTIMATE, ESTIMATE
+        ),
+        "num_units": f"{GPUMAP}; {DEVICE_PROPERTIES}",
+    },
     num_units=84,
 )
 _RTX3090 = gpu(
@@ -92,13 +98,16 @@ _RTX3090 = gpu(
     bandwidth_gb=936,
     tflops={"float32": 35.6, "tfloat32": 35.6, "bfloat16": 71, "float16": 71},
     efficiency=families(0.85, 0.5, 0.5, 0.88),
-    sources=device_sources(
-        f"{_GA102}, appendix A",
-        f"{_GA102}, appendix A",
-        "estimate: as RTX4090, whose tensor cores are also held to half of their rate",
-        ESTIMATE,
-        ESTIMATE,
-    ),
+    sources={
+        **device_sources(
+            f"{NANOCHAT}: {_ACCUMULATION}; float32: {_RTX3090_PAGE}",
+            _RTX3090_PAGE,
+            "estimate: as RTX4090, whose tensor cores are also held to half of their rate",
+            ESTIMATE,
+            ESTIMATE,
+        ),
+        "num_units": _RTX3090_PAGE,
+    },
     num_units=82,
 )
 _L40S = gpu(
@@ -110,25 +119,31 @@ _L40S = gpu(
         "float8_e4m3fn": 733, "float8_e5m2": 733,
     },
     efficiency=families(0.65, 0.4, 0.45, 0.85),
-    sources=device_sources(
-        ML_ENGINEERING, "store.sourcecode.com L40S page", ESTIMATE, ESTIMATE, ESTIMATE
-    ),
+    sources={
+        **device_sources(
+            f"{ML_ENGINEERING}; bfloat16: {TORCHTITAN}", GPU_SPECS, ESTIMATE, ESTIMATE, ESTIMATE
+        ),
+        "num_units": DEVICE_PROPERTIES,
+    },
     num_units=142,
 )  # fmt: skip
 _A10G = gpu(
     "A10G",
     memory_mib=23028,
     bandwidth_gb=600,
-    tflops={"float32": 31.2, "tfloat32": 35, "bfloat16": 70, "float16": 70},
+    tflops={"float32": 35, "tfloat32": 35, "bfloat16": 70, "float16": 70},
     efficiency=families(0.75, 0.45, 0.45, 0.83),
-    sources=device_sources(
-        "float32: Lightning throughput.py; bfloat16: commonly quoted, disputed (the A10's data "
-        "sheet says 125, the A10G has fewer tensor cores); tfloat32: half of that",
-        "Baseten, A10 vs A10G",
-        ESTIMATE,
-        ESTIMATE,
-        ESTIMATE,
-    ),
+    sources={
+        **device_sources(
+            f"{LLM_ANALYSIS}, as 80 units at 1710 MHz with half of the A10's rate each ask for "
+            "(the A10 has 125, and 31.2 in float32)",
+            f"{LLM_ANALYSIS}; {read('www.baseten.co/blog, A10 against A10G')}",
+            ESTIMATE,
+            ESTIMATE,
+            ESTIMATE,
+        ),
+        "num_units": DEVICE_PROPERTIES,
+    },
     num_units=80,
 )
 _RTX4090 = gpu(
@@ -140,13 +155,12 @@ _RTX4090 = gpu(
         "float8_e4m3fn": 330.3, "float8_e5m2": 330.3,
     },
     efficiency=families(0.85, 0.5, 0.5, 0.88),
-    sources=device_sources(
-        "waredb.com RTX 4090 page (float32 accumulation)",
-        "waredb.com RTX 4090 page",
-        ESTIMATE,
-        ESTIMATE,
-        ESTIMATE,
-    ),
+    sources={
+        **device_sources(
+            f"{WAREDB}; {NANOCHAT}: {_ACCUMULATION}", WAREDB, ESTIMATE, ESTIMATE, ESTIMATE
+        ),
+        "num_units": GPUMAP,
+    },
     num_units=128,
 )  # fmt: skip
 _RTX5090 = gpu(
@@ -158,13 +172,16 @@ _RTX5090 = gpu(
         "float8_e4m3fn": 419, "float8_e5m2": 419,
     },
     efficiency=families(0.85, 0.5, 0.5, 0.88),
-    sources=device_sources(
-        f"NVIDIA RTX Blackwell whitepaper (float32 accumulation); {RECALLED}",
-        "libertify.com, NVIDIA RTX Blackwell architecture",
-        "estimate: as RTX4090",
-        ESTIMATE,
-        ESTIMATE,
-    ),
+    sources={
+        **device_sources(
+            f"{TORCHAO}, citing NVIDIA's whitepaper: {_ACCUMULATION}; float32: {GPUMAP}",
+            f"{TORCHAO}; {GPUMAP}",
+            "estimate: as RTX4090",
+            ESTIMATE,
+            ESTIMATE,
+        ),
+        "num_units": GPUMAP,
+    },
     num_units=170,
     host=DGX_H100,
 )  # fmt: skip

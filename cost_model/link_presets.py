@@ -120,8 +120,18 @@ _LINKS = (
         base_seconds=35e-6, num_links=7,
     ),
     Link("pcie3", 8e-6, 12e9, "spec 15.8 GB/s (PCIe 3.0 x16) x 0.75; latency estimated", 20e-6),
-    Link("pcie4", 8e-6, 24e9, "spec 31.5 GB/s (PCIe 4.0 x16) x 0.75; latency estimated", 20e-6),
-    Link("pcie5", 8e-6, 48e9, "spec 63 GB/s (PCIe 5.0 x16) x 0.75; latency estimated", 20e-6),
+    Link(
+        "pcie4", 8e-6, 24e9,
+        f"spec 31.5 GB/s (PCIe 4.0 x16) x 0.75 (26 from a host to an A100: {_AZURE}); latency "
+        "estimated",
+        base_seconds=20e-6,
+    ),
+    Link(
+        "pcie5", 8e-6, 48e9,
+        f"spec 63 GB/s (PCIe 5.0 x16) x 0.75 (51 from a host to an H100: {_AZURE}); latency "
+        "estimated",
+        base_seconds=20e-6,
+    ),
     _rdma("infiniband-edr", 100, _AS_NDR + _SHARED_HDR),
     _rdma("infiniband-edr-shared", 50, "a 100 Gb/s card per two V100 (DGX-1V, DGX-2); " + _AS_NDR),
     _rdma("infiniband-hdr", 200, _AS_NDR + _SHARED_HDR),

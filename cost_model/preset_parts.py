@@ -13,14 +13,19 @@ from dataclasses import dataclass
 
 from .cluster import Device, Host
 from .link_presets import LINKS
+from .preset_references import (
+    AZURE,
+    DGX_1_MEMORY,
+    DGX_A100_MEMORY,
+    DGX_H100_MEMORY,
+    NVIDIA_SMI,
+    ROME_CHANNELS,
+    TWO_MODULES,
+    read,
+)
 from .wires import WIRES, wires_among
 
 MIB = 2**20
-SPEED_MONITOR = "mosaicml/composer@003ec03 speed_monitor.py, citing NVIDIA's data sheet"
-ML_ENGINEERING = "stas00/ml-engineering@744d01e compute/accelerator/README.md"
-AZURE = "Azure/AI-benchmarking-guide@8fd0c6e"
-RECALLED = "vendor's figure, recalled and not checked"
-DATASHEET = "NVIDIA data sheet"
 LARGE_MATMUL = (
     f"x 0.94, what large square matmuls on A100 (253.7 TFLOP/s at 8192, {AZURE}) reach of the "
     "best shape's rate (271.2)"
@@ -28,7 +33,6 @@ LARGE_MATMUL = (
 ESTIMATE = "estimate, no published measurement at hand"
 LAUNCH = f"fitted on products of 1024 on A100 and H100 ({AZURE})"
 ISSUE = "estimate: PyTorch's eager dispatch of an op under autograd on a server's core"
-UNITS = f"SMs: {RECALLED}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +43,37 @@ class HostShare:
     bytes_per_second: float
     memory_bytes: int
     text: str
+    source: str
 
     @property
     def sources(self) -> dict[str, str]:
         return {
             "host_link_bytes_per_second": f"{self.link}: {LINKS[self.link].source}",
-            "host_bytes_per_second": f"an eighth of {self.text}; {RECALLED}",
-            "host_memory_bytes": f"an eighth of {self.text}; {RECALLED}",
+            "host_bytes_per_second": f"an eighth of {self.text}; {self.source}",
+            "host_memory_bytes": f"an eighth of {self.text}; {self.source}",
         }
 
 
-DGX_1 = HostShare("pcie3", 19.2e9, 64 * 10**9, "a DGX-1's 2 Xeons of 4 channels DDR4-2400, 512 GB")
+DGX_1 = HostShare(
+    "pcie3",
+    17.064e9,
+    64 * 10**9,
+    "a DGX-1's 2 Xeons of 4 channels DDR4-2133, 512 GB",
+    f"{DGX_1_MEMORY}; {read('four channels: Dell manual of the NX3230, p. 52')}",
+)
 DGX_A100 = HostShare(
-    "pcie4", 51.2e9, 128 * 10**9, "a DGX A100's 2 EPYCs of 8 channels DDR4-3200, 1 TB"
+    "pcie4",
+    51.2e9,
+    128 * 10**9,
+    "a DGX A100's 2 EPYCs of 8 channels DDR4-3200, 1 TB",
+    f"{DGX_A100_MEMORY}; {ROME_CHANNELS}",
 )
 DGX_H100 = HostShare(
-    "pcie5", 76.8e9, 256 * 10**9, "a DGX H100's 2 Xeons of 8 channels DDR5-4800, 2 TB"
+    "pcie5",
+    70.4e9,
+    256 * 10**9,
+    "a DGX H100's 2 Xeons of 8 channels DDR5 at 4400 MT/s, 2 TB",
+    f"{DGX_H100_MEMORY}; {TWO_MODULES}",
 )
 
 
@@ -101,11 +120,10 @@ def gpu(
 ) -> Device:
     memory_bytes = memory_mib * MIB
     common = {
-        "memory_bytes": "nvidia-smi",
+        "memory_bytes": NVIDIA_SMI,
         "usable_memory_bytes": "memory less 1 % that the driver keeps",
         "launch_seconds": LAUNCH,
         "issue_seconds": ISSUE,
-        "num_units": UNITS,
     }
     return Device(
         name=name,

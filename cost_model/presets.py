@@ -15,50 +15,57 @@ from .card_presets import CARDS
 from .cluster import ClusterError, Device, Link
 from .link_presets import INTRA_PREFIXES, LINK_ALIASES, LINKS
 from .preset_parts import (
-    AZURE,
-    DATASHEET,
     DGX_1,
     DGX_A100,
     DGX_H100,
     ESTIMATE,
     LARGE_MATMUL,
-    ML_ENGINEERING,
-    RECALLED,
-    SPEED_MONITOR,
     Preset,
     device_sources,
     families,
     gpu,
 )
-
-_V100_SOURCES = device_sources(
-    f"{SPEED_MONITOR}; float64: {RECALLED}",
-    "Dell EMC reference guide, p. 17",
-    ESTIMATE,
-    ESTIMATE,
-    ESTIMATE,
+from .preset_references import (
+    AZURE,
+    FLASH_ATTENTION,
+    GPUMAP,
+    H20_TABLE,
+    H100_TABLE,
+    H800_TABLE,
+    LLM_ANALYSIS,
+    ML_ENGINEERING,
+    NANOCHAT,
+    NVIDIA_SMI,
+    NVIDIA_TABLES,
+    SPEED_MONITOR,
+    TORCHAO,
+    TORCHTITAN,
+    read,
 )
+
+_V100_SOURCES = device_sources(SPEED_MONITOR, LLM_ANALYSIS, ESTIMATE, ESTIMATE, ESTIMATE)
+_V100_UNITS = read("lijun99/GPU-Resources NVIDIA_GPU_SM.md")
 _A100_ATTENTION = (
-    "recalled from FlashAttention-2 (Dao 2023), not checked: 50 to 73 % forward, less backward"
+    "forward with backward of FlashAttention-2, causal, 2048 to 8192 tokens: 140 to 182 of 312 "
+    f"TFLOP/s ({FLASH_ATTENTION})"
 )
 _A100_MEMORY = f"measured 1610 to 1750 of 2039 GB/s ({AZURE})"
 _A100_TFLOPS = {"float64": 19.5, "float32": 19.5, "tfloat32": 156, "bfloat16": 312, "float16": 312}
-_A100_PEAK = f"{SPEED_MONITOR}; float64 by tensor cores: {RECALLED}"
+_A100_PEAK = f"{SPEED_MONITOR}; float64 by tensor cores"
 _A100_MATMUL = (
     f"0.82 measured: 253.7 to 256.5 of 312 TFLOP/s at 8192 and 16384 ({AZURE}); less 3 %, which "
     "fits training steps on 64 to 512 A100 (VIA-Research/vTrain, multi node: 0.78 to 0.8)"
 )
 _A100_PCIE_MATMUL = f"measured 252.9 of 312 TFLOP/s at the best shape ({ML_ENGINEERING}) "
 _HOPPER_ATTENTION = (
-    "recalled, not checked: "
-    "PyTorch's FlashAttention-2 kernel reaches 35 to 40 % of the peak (FlashAttention-3, "
-    "Shah et al. 2024, section 1)"
+    "forward with backward of FlashAttention-2, heads of 128: 328 of 989 TFLOP/s at 8192 tokens "
+    f"({AZURE}), 265 to 308 causal at 2048 to 8192 ({FLASH_ATTENTION})"
 )
 _HOPPER_TFLOPS = {
     "float64": 67, "float32": 67, "tfloat32": 494.5, "bfloat16": 989, "float16": 989,
     "float8_e4m3fn": 1979, "float8_e5m2": 1979,
 }  # fmt: skip
-_HOPPER_PEAK = f"{ML_ENGINEERING}; float64 by tensor cores: {RECALLED}"
+_HOPPER_PEAK = f"{SPEED_MONITOR}; float64 by tensor cores"
 _HOPPER_MATMUL = (
     "0.7 is between what Llama 8B (0.66) and Nemotron 15B (0.74) fit in bfloat16 on 8 and 16 "
     "H100 (NVIDIA/dgxc-benchmarking@v25.02); bursts at the best shape reach 794.5 of 989 "
@@ -77,7 +84,7 @@ def _v100(name: str, memory_mib: int) -> Device:
         bandwidth_gb=900,
         tflops={"float64": 7.8, "float32": 15.7, "float16": 125},
         efficiency=families(0.72, 0.3, 0.5, 0.85),
-        sources=_V100_SOURCES,
+        sources={**_V100_SOURCES, "num_units": _V100_UNITS},
         num_units=80,
         host=DGX_1,
     )
@@ -85,14 +92,17 @@ def _v100(name: str, memory_mib: int) -> Device:
 
 def _a100(name: str, memory_mib: int, bandwidth_gb: float, *, pcie: bool) -> Device:
     matmul = _A100_PCIE_MATMUL + LARGE_MATMUL if pcie else _A100_MATMUL
-    bandwidth = "techpowerup; glennklockwood.com; thundercompute A100 table"
+    bandwidth = f"{LLM_ANALYSIS}; {GPUMAP}" if pcie else LLM_ANALYSIS
     return gpu(
         name,
         memory_mib=memory_mib,
         bandwidth_gb=bandwidth_gb,
         tflops=_A100_TFLOPS,
         efficiency=families(0.76 if pcie else 0.8, 0.5, 0.55, 0.83),
-        sources=device_sources(_A100_PEAK, bandwidth, matmul, _A100_ATTENTION, _A100_MEMORY),
+        sources={
+            **device_sources(_A100_PEAK, bandwidth, matmul, _A100_ATTENTION, _A100_MEMORY),
+            "num_units": GPUMAP,
+        },
         num_units=108,
         host=DGX_A100,
     )
@@ -105,8 +115,8 @@ def _hopper(name: str, memory_mib: int, bandwidth_gb: float, memory: float, text
         memory_mib=memory_mib,
         bandwidth_gb=bandwidth_gb,
         tflops=_HOPPER_TFLOPS,
-        efficiency=families(0.7, 0.38, 0.5, memory),
-        sources=sources,
+        efficiency=families(0.7, 0.33, 0.5, memory),
+        sources={**sources, "num_units": f"{GPUMAP}; {H100_TABLE}"},
         num_units=132,
         host=DGX_H100,
     )
@@ -123,23 +133,36 @@ _H100_PCIE = gpu(
         "float64": 51, "float32": 51, "tfloat32": 378, "bfloat16": 756, "float16": 756,
         "float8_e4m3fn": 1513, "float8_e5m2": 1513,
     },
-    efficiency=families(0.65, 0.35, 0.45, 0.9),
-    sources=device_sources(_HOPPER_PEAK, ML_ENGINEERING, ESTIMATE, _HOPPER_ATTENTION, _H100_MEMORY),
+    efficiency=families(0.65, 0.31, 0.45, 0.9),
+    sources={
+        **device_sources(H100_TABLE, H100_TABLE, ESTIMATE, _HOPPER_ATTENTION, _H100_MEMORY),
+        "num_units": H100_TABLE,
+    },
     num_units=114,
     host=DGX_H100,
 )  # fmt: skip
 _H100_96GB = _hopper("H100-96GB", 97871, 2400, 0.91, _H100_MEMORY)
 _H100_96GB = replace(
     _H100_96GB,
-    efficiency={**_H100_96GB.efficiency, "matmul": 0.49, "attention": 0.27},
+    efficiency={**_H100_96GB.efficiency, "matmul": 0.52, "attention": 0.24},
     sources={
         **_H100_96GB.sources,
-        "peak_flops": f"taken as the SXM5 card's; {ML_ENGINEERING}",
-        "memory_bytes_per_second": "pytorch/torchtitan@b5bcd76 llama3_h100_202412_torchtitan.md",
+        "peak_flops": f"taken as the SXM5 card's; {_HOPPER_PEAK}",
+        "memory_bytes_per_second": f"Meta's H100: {TORCHAO}",
         "efficiency.matmul": _GRAND_TETON,
-        "efficiency.attention": "the SXM5 card's share x 0.7, as of products: the limit of 500 W",
-        "memory_bytes": RECALLED,
+        "efficiency.attention": "the SXM5 card's share x 0.74, as of products: the limit of 500 W",
+        "memory_bytes": f"as H20 and GH200 of 96 GB: {NVIDIA_SMI}",
     },
+)
+
+
+_NVL_PEAK = (
+    f"half of the rates with sparsity of H200 NVL ({NVIDIA_TABLES}), which H100 NVL shares "
+    f"({TORCHTITAN})"
+)
+_NVL_BANDWIDTH = (
+    f"H200 NVL: {NVIDIA_TABLES}; H100 NVL: "
+    f"{read('product brief PB-11773 as tables on GitHub cite it')}"
 )
 
 
@@ -150,7 +173,7 @@ def _nvl(name: str, memory_mib: int, bandwidth_gb: float, memory: float, text: s
         "float64": 60e12, "float32": 60e12, "tfloat32": 417.5e12, "bfloat16": 835e12,
         "float16": 835e12, "float8_e4m3fn": 1670.5e12, "float8_e5m2": 1670.5e12,
     }  # fmt: skip
-    own = {"peak_flops": f"{DATASHEET}, {RECALLED}", "memory_bytes": RECALLED}
+    own = {"peak_flops": _NVL_PEAK, "memory_bytes_per_second": _NVL_BANDWIDTH}
     return replace(found, peak_flops=peak, sources={**found.sources, **own})
 
 
@@ -158,7 +181,7 @@ _H800 = _hopper("H800", 81559, 3350, 0.91, _H100_MEMORY)
 _H800 = replace(
     _H800,
     peak_flops={**_H800.peak_flops, "float64": 1e12},
-    sources={**_H800.sources, "peak_flops": f"H100's; float64: {RECALLED}"},
+    sources={**_H800.sources, "peak_flops": f"H100's, {NANOCHAT}; float64: {H800_TABLE}"},
 )
 _H20 = gpu(
     "H20",
@@ -169,36 +192,89 @@ _H20 = gpu(
         "float8_e4m3fn": 296, "float8_e5m2": 296,
     },
     efficiency=families(0.85, 0.6, 0.6, 0.88),
-    sources=device_sources(
-        "zangshuxian.com, H20 against H100",
-        "zangshuxian.com, H20 against H100; willitrunai.com H20 page",
-        "estimate: with a seventh of the H100's rate, neither memory nor power holds products back",
-        "estimate, as for products",
-        "as H200's",
-    ),
+    sources={
+        **device_sources(
+            f"{H20_TABLE}; bfloat16: {TORCHTITAN}; float8: {GPUMAP}",
+            f"{H20_TABLE}; {read('willitrunai.com/gpus/h20-96gb')}",
+            "estimate: with a seventh of the H100's rate, nothing holds products back",
+            "estimate, as for products",
+            "as H200's",
+        ),
+        "num_units": f"{H20_TABLE}; {GPUMAP}",
+    },
     num_units=78,
     host=DGX_H100,
 )  # fmt: skip
 
 
-def _blackwell(name: str, memory_mib: int, tflops: float, matmul: str) -> Device:
+_BLACKWELL_MATMUL = f"at the best shape ({ML_ENGINEERING}), less 6 to 10 % in long runs"
+_BLACKWELL_MEMORY = f"measured on B300: {TORCHAO}"
+_BLACKWELL_FP32 = f"{NVIDIA_TABLES}; the others: {TORCHTITAN}; {ML_ENGINEERING}"
+_GB200_UNITS = read("152 by device properties, in files on GitHub")
+
+
+def _blackwell(
+    name: str,
+    memory_mib: int,
+    bandwidth_gb: float,
+    tflops: Mapping[str, float],
+    sources: Mapping[str, str],
+    *,
+    num_units: int = 148,
+) -> Device:
+    """``tflops``: what is special to the card, with its rate in bfloat16."""
+    half = tflops["bfloat16"]
+    peaks = {
+        **tflops, "tfloat32": half / 2, "float16": half,
+        "float8_e4m3fn": 2 * half, "float8_e5m2": 2 * half,
+    }  # fmt: skip
+    common = device_sources(_BLACKWELL_FP32, NVIDIA_TABLES, ESTIMATE, ESTIMATE, _BLACKWELL_MEMORY)
     return gpu(
         name,
         memory_mib=memory_mib,
-        bandwidth_gb=8000,
-        tflops={
-            "float32": 80, "tfloat32": tflops / 2, "bfloat16": tflops, "float16": tflops,
-            "float8_e4m3fn": 2 * tflops, "float8_e5m2": 2 * tflops,
-        },
-        efficiency=families(0.7, 0.35, 0.45, 0.88),
-        sources=device_sources(ML_ENGINEERING, ML_ENGINEERING, matmul, ESTIMATE, ESTIMATE),
-        num_units=148,
+        bandwidth_gb=bandwidth_gb,
+        tflops=peaks,
+        efficiency=families(0.7, 0.35, 0.45, 0.84),
+        sources={**common, **sources},
+        num_units=num_units,
         host=DGX_H100,
-    )  # fmt: skip
+    )
 
 
-_BLACKWELL_MATMUL = f"TFLOP/s at the best shape ({ML_ENGINEERING}), less 6 to 10 % in long runs"
-_B300_MATMUL = f"measured 1769 of 2250 {_BLACKWELL_MATMUL}"
+_B200 = _blackwell(
+    "B200",
+    183359,
+    7700,
+    {"float64": 37, "float32": 75, "bfloat16": 2250},
+    {
+        "memory_bytes_per_second": f"{NVIDIA_TABLES}; 7672 by the driver: {TORCHAO}",
+        "efficiency.matmul": f"measured 1745 of 2250 TFLOP/s {_BLACKWELL_MATMUL}",
+        "num_units": read("pytorch/ao#4002"),
+    },
+)
+_GB200 = _blackwell(
+    "GB200",
+    189471,
+    8000,
+    {"float64": 40, "float32": 80, "bfloat16": 2500},
+    {
+        "efficiency.matmul": f"measured 1822 of 2500 TFLOP/s {_BLACKWELL_MATMUL}",
+        "num_units": _GB200_UNITS,
+    },
+    num_units=152,
+)
+_B300 = _blackwell(
+    "B300",
+    275040,
+    8000,
+    {"float32": 80, "bfloat16": 2250},
+    {
+        "peak_flops": f"{TORCHAO}; float32: {ML_ENGINEERING}; float64 as 1/64 of it",
+        "memory_bytes_per_second": TORCHAO,
+        "efficiency.matmul": f"measured 1769 of 2250 TFLOP/s {_BLACKWELL_MATMUL}",
+        "num_units": read("148 by device queries, in files on GitHub"),
+    },
+)
 CPU_CORE = Device(
     name="cpu",
     kind="cpu",
@@ -240,18 +316,9 @@ _PRESETS = (
     Preset(_H100_96GB, "nvlink4", "infiniband-ndr"),
     Preset(_H800, "nvlink4-h800", "infiniband-ndr"),
     Preset(_H20, "nvlink4", "infiniband-ndr"),
-    Preset(
-        _blackwell("B200", 183359, 2250, f"measured 1745 of 2250 {_BLACKWELL_MATMUL}"),
-        "nvlink5",
-        "infiniband-ndr",
-    ),
-    Preset(
-        _blackwell("GB200", 189471, 2500, f"measured 1822 of 2500 {_BLACKWELL_MATMUL}"),
-        "nvlink5",
-        "infiniband-ndr",
-        72,
-    ),
-    Preset(_blackwell("B300", 275040, 2250, _B300_MATMUL), "nvlink5", "infiniband-xdr"),
+    Preset(_B200, "nvlink5", "infiniband-ndr"),
+    Preset(_GB200, "nvlink5", "infiniband-ndr", 72),
+    Preset(_B300, "nvlink5", "infiniband-xdr"),
     *CARDS,
     *AMD,
     Preset(CPU_CORE, "loopback", "ethernet-10g", 256),

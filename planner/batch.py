@@ -13,16 +13,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .graph import Accumulation, Graph, Node, Ref, flat_form
+from .graph import Accumulation, Graph, Node, Ref
 from .layout import PARTIAL, AxisStrategy, Placement, shard
 from .rules.annotation import FLOATS
 from .rules.case import argument
-from .rules.strategies import op_strategies
+from .rules.strategies import op_form, op_strategies
 from .rules.table import LOSSES, packet
 
 BatchDims = dict[str, tuple[int | None, ...]]
 _Labels = dict[Ref, Placement]
-_Form = tuple[Any, ...]
 
 CLASS_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 BATCH_NORMS = ("batch_norm", "_native_batch_norm_legit_functional")
@@ -133,18 +132,6 @@ def is_data(graph: Graph, ref: Ref) -> bool:
     return True
 
 
-def _form(node: Node, graph: Graph) -> _Form:
-    """What a node's strategies depend on: equal for the same op in equal layers."""
-    parts: list[Any] = [node.op, node.rule, node.outputs]
-    for ref in node.inputs:
-        producer = graph.by_name[ref.name]
-        parts += (producer.outputs[ref.index], producer.kind == "op")
-    positions: dict[Ref, int] = {}
-    arguments = node.args, {k: v for k, v in node.kwargs.items() if k != "number"}
-    flat_form(arguments, lambda ref: positions.setdefault(ref, len(positions)), parts)
-    return tuple(parts)
-
-
 class _Propagation:
     """The labels of one graph; a value without a label is the same for every row."""
 
@@ -153,7 +140,7 @@ class _Propagation:
         self.labels: _Labels = {}
         self.totals: dict[Ref, None] = {}
         self._forms: dict[str, int] = {}
-        self._numbers: dict[_Form, int] = {}
+        self._numbers: dict[tuple[Any, ...], int] = {}
         self._strategies: list[tuple[AxisStrategy, ...]] = []
         self._candidates: dict[tuple[Any, ...], list[AxisStrategy]] = {}
         self._verdicts: dict[tuple[Any, ...], bool] = {}
@@ -213,7 +200,7 @@ class _Propagation:
         number = self._forms.get(node.name)
         if number is None:
             found = len(self._strategies)
-            number = self._numbers.setdefault(_form(node, self.graph), found)
+            number = self._numbers.setdefault(op_form(node, self.graph), found)
             self._forms[node.name] = number
             if number == found:
                 size = self.graph.batch_size

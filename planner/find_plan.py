@@ -50,7 +50,8 @@ from .search.layout_gap import tightened
 from .search.pool import CandidatePool
 from .search.report_plan import make_plan
 from .search.simplest import simplest_of, tolerance_of
-from .search.workers import StartWorkers, serial
+from .search.tables import SharedTables
+from .search.workers import StartWorkers, serial, undivided
 from .server_offers import with_offered_servers
 
 Proposer = Callable[[SearchContext, CandidatePool], Iterator[Candidate]]
@@ -75,14 +76,16 @@ OTHER_SCHEDULES = PROPOSERS[6:]
 @dataclass(frozen=True, slots=True)
 class SearchMethod:
     """How a search is done: which proposers make candidates, who searches the parts of the
-    micro-batch sizes, and whether the plan gets a lower bound, which takes about as long again."""
+    micro-batch sizes, and whether the plan gets a lower bound, which takes about as long again.
+    ``tables``: those of earlier searches of the same graphs, by the same rules."""
 
     proposers: tuple[Proposer, ...] = PROPOSERS
     start_workers: StartWorkers = serial
     is_bounded: bool = True
+    tables: SharedTables | None = None
 
 
-COARSE = SearchMethod((dynamic_program,), is_bounded=False)
+COARSE = SearchMethod((dynamic_program,), undivided, is_bounded=False)
 """For a first answer: pipelines of one stage per rank, without a bound."""
 
 
@@ -115,6 +118,7 @@ def plan(
     check_forced_servers(request.forced, cluster)
     check_forced_schedule(request, len(blocks.blocks))
     request = with_limits_of_schedule(request)
+    method = replace(method, tables=method.tables or SharedTables())
     if request.forced.servers is not None:
         return _with_servers(
             graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis,
@@ -239,6 +243,7 @@ def search(
 ) -> Found:
     """The candidates of the best order of the hosts. Raises as ``plan``."""
     own_blocks = pinned_blocks(graph, blocks, request.pins)
+    tables = (method.tables or SharedTables()).of(graph, own_blocks, request.precision)
     if basis.mode == "measured":
         basis = replace(basis, asked=Asked(uses_of(own_blocks)))
     if is_mixed(cluster):  # the orders of its hosts share what one process has solved
@@ -250,7 +255,7 @@ def search(
             raise _ended_early(contexts[-1].stopped)
         check_degrees(limited.forced, order.cluster)
         context = SearchContext.of(
-            graph, own_blocks, order.cluster, limited, rules=rules, basis=basis
+            graph, own_blocks, order.cluster, limited, rules=rules, basis=basis, tables=tables
         )
         if contexts:  # the same but for the order of the hosts
             context = context.like(contexts[0])
@@ -279,6 +284,7 @@ def run_proposers(
     context: SearchContext, proposers: Sequence[Proposer] = PROPOSERS
 ) -> CandidatePool:
     """The pool that the proposers fill, also where Ctrl-C ends them. Raises as ``plan``."""
+    context.check_total_bytes()
     pool, left = CandidatePool(context), list(_for_request(context.request, proposers))
     try:
         while left:

@@ -106,9 +106,10 @@ class StagePrediction:
 
     ``seconds`` per micro-batch: forward, backward (recomputation included), compute,
     communication (what of it is exposed), states (gathering parameters and summing gradients) and
-    hidden_states (what of that runs beside compute), send (to the next stage), receive. Per step:
-    parameter_gather and gradient_sync (whole), exposed_sync (what of these two adds to the step),
-    slowed_share (of the compute beside them), optimizer.
+    hidden_states (what of that runs beside compute), send (to the next stage), receive, and where
+    the backward is split weight_gradients (what of it can wait). Per step: parameter_gather and
+    gradient_sync (whole), exposed_sync (what of these two adds to the step), slowed_share (of the
+    compute beside them), optimizer.
     ``memory_bytes``: parameters, gradients, optimizer, activations, transient, buffers, reserve
     as the search prices them; of a finished plan those of the moment at which the rank is fullest,
     also master (the copy that is stepped), gathered, inputs, communication, communicators and

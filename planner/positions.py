@@ -18,7 +18,10 @@ from .graph import Graph, Node, Ref
 from .layout import AxisStrategy
 
 Dims = Mapping[Ref, frozenset[int]]
-Strategies = Callable[[Node], tuple[AxisStrategy, ...]]
+_Offered = tuple[AxisStrategy, ...]
+Strategies = Callable[[Node], _Offered]
+
+NONE: frozenset[int] = frozenset()
 
 
 def position_dims(graph: Graph, strategies: Strategies) -> Dims:
@@ -26,24 +29,38 @@ def position_dims(graph: Graph, strategies: Strategies) -> Dims:
     found: dict[Ref, frozenset[int]] = {
         Ref(node.name): frozenset(range(len(node.spec.shape))) for node in graph.inputs
     }
+    known: dict[object, tuple[_Offered, tuple[frozenset[int], ...]]] = {}
     for node in graph:
-        refs = node.inputs
-        if node.kind != "op" or not any(found.get(ref) for ref in refs):
+        if node.kind != "op":
             continue
-        for index in range(len(node.outputs)):
-            found[Ref(node.name, index)] = frozenset(
-                strategy.outputs[index].dim
-                for strategy in strategies(node)
-                if strategy.outputs[index].is_shard and _follows(strategy, refs, found)
-            )
+        read = tuple(found.get(ref, NONE) for ref in node.inputs)
+        if not any(read):
+            continue
+        offered = strategies(node)
+        key = (id(offered), read)
+        if key not in known:  # equal nodes that are offered the very same strategies are many
+            known[key] = offered, _carried(node, offered, read)
+        for index, dims in enumerate(known[key][1]):
+            found[Ref(node.name, index)] = dims
     return found
 
 
-def _follows(strategy: AxisStrategy, refs: Sequence[Ref], dims: Dims) -> bool:
-    """Whether an input is split along one of its dimensions of rows or positions."""
-    return any(
-        placement.is_shard and placement.dim in dims.get(ref, ())
-        for ref, placement in zip(refs, strategy.inputs, strict=True)
+def _carried(
+    node: Node, offered: _Offered, read: Sequence[frozenset[int]]
+) -> tuple[frozenset[int], ...]:
+    """By output the dimensions that some strategy splits together with one of those that are
+    read."""
+    follow = [
+        strategy
+        for strategy in offered
+        if any(
+            placement.is_shard and placement.dim in dims
+            for dims, placement in zip(read, strategy.inputs, strict=True)
+        )
+    ]
+    return tuple(
+        frozenset(each.outputs[index].dim for each in follow if each.outputs[index].is_shard)
+        for index in range(len(node.outputs))
     )
 
 

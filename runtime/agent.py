@@ -258,7 +258,7 @@ class HostAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _fail(self, error: AutoparallelError, *, counts: bool = True) -> None:
-        """Keeps ``error``, and says whether all are started again."""
+        """Keeps ``error``, and decides whether torch's agent starts all ranks again."""
         self.error = error
         most = self._worker_group.spec.max_restarts
         if not can_mend(error):

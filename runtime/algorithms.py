@@ -2,8 +2,9 @@
 
 In: a ``Table`` of ``cost_model.algorithms`` and this rank's tensor; the process group has a
 rank per rank of the table. Out: what the collective leaves on this rank, and how many
-messages, rounds and bytes it took. It checks the tables that the cost model prices; training
-uses the collectives of ``torch.distributed``.
+messages, rounds and bytes it took. It checks the tables that the cost model prices. Training sums
+gradients by such tables where its plan says so (``all_reduces``), and uses the collectives of
+``torch.distributed`` for all else.
 """
 
 from __future__ import annotations

@@ -19,28 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import Adagrad, Optimizer
 
 from .gradients import Bucket, GradientReducer
-from .optimizer import sum_of_all_squares
+from .optimizer import ELEMENTWISE, sum_of_all_squares
 from .update import UpdateOptions
 
-PER_PARAMETER = (
-    SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, ASGD,
-)  # fmt: skip
+PER_PARAMETER = (*ELEMENTWISE, Adagrad)
 """Optimizers whose step on a parameter reads its own gradient and state, and no others."""
 
 

@@ -89,12 +89,8 @@ def launch(
         "PYTHONUNBUFFERED": "1",
         **_loopback(environment),
     }
-    job = Job(entry, arguments, "", timeout_seconds, _import_path(), survives=survives)
+    job = Job(entry, arguments, "", timeout_seconds, survives=survives)
     return _restarting(partial(_attempt, job, finishes=finishes), shared, max_restarts)
-
-
-def _import_path() -> tuple[str, ...]:
-    return tuple(map(os.path.abspath, sys.path))
 
 
 def _restarting(

@@ -14,7 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 from ..passes.ops.collectives import local_tensor
 from ..planner.errors import UsageError
@@ -26,6 +38,9 @@ LEARNING_RATE = 3e-4
 
 BuildOptimizer = Callable[[Any], Optimizer]
 """Takes the parameters as a list, or, by the name ``named_parameters``, pairs with names."""
+
+ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adadelta, ASGD, Rprop)
+"""Optimizers whose step on an element reads nothing of other elements."""
 
 NORM_ROW = 4096
 

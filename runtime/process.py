@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every worker of a launch runs. ``folder`` is where they leave their reports.
+    """What every worker of a launch runs. ``folder`` is where they leave their reports;
+    ``sys_path``, where they import from, is the launcher's unless given.
 
     ``is_alone``: all ranks are on this machine, and meet in the folder too. It ``survives`` that
     a signal ends one of them.
@@ -77,7 +78,7 @@ class Job:
     arguments: Mapping[str, Any]
     folder: str
     timeout_seconds: float
-    sys_path: tuple[str, ...] = ()
+    sys_path: tuple[str, ...] = field(default_factory=lambda: tuple(map(os.path.abspath, sys.path)))
     is_alone: bool = True
     survives: bool = False
 

@@ -1,9 +1,10 @@
 """The commands and snippets of documents, and running them.
 
 A comment before a fenced block says that it is run: ``<!-- run -->``, ``<!-- run: slow -->`` (only
-in slow tests) or ``<!-- run: write NAME -->`` (the block is a file). The blocks of a document run
-in their order, in one empty folder that has the repository's examples. What is not run is in
-``NOT_RUN``, with its reason; a test compares that list with the documents.
+in slow tests), ``<!-- run: torchrun -->`` (a snippet, by two processes, in slow tests) or
+``<!-- run: write NAME -->`` (the block is a file). The blocks of a document run in their order, in
+one folder that has the repository's examples and what ``document_files`` makes. What is not run is
+in ``NOT_RUN``, with its reason; a test compares that list with the documents.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from commands import run_python
+from document_files import LLAMA, NET, PRELUDES, SETUP
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *(
@@ -26,7 +29,8 @@ SHOWN = ("text", "toml", "json")
 """Languages of blocks that show something, and are neither commands nor snippets."""
 
 _COMMAND = re.compile(r"(autoparallel|python|pip|torchrun|make|sbatch|bash|kubectl)\s")
-_EXAMPLES = ("examples", "constraints.txt", "benchmarks")
+_LINKED, _COPIED = ("constraints.txt", "benchmarks"), ("examples",)
+"""What a clone has. Code of models is run only where it lies in the folder itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Block:
 
     @property
     def is_slow(self) -> bool:
-        return self.mark == "slow"
+        return self.mark in ("slow", "torchrun")
 
     @property
     def is_commands(self) -> bool:
@@ -85,8 +89,12 @@ def run_document(document: str, folder: Path, *, with_slow: bool) -> int:
 
     Raises AssertionError with what a part said that failed.
     """
-    for name in _EXAMPLES:
+    for name in _COPIED:
+        shutil.copytree(ROOT / name, folder / name)
+    for name in _LINKED:
         (folder / name).symlink_to(ROOT / name)
+    for item in SETUP.get(document, ()) if with_slow else ():
+        _set_up(item, folder)
     count = 0
     for block in blocks(document):
         if block.mark is None or (block.is_slow and not with_slow):
@@ -95,8 +103,10 @@ def run_document(document: str, folder: Path, *, with_slow: bool) -> int:
             (folder / block.mark.removeprefix("write ")).write_text(block.text)
             continue
         if block.language == "python":
-            (folder / "snippet.py").write_text(block.text)
-            _run("python snippet.py", folder)
+            before = PRELUDES.get((document, block.parts[0]), "")
+            (folder / "snippet.py").write_text(before + block.text)
+            starter = "torchrun --nproc-per-node 2" if block.mark == "torchrun" else "python"
+            _run(f"{starter} snippet.py", folder)
             count += 1
             continue
         for command in block.commands:
@@ -104,6 +114,18 @@ def run_document(document: str, folder: Path, *, with_slow: bool) -> int:
                 _run(command, folder)
                 count += 1
     return count
+
+
+def _set_up(item: str, folder: Path) -> None:
+    """Makes one item of ``SETUP``."""
+    parts = {LLAMA: 'save_pretrained("llama")', NET: "class Net(nn.Module)"}
+    if item not in parts:
+        _run(item, folder)
+        return
+    (block,) = (each for each in blocks("docs/tutorial.md") if parts[item] in each.text)
+    (folder / (NET if item == NET else "snippet.py")).write_text(block.text)
+    if item == LLAMA:
+        _run("python snippet.py", folder)
 
 
 def _run(command: str, folder: Path) -> None:
@@ -130,36 +152,16 @@ INSTALLS = "installs packages; .ci/run does it in a fresh environment"
 LONG = "the whole test suite or benchmark: a target of make of its own"
 GPUS = "needs the GPUs that it is planned for"
 CLUSTER = "needs hosts, a scheduler or a registry"
-FRAGMENT = "a fragment, whose names are the reader's own; tests/api run the same calls"
-NAMES = "needs files of the reader's; docs/tutorial.md runs the same commands"
 
 TESTED = "tests/api and tests/runtime run the same commands on small models"
 NOT_RUN: dict[tuple[str, str], str] = {
     **dict.fromkeys([
-        ("docs/estimate.md", 'autoparallel estimate hf:examples/llama3_8b --devices '
-                             '"H100,A100-80GB,RTX4090" --seq 4096 --tokens 15e12 '
-                             "--price H100=2.5,A100-80GB=1.5"),
-        ("docs/explain.md", "autoparallel explain plan.json --what-if "
-                            "link.inter.bytes_per_second=50e9"),
-        ("docs/explain.md", "autoparallel explain plan.json --why-not tp=4,pp=2"),
-        ("docs/explain.md", "autoparallel explain plan.json layers.0.mlp.up.weight"),
-        ("docs/failures.md", "autoparallel plan model.py --cluster 2x8xH100 -o plan.json"),
-        ("docs/failures.md", "autoparallel run plan.json --steps 1000 --save run1 --save-every 100 "
-                             "--max-restarts 3"),
         ("docs/failures.md", "autoparallel run plan.json --steps 1000 --save run1 --save-every 100 "
                              "--nnodes 2 --rdzv-endpoint 10.0.0.1:29400 --max-restarts 3"),
         ("docs/failures.md", "autoparallel run plan.json --steps 1000 --save run1 --save-every 50 "
                              "--nnodes 3:4 --elastic --rdzv-endpoint 10.0.0.1:29400"),
         ("docs/failures.md", "torchrun --nproc-per-node 8 --max-restarts 3 -m autoparallel run "
                              "plan.json --steps 1000 --save run1 --save-every 100"),
-        ("docs/parameter_servers.md", "autoparallel plan model.py --cluster cpu:4 --parallel "
-                                      "servers=2 -o plan.json"),
-        ("docs/parameter_servers.md", "autoparallel run model.py --cluster cpu:4 --parallel "
-                                      "servers=2,consistency=ssp,staleness=2"),
-        ("docs/parameter_servers.md", "autoparallel run model.py --cluster cpu:4 --parallel "
-                                      "servers=4,place=beside,microbatches=8"),
-        ("docs/reports.md", 'plan = autoparallel.plan("model.py", cluster="8xH100", '
-                            "global_batch=64)"),
     ], TESTED),
     **dict.fromkeys([
         ("CONTRIBUTING.md", "pip install -c constraints.txt -e '.[dev]'"),
@@ -179,59 +181,11 @@ NOT_RUN: dict[tuple[str, str], str] = {
         ("CONTRIBUTING.md", "make gpu"),
         ("CONTRIBUTING.md", "make gpu PARTS=tests,step"),
         ("README.md", "autoparallel run plan.json --steps 100"),
-        ("docs/training.md", "autoparallel plan model.py --cluster 8xH100 --compile -o plan.json"),
         ("docs/training.md", "autoparallel run plan.json"),
         ("docs/training.md", "autoparallel verify plan.json"),
     ], GPUS),
-    **dict.fromkeys([
-        ("docs/launching.md", "autoparallel launch plan.json --slurm --partition gpu "
-                              "--time 12:00:00 -- --steps 1000 --save run"),
-        ("docs/launching.md", "autoparallel launch plan.json --k8s --image registry/train:1 "
-                              "--claim work -- --steps 1000"),
-        ("docs/launching.md", "autoparallel launch plan.json --ssh --hosts node1,node2 "
-                              "-- --steps 1000"),
-        ("docs/launching.md", "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
-                              "--rdzv-endpoint node1:29400 -m autoparallel doctor "
-                              "--plan plan.json"),
-    ], CLUSTER),
-    **dict.fromkeys([
-        ("README.md", "@autoparallel.parallelize(example_batch=example_batch, global_batch=256)"),
-        ("README.md", "def build_model(depth=6):  # --set depth=12 sets it"),
-        ("README.md", "model = autoparallel.parallelize(GPT(config), example_batch=(x, y))  "
-                      "# the one line"),
-        ("docs/checkpoints.md", "step = autoparallel.Step(model)"),
-        ("docs/data.md", "loader = DataLoader(dataset, batch_size=256, shuffle=True, "
-                         "num_workers=4)"),
-        ("docs/finetuning.md", "model = autoparallel.parallelize(Net(), example_batch=batch, "
-                               'weights="weights.pt")'),
-        ("docs/finetuning.md", "model = transformers.AutoModelForCausalLM.from_pretrained("
-                               '"tuned")'),
-        ("docs/scripts.md", "model = GPT(config)"),
-        ("docs/scripts.md", "model = autoparallel.parallelize(model, example_batch=batch)"),
-        ("docs/scripts.md", "with model.unsharded():  # whole weights on every rank"),
-        ("docs/training.md", "class Report(autoparallel.Callback):"),
-        ("docs/training.md", "import torch, autoparallel"),
-        ("docs/training.md", "step = autoparallel.Step(model, callbacks=lambda: "
-                             '[autoparallel.JsonLines("metrics.jsonl")])'),
-    ], FRAGMENT),
-    **dict.fromkeys([
-        ("README.md", "autoparallel export run --to hf -o tuned"),
-        ("README.md", "autoparallel run hf:llama --cluster cpu:2 --lora r=8,alpha=16 --weights "
-                      "llama --data novel.txt --steps 200 --save run"),
-        ("README.md", "autoparallel run hf:llama --cluster cpu:2 --weights llama "
-                      "--data novel.txt --steps 200 --save run"),
-        ("docs/checkpoints.md", "autoparallel run other_plan.json --steps 1000 --resume run1 "
-                                "--save run1 --save-every 100"),
-        ("docs/checkpoints.md", "autoparallel run plan.json --steps 1000 --save run1 "
-                                "--save-every 100 --keep 3"),
-        ("docs/finetuning.md", "autoparallel export run --to hf -o tuned"),
-        ("docs/finetuning.md", "autoparallel export run --to peft -o adapters"),
-        ("docs/finetuning.md", "autoparallel run hf:llama --lora r=8,alpha=16 --weights llama "
-                               "--data novel.txt --steps 200 --save run"),
-        ("docs/finetuning.md", "autoparallel run hf:llama --weights llama --data novel.txt "
-                               "--seq 512 --steps 200 --save run"),
-        ("docs/solvers.md", "autoparallel plan examples/gpt.py --cluster 8xH100 --solver cbc "
-                            "-o plan.json"),
-    ], NAMES),
+    ("docs/launching.md", "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
+                          "--rdzv-endpoint node1:29400 -m autoparallel doctor "
+                          "--plan plan.json"): CLUSTER,
 }  # fmt: skip
 """By document and command, or the first line of a snippet, why no test runs it as it stands."""

@@ -1,12 +1,14 @@
-"""Pages of a plan made by hand, with everything that a page can have."""
+"""Pages of plans made by hand, with everything that a page can have, and how they are read."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from html.parser import HTMLParser
 
 from handmade import GIB, pipeline_plan
 
 from autoparallel.baselines import Baseline
+from autoparallel.comparing import Item, MeasuredRun
 from autoparallel.cost_model.actions import COMPUTE
 from autoparallel.html import Sources, page
 from autoparallel.measurement import Measurement, checksum
@@ -76,3 +78,53 @@ def full_page() -> str:
     """A page in which no section is without its content."""
     plan = drawn_plan()
     return page(plan, full_sources(plan))
+
+
+def compared_items() -> tuple[Item, ...]:
+    """Two plans, of which the first has run and the second does not fit, and a run alone."""
+    plan = drawn_plan()
+    measured = full_sources(plan).measured
+    more = replace(plan.prediction, step_seconds=18.0, peak_memory_bytes=90 * GIB)
+    other = replace(plan, prediction=more, num_microbatches=8, schedule="gpipe")
+    run = MeasuredRun(12, 12.5, 640.0, 40 * GIB, 2.5)
+    return (
+        Item("runs/plan.json", plan, None, measured), Item("<fsdp>", other),
+        Item("run.jsonl", None, run),
+    )  # fmt: skip
+
+
+VOID = {"meta", "link", "br", "hr", "img", "input", "col"}
+CLOSED_IN_SVG = {"rect", "line", "path", "circle"}
+
+
+class Outline(HTMLParser):
+    """What a page consists of: tags with attributes, texts by tag, and what is not closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.wrong: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        self.wrong += self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self._open or self._open.pop() != tag:
+            self.wrong.append(f"</{tag}> at {self.getpos()}")
+
+    def handle_data(self, data: str) -> None:
+        if self._open and data.strip():
+            self.texts.append((self._open[-1], data.strip()))
+
+    def attributes(self, name: str) -> list[str]:
+        return [own[name] or "" for _, own in self.tags if name in own]

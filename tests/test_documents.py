@@ -88,6 +88,7 @@ def test_a_block_that_fails_is_noticed(tmp_path: Path, monkeypatch: pytest.Monke
     own = tmp_path / "own.md"
     own.write_text("<!-- run -->\n```\nautoparallel schedules no-such-schedule\n```\n")
     monkeypatch.setattr(documents, "ROOT", tmp_path)
+    (tmp_path / "examples").mkdir()
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(AssertionError, match="AP150"):
@@ -128,11 +129,24 @@ def test_the_reference_of_plans_has_every_field(references: ModuleType) -> None:
         assert all(f"| `{each.name}` |" in section for each in dataclasses.fields(kind))
 
 
+def test_the_reference_of_devices_has_every_source(references: ModuleType) -> None:
+    from autoparallel.cost_model.link_presets import LINKS
+    from autoparallel.cost_model.presets import PRESETS
+
+    page = references.devices_page()
+    for name, preset in PRESETS.items():
+        section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        shown = {"host_memory_bytes", "peak_flops", "num_units", "efficiency.matmul"}
+        for field in shown & set(preset.device.sources):
+            assert preset.device.sources[field] in section, (name, field)
+    assert all(f"\n## {name}\n" in page for name in LINKS)
+
+
 def test_every_document_is_in_the_site(references: ModuleType) -> None:
     nav = set(re.findall(r": ((?:docs|benchmarks)/\S+\.md)", (SITE / "mkdocs.yml").read_text()))
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")}
     assert own - nav == set()
-    made = {"docs/commands.md", "docs/plan_schema.md"}
+    made = {"docs/commands.md", "docs/plan_schema.md", "docs/devices.md"}
     assert {name for name in nav - made if not (ROOT / name).exists()} == set()
 
 

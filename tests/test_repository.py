@@ -48,9 +48,9 @@ PUBLIC = {
     "AutoparallelError", "Callback", "CaptureError", "DeviceMemoryError", "HangError",
     "InfeasibleError", "JsonLines", "MachineError", "ParallelModule", "Plan", "PlanError",
     "RunError", "Step", "TensorBoard", "TimeLimitError", "UsageError", "VerificationError",
-    "WeightsAndBiases", "WorkerError", "__version__", "describe", "distribute", "estimate",
-    "export", "load", "load_plan", "one_process", "parallelize", "plan", "register_op", "save",
-    "save_plan",
+    "WeightsAndBiases", "WorkerError", "__version__", "compare", "describe", "distribute",
+    "estimate", "export", "load", "load_plan", "one_process", "parallelize", "plan", "profile",
+    "register_op", "save", "save_plan",
 }  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def test_the_readmes_commands_exist() -> None:
 MAX_WORDS = 2500
 """Of a document, without the bars of its tables."""
 
-REFERENCES = {"errors.md", "commands.md", "plan_schema.md"}
+REFERENCES = {"errors.md", "commands.md", "plan_schema.md", "devices.md"}
 """Documents that are looked things up in, one entry per code, option or field."""
 
 

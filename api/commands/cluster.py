@@ -135,7 +135,7 @@ def link_figures(link: Link) -> Figures:
 
 def wires_table(wires: Wires) -> Table:
     """The links of each device of a host to each other one."""
-    from autoparallel.report.page import plain_table
+    from autoparallel.report.printing import plain_table
 
     table = plain_table(("device", "right"), *((str(n), "right") for n in range(len(wires))))
     for number, row in enumerate(wires):
@@ -145,7 +145,7 @@ def wires_table(wires: Wires) -> Table:
 
 def figure_table(figures: Figures) -> Table:
     """Figures as a table; a source that goes on is told once."""
-    from autoparallel.report.page import plain_table
+    from autoparallel.report.printing import plain_table
 
     table = plain_table(("figure", "left"), ("value", "right"), ("source", "left"))
     before = ""
@@ -157,7 +157,7 @@ def figure_table(figures: Figures) -> Table:
 
 def _show_presets(json: bool) -> None:
     from autoparallel.cost_model.presets import PRESETS
-    from autoparallel.report.page import plain_table
+    from autoparallel.report.printing import plain_table
     from autoparallel.report.words import bytes_text, rate_text
 
     if json:

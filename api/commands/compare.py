@@ -18,15 +18,33 @@ ItemsArgument = Annotated[
 ]
 
 
-def compare(items: ItemsArgument, trust: TrustOption = False, json: JsonOption = False) -> None:
+HtmlOption = Annotated[
+    str | None,
+    typer.Option("--html", metavar="FILE", help="write the comparison as one page of HTML"),
+]
+
+
+def compare(
+    items: ItemsArgument,
+    html: HtmlOption = None,
+    trust: TrustOption = False,
+    json: JsonOption = False,
+) -> None:
     """Compare plans, runs and baselines with the first of them."""
     from autoparallel.cache import plan_cache
     from autoparallel.comparing import load_items
+    from autoparallel.progress import progress
     from autoparallel.report.comparison import comparison_json, print_comparison
 
-    with plan_cache() as cache:
-        found = load_items(items, cache.values, trust=trust)
-    if json:
+    with plan_cache() as cache, progress() as observe:
+        found = load_items(items, cache.values, trust=trust, observe=observe)
+    if html is not None:
+        from autoparallel.html.compared import compared_page
+        from autoparallel.html.rendering import write_html
+
+        write_html(compared_page(found), html)
+        typer.echo(f"written to {html}; open it in a browser", err=True)
+    elif json:
         print_json(comparison_json(found))
     else:
         print_comparison(found, stdout_console())

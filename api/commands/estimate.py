@@ -25,7 +25,7 @@ DevicesOption = Annotated[
     typer.Option(
         "--devices",
         metavar="NAME,…",
-        help="devices by name, of which 1, 2, 4, … are tried; or clusters (8xH100)",
+        help="devices by name; or clusters (8xH100), each taken as it is",
     ),
 ]
 TokensOption = Annotated[
@@ -58,7 +58,7 @@ def estimate(
     optimizer: OptimizerOption = "adamw",
     lora: AdaptersOption = "r=8,alpha=16",
     max_devices: MostOption = 1024,
-    seconds: SecondsOption = 10.0,
+    seconds: SecondsOption = 30.0,
     processes: ProcessesOption = None,
     settings: SetOption = None,
     json: JsonOption = False,

@@ -20,7 +20,8 @@ ToOption = Annotated[
     typer.Option(
         "--to",
         help="of a checkpoint: safetensors (the default), pt, hf (for from_pretrained) or peft "
-        "(LoRA adapters alone)",
+        "(LoRA adapters alone); of a plan: python (a script without this package), torchtitan, "
+        "megatron, deepspeed, accelerate or transformers",
     ),
 ]
 FolderOption = Annotated[str, typer.Option("-o", "--output", help="the folder to write")]

@@ -91,15 +91,11 @@ def write_page(
 ) -> None:
     """Writes the page of ``plan`` into the file ``html``. Raises UsageError AP343."""
     from autoparallel.html import page
-    from autoparallel.planner.errors import UsageError
+    from autoparallel.html.rendering import write_html
 
-    text = page(plan, page_sources(plan, plan_path, loads_target=loads_target, trust=trust))
-    try:
-        Path(html).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            "AP343", f"cannot write {html}", why=str(error.strerror), where="--html"
-        ) from error
+    write_html(
+        page(plan, page_sources(plan, plan_path, loads_target=loads_target, trust=trust)), html
+    )
     typer.echo(f"written to {html}; open it in a browser", err=True)
 
 

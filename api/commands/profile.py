@@ -106,7 +106,7 @@ def show(outcome: Mapping[str, Any], path: Path, console: Console) -> None:
     """What was measured and skipped, how well the rest is interpolated, and where it is."""
     from collections import Counter
 
-    from autoparallel.report.page import plain_table
+    from autoparallel.report.printing import plain_table
     from autoparallel.report.words import percent_text, seconds_text
 
     console.print(f"[bold]{outcome['environment']}[/]")
@@ -130,7 +130,7 @@ def show(outcome: Mapping[str, Any], path: Path, console: Console) -> None:
 def show_database(path: Path, *, json: bool) -> None:
     """For every environment how many ops and transfers are known."""
     from autoparallel.profiles import database_counts
-    from autoparallel.report.page import plain_table
+    from autoparallel.report.printing import plain_table
 
     counts = database_counts(path)
     if json:

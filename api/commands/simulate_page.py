@@ -40,7 +40,8 @@ from autoparallel.planner.summary import (
     strategy_parts,
 )
 from autoparallel.report.facts import MEMORY_ORDER
-from autoparallel.report.page import microbatches_text, of_text, over_text, plain_table, section
+from autoparallel.report.page import microbatches_text, of_text, over_text, section
+from autoparallel.report.printing import plain_table
 from autoparallel.report.words import bytes_text, count_text, percent_text, seconds_text
 
 if TYPE_CHECKING:

@@ -14,12 +14,14 @@ from typing import Literal
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.doctor.facts import Facts, Interface
 from autoparallel.doctor.known import (
+    BAD_NCCL,
     HURTFUL_VARIABLES,
     LEAST_DRIVERS,
     LEAST_KERNEL,
     SUPPORTED_EXTRAS,
     SUPPORTED_TORCH,
     THROTTLE_REASONS,
+    TRITON_THREAD,
     numbers,
 )
 
@@ -95,6 +97,29 @@ def _torch(facts: Facts, wanted: Wanted) -> Findings:
             yield Finding(
                 "WARN", name, f"{found} is older than {_text(lowest)}, which {why} needs",
                 f"pip install '{name}>={_text(lowest)}'",
+            )  # fmt: skip
+
+
+def _triton(facts: Facts, wanted: Wanted) -> Findings:
+    """Whether torch.compile has the triton that it was built for."""
+    found = facts.extras.get("triton", "")
+    if facts.triton and numbers(found)[:2] != numbers(facts.triton)[:2]:
+        yield Finding(
+            "WARN", "triton", f"{found or 'none'} is installed, and torch {facts.torch} asks for "
+            f"{facts.triton}: --compile can fail ({TRITON_THREAD})",
+            f"pip install triton=={facts.triton}",
+        )  # fmt: skip
+
+
+def _nccl(facts: Facts, wanted: Wanted) -> Findings:
+    """Versions of NCCL with faults that others found."""
+    version = numbers(facts.nccl)
+    for known in BAD_NCCL:
+        if known.first <= version < known.fixed and known.machine in ("", facts.machine):
+            cuda = (facts.torch_cuda or "13").partition(".")[0]
+            yield Finding(
+                "WARN", "NCCL", f"{facts.nccl} {known.what} ({known.thread})",
+                f"pip install 'nvidia-nccl-cu{cuda}>={_text(known.fixed)}'",
             )  # fmt: skip
 
 
@@ -346,6 +371,6 @@ def _gib(num_bytes: int) -> str:
 
 
 CHECKS: tuple[Check, ...] = (
-    _torch, _kernel, _driver, _architecture, _gpus, _peers, _limits, _host_memory, _network,
-    _environment,
+    _torch, _triton, _kernel, _driver, _nccl, _architecture, _gpus, _peers, _limits, _host_memory,
+    _network, _environment,
 )  # fmt: skip

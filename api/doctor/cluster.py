@@ -7,7 +7,7 @@ findings. A level's rate is the median of its pairs'; what is much slower than t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from statistics import median
 
 from autoparallel.cost_model.cluster import Cluster, Link
@@ -28,7 +28,7 @@ def check_cluster(
 ) -> tuple[Finding, ...]:
     """All findings of a running cluster."""
     return (*_places(cluster, ranks), *_versions(ranks), *_devices(cluster, ranks),
-            *_links(cluster, times))  # fmt: skip
+            *_links(cluster, ranks, times))  # fmt: skip
 
 
 Findings = Iterator[Finding]
@@ -101,13 +101,14 @@ def _devices(cluster: Cluster, ranks: Sequence[RankFacts]) -> Findings:
                           f"{seconds_text(usual)} for a product of matrices")  # fmt: skip
 
 
-def _links(cluster: Cluster, times: Sequence[PairTime]) -> Findings:
+def _links(cluster: Cluster, ranks: Sequence[RankFacts], times: Sequence[PairTime]) -> Findings:
     levels: dict[Link, dict[Pair, list[PairTime]]] = {}
     for time in times:
         pairs = levels.setdefault(cluster.link(*time.pair), {})
         pairs.setdefault(time.pair, []).append(time)
     for link, pairs in levels.items():
         yield from _level(cluster, link, pairs)
+        yield from _slow_pairs(cluster, ranks, link, pairs)
 
 
 def _level(cluster: Cluster, link: Link, pairs: Mapping[Pair, Sequence[PairTime]]) -> Findings:
@@ -129,28 +130,58 @@ def _level(cluster: Cluster, link: Link, pairs: Mapping[Pair, Sequence[PairTime]
     fix = "check the interface that is used (NCCL_DEBUG=INFO), or describe the links as they are " \
         "and plan again: autoparallel profile"  # fmt: skip
     yield Finding(level, f"link {link.name}", what, "" if level == "OK" else fix)
-    yield from _slow_pairs(link, pairs)
 
 
-def _slow_pairs(link: Link, pairs: Mapping[Pair, Sequence[PairTime]]) -> Findings:
-    """A rank is named if all its pairs are slow and the others' are not, else the pairs are."""
+def _slow_pairs(
+    cluster: Cluster,
+    ranks: Sequence[RankFacts],
+    link: Link,
+    pairs: Mapping[Pair, Sequence[PairTime]],
+) -> Findings:
+    """A host is named if all its pairs with other hosts are slow and others' are not, else a rank
+    whose pairs all are, else the pairs."""
     largest = {pair: max(own, key=lambda each: each.num_bytes) for pair, own in pairs.items()}
-    usual = median(each.seconds for each in largest.values())
+    between = cluster.joins_hosts(link)
+    ordered = sorted(each.seconds for each in largest.values())
+    # of three hosts a slow one makes two thirds of all pairs slow
+    usual = ordered[len(ordered) // 4] if between else median(ordered)
     slow = {pair for pair, each in largest.items() if each.seconds > SLOW_PAIR * usual}
-    members: dict[int, list[Pair]] = defaultdict(list)
-    for pair in largest:
-        for rank in pair:
-            members[rank].append(pair)
-    blamed = [rank for rank, own in members.items() if len(own) > 1 and set(own) <= slow]
-    for rank in blamed:
-        yield Finding(
-            "WARN", f"link {link.name}", f"rank {rank} is slow to every rank that it was measured "
-            "with", "check its cable, card and switch port, or leave its host out",
-        )  # fmt: skip
+    blamed: set[int] = set()
+    if between:
+        for host in _always_in(largest, slow, cluster.host_of):
+            first = cluster.first_ranks[host]
+            own = range(first, first + cluster.hosts[host].num_devices)
+            blamed |= set(own)
+            yield Finding(
+                "WARN", f"link {link.name}", f"host {ranks[first].host} (ranks "
+                f"{ranks_text(own)}) is slow to every host that it was measured with",
+                "check its cable, card and switch port, or leave it out",
+            )  # fmt: skip
+    for rank in _always_in(largest, slow, range(len(ranks))):
+        if rank not in blamed:
+            blamed.add(rank)
+            yield Finding(
+                "WARN", f"link {link.name}", f"rank {rank} on {ranks[rank].host} is slow to every "
+                "rank that it was measured with", "check its cable, card and switch port, or leave "
+                "its host out",
+            )  # fmt: skip
     for pair in sorted(slow):
-        if not set(pair) & set(blamed):
+        if not set(pair) & blamed:
             ratio = largest[pair].seconds / usual
             yield Finding(
                 "WARN", f"link {link.name}", f"ranks {pair[0]} and {pair[1]} take {ratio:.1f} "
-                "times as long as the median pair", "check the way between them",
+                f"times as long as others ({ranks[pair[0]].host}, {ranks[pair[1]].host})",
+                "check the way between them",
             )  # fmt: skip
+
+
+def _always_in(pairs: Iterable[Pair], slow: Set[Pair], owner: Sequence[int]) -> list[int]:
+    """Whose pairs, with two others or more, are all slow; ``owner`` of each rank."""
+    members: dict[int, dict[Pair, int]] = defaultdict(dict)
+    for one, two in pairs:
+        members[owner[one]][one, two] = owner[two]
+        members[owner[two]][one, two] = owner[one]
+    return [
+        each for each, own in sorted(members.items())
+        if len(set(own.values()) - {each}) > 1 and set(own) <= slow
+    ]  # fmt: skip

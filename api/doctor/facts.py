@@ -8,11 +8,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -67,7 +68,8 @@ class Facts:
     """Of one host. ``architectures`` are those that torch has kernels for (``sm_90``), and
     ``capabilities`` those of the GPUs; ``peers`` the pairs of GPUs without direct access.
     ``addresses`` are what the host's name stands for; ``limit_bytes`` is the container's limit of
-    memory, 0 for none. ``infiniband`` has each port's name and state.
+    memory, 0 for none. ``infiniband`` has each port's name and state; ``machine`` is the kind of
+    processor (``x86_64``), ``triton`` the version that torch asks for, "" for none.
     """
 
     host: str
@@ -94,6 +96,8 @@ class Facts:
     infiniband: tuple[tuple[str, str], ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     extras: Mapping[str, str] = field(default_factory=dict)
+    machine: str = ""
+    triton: str = ""
 
 
 def machine_facts() -> Facts:
@@ -132,6 +136,8 @@ def machine_facts() -> Facts:
             name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
         },
         extras=_extras(),
+        machine=platform.machine(),
+        triton=_wanted_triton(),
     )  # fmt: skip
 
 
@@ -254,9 +260,28 @@ def _infiniband() -> tuple[tuple[str, str], ...]:
 def _extras() -> Mapping[str, str]:
     """The versions of the optional packages that are installed."""
     found = {}
-    for name in ("transformers", "torchao", "pulp"):
+    for name in ("transformers", "torchao", "pulp", "triton"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _wanted_triton() -> str:
+    """The version of triton that torch's own packaging names, "" where it needs none."""
+    try:
+        lines = metadata.requires("torch") or []
+    except metadata.PackageNotFoundError:
+        return ""
+    return parse_triton(lines)
+
+
+def parse_triton(requirements: Iterable[str]) -> str:
+    """The version of triton among a package's requirements.
+
+    >>> parse_triton(["sympy>=1.13", "triton==3.6.0; platform_system == 'Linux'"])
+    '3.6.0'
+    """
+    found = (re.match(r"triton==([\d.]+)", line) for line in requirements)
+    return next((match.group(1) for match in found if match), "")

@@ -25,6 +25,34 @@ LEAST_DRIVERS: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
 """By CUDA's major version the first series of drivers for it. Source:
 https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1."""
 
+
+@dataclass(frozen=True, slots=True)
+class KnownNccl:
+    """NCCL from ``first`` to before ``fixed`` does ``what``, on ``machine`` or, if that is empty,
+    everywhere; ``thread`` says who found it."""
+
+    first: tuple[int, ...]
+    fixed: tuple[int, ...]
+    what: str
+    thread: str
+    machine: str = ""
+
+
+BAD_NCCL = (
+    KnownNccl((2, 29, 2), (2, 29, 3), "can hang in collectives",
+              "https://github.com/pytorch/pytorch/pull/174338"),
+    KnownNccl((2, 0), (2, 29, 3), "loses slots of its proxy on ARM, until all ranks hang",
+              "https://github.com/marin-community/marin/pull/8038", machine="aarch64"),
+    KnownNccl((2, 25, 1), (2, 26, 2), "hangs when a failed run is aborted",
+              "https://github.com/pytorch/pytorch/issues/149153"),
+)  # fmt: skip
+"""Versions of NCCL, read 2026-11-25. The second was found with 2.28.9 and is in NVIDIA's notes to
+2.29.3; that older ones have it, too, is the thread's reading of them. torch 2.11 and later come
+with newer versions than the third; builds with a system's NCCL may not."""
+
+TRITON_THREAD = "https://github.com/triton-lang/triton/issues/6080"
+"""torch.compile uses triton's private names: it works with the version that torch asks for."""
+
 THROTTLE_REASONS: Mapping[int, tuple[Literal["WARN", "FAIL"], str, str]] = {
     0x08: ("FAIL", "the hardware slows down", "check cooling and power supply"),
     0x40: ("FAIL", "it is too hot", "check fans, cooling and the temperature of the room"),
@@ -63,6 +91,7 @@ HURTFUL_VARIABLES: Mapping[str, Known] = {
     "CUDA_DEVICE_MAX_CONNECTIONS": Known("ZeRO's collectives queue behind compute", ("1",)),
     "TORCH_NCCL_BLOCKING_WAIT": Known("the host waits for every collective", _ON),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": Known("a rank that fails leaves the others hanging", ("0",)),
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": Known("communicators hung at random with NCCL 2.26", _ON),
     "TORCH_DISTRIBUTED_DEBUG": Known("every collective is checked by another", ("DETAIL",)),
     "MALLOC_PERTURB_": Known("every block of memory is filled when it is freed"),
     "MALLOC_CHECK_": Known("every allocation is checked", ("1", "2", "3")),
@@ -72,7 +101,8 @@ HURTFUL_VARIABLES: Mapping[str, Known] = {
 distributed, torch_nccl_environment_variables and cuda_environment_variables of
 https://docs.pytorch.org/docs/stable/ for TORCH_, PYTORCH_ and CUDA_LAUNCH_BLOCKING,
 pytorch/torchtitan issue 1147 and verl-project/verl pull request 6976 for
-CUDA_DEVICE_MAX_CONNECTIONS, mallopt(3) for MALLOC_."""
+CUDA_DEVICE_MAX_CONNECTIONS, pytorch/pytorch issue 153960 and pull request 154055 for
+TORCH_NCCL_USE_COMM_NONBLOCKING, mallopt(3) for MALLOC_."""
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Candidates by time and memory: rows of a table, and a picture with the Pareto front.
 
-In: a plan and baselines. Out: every candidate with its place in the picture, and labels that
-overlap no point and no other label.
+In: a plan and baselines, or other entries. Out: every candidate with its place in the picture, and
+labels that overlap no point and no other label.
 """
 
 from __future__ import annotations
@@ -25,6 +25,18 @@ MOST_OF_LIMIT = 1.3
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """What is to be drawn; 0 where a figure is not known, ``label`` "" where there is none."""
+
+    name: str
+    kind: str
+    step_seconds: float
+    memory_bytes: float
+    reason: str = ""
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A row of the table and a point of the picture."""
 
@@ -34,6 +46,7 @@ class Candidate:
     memory_bytes: float | None
     difference: float | None
     reason: str
+    label: str = ""
     is_on_front: bool = False
     x: str = ""
     y: str = ""
@@ -64,38 +77,41 @@ class CandidateChart:
 
 def candidate_chart(plan: Plan, found: Sequence[Baseline], limit: int) -> CandidateChart:
     """The plan, its alternatives and the baselines."""
-    best = plan.prediction.step_seconds
-    rows: list[tuple[str, str, float, float, str]] = [
-        (plan_summary(plan), "plan", best, plan.prediction.peak_memory_bytes, "the plan")
-    ]
-    rows += [
-        (each.summary, "alternative", each.step_seconds, each.peak_memory_bytes, each.reason)
+    own = plan.prediction
+    entries = [
+        Entry(plan_summary(plan), "plan", own.step_seconds, own.peak_memory_bytes, "the plan",
+              "plan")
+    ]  # fmt: skip
+    entries += [
+        Entry(each.summary, "alternative", each.step_seconds, each.peak_memory_bytes, each.reason)
         for each in merged_alternatives(plan.alternatives)
     ]
-    rows += [
-        (f"{each.name}: {each.configuration}", "baseline", each.step_seconds, each.memory_bytes,
-         each.reason or f"best of {each.num_priced} priced")
+    entries += [
+        Entry(f"{each.name}: {each.configuration}", "baseline", each.step_seconds,
+              each.memory_bytes, each.reason or f"best of {each.num_priced} priced", each.name)
         for each in found if each.configuration
     ]  # fmt: skip
-    placed = [(step, held) for _, _, step, held, _ in rows if step and held]
+    return time_memory_chart(entries, limit)
+
+
+def time_memory_chart(entries: Sequence[Entry], limit: int) -> CandidateChart:
+    """Entries by time and memory; differences are from the first. One at least has both."""
+    best = entries[0].step_seconds
+    placed = [
+        (e.step_seconds, e.memory_bytes) for e in entries if e.step_seconds and e.memory_bytes
+    ]
     front = pareto_front([each for each in placed if each[1] <= limit] or placed)
-    most = max(held for _, held in placed)
-    is_far = limit > FAR * most
-    x_high = most * 1.1 if is_far else min(max(limit, most) * 1.05, MOST_OF_LIMIT * limit)
-    x_low = min(held for _, held in placed) * 0.95
-    x = Scale(x_low, x_high, LEFT, WIDTH - RIGHT)
-    low, high = min(step for step, _ in placed), max(step for step, _ in placed)
-    pad = max(high - low, 0.02 * high) * 0.12
-    y = Scale(low - pad, high + pad, HEIGHT - BOTTOM, TOP)
+    x, y, is_far = _scales(placed, limit)
     candidates = tuple(
         Candidate(
-            name, kind, step or None, held or None, step / best - 1 if step else None, reason,
-            (step, held) in front, number(x(min(held, x_high))) if step and held else "",
-            number(y(step)) if step and held else "", held > x_high,
+            each.name, each.kind, step or None, held or None,
+            step / best - 1 if step and best else None, each.reason, each.label,
+            (step, held) in front, number(x(min(held, x.high))) if step and held else "",
+            number(y(step)) if step and held else "", held > x.high,
         )
-        for name, kind, step, held, reason in rows
+        for each in entries for step, held in [(each.step_seconds, each.memory_bytes)]
     )  # fmt: skip
-    gib = 2**30 if x_high >= 2**31 else 2**20
+    gib = 2**30 if x.high >= 2**31 else 2**20
     unit = "GiB" if gib == 2**30 else "MiB"
     corners = []
     for at, (step, held) in enumerate(front):
@@ -105,7 +121,7 @@ def candidate_chart(plan: Plan, found: Sequence[Baseline], limit: int) -> Candid
         candidates,
         "M" + "L".join(f"{number(a)} {number(b)}" for a, b in corners),
         tuple(
-            Tick(number(x(v * gib)), f"{v:g} {unit}") for v in ticks(x_low / gib, x_high / gib, 7)
+            Tick(number(x(v * gib)), f"{v:g} {unit}") for v in ticks(x.low / gib, x.high / gib, 7)
         ),
         tuple(Tick(number(y(v)), seconds_text(v)) for v in ticks(y.low, y.high, 5)),
         "" if is_far else number(x(limit)),
@@ -113,15 +129,26 @@ def candidate_chart(plan: Plan, found: Sequence[Baseline], limit: int) -> Candid
     )  # fmt: skip
 
 
+def _scales(placed: Sequence[tuple[float, float]], limit: int) -> tuple[Scale, Scale, bool]:
+    """The axes of memory and of time, and whether the limit lies beyond the first."""
+    most, least = max(held for _, held in placed), min(held for _, held in placed)
+    is_far = limit > FAR * most
+    high = most * 1.1 if is_far else min(max(limit, most) * 1.05, MOST_OF_LIMIT * limit)
+    x = Scale(min(least, high) * 0.95, high, LEFT, WIDTH - RIGHT)
+    quick, slow = min(step for step, _ in placed), max(step for step, _ in placed)
+    pad = max(slow - quick, 0.02 * slow) * 0.12
+    return x, Scale(quick - pad, slow + pad, HEIGHT - BOTTOM, TOP), is_far
+
+
 def _labels(candidates: Sequence[Candidate]) -> list[Label]:
-    """The names of the plan and of the baselines, each beside its point where nothing else is."""
+    """The labels, each beside its point where nothing else is."""
     points = [(float(each.x), float(each.y)) for each in candidates if each.x]
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
     found = []
     for each in candidates:
-        if not each.x or each.kind == "alternative":
+        if not each.x or not each.label:
             continue
-        text = "plan" if each.kind == "plan" else each.name.partition(":")[0]
+        text = each.label
         if each.is_beyond and each.memory_bytes:
             text += f", {bytes_text(each.memory_bytes)} →"
         x, y, wide = float(each.x), float(each.y), LETTER * len(text)

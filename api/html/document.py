@@ -6,53 +6,47 @@ HTML text that refers to no other file: styles, script, drawings and data are in
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import isclose
-from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from autoparallel.baselines import fastest
 from autoparallel.cost_model.memory import policy
 from autoparallel.cost_model.timeline import Timeline
 from autoparallel.cost_model.trace import NAMES, rank_name
 from autoparallel.html.candidates import candidate_chart
+from autoparallel.html.looks import MEMORY_LOOKS, MEMORY_MEANINGS, TIME_LOOKS
 from autoparallel.html.memory_chart import memory_chart
 from autoparallel.html.parts import between_hosts, block_cells, cluster_hosts, weight_groups
+from autoparallel.html.rendering import rendered
 from autoparallel.html.roofline import roofline
-from autoparallel.html.schedule import ScheduleView, schedule_view
-from autoparallel.html.sources import headline, source_rows
+from autoparallel.html.schedule import STREAM_NAMES, ScheduleView, schedule_view
+from autoparallel.html.sources import baselines_text, headline, source_rows
 from autoparallel.measurement import Measurement, checksum
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import stages_of_ranks
-from autoparallel.planner.summary import mesh_text, plan_summary
+from autoparallel.planner.summary import plan_summary
 from autoparallel.priced_again import PricedAgain
 from autoparallel.report.confidence import gap_text, simplest_text
 from autoparallel.report.drawing import SAME, timeline_of
 from autoparallel.report.facts import (
-    communication,
     fullest_rank,
+    merged_communication,
     ordered_memory,
     rank_seconds,
     usable_bytes,
 )
-from autoparallel.report.page import axis_lines, device_text, precision_text, stages_text
+from autoparallel.report.page import axis_lines, configuration_text, device_text, precision_text
 from autoparallel.report.words import (
-    bytes_text,
-    count_text,
-    names_text,
-    percent_text,
     ranks_text,
-    rate_text,
-    seconds_text,
 )
 
-TEMPLATES = Path(__file__).parent / "templates"
+SECTIONS = {
+    "cluster": "Cluster", "model": "Model", "schedule": "Schedule",
+    "communication": "Communication", "memory": "Memory", "time": "Time", "roofline": "Roofline",
+    "candidates": "Candidates", "measured": "Measured", "sources": "Sources",
+}  # fmt: skip
 MISSING = "the model was not loaded (--no-target)"
 MOST_STAGE_ROWS = 16
 """Stages that the tables list before they are folded."""
@@ -72,32 +66,12 @@ NOTHING = Sources()
 
 def page(plan: Plan, sources: Sources = NOTHING) -> str:
     """The whole page."""
-    return _environment().get_template("report.html").render(**_context(plan, sources))
+    return rendered("report.html", _context(plan, sources))
 
 
 def notebook(plan: Plan) -> str:
     """What a notebook shows of a plan: headline, stages and candidates."""
-    return _environment().get_template("notebook.html").render(**_context(plan, NOTHING))
-
-
-@lru_cache(maxsize=1)
-def _environment() -> Environment:
-    made = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    made.filters.update(
-        seconds=seconds_text, bytes=bytes_text, count=count_text, percent=percent_text,
-        rate=rate_text, ranks=ranks_text, names=names_text, json=_json, mesh=mesh_text,
-        stages=stages_text, wide=lambda share: f"{100 * share:.2f}%",
-    )  # fmt: skip
-    made.globals["include_text"] = lambda name: Markup((TEMPLATES / name).read_text("utf-8"))
-    return made
-
-
-def _json(value: Any) -> Markup:
-    """Data for a script element, which ends at no text inside."""
-    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
+    return rendered("notebook.html", _context(plan, NOTHING))
 
 
 def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
@@ -108,14 +82,25 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
     found = priced.baselines if priced is not None else ()
     again = priced.step_seconds if priced is not None else plan.prediction.step_seconds
     ranks = stages_of_ranks(plan)
+    is_same_plan = measured is not None and measured.plan == checksum(plan)
+    measured_seconds = (
+        measured.step_seconds / measured.num_batches if measured and is_same_plan else None
+    )
     return {
         "plan": plan,
+        "title": f"{plan_summary(plan)} · {plan.model.target or 'a model'}",
+        "sections": list(SECTIONS.items()),
+        "folder": "sections",
+        "version": plan.version,
         "model_name": plan.model.target or "a model",
-        "configuration": plan_summary(plan),
+        "configuration": configuration_text(plan),
+        "memory_looks": MEMORY_LOOKS,
+        "memory_meanings": MEMORY_MEANINGS,
+        "time_looks": TIME_LOOKS,
         "devices": device_text(plan),
         "precision": precision_text(plan),
-        "figures": headline(plan, fastest(found), again),
-        "best": fastest(found),
+        "figures": headline(plan, fastest(found), again, measured_seconds),
+        "baselines_text": baselines_text(found, fastest(found)),
         "again_seconds": again,
         "is_priced_alike": isclose(again, plan.prediction.step_seconds, rel_tol=SAME),
         "baselines": found,
@@ -132,7 +117,9 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
         "stream_names": STREAM_NAMES,
         "kind_names": NAMES,
         "stages_folded": len(plan.stages) > MOST_STAGE_ROWS,
-        "communication": _communication(plan),
+        "communication": [
+            (ranks_text(stages), each) for stages, each in merged_communication(plan)
+        ],
         "memory_chart": _memory_chart(plan, priced, limit),
         "memory_rank": ranks.index(stages),
         "memory_device": plan.stages[stages[0]].devices[0],
@@ -146,15 +133,8 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
         "simplest": simplest_text(plan),
         "source_rows": source_rows(plan, sources.missing if priced is None else ""),
         "measured": measured,
-        "is_same_plan": measured is not None and measured.plan == checksum(plan),
+        "is_same_plan": is_same_plan,
     }
-
-
-STREAM_NAMES = {
-    "compute": "compute", "send forward": "activations to later stages",
-    "send backward": "gradients to earlier stages", "gradient sync": "sums of gradients",
-    "parameter gather": "gathering of parameters",
-}  # fmt: skip
 
 
 def _schedule(plan: Plan, timeline: Timeline | None) -> ScheduleView | None:
@@ -162,17 +142,6 @@ def _schedule(plan: Plan, timeline: Timeline | None) -> ScheduleView | None:
         return None
     sizes = [len(plan.stages[stages[0]].devices) for stages in stages_of_ranks(plan)]
     return schedule_view(timeline, [rank_name(rank, size) for rank, size in enumerate(sizes)])
-
-
-def _communication(plan: Plan) -> list[tuple[str, Any]]:
-    """The collectives of the stages, equal ones once, with the numbers of their stages."""
-    found: dict[tuple[str, ...], tuple[list[int], Any]] = {}
-    for index, stage in enumerate(plan.stages):
-        for each in communication(plan, stage):
-            key = (each.what, each.beside, seconds_text(each.seconds),
-                   seconds_text(each.exposed_seconds))  # fmt: skip
-            found.setdefault(key, ([], each))[0].append(index)
-    return [(ranks_text(stages), each) for stages, each in found.values()]
 
 
 def _memory_chart(plan: Plan, priced: PricedAgain | None, limit: int) -> Any:

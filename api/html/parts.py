@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from autoparallel.cost_model.cluster import Cluster
+from autoparallel.html.scales import box
 from autoparallel.planner.layout import Layout, Mesh
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import stages_of_ranks
@@ -79,7 +80,16 @@ class BlockCell:
     rank: int
     stage: int
     recompute: str
+    label: str
     title: str
+
+    def path(self, left: float, unit: float, y: float, height: float) -> str:
+        """A box per block as an SVG path, with gaps between them where there is room."""
+        gap = 1.5 if unit > 4 else 0.0
+        if not gap:
+            return box(left + self.start * unit, y, max(0.5, self.length * unit), height)
+        places = range(self.start, self.start + self.length)
+        return "".join(box(left + place * unit, y, unit - gap, height) for place in places)
 
 
 def block_cells(plan: Plan) -> list[BlockCell]:
@@ -91,7 +101,8 @@ def block_cells(plan: Plan) -> list[BlockCell]:
             names = [block.name for block in run]
             again = "" if mode == "none" else f", {mode} recomputation"
             title = f"{names_text(names)}: stage {index}, pipeline rank {rank_of[index]}{again}"
-            found.append(BlockCell(at, len(names), rank_of[index], index, mode, title))
+            label = names_text(names)
+            found.append(BlockCell(at, len(names), rank_of[index], index, mode, label, title))
             at += len(names)
     return found
 

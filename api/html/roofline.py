@@ -65,6 +65,20 @@ class Roofline:
 
 
 MOST_ROWS = 24
+LABEL_WIDTH = 190
+"""What the label of the level roof takes."""
+
+
+def power_text(value: float) -> str:
+    """A power of ten with its prefix.
+
+    >>> power_text(1e15), power_text(1e4), power_text(0.1)
+    ('1 P', '10 k', '0.1 ')
+    """
+    for scale, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= scale * 0.999:
+            return f"{value / scale:g} {prefix}"
+    return f"{value:g} "
 
 
 def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
@@ -97,18 +111,20 @@ def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
     memory = f"M{_at(x, y, start, start * rate)}L{_at(x, y, ridge, peak)}"
     compute = f"M{_at(x, y, ridge, peak)}L{_at(x, y, x.high, peak)}"
     middle = (start * ridge) ** 0.5
+    # left of the ridge no op lies as high as the level roof
+    is_roomy = x(ridge) > LEFT + LABEL_WIDTH
+    place = (x(ridge) - 8, y(peak) + 4) if is_roomy else (x(x.high), y(peak) + 16)
     roofs = (
         Roof(memory, number(x(middle) - 8), number(y(middle * rate) - 8),
              f"memory {rate_text(rate, 'B/s')}", "end"),
-        Roof(compute, number(x(x.high)), number(y(peak) + 16),
+        Roof(compute, number(place[0]), number(place[1]),
              f"{dtype} {rate_text(peak, 'FLOP/s')}", "end"),
     )  # fmt: skip
     rows = tuple(_row(op, total, peak, rate) for op in ops[:MOST_ROWS])
     return Roofline(
         tuple(points), roofs,
-        tuple(Tick(number(x(v)), count_text(v) if v >= 1 else f"{v:g}")
-              for v in powers(x.low, x.high)),
-        tuple(Tick(number(y(v)), rate_text(v, "FLOP/s")) for v in powers(y.low, y.high)),
+        tuple(Tick(number(x(v)), power_text(v)) for v in powers(x.low, x.high)),
+        tuple(Tick(number(y(v)), f"{power_text(v)}FLOP/s") for v in powers(y.low, y.high)),
         rows, len(ops),
     )  # fmt: skip
 

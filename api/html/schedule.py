@@ -29,6 +29,13 @@ WAITS = ("message", "compute", "gather", "sync", "start", "end")
 gathered; gradients are summed; the pipeline fills; the step ends for all ranks at once."""
 
 
+STREAM_NAMES = {
+    "compute": "compute", "send forward": "activations to later stages",
+    "send backward": "gradients to earlier stages", "gradient sync": "sums of gradients",
+    "parameter gather": "gathering of parameters",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Boxes of one look: a CSS class and an SVG path."""
@@ -93,6 +100,7 @@ def schedule_view(timeline: Timeline, names: Sequence[str]) -> ScheduleView:
         top = y + GAP
     kinds = {e.action.kind for events in timeline.events for e in events}
     data = {
+        "streams": [STREAM_NAMES[stream] for stream in used],
         "units": UNITS, "step": timeline.step_seconds, "kinds": KINDS, "waits": WAITS,
         "ranks": [
             {"name": row.name, "top": row.top, "height": row.height,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoparallel.baselines import Baseline
@@ -28,13 +29,16 @@ class Figure:
     remark: str = ""
 
 
-def headline(plan: Plan, best: Baseline | None, again_seconds: float) -> list[Figure]:
+def headline(
+    plan: Plan, best: Baseline | None, again_seconds: float, measured_seconds: float | None = None
+) -> list[Figure]:
     """The plan's own figures; ``best`` is the fastest baseline, ``again_seconds`` the plan's step
-    priced together with it."""
+    priced together with it, ``measured_seconds`` the step of a run."""
     own, limit = plan.prediction, plan.cluster.usable_memory_bytes
     unit = "tokens" if plan.model.seq else "samples"
+    said = f"; measured {seconds_text(measured_seconds)}" if measured_seconds else ""
     found = [
-        Figure("step", seconds_text(own.step_seconds), "predicted"),
+        Figure("step", seconds_text(own.step_seconds), f"predicted{said}"),
         Figure(f"{unit} per second", count_text(own.tokens_per_second)),
         Figure("MFU", percent_text(own.model_flops_utilization), "of the devices' peak"),
         Figure(
@@ -45,12 +49,28 @@ def headline(plan: Plan, best: Baseline | None, again_seconds: float) -> list[Fi
     if plan.has_pipeline:
         found.append(Figure("bubble", percent_text(own.bubble_fraction), "of the step"))
     if plan.solver.bound_seconds > 0:
-        bound = f"no plan is below {seconds_text(plan.solver.bound_seconds)}"
-        found.append(Figure("gap", percent_text(plan.solver.gap), bound))
+        gap = f"no step is shorter; gap {percent_text(plan.solver.gap)}"
+        found.append(Figure("lower bound", seconds_text(plan.solver.bound_seconds), gap))
     if best is not None:
         gain = best.step_seconds / again_seconds
         found.append(Figure("against baselines", f"{gain:.2f} ×", f"as fast as {best.name}"))
     return found
+
+
+def baselines_text(found: Sequence[Baseline], best: Baseline | None) -> str:
+    """The baselines in a sentence, the fastest that fits first."""
+    others = [
+        f"{each.name} takes {seconds_text(each.step_seconds)}" if each.fits else
+        f"{each.name} does not fit"
+        for each in found if each.configuration and each is not best
+    ]  # fmt: skip
+    if best is not None:
+        others.insert(
+            0,
+            f"The best of DDP, FSDP and 3-D parallelism is {best.name}, {best.configuration}, "
+            f"with {seconds_text(best.step_seconds)} a step",
+        )
+    return "; ".join(others) + "." if others else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +132,24 @@ def _device_rows(device: Device) -> list[SourceRow]:
         "memory_bytes_per_second": "memory bandwidth", "peak_flops": "peak",
         "efficiency": "efficiency by family", "launch_seconds": "launch of a kernel",
     }  # fmt: skip
-    unknown = device.sources.get("name", "not stated")
+    unknown = device.sources.get("*", device.sources.get("name", "not stated"))
     return [
-        SourceRow(f"{device.name}: {names[key]}", value, device.sources.get(key, unknown))
+        SourceRow(f"{device.name}: {names[key]}", value, _source(device, key, unknown))
         for key, value in values.items()
         if value
     ]
+
+
+def _source(device: Device, key: str, unknown: str) -> str:
+    """Where a figure comes from; of a table each entry may have a source of its own."""
+    parts = {
+        name.partition(".")[2]: text for name, text in device.sources.items()
+        if name.startswith(f"{key}.")
+    }  # fmt: skip
+    own = device.sources.get(key)
+    found = [own] if own is not None or not parts else []
+    found += [f"{name}: {text}" for name, text in parts.items()]
+    return "; ".join(text or unknown for text in found)
 
 
 def _link_row(link: Link) -> SourceRow:

@@ -21,7 +21,7 @@ MANIFEST = "job.json"
 FILES = "/autoparallel"
 """Where pods see the plan and the script."""
 MOST_BYTES = 1 << 20
-"""Of a ConfigMap (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
+"""The most that a ConfigMap may hold (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
 LONGEST_NAME = 52
 """So that the name of a pod, with its number, is a label of DNS (63 letters)."""
 

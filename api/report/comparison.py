@@ -25,10 +25,12 @@ from autoparallel.report.facts import (
     MEMORY_ORDER,
     busiest_rank,
     fullest_rank,
+    ordered_memory,
     rank_seconds,
     usable_bytes,
 )
-from autoparallel.report.page import device_text, plain_table, section
+from autoparallel.report.page import device_text, section
+from autoparallel.report.printing import plain_table, printed
 from autoparallel.report.words import bytes_text, count_text, percent_text, seconds_text
 
 MOST_COLUMNS = 4
@@ -48,7 +50,7 @@ Figure = Callable[[Item], Value]
 
 def print_comparison(items: Sequence[Item], console: Console) -> None:
     """The page: what each letter is, then figures, choices, seconds and bytes."""
-    letters = [_letter(index) for index in range(len(items))]
+    letters = [letter_of(index) for index in range(len(items))]
     console.print(_legend(items, letters))
     for start in range(1, len(items), MOST_COLUMNS - 1):
         chosen = [0, *range(start, min(start + MOST_COLUMNS - 1, len(items)))]
@@ -56,34 +58,54 @@ def print_comparison(items: Sequence[Item], console: Console) -> None:
         _print_columns(own, console)
 
 
-def _letter(index: int) -> str:
-    return chr(ord("A") + index) if index < 26 else f"A{index}"
+def comparison_text(items: Sequence[Item]) -> str:
+    """The page as plain text, 80 columns wide."""
+    return printed(lambda console: print_comparison(items, console))
+
+
+def letter_of(index: int) -> str:
+    """What stands for an item in the tables.
+
+    >>> letter_of(0), letter_of(25), letter_of(26)
+    ('A', 'Z', 'A1')
+    """
+    return chr(ord("A") + index) if index < 26 else f"{chr(ord('A') + index % 26)}{index // 26}"
 
 
 def _legend(items: Sequence[Item], letters: Sequence[str]) -> Any:
     table = plain_table(("", "left"), ("", "left"), ("", "left"))
     table.show_header = False
+    names = short_names(items)
+    for letter, name, item in zip(letters, names, items, strict=True):
+        table.add_row(Text(letter, style="bold"), Text(name), description(item))
+    return table
+
+
+def short_names(items: Sequence[Item]) -> list[str]:
+    """The items' names, without their folders where they differ without."""
     names = {item.name: Path(item.name).name for item in items}
     is_short = len(set(names.values())) == len(names)
-    for letter, item in zip(letters, items, strict=True):
-        if item.run is not None:
-            what = f"measured over {item.run.num_steps} steps"
-        else:
-            assert item.plan is not None
-            what = plan_summary(item.plan)
-            used = usable_bytes(item.plan, item.plan.stages[fullest_rank(item.plan)[0][0]])
-            if item.plan.prediction.peak_memory_bytes > used:
-                what += "; does not fit"
-        table.add_row(
-            Text(letter, style="bold"), Text(names[item.name] if is_short else item.name), what
-        )
-    return table
+    return [names[item.name] if is_short else item.name for item in items]
+
+
+def description(item: Item) -> str:
+    """A plan's configuration, or how much was measured."""
+    if item.plan is None:
+        return f"measured over {item.run.num_steps} steps" if item.run is not None else ""
+    what = plan_summary(item.plan)
+    return what if excess_bytes(item.plan) <= 0 else f"{what}; does not fit"
+
+
+def excess_bytes(plan: Plan) -> float:
+    """By how much the fullest rank exceeds its devices' memory; negative where it does not."""
+    used = usable_bytes(plan, plan.stages[fullest_rank(plan)[0][0]])
+    return plan.prediction.peak_memory_bytes - used
 
 
 def _print_columns(columns: Sequence[tuple[str, Item]], console: Console) -> None:
     items = [item for _, item in columns]
     letters = [letter for letter, _ in columns]
-    console.print(section("Figures", _figures(items, letters, _main_rows())))
+    console.print(section("Figures", _figures(items, letters, _main_rows(items))))
     choices = _choices(items, letters)
     if choices is not None:
         console.print(section("What differs in the plans (* from the first)", choices))
@@ -91,7 +113,7 @@ def _print_columns(columns: Sequence[tuple[str, Item]], console: Console) -> Non
         rows = _part_rows([_seconds(item) for item in items], _whole_seconds(items), seconds_text)
         title = "Seconds of the busiest rank"
         console.print(section(title, _figures(items, letters, rows)))
-        rows = _part_rows([_bytes(item) for item in items], _whole_bytes(items), bytes_text)
+        rows = _part_rows([held_bytes(item) for item in items], _whole_bytes(items), bytes_text)
         title = "Memory of the fullest rank"
         console.print(section(title, _figures(items, letters, rows)))
 
@@ -100,16 +122,19 @@ Row = tuple[str, Sequence[Value] | Figure, Callable[[float], str], bool]
 """A name; a value of each item, or how to find it; how to write one; whether less is better."""
 
 
-def _main_rows() -> list[Row]:
-    utilization = _of_plan(lambda plan: plan.prediction.model_flops_utilization)
-    bubble = _of_plan(lambda plan: plan.prediction.bubble_fraction)
+def _main_rows(items: Sequence[Item]) -> list[Row]:
+    utilization = of_plan(lambda plan: plan.prediction.model_flops_utilization)
+    bubble = of_plan(lambda plan: plan.prediction.bubble_fraction)
     return [
         ("step", step_seconds, seconds_text, True),
         ("throughput /s", throughput, count_text, False),
         ("MFU", utilization, percent_text, False),
         ("bubble", bubble, percent_text, True),
         ("memory", memory_bytes, bytes_text, True),
-    ]
+        *([("step measured", measured_step_seconds, seconds_text, True),
+           ("memory measured", measured_memory_bytes, bytes_text, True)]
+          if any(item.measured is not None for item in items) else []),
+    ]  # fmt: skip
 
 
 def step_seconds(item: Item) -> Value:
@@ -133,7 +158,22 @@ def memory_bytes(item: Item) -> Value:
     return None if item.plan is None else float(item.plan.prediction.peak_memory_bytes)
 
 
-def _of_plan(value: Callable[[Plan], float]) -> Figure:
+def measured_step_seconds(item: Item) -> Value:
+    """Per global batch: what a run of the item measured."""
+    if item.measured is not None:
+        return item.measured.step_seconds / item.measured.num_batches
+    return None if item.run is None else item.run.step_seconds
+
+
+def measured_memory_bytes(item: Item) -> Value:
+    """What rank 0 held at most in a run of the item."""
+    if item.measured is not None:
+        return float(item.measured.memory_bytes)
+    return memory_bytes(item) if item.run is not None else None
+
+
+def of_plan(value: Callable[[Plan], float]) -> Figure:
+    """A figure that plans have and runs have not."""
     return lambda item: None if item.plan is None else value(item.plan)
 
 
@@ -198,8 +238,12 @@ def _part_rows(
 def _seconds(item: Item) -> Mapping[str, float]:
     if item.plan is None:
         return {}
-    spent = rank_seconds(item.plan, busiest_rank(item.plan))
-    return {_short(name): value for name, value in spent.items()}
+    return {_short(name): value for name, value in spent_seconds(item.plan).items()}
+
+
+def spent_seconds(plan: Plan) -> Mapping[str, float]:
+    """Where the busiest rank spends a step."""
+    return rank_seconds(plan, busiest_rank(plan))
 
 
 def _short(name: str) -> str:
@@ -213,12 +257,11 @@ def _whole_seconds(items: Sequence[Item]) -> float:
     return max((item.plan.prediction.step_seconds for item in items if item.plan), default=0.0)
 
 
-def _bytes(item: Item) -> Mapping[str, float]:
+def held_bytes(item: Item) -> Mapping[str, float]:
+    """The bytes of the fullest rank by category; of a run nothing is known."""
     if item.plan is None:
         return {}
-    held = fullest_rank(item.plan)[1]
-    order = [*MEMORY_ORDER, *(name for name in held if name not in MEMORY_ORDER)]
-    return {name: float(held[name]) for name in order if held.get(name)}
+    return {name: float(size) for name, size in ordered_memory(fullest_rank(item.plan)[1]).items()}
 
 
 def _whole_bytes(items: Sequence[Item]) -> float:
@@ -247,22 +290,31 @@ def choices(plan: Plan) -> Mapping[str, str]:
     }
 
 
-def _choices(items: Sequence[Item], letters: Sequence[str]) -> Any:
-    """A row per choice that is not the same in all plans; None where there is none."""
+def different_choices(items: Sequence[Item]) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """The choices that are not the same in all plans: a name, and of each item what it chose and
+    whether that is not what the first plan chose."""
     found = [None if item.plan is None else choices(item.plan) for item in items]
     plans = [own for own in found if own is not None]
     names = [name for name in (plans[0] if plans else {}) if len({own[name] for own in plans}) > 1]
-    if not names:
+    return [
+        (name, [("—", False) if own is None else (own[name], own[name] != plans[0][name])
+                for own in found])
+        for name in names
+    ]  # fmt: skip
+
+
+def _choices(items: Sequence[Item], letters: Sequence[str]) -> Any:
+    """A row per choice that is not the same in all plans; None where there is none."""
+    rows = different_choices(items)
+    if not rows:
         return None
     table = plain_table(("", "left"), *((letter, "left") for letter in letters))
-    for name in names:
-        first = plans[0][name]
-        cells = []
-        for own in found:
-            text = "—" if own is None else own[name]
-            is_other = own is not None and own[name] != first
-            cells.append(Text(f"*{text}" if is_other else text, style="yellow" if is_other else ""))
-        table.add_row(name, *cells)
+    for name, cells in rows:
+        table.add_row(
+            name,
+            *(Text(f"*{text}" if is_other else text, style="yellow" if is_other else "")
+              for text, is_other in cells),
+        )  # fmt: skip
     return table
 
 
@@ -284,8 +336,24 @@ def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
             entry["model_flops_utilization"] = item.plan.prediction.model_flops_utilization
             entry["bubble_fraction"] = item.plan.prediction.bubble_fraction
             entry["rank_seconds"] = dict(_seconds(item))
-            entry["rank_memory_bytes"] = dict(_bytes(item))
+            entry["rank_memory_bytes"] = dict(held_bytes(item))
+        if item.measured is not None:
+            entry["measured_step_seconds"] = measured_step_seconds(item)
+            entry["measured_memory_bytes"] = measured_memory_bytes(item)
         if item.run is not None:
             entry["num_steps"], entry["loss"] = item.run.num_steps, item.run.loss
         entries.append(entry)
     return entries
+
+
+def comparison_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """One flat row per item: figures, their differences from the first's, and choices."""
+    rows = []
+    for entry in comparison_json(items):
+        row = {
+            name: value for name, value in entry.items()
+            if name not in ("difference", "choices", "rank_seconds", "rank_memory_bytes")
+        }  # fmt: skip
+        row |= {f"{name}_difference": value for name, value in entry["difference"].items()}
+        rows.append(row | entry.get("choices", {}))
+    return rows

@@ -29,6 +29,26 @@ def drawing(plan: Plan, width: int, *, limit: int = 16) -> str | None:
     return None if timeline is None else "\n".join(draw(timeline, width, limit=limit))
 
 
+MEANINGS = {
+    "W": "weights' gradients", "g": "parameters gathered", "r": "gradients summed",
+    "s": "optimizer", ".": "waiting",
+}  # fmt: skip
+
+
+def legend(drawn: str) -> str:
+    """What the signs of a drawing mean, other than F and B.
+
+    >>> legend("rank 0  FFfWW.")
+    "W weights' gradients, . waiting, small letters: every second stage of a rank"
+    """
+    rows = [line.partition("  ")[2] for line in drawn.splitlines() if "rank" in line]
+    signs = set("".join(rows).replace(" ", ""))
+    parts = [f"{sign} {meaning}" for sign, meaning in MEANINGS.items() if sign in signs]
+    if signs & set("fbw"):
+        parts.append("small letters: every second stage of a rank")
+    return ", ".join(parts)
+
+
 def timeline_of(plan: Plan) -> Timeline | None:
     """The plan's step, as far as the plan alone tells it; None where that is another step."""
     stages = len(plan.stages)
@@ -51,6 +71,7 @@ def plan_costs(plan: Plan) -> StageCosts:
 
     sends, receives = each("send")[:-1], each("receive")[1:]
     message = message_seconds(plan.cluster)
+    late = each("weight_gradients")
     return StageCosts(
         each("forward"),
         each("backward"),
@@ -66,4 +87,5 @@ def plan_costs(plan: Plan) -> StageCosts:
         slowed_share=each("slowed_share"),
         buckets=[Buckets.equal(len(stage.blocks)) for stage in plan.stages],
         step_seconds=each("optimizer"),
+        weight_backward_seconds=late if all(late) else (),
     )

@@ -13,7 +13,8 @@ from autoparallel.estimating import Estimate
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.facts import fullest_rank
-from autoparallel.report.page import plain_table, section
+from autoparallel.report.page import section
+from autoparallel.report.printing import plain_table, printed
 from autoparallel.report.words import bytes_text, count_text
 
 METHODS = {"full": "train", "lora": "LoRA"}
@@ -41,10 +42,16 @@ def print_estimates(found: Sequence[Estimate], console: Console) -> None:
     )
 
 
-def _title(found: Sequence[Estimate]) -> Text:
+def estimates_text(found: Sequence[Estimate]) -> str:
+    """The page as plain text, 80 columns wide."""
+    return printed(lambda console: print_estimates(found, console))
+
+
+def estimates_title(found: Sequence[Estimate]) -> tuple[str, str]:
+    """The model, and what is estimated of it: two lines."""
     plans = [each.plan for each in found if each.plan is not None]
     if not plans:
-        return Text("no plan was found", style="bold")
+        return "no plan was found", ""
     model = next(iter(plans)).model
     batch = f"batch {model.global_batch}" + (f" × {model.seq} tokens" if model.seq else "")
     precisions = "/".join(dict.fromkeys(plan.model.precision for plan in plans))
@@ -52,10 +59,16 @@ def _title(found: Sequence[Estimate]) -> Text:
     tokens = found[0].tokens
     unit = "tokens" if model.seq else "samples"
     goal = f", {count_text(tokens)} {unit}" if tokens is not None else ""
-    return Text.assemble(
-        (name, "bold"), f"  {count_text(model.num_parameters)} parameters\n",
+    return (
+        f"{name}  {count_text(model.num_parameters)} parameters",
         f"{batch}, {precisions}, {model.optimizer}{goal}",
-    )  # fmt: skip
+    )
+
+
+def _title(found: Sequence[Estimate]) -> Text:
+    first, second = estimates_title(found)
+    name, space, rest = first.partition("  ")
+    return Text.assemble((name, "bold"), f"{space}{rest}", f"\n{second}" if second else "")
 
 
 def _table(found: Sequence[Estimate]) -> Any:

@@ -18,7 +18,8 @@ from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.comparison import change_text, comparison_json, print_comparison
 from autoparallel.report.facts import bytes_of
-from autoparallel.report.page import plain_table, section
+from autoparallel.report.page import section
+from autoparallel.report.printing import plain_table
 from autoparallel.report.words import bytes_text, percent_text, seconds_text
 from autoparallel.what_if import Changed, terms
 
@@ -124,9 +125,14 @@ def changed_text(found: Changed) -> str:
     """What the change means for the plan, in a sentence."""
     change = found.same.prediction.step_seconds / found.now.prediction.step_seconds - 1
     text = f"the plan's step changes by {change_text(change)}"
-    over = found.same.prediction.peak_memory_bytes - found.same.cluster.usable_memory_bytes
+    over, least = found.excess_bytes(found.same), found.excess_bytes(found.found)
     if found.stays:
         return f"the plan stays the best that was found; {text}"
+    if least > 0:
+        return (
+            f"no plan was found that fits: this one needs {bytes_text(over)} too much, and the one "
+            f"that needs the least {bytes_text(least)}"
+        )
     fits = f"; it no longer fits ({bytes_text(over)} too much)" if over > 0 else f"; {text}"
     more = found.found.prediction.step_seconds / found.same.prediction.step_seconds - 1
     return (

@@ -134,6 +134,17 @@ SPENT = {
 """What a rank does, and its name in a prediction."""
 
 
+def merged_communication(plan: Plan) -> list[tuple[tuple[int, ...], Communication]]:
+    """The collectives of the stages, those that read alike once, with the stages that have them."""
+    found: dict[tuple[str, ...], tuple[list[int], Communication]] = {}
+    for index, stage in enumerate(plan.stages):
+        for each in communication(plan, stage):
+            key = (each.what, each.beside, seconds_text(each.seconds),
+                   seconds_text(each.exposed_seconds))  # fmt: skip
+            found.setdefault(key, ([], each))[0].append(index)
+    return [(tuple(stages), each) for stages, each in found.values()]
+
+
 def _num_runs(plan: Plan) -> float:
     """How many micro-batches a rank runs through each of its stages; of two replicas, half."""
     is_both_ways = plan.schedule == "chimera" and plan.has_pipeline

@@ -5,13 +5,11 @@ Every part fits 80 columns. Colour only repeats what the words say.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from autoparallel.planner.asynchronous import described
@@ -27,23 +25,25 @@ from autoparallel.planner.summary import (
     strategy_parts,
 )
 from autoparallel.report.confidence import confidence, sureness
-from autoparallel.report.drawing import drawing
+from autoparallel.report.drawing import drawing, legend
 from autoparallel.report.facts import (
     AxisUse,
     KindSplit,
     axis_uses,
     busiest_rank,
-    communication,
     folded_names,
     fullest_rank,
     merged_alternatives,
+    merged_communication,
     merged_splits,
     ordered_memory,
     rank_seconds,
     usable_bytes,
 )
 from autoparallel.report.goal import goal_lines, goal_title
+from autoparallel.report.printing import plain_table, printed
 from autoparallel.report.served import server_lines
+from autoparallel.report.stages import stages
 from autoparallel.report.words import (
     bytes_text,
     count_text,
@@ -54,7 +54,6 @@ from autoparallel.report.words import (
 )
 from autoparallel.tf32 import families_text
 
-WIDTH = 80
 BAR_WIDTH = 28
 INDENT = 2
 DRAWING_MARGIN = 12
@@ -89,11 +88,7 @@ EVERYTHING = Details(True, True, True, True, True)
 
 def describe(plan: Plan, *, short: bool = False) -> str:
     """The report of ``plan`` as plain text, 80 columns wide: everything, or one screen."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
-    print_report(plan, console, ONE_SCREEN if short else EVERYTHING)
-    stream = console.file
-    assert isinstance(stream, io.StringIO)
-    return stream.getvalue()
+    return printed(lambda console: print_report(plan, console, ONE_SCREEN if short else EVERYTHING))
 
 
 def print_report(
@@ -125,7 +120,8 @@ def print_report(
     most = len(plan.stages) if details.stages else SHORT_RANKS
     drawn = drawing(plan, width - DRAWING_MARGIN, limit=min(most, MOST_RANKS))
     if drawn is not None:
-        parts.append(section("Timeline of a step (F forward, B backward)", Text(drawn)))
+        shown = Group(Text(drawn), Text(legend(drawn), style="dim"))
+        parts.append(section("Timeline of a step (F forward, B backward)", shown))
     if details.sources:
         parts.append(section("Confidence", confidence(plan)))
     else:
@@ -135,7 +131,7 @@ def print_report(
     if plan.alternatives:
         parts.append(section(*alternatives(plan, all_of_them=details.candidates)))
     if next_steps:
-        parts.append(section("Next", commands(next_steps)))
+        parts.append(section("Next", commands(next_steps, width - INDENT)))
     with console.capture() as captured:
         for part in parts:
             console.print(part, width=width)
@@ -152,8 +148,12 @@ def _where(plan: Plan, details: Details) -> RenderableType:
     return section("Stages", Group(table, *(Text(line, style="dim") for line in axes)))
 
 
-def commands(next_steps: Sequence[tuple[str, str]]) -> RenderableType:
-    """Commands, and what each does."""
+def commands(next_steps: Sequence[tuple[str, str]], width: int) -> RenderableType:
+    """Commands, and what each does where there is room for that."""
+    longest = [max(map(len, column)) for column in zip(*next_steps, strict=True)]
+    if sum(longest) + 2 > width:
+        lines = (Text(command, style="cyan", overflow="fold") for command, _ in next_steps)
+        return Group(*lines)
     table = plain_table(("", "left"), ("", "left"))
     table.show_header = False
     table.columns[1].no_wrap = True
@@ -260,55 +260,6 @@ def microbatches_text(count: int, size: int) -> str:
     ('1 micro-batch of 32', '16 micro-batches of 4')
     """
     return f"{count} micro-batch{'es' if count > 1 else ''} of {size}"
-
-
-def plain_table(*columns: tuple[str, str]) -> Table:
-    """A table without lines; a column is its title and ``left`` or ``right``."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for title, side in columns:
-        table.add_column(title, justify="right" if side == "right" else "left", overflow="fold")
-    return table
-
-
-def stages(plan: Plan, *, limit: int) -> RenderableType:
-    """One row per stage: its blocks, where they run, and how long a micro-batch takes.
-
-    Of more than ``limit`` the first ones, the slowest, the fullest and the last.
-    """
-    table = plain_table(
-        ("", "left"), ("blocks", "left"), ("ranks", "left"), ("mesh", "left"), ("ZeRO", "right"),
-        ("forward", "right"), ("backward", "right"), ("memory", "right"),
-    )  # fmt: skip
-    shown = shown_stages(plan, limit)
-    for index in shown:
-        stage = plan.stages[index]
-        seconds = stage.prediction.seconds
-        table.add_row(
-            str(index),
-            names_text([block.name for block in stage.blocks]),
-            ranks_text(stage.devices),
-            mesh_text(stage.mesh),
-            str(stage.zero),
-            seconds_text(seconds.get("forward", 0.0)),
-            seconds_text(seconds.get("backward", 0.0)),
-            bytes_text(sum(stage.prediction.memory_bytes.values())),
-        )
-    left = len(plan.stages) - len(shown)
-    if not left:
-        return table
-    return Group(table, Text(f"and {left} stages between them (--stages shows all)", style="dim"))
-
-
-def shown_stages(plan: Plan, limit: int) -> list[int]:
-    """The numbers of the stages to show."""
-    every = range(len(plan.stages))
-    if len(every) <= limit:
-        return list(every)
-    parts = [stage.prediction for stage in plan.stages]
-    passes = [own.seconds.get("forward", 0.0) + own.seconds.get("backward", 0.0) for own in parts]
-    held = [sum(own.memory_bytes.values()) for own in parts]
-    slowest, fullest = passes.index(max(passes)), held.index(max(held))
-    return sorted({*every[: max(1, limit - 3)], slowest, fullest, every[-1]})
 
 
 def splits(plan: Plan) -> RenderableType:
@@ -439,15 +390,14 @@ def time(plan: Plan, *, least: float = 0.0) -> tuple[str, RenderableType]:
 def communications(plan: Plan) -> RenderableType:
     """What each stage's collectives take in a step, and what of it runs beside compute."""
     table = plain_table(
-        ("", "left"), ("collectives", "left"), ("beside", "left"), ("total", "right"),
+        ("stages", "left"), ("collectives", "left"), ("beside", "left"), ("total", "right"),
         ("hidden", "right"), ("exposed", "right"),
     )  # fmt: skip
-    for index, stage in enumerate(plan.stages):
-        for number, each in enumerate(communication(plan, stage)):
-            table.add_row(
-                "" if number else str(index), each.what, each.beside, seconds_text(each.seconds),
-                seconds_text(each.hidden_seconds), seconds_text(each.exposed_seconds),
-            )  # fmt: skip
+    for members, each in merged_communication(plan):
+        table.add_row(
+            ranks_text(members), each.what, each.beside, seconds_text(each.seconds),
+            seconds_text(each.hidden_seconds), seconds_text(each.exposed_seconds),
+        )  # fmt: skip
     return table if table.row_count else Text("none within the stages")
 
 

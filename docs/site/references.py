@@ -1,4 +1,4 @@
-"""References made of the code: the command line's options, and the fields of plan files."""
+"""References made of the code: the command line's options, plan files' fields, the presets."""
 
 from __future__ import annotations
 
@@ -74,6 +74,33 @@ def plan_page() -> str:
                 f"| `{each.name}` | {_cell(type_text(hints[each.name]))} | {_field_default(each)} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def devices_page() -> str:
+    """Every preset of a device and a link, each figure with its source."""
+    from autoparallel.commands.cluster import device_figures, link_figures
+    from autoparallel.cost_model.link_presets import LINKS
+    from autoparallel.cost_model.presets import PRESETS
+
+    lines = [
+        "# Devices and links", "",
+        "This page lists the presets of clusters and where each of their figures was read, as "
+        "`autoparallel cluster 8xNAME` does. Peaks are dense, those of GeForce cards with "
+        "float32 accumulation. Measure your own machine to replace them "
+        "([profiling.md](profiling.md)).",
+    ]  # fmt: skip
+    for name, preset in PRESETS.items():
+        lines += ["", f"## {name}", "", f"Usually {preset.host_size} on a host, joined by "
+                  f"`{preset.link}`; hosts by `{preset.fabric}`."]  # fmt: skip
+        lines += _figures(device_figures(preset.device))
+    for name, link in LINKS.items():
+        lines += ["", f"## {name}", *_figures(link_figures(link))]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(figures: list[tuple[str, str, str]]) -> list[str]:
+    rows = [f"| {name} | {value} | {_cell(source)} |" for name, value, source in figures]
+    return ["", "| figure | value | source |", "|---|---|---|", *rows]
 
 
 def _field_default(each: dataclasses.Field[Any]) -> str:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from ...cost_model.cluster import Cluster
 from ...cost_model.memory import GradientDtype, StateOptions
@@ -96,6 +97,16 @@ class Configuration:
     compiled: bool = False
     gradient_dtype: GradientDtype = "master"
     offload: Offload = "none"
+
+    @classmethod
+    def like(cls, plan: Plan, **degrees: Any) -> Configuration:
+        """The configuration of these degrees, with the plan's precision, sums of gradients,
+        optimizer and compilation."""
+        model = plan.model
+        return cls(
+            precision=model.precision, gradient_dtype=model.gradient_dtype,
+            optimizer=model.optimizer, compiled=plan.compiled, **degrees,
+        )  # fmt: skip
 
     @property
     def states(self) -> StateOptions:

@@ -183,11 +183,21 @@ def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayo
 
 
 def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
-    """Every way to run a node on an axis of a size, found once per graph."""
-    key = (node.name, size, graph.batch_size)
+    """Every way to run a node on an axis of a size, found once for equal nodes."""
+    form = _form(node, graph, prices)
     return find(
-        prices.cache.strategies, key, lambda: prices.rules.axis_strategies(node, graph, size)
-    )
+        prices.cache.strategies, (form, size),
+        lambda: prices.rules.axis_strategies(node, graph, size),
+    )  # fmt: skip
+
+
+def _form(node: Node, graph: Graph, prices: Prices) -> int:
+    """The number of what a node's strategies depend on, from 1."""
+    numbers = prices.cache.form_numbers
+    return find(
+        prices.cache.forms, (node.name, graph.batch_size),
+        lambda: numbers.setdefault(prices.rules.strategies_form(node, graph), len(numbers) + 1),
+    )  # fmt: skip
 
 
 def _axis_strategies(

@@ -89,7 +89,9 @@ class PriceCache:
     changes: dict[int, Changes] = field(default_factory=dict)
     layout_numbers: ByIdentity[Ints] = field(default_factory=ByIdentity)
 
-    strategies: dict[tuple[str, int, int], tuple[AxisStrategy, ...]] = field(default_factory=dict)
+    forms: dict[tuple[str, int], int] = field(default_factory=dict)
+    form_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
+    strategies: dict[tuple[int, int], tuple[AxisStrategy, ...]] = field(default_factory=dict)
     rows_apart: dict[int, Mapping[str, tuple[int | None, ...]]] = field(default_factory=dict)
     position_dims: dict[tuple[int, int], Dims] = field(default_factory=dict)
     expert_dims: dict[tuple[int, int], ExpertDims] = field(default_factory=dict)

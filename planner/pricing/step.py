@@ -208,6 +208,7 @@ def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
     """A stage's cost as the plan holds it. ``send_seconds``: forward, to the next stage."""
     own = cost.seconds
     exposed = sum(cost.exposed_states)
+    late = {} if cost.late_seconds is None else {"weight_gradients": cost.late_seconds}
     return StagePrediction(
         seconds={
             "forward": cost.forward_seconds,
@@ -223,6 +224,7 @@ def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
             "optimizer": own.optimizer,
             "send": send_seconds,
             "receive": sum(cost.receive_seconds),
+            **late,
         },
         memory_bytes={name: round(value) for name, value in cost.memory_bytes.items()},
     )

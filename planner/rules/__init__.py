@@ -2,7 +2,7 @@
 
 from .saved import kept_extra_bytes, saved, saved_extra_bytes
 from .storage import storage_of
-from .strategies import axis_strategies, has_rule
+from .strategies import axis_strategies, has_rule, strategies_form
 from .table import RULES
 from .work import Work, work
 
@@ -15,5 +15,6 @@ __all__ = [
     "saved",
     "saved_extra_bytes",
     "storage_of",
+    "strategies_form",
     "work",
 ]

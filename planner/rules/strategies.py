@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..graph import Graph, Node
+from typing import Any
+
+from ..graph import Graph, Node, Ref, flat_form
 from ..layout import INVARIANT, REPLICATE, AxisStrategy, Placement, shard
 from .balanced_attention import balanced_strategies
 from .case import Case
@@ -51,6 +53,23 @@ def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrateg
         *exchanged_parts(case, axis_size), *derived[:-1],
         *balanced_strategies(case, derived, axis_size), derived[-1],
     )  # fmt: skip
+
+
+def strategies_form(node: Node, graph: Graph) -> tuple[Any, ...]:
+    """What ``axis_strategies`` depends on: equal for the same op in equal layers."""
+    return op_form(node, graph) if node.kind == "op" else (node.kind, node.outputs)
+
+
+def op_form(node: Node, graph: Graph) -> tuple[Any, ...]:
+    """What ``op_strategies`` depends on."""
+    parts: list[Any] = [node.op, node.rule, node.outputs]
+    for ref in node.inputs:
+        producer = graph.by_name[ref.name]
+        parts += (producer.outputs[ref.index], producer.kind == "op")
+    positions: dict[Ref, int] = {}
+    arguments = node.args, {k: v for k, v in node.kwargs.items() if k != "number"}
+    flat_form(arguments, lambda ref: positions.setdefault(ref, len(positions)), parts)
+    return tuple(parts)
 
 
 def _held(node: Node, axis_size: int) -> tuple[AxisStrategy, ...]:

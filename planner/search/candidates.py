@@ -26,6 +26,7 @@ from ..pricing.step import Pipeline, Step, message_seconds, simulated_step
 from ..pricing.weight_versions import num_versions, with_versions
 from ..schedules.held import Halves, is_split, most_held, splits
 from ..schedules.orders import round_size
+from ..schedules.schedules import parts_of_ranks
 from ..summary import RankSummary, schedule_text, summary_text
 from .branch_and_bound import PipelineProposal
 from .context import SearchContext
@@ -326,20 +327,31 @@ class Candidate:
 
     @property
     def spent_seconds(self) -> dict[str, float]:
-        """Seconds of a step by what they go to, on the busiest stage, and the bubble."""
-        busiest = max(self.costs, key=lambda cost: cost.forward_seconds + cost.backward_seconds)
-        seconds = busiest.seconds
-        count = self.num_microbatches * self.num_chunks
-        communication = seconds.forward_communication + seconds.backward_communication
-        states = sum(busiest.exposed_states)
+        """Seconds of a step by what they go to, on the busiest rank, and the bubble.
+
+        A rank has one part of the model or several (chunks); one with replicas runs each of its
+        two for half of the micro-batches.
+        """
+        num_ranks = len(self.costs) // self.num_chunks
+        ranks = parts_of_ranks(self.schedule, num_ranks, self.num_chunks)
+        count = self.num_microbatches * self.num_chunks / len(ranks[0])
+        costs = max(
+            ([self.costs[part] for part in parts] for parts in ranks),
+            key=lambda own: sum(cost.forward_seconds + cost.backward_seconds for cost in own),
+        )
         return {
-            "compute": count * sum(busiest.compute_seconds),
-            "communication": count * (communication + states),
-            "gradient synchronization": (busiest.step_seconds - seconds.optimizer)
-            * self.num_chunks,
-            "optimizer": seconds.optimizer * self.num_chunks,
+            "compute": count * sum(sum(cost.compute_seconds) for cost in costs),
+            "communication": count * sum(
+                cost.seconds.forward_communication + cost.seconds.backward_communication
+                + sum(cost.exposed_states)
+                for cost in costs
+            ),
+            "gradient synchronization": sum(
+                cost.step_seconds - cost.seconds.optimizer for cost in costs
+            ),
+            "optimizer": sum(cost.seconds.optimizer for cost in costs),
             "bubble": self.bubble_fraction * self.step_seconds,
-        }
+        }  # fmt: skip
 
     @property
     def summary(self) -> str:

@@ -32,7 +32,6 @@ from ..inter_op.submesh import (
 from ..intra_op.intra_op import IntraOp, Limits
 from ..intra_op.pulp_solver import find_solver
 from ..layout import Mesh
-from ..precision import with_precision
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.price_cache import PriceCache
 from ..pricing.prices import Prices, Rules
@@ -46,6 +45,7 @@ from ..requests.request import Request
 from ..schedules.held import Halves, halves
 from .costs import Costs, Runs
 from .space import place_key
+from .tables import GraphTables
 from .workers import StartWorkers, Workers, serial
 
 INTERRUPTED = "Ctrl-C"
@@ -53,6 +53,8 @@ INTERRUPTED = "Ctrl-C"
 
 LONG = 5_000
 """Of a search of no more work (``Budget.work``), no part is cut short."""
+
+ONE_DEVICE = Mesh(("dp",), (1,))
 
 Observe = Callable[[str, float, float], None]
 """(what is being done, how much is done, of how much)."""
@@ -104,12 +106,16 @@ class SearchContext:
         *,
         rules: Rules,
         basis: Basis,
+        tables: GraphTables | None = None,
     ) -> SearchContext:
+        """``tables``: those of other searches of this graph and format, by the same rules."""
         limit = request.memory_limit_bytes
         if limit is None:
             limit = cluster.usable_memory_bytes
+        if tables is None or basis.asked is not None:  # what is asked is noted as it is made
+            tables = GraphTables.of(graph, blocks, request.precision)
         return SearchContext(
-            Structure(with_precision(graph, request.precision), blocks),
+            tables.structure,
             cluster,
             request,
             rules,
@@ -124,6 +130,8 @@ class SearchContext:
             Budget.of(request.time_limit_seconds),
             basis,
             by_template(graph, blocks, request.pins),
+            tables.cache,
+            tables.graphs,
         )
 
     def like(self, other: SearchContext) -> SearchContext:
@@ -237,15 +245,8 @@ class SearchContext:
     ) -> IntraOp:
         """The solver of a mesh; ``free``: with its axes left to the solver. ``link``: what its
         stages receive values over, if not over that from the devices before."""
-        ranks = tuple(range(first, first + mesh.size))
-        request = self.request
-        asked = self.basis.asked
-        prices = Prices(
-            mesh, self.cluster, ranks, request.precision, request.optimizer, self.rules, self.cache,
-            profile=self.basis.used,
-            asked=asked.of(self.num_microbatches(rows)) if asked is not None else None,
-            assumptions=self.basis.assumptions, states=request.states,
-        )  # fmt: skip
+        ranks, request = tuple(range(first, first + mesh.size)), self.request
+        prices = self._prices(rows, mesh, ranks)
         if link is None:
             link = self.cluster.entry_link(first, mesh.size)
         limits = self.limits_on(ranks)
@@ -258,6 +259,27 @@ class SearchContext:
             model = StageModel(self.at(rows), prices, limited, link)
             self.solvers[key] = IntraOp(model, limits, self.budget)
         return self.solvers[key]
+
+    def _prices(self, rows: int, mesh: Mesh, ranks: tuple[int, ...]) -> Prices:
+        request, asked = self.request, self.basis.asked
+        return Prices(
+            mesh, self.cluster, ranks, request.precision, request.optimizer, self.rules, self.cache,
+            profile=self.basis.used,
+            asked=asked.of(self.num_microbatches(rows)) if asked is not None else None,
+            assumptions=self.basis.assumptions, states=request.states,
+        )  # fmt: skip
+
+    def check_total_bytes(self) -> None:
+        """Raises InfeasibleError AP301 where the model is larger than all devices together."""
+        if len({host.device.kind for host in self.cluster.hosts}) > 1:
+            return  # these hold a state in different numbers of bytes
+        rows, ranks = min(self.microbatch_rows), range(self.cluster.num_devices)
+        runs = Runs(self.at(rows), self.classes, self.num_microbatches(rows))
+        total = runs.least_bytes.total(self._prices(rows, ONE_DEVICE, (0,)))
+        room = sum(self.limits_on((rank,)).memory_bytes for rank in ranks)
+        if total > room:
+            excess = (total - room) / len(ranks)
+            raise does_not_fit(excess, self.limits, self.request, self.cluster)
 
     def limits_on(self, ranks: Sequence[int]) -> Limits:
         """A stage's limits: the memory of its own devices, unless the request has one."""

@@ -6,6 +6,9 @@ D parts. A stage holds its states; of every block what autograd keeps or, if the
 recomputed, what it is the first to read of other blocks; in the backward of each block what
 autograd keeps of it in any case, made again or not; and what its largest op reads and writes. No
 table is made for this, so runs that cannot fit cost nothing.
+
+And of the whole model what all devices together hold at least, however it is cut into stages: its
+states, and of every block what it keeps of one micro-batch.
 """
 
 from __future__ import annotations
@@ -76,6 +79,21 @@ class LeastBytes:
         for column in (own[:, 1], own[:, 2], leaves):
             found += most(column, starts, stops)
         return found
+
+    def total(self, prices: Prices) -> float:
+        """Of all devices together, for all blocks, at least."""
+        structure, shared = self.structure, dict[str, None]()
+        sizes = {
+            kind: self._of_block(block, prices).on(1)[0]
+            for kind, block in structure.blocks.kinds.items()
+        }
+        for block in structure.blocks.blocks:
+            shared |= dict.fromkeys(name for name in block.parameters if structure.is_shared(name))
+        nodes = (structure.graph[name] for name in shared)
+        once = [_states(node.spec, prices.policy) for node in nodes if node.kind == "parameter"]
+        return sum(sizes[block.kind] for block in structure.blocks.blocks) + float(
+            sum(numel * size for numel, size in once)
+        )
 
     def _of_block(self, block: Block, prices: Prices) -> _BlockSizes:
         graph, nodes = self.structure.graph, [self.structure.graph[name] for name in block.nodes]

@@ -75,3 +75,9 @@ class SerialWorkers:
 def serial(context: SearchContext, sizes: Sizes) -> Workers:
     """Workers that are this process."""
     return SerialWorkers(context, parts_of(context, sizes))
+
+
+def undivided(context: SearchContext, sizes: Sizes) -> Workers:
+    """This process, which searches all sizes as one part: what it finds with one of them ends
+    the search of others sooner."""
+    return SerialWorkers(context, (sizes,))

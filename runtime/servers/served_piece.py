@@ -12,27 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import Optimizer
 
 from ...cost_model.consistency import Clocks
 from ...planner.errors import UsageError
 from ...planner.server_shards import Shard
-from ..optimizer import BuildOptimizer, built, default_optimizer
-
-ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adadelta, ASGD, Rprop)
-"""Optimizers that step each element by itself, and so parts of a parameter as they do the whole."""
+from ..optimizer import ELEMENTWISE, BuildOptimizer, built, default_optimizer
 
 
 class ServedPiece:

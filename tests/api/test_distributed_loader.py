@@ -96,6 +96,19 @@ def join(case: Case, text: str) -> Trainer:
     return make_trainer(case.model, text)
 
 
+def go_on(case: Case, text: str, state: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """On a rank: what differs of the second epoch from ``state`` on, and the state a batch on."""
+    trainer = join(case, text)
+    mine = autoparallel.distribute(LOADERS["shuffled"](), Joined(trainer))
+    mine.load_state_dict(state)
+    rest, wrong, after = epochs("shuffled")[1][1:], [], {}
+    for at, (batch, whole) in enumerate(zip(mine, rest, strict=True)):
+        after = after or mine.state_dict()
+        if not is_part(trainer, batch, whole):
+            wrong.append(f"batch {at}")
+    return wrong, after
+
+
 def compare_order(case: Case, text: str) -> list[str]:
     """On a rank: what differs from its rows of the batches of one device."""
     trainer, wrong = join(case, text), []
@@ -183,9 +196,62 @@ def test_an_epoch_with_a_smaller_last_batch_trains_like_one_device(parallel: str
     assert run_processes(num_ranks, train, case, text, timeout_seconds=250) == [[]] * num_ranks
 
 
-def test_outside_torchrun_the_loader_comes_back() -> None:
-    loader = LOADERS["plain"]()
-    assert autoparallel.distribute(loader) is loader
+def equal(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> bool:
+    return len(ours) == len(theirs) and all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_outside_torchrun_the_batches_are_the_loaders_own(name: str) -> None:
+    plain = epochs(name)
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    loader = autoparallel.distribute(LOADERS[name]())
+    assert equal(list(loader), plain[0])
+    assert equal(list(loader), plain[1])
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_outside_torchrun_a_loader_goes_on_in_the_middle_of_an_epoch(name: str) -> None:
+    plain = epochs(name)
+    torch.manual_seed(5)
+    loader = autoparallel.distribute(LOADERS[name]())
+    list(loader)
+    iterator = iter(loader)
+    next(iterator)
+    state, random = loader.state_dict(), torch.get_rng_state()
+    torch.manual_seed(77)
+    resumed = autoparallel.distribute(LOADERS[name]())
+    resumed.load_state_dict(state)
+    torch.set_rng_state(random)
+    assert resumed.state_dict()["epoch"] == 0
+    assert equal(list(resumed), plain[1][1:])
+    assert resumed.state_dict()["epoch"] == 1
+
+
+def test_a_state_of_before_the_first_epoch_is_a_beginning() -> None:
+    loader = autoparallel.distribute(LOADERS["shuffled"]())
+    loader.load_state_dict(autoparallel.distribute(LOADERS["shuffled"]()).state_dict())
+    plain = epochs("shuffled")
+    torch.manual_seed(5)
+    assert equal(list(loader), plain[0])
+
+
+def test_a_state_saved_outside_torchrun_goes_on_under_a_plan_and_back() -> None:
+    num_ranks, case, text = plan_of("dp=2")
+    torch.manual_seed(5)
+    loader = autoparallel.distribute(LOADERS["shuffled"]())
+    list(loader)
+    next(iter(loader))
+    found = run_processes(num_ranks, go_on, case, text, loader.state_dict(), timeout_seconds=250)
+    for wrong, state in found:
+        assert wrong == []
+        back = autoparallel.distribute(LOADERS["shuffled"]())
+        back.load_state_dict(state)
+        assert equal(list(back), epochs("shuffled")[1][2:])
 
 
 def test_loaders_that_are_not_of_global_batches_are_refused(

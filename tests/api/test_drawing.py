@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from handmade import flat_plan, pipeline_plan
+from small_graphs import cluster, mlp
 
 from autoparallel import describe
+from autoparallel.planner.find_plan import plan as find_plan
 from autoparallel.planner.plan import Plan
-from autoparallel.report.drawing import drawing
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.report.drawing import drawing, legend, timeline_of
 
 
 def two_stages() -> Plan:
@@ -43,3 +47,24 @@ def test_the_report_has_the_drawing_at_80_columns() -> None:
     text = describe(two_stages())
     assert "Timeline of a step (F forward, B backward)" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
+def test_a_split_backward_is_drawn_by_its_own_weight_gradients(schedule: str) -> None:
+    """Whose seconds are not half of the backward's: the plan says what they are."""
+    forced = Forced(pp=4, schedule=schedule, num_microbatches=8)
+    slow = cluster(4, bytes_per_second=1e6, flops=1e6)
+    found = find_plan(*mlp(8, rows=8), slow, Request(8, forced=forced))
+    seconds = [stage.prediction.seconds for stage in found.stages]
+    assert all(0 < own["weight_gradients"] < own["backward"] for own in seconds)
+    timeline = timeline_of(found)
+    assert timeline is not None
+    assert timeline.step_seconds == pytest.approx(found.prediction.step_seconds, rel=1e-9)
+
+
+def test_signs_are_explained_where_they_are_drawn() -> None:
+    assert legend("rank 0  FFBB") == ""
+    assert legend("rank 10  gFFWW") == "W weights' gradients, g parameters gathered"
+    assert legend("rank 0  Ff..\n     …  2 more") == (
+        ". waiting, small letters: every second stage of a rank"
+    )

@@ -11,7 +11,7 @@ import autoparallel
 from autoparallel.__main__ import run_command
 from autoparallel.estimating import clusters_of, parse_devices
 from autoparallel.options import parse_count
-from autoparallel.planner.errors import UsageError
+from autoparallel.planner.errors import InfeasibleError, UsageError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
@@ -116,11 +116,35 @@ def test_devices_that_are_none_are_refused(text: str) -> None:
 
 
 def test_hosts_are_filled_before_there_are_more_of_them() -> None:
-    assert [each.num_devices for each in clusters_of("A100-40GB", 64)] == [1, 2, 4, 8, 16, 32, 64]
+    assert [each.num_devices for each in clusters_of("A100-40GB", 64)] == [
+        *range(1, 9), 10, 12, 14, 16, 32, 48, 64,
+    ]  # fmt: skip
+    assert [each.num_devices for each in clusters_of("A100-40GB", 7)] == [1, 2, 3, 4, 5, 6, 7]
     assert [each.num_devices for each in clusters_of("4xH100", 64)] == [4]
     assert [each.num_devices for each in clusters_of("GB200", 300)] == [
-        1, 2, 4, 8, 16, 32, 64, 72, 144, 288,
+        *range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 72, 144, 216, 288,
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_full_planner_needs_as_many_devices(llama: str) -> None:
+    """30.1 GB of states, on cards of which two have 30.9 GB for all: three are needed, no power of
+    two. The full planner takes all proposers, schedules and stages of any size."""
+
+    def fits(count: int) -> bool:
+        try:
+            found = autoparallel.plan(
+                llama, cluster=f"{count}xT4", global_batch=4, seq=128, precision="fp16",
+                deny=["offload"], cache=False,
+            )  # fmt: skip
+        except InfeasibleError:
+            return False
+        return found.prediction.peak_memory_bytes <= found.cluster.usable_memory_bytes
+
+    (full,) = autoparallel.estimate(
+        llama, devices="T4", global_batch=4, seq=128, lora="none", processes=1
+    )
+    assert next(filter(fits, (1, 2, 3, 4))) == full.num_devices == 3
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "0", "1e", "15 tokens", "1.2.3"])

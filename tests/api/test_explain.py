@@ -10,11 +10,13 @@ import pytest
 
 import autoparallel
 from autoparallel.__main__ import run_command
-from autoparallel.explaining import explain
+from autoparallel.explaining import explain, undivided
 from autoparallel.plan_variants import Alternative
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.layout import Mesh
 from autoparallel.recaptured import Recaptured, recaptured
-from autoparallel.what_if import changed_cluster, what_if, why_not
+from autoparallel.report.explanation import changed_text
+from autoparallel.what_if import Changed, changed_cluster, what_if, why_not
 
 MODEL = """
 import torch
@@ -180,7 +182,12 @@ def test_blocks_and_stages_have_alternatives(models: dict[str, Recaptured]) -> N
 
 @pytest.mark.parametrize(
     ("name", "similar"),
-    [("layers.0.up.wieght", "layers.*.up.weight"), ("recomputation", "recompute"), ("?", "zero")],
+    [
+        ("layers.0.up.wieght", "layers.*.up.weight"),
+        ("recomputation", "recompute"),
+        ("?", "zero"),
+        ("stage 9", "the one stage is stage 0"),
+    ],
 )
 def test_an_unknown_name_gets_similar_ones(
     models: dict[str, Recaptured], name: str, similar: str
@@ -223,6 +230,36 @@ def test_a_slower_link_costs_a_plan_what_planning_for_it_says(
         f"tp=4,{FORCED}", 20.0,
     )  # fmt: skip
     assert forced.prediction.step_seconds <= found.same.prediction.step_seconds * (1 + 1e-6)
+
+
+def test_a_change_that_nothing_fits_names_no_plan_as_the_answer(
+    models: dict[str, Recaptured],
+) -> None:
+    """NCCL alone takes more than is left, which no plan changes."""
+    found = what_if(models["tp"], ["device.memory_bytes=0.9GiB"], 20.0)
+    assert not found.stays
+    assert "no plan was found that fits" in changed_text(found)
+
+
+def test_a_plan_that_ties_with_the_one_that_is_found_stays(models: dict[str, Recaptured]) -> None:
+    plan = models["tp"].plan
+    faster = replace(
+        plan,
+        prediction=replace(plan.prediction, step_seconds=plan.prediction.step_seconds * 0.9999),
+    )
+    assert Changed(plan, plan, faster).stays
+    assert "stays the best" in changed_text(Changed(plan, plan, faster))
+
+
+def test_what_cannot_be_split_names_the_mesh_that_does_not_divide_it(
+    models: dict[str, Recaptured],
+) -> None:
+    """Of stages on meshes of two kinds it is the second that splits samples."""
+    plan = models["pp"].plan
+    whole, split = plan.stages
+    mixed = replace(plan, stages=(replace(whole, mesh=Mesh(("tp",), (2,))), split))
+    assert undivided(mixed, 1) == split.mesh == Mesh(("dp",), (2,))
+    assert undivided(mixed, 2) is None
 
 
 def test_figures_of_a_cluster_change_by_value_unit_and_factor(

@@ -1,107 +1,47 @@
-"""The page in a real browser: it renders, its script runs, it reads well wide and narrow.
-
-The page stands in two frames, 1280 and 390 pixels wide, of a document whose script presses keys
-and buttons in them and notes what it finds. Chromium prints that document as it is in the end.
-"""
+"""The page in a real browser: it renders, its script runs, it reads well wide and narrow."""
 
 from __future__ import annotations
 
-import html
-import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import DARK, check_frames, needs_browser, probed
 from pages import SECTIONS, full_page
 
-WIDTHS = (1280, 390)
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-BROWSER = next((path for name in NAMES if (path := shutil.which(name))), None)
+pytestmark = needs_browser
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(NAMES)} is installed")
-
-PROBE = """
-const found = [];
-addEventListener("load", () => setTimeout(() => {
-  document.querySelectorAll("iframe").forEach((frame) => {
-    const doc = frame.contentDocument, win = frame.contentWindow, own = { errors: win.faults };
-    const press = (id, key) => doc.getElementById(id).dispatchEvent(
-      new win.KeyboardEvent("keydown", { key, bubbles: true }));
-    own.overflow = doc.documentElement.scrollWidth - win.innerWidth;
-    own.sections = [...doc.querySelectorAll("section")].map((each) =>
-      [each.id, each.getBoundingClientRect().height, each.getBoundingClientRect().right]);
-    own.background = win.getComputedStyle(doc.body).backgroundColor;
-    own.ticks = [...doc.querySelectorAll(".ticks span")].map((each) => each.textContent);
-    const said = doc.getElementById("schedule-said"), svg = doc.querySelector(".plot svg");
-    const forwards = [...svg.querySelectorAll("path.F")];
-    own.boxes = forwards.map((each) => each.getBoundingClientRect().width);
-    press("timeline", "ArrowRight"); own.first = said.textContent;
-    press("timeline", "ArrowRight"); own.second = said.textContent;
-    press("timeline", "ArrowDown"); own.below = said.textContent;
-    own.marked = !doc.querySelector(".selected").hidden;
-    own.before = svg.getAttribute("viewBox");
-    doc.querySelector("[data-zoom=in]").click(); own.zoomed = svg.getAttribute("viewBox");
-    press("timeline", "Home"); own.after = svg.getAttribute("viewBox");
-    press("memory-chart", "ArrowRight"); own.memory = doc.getElementById("memory-said").textContent;
-    const table = doc.querySelector("#candidates table"), head = table.tHead.rows[0].cells[1];
-    const steps = () => [...table.tBodies[0].rows].map((row) => Number(row.cells[1].dataset.value));
-    const sorted = () => [steps(), head.getAttribute("aria-sort")];
-    head.querySelector("button").click(); own.ascending = sorted();
-    head.querySelector("button").click(); own.descending = sorted();
-    found.push(own);
-  });
-  const out = document.createElement("pre");
-  out.id = "found"; out.textContent = JSON.stringify(found);
-  document.body.append(out);
-}, 200));
+WHAT = """
+own.ticks = [...doc.querySelectorAll(".ticks span")].map((each) => each.textContent);
+const said = doc.getElementById("schedule-said"), svg = doc.querySelector(".plot svg");
+const forwards = [...svg.querySelectorAll("path.F")];
+own.boxes = forwards.map((each) => each.getBoundingClientRect().width);
+press("timeline", "ArrowRight"); own.first = said.textContent;
+press("timeline", "ArrowRight"); own.second = said.textContent;
+press("timeline", "ArrowDown"); own.below = said.textContent;
+own.marked = !doc.querySelector(".selected").hidden;
+own.before = svg.getAttribute("viewBox");
+doc.querySelector("[data-zoom=in]").click(); own.zoomed = svg.getAttribute("viewBox");
+press("timeline", "Home"); own.after = svg.getAttribute("viewBox");
+press("memory-chart", "ArrowRight"); own.memory = doc.getElementById("memory-said").textContent;
+const table = doc.querySelector("#candidates table"), head = table.tHead.rows[0].cells[1];
+const steps = () => [...table.tBodies[0].rows].map((row) => Number(row.cells[1].dataset.value));
+const sorted = () => [steps(), head.getAttribute("aria-sort")];
+head.querySelector("button").click(); own.ascending = sorted();
+head.querySelector("button").click(); own.descending = sorted();
 """
-
-CATCH = (
-    "<script>window.faults = []; addEventListener('error', (e) => faults.push(e.message));"
-    "const say = console.error; console.error = (...all) => { faults.push(all.join(' '));"
-    " say(...all); };</script>"
-)
-"""Before all of a frame's own scripts."""
-
-
-def probed(page: str, folder: Path, scheme: int) -> list[dict[str, Any]]:
-    """What the probe found in each frame; ``scheme`` 0 is dark, 1 light."""
-    caught = html.escape(page.replace("<head>", f"<head>{CATCH}", 1))
-    frames = "".join(
-        f'<iframe width="{width}" height="900" srcdoc="{caught}"></iframe>' for width in WIDTHS
-    )
-    path = folder / "probe.html"
-    path.write_text(f"<!doctype html><body>{frames}<script>{PROBE}</script></body>")
-    assert BROWSER is not None
-    command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
-        f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=5000",
-        f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom", path.as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    match = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert match is not None, done.stderr
-    found: list[dict[str, Any]] = json.loads(html.unescape(match.group(1)))
-    return found
 
 
 @pytest.fixture(scope="module")
 def frames(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return probed(full_page(), tmp_path_factory.mktemp("browser"), scheme=1)
+    return probed(full_page(), WHAT, tmp_path_factory.mktemp("browser"))
 
 
 def test_every_section_renders_without_errors_and_fits_the_width(
     frames: list[dict[str, Any]],
 ) -> None:
-    assert len(frames) == len(WIDTHS)
-    for found, width in zip(frames, WIDTHS, strict=True):
-        assert found["errors"] == []
-        assert found["overflow"] <= 0
-        assert [name for name, _, _ in found["sections"]] == list(SECTIONS)
-        assert all(height > 30 and right <= width for _, height, right in found["sections"])
+    check_frames(frames, SECTIONS)
 
 
 def test_the_schedule_is_drawn_and_zooms(frames: list[dict[str, Any]]) -> None:
@@ -146,7 +86,7 @@ def test_the_candidates_are_sorted_by_a_click_on_a_heading(frames: list[dict[str
 def test_the_page_is_dark_where_the_reader_wants_it(
     frames: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    dark = probed(full_page(), tmp_path, scheme=0)
+    dark = probed(full_page(), WHAT, tmp_path, DARK)
     assert frames[0]["background"] == "rgb(255, 255, 251)"
     assert dark[0]["background"] == "rgb(23, 23, 21)"
     assert dark[0]["errors"] == []

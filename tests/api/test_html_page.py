@@ -6,11 +6,10 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 from handmade import flat_plan, pipeline_plan
-from pages import BASELINES, SECTIONS, drawn_plan, full_page, full_sources
+from pages import BASELINES, SECTIONS, Outline, drawn_plan, full_page, full_sources
 
 from autoparallel.html import Sources, notebook, page
 from autoparallel.html.candidates import candidate_chart, pareto_front
@@ -18,43 +17,6 @@ from autoparallel.html.parts import block_cells, cluster_hosts, weight_groups
 from autoparallel.html.schedule import UNITS, WAITS, schedule_view
 from autoparallel.planner.plan import Plan
 from autoparallel.report.drawing import timeline_of
-
-VOID = {"meta", "link", "br", "hr", "img", "input", "col"}
-CLOSED_IN_SVG = {"rect", "line", "path", "circle"}
-
-
-class Outline(HTMLParser):
-    """What a page consists of: tags with attributes, texts by tag, and what is not closed."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[tuple[str, str]] = []
-        self.wrong: list[str] = []
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        self.wrong += self._open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        if not self._open or self._open.pop() != tag:
-            self.wrong.append(f"</{tag}> at {self.getpos()}")
-
-    def handle_data(self, data: str) -> None:
-        if self._open and data.strip():
-            self.texts.append((self._open[-1], data.strip()))
-
-    def attributes(self, name: str) -> list[str]:
-        return [own[name] or "" for _, own in self.tags if name in own]
-
 
 PAGES = {
     "full": full_page,

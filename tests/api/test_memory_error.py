@@ -25,9 +25,12 @@ SIZES = (
     "--global-batch", "8", "--cluster", "cpu:2", "--profile", "analytic",
 )  # fmt: skip
 STARVED = """
-import os, resource
+import ctypes, os, resource
 import gpt
 from gpt import build_model, build_optimizer, example_batch
+
+M_MMAP_THRESHOLD = -3
+ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
 
 
 def build_data(rank, world, *, global_batch=8, seq=64, seed=0, start=0):
@@ -41,7 +44,8 @@ def build_data(rank, world, *, global_batch=8, seq=64, seed=0, start=0):
             resource.setrlimit(resource.RLIMIT_AS, (used + 100_000, used + 100_000))
         yield batch
 """
-"""The example, in which rank 1 may allocate nothing more from its second step on."""
+"""The example, in which rank 1 may allocate nothing more from its second step on. What it frees
+goes back to the system: no step can do with the memory of the one before."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,9 @@ def test_a_run_says_what_was_held_and_its_advice_gives_a_smaller_plan(folder: Pa
         "-m", "autoparallel", "run", "plan.json", "--steps", "4", folder=folder
     )  # fmt: skip
     assert done.returncode == 22, done.stdout + done.stderr
-    assert "error[AP803]: rank 1 of 2 ran out of memory (1" in done.stderr
+    assert re.search(r"error\[AP803\]: rank 1 of 2 ran out of memory \(\d", done.stderr), (
+        done.stderr
+    )
     row = re.search(r"optimizer states +([\d.]+) MiB +([\d.]+) MiB", done.stderr)
     assert row is not None, done.stderr
     assert float(row[1]) == pytest.approx(float(row[2]), rel=0.01)

@@ -128,7 +128,7 @@ def test_blocks_are_sorted_by_how_wrong_their_prediction_was(
     capsys.readouterr()
     arguments = [
         "explain", str(folder / "specified.json"), "--measured", str(folder / "run.jsonl"),
-        "--database", str(folder / "profile.sqlite"),
+        "--database", str(folder / "profile.sqlite"), "--trust",
     ]  # fmt: skip
     assert run(*arguments, "--json") == 0
     found = json.loads(capsys.readouterr().out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,9 @@ from autoparallel.report.facts import (
     rank_seconds,
     stages_of_ranks,
 )
-from autoparallel.report.page import shown_stages, stages
+from autoparallel.report.page import commands
+from autoparallel.report.printing import printed
+from autoparallel.report.stages import shown_stages, stages
 
 
 def test_no_line_is_wider_than_80_columns() -> None:
@@ -212,3 +215,29 @@ def test_of_many_stages_the_first_the_slowest_the_fullest_and_the_last_are_shown
     with console.capture() as captured:
         console.print(stages(many, limit=16))
     assert "and 48 stages between them" in captured.get()
+
+
+def test_names_of_blocks_stay_whole_and_zero_has_a_column_where_it_differs() -> None:
+    plan = pipeline_plan()
+    first = plan.stages[0]
+    named = [replace(block, name="model.layers.15") for block in first.blocks[:1]]
+    mesh = replace(first.mesh, shape=(128, 8))
+    devices = tuple(range(15360, 16384))
+    one = replace(first, blocks=tuple(named), devices=devices, mesh=mesh)
+    same = replace(plan, stages=(one, replace(plan.stages[1], zero=first.zero)))
+    text = printed(lambda console: console.print(stages(same, limit=4)))
+    assert re.search(r"model\.layers\.15 +15360–16383 +dp=128 tp=8 ", text)
+    assert max(map(len, text.splitlines())) <= 78
+    assert "ZeRO" not in text
+    other = replace(plan, stages=(first, replace(plan.stages[1], zero=3 - first.zero)))
+    assert "ZeRO" in printed(lambda console: console.print(stages(other, limit=4)))
+
+
+def test_next_steps_are_commands_alone_where_their_file_has_a_long_name() -> None:
+    def lines(path: str) -> list[str]:
+        steps = [(f"autoparallel run {path}", "train and measure")]
+        return printed(lambda console: console.print(commands(steps, 78))).splitlines()
+
+    assert lines("plan.json")[0].split("  ")[1] == "train and measure"
+    long = "runs/" + "x" * 50 + ".json"
+    assert [line.rstrip() for line in lines(long)] == [f"autoparallel run {long}"]

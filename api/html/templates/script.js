@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const read = (id) => JSON.parse(document.getElementById(id).textContent);
+  const read = (id) => JSON.parse(document.getElementById(id)?.textContent ?? "null");
   const seconds = (value) => {
     if (Math.abs(value) < 5e-10) return "0 s";
     for (const [scale, unit] of [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]])
@@ -24,6 +24,7 @@
     const names = { F: "Forward", B: "Backward", I: "Backward of inputs", W: "Backward of weights",
       STEP: "Optimizer", SEND_F: "Activations sent", SEND_B: "Gradients sent",
       REDUCE: "Sum of gradients", GATHER: "Gathering of parameters" };
+    const hint = said.textContent;
     let from = 0, to = units, place = null;
 
     const time = (unit) => (unit / units) * data.step;
@@ -65,8 +66,7 @@
           if (lane !== 0 || start > to || start + length < from || microbatch < 0) continue;
           const wide = (length / (to - from)) * width;
           if (wide < 17 || parts.length > 600) continue;
-          const dark = data.kinds[kind] === "W" ? " class=dark" : "";
-          parts.push(`<span${dark} style="left:${percent(start).toFixed(3)}%;width:${((100 * length) / (to - from)).toFixed(3)}%;top:${rank.lanes[0][0]}px">${wide > 60 ? `${stage}${data.kinds[kind]}${microbatch}` : microbatch}</span>`);
+          parts.push(`<span style="left:${percent(start).toFixed(3)}%;width:${((100 * length) / (to - from)).toFixed(3)}%;top:${rank.lanes[0][0]}px">${wide > 60 ? `${stage}${data.kinds[kind]}${microbatch}` : microbatch}</span>`);
         }
       });
       labels.innerHTML = parts.join("");
@@ -115,15 +115,21 @@
       const y = event.clientY - plot.getBoundingClientRect().top, unit = unitAt(event);
       const rank = data.ranks.findIndex((each) => y >= each.top && y <= each.top + each.height + 4);
       if (rank < 0) return clear();
-      const own = data.ranks[rank];
+      const own = data.ranks[rank], near = (4 / plot.clientWidth) * (to - from);
       const lane = Math.max(0, own.lanes.findIndex(([top, tall]) => y >= top && y <= top + tall + 1));
-      const hit = (row) => unit >= row[0] && unit <= row[0] + row[1];
-      const found = own.events.find((row) => row[5] === lane && hit(row));
+      const gap = (row) => Math.max(0, row[0] - unit, unit - row[0] - row[1]);
+      const hit = (row) => gap(row) === 0;
+      const inLane = own.events.filter((row) => row[5] === lane);
+      const found = inLane.find(hit);
       if (found) return choose(rank, found, false);
       const wait = own.waits.find(hit);
       if (wait && lane === 0) return choose(rank, wait, true);
+      const nearest = inLane.reduce((best, row) => (best && gap(best) <= gap(row) ? best : row), null);
+      if (nearest && gap(nearest) <= near) return choose(rank, nearest, false);
       clear();
+      said.textContent = `${data.ranks.length > 1 ? `Rank ${rank}, ` : ""}${data.streams[lane]}: nothing at ${seconds(time(unit))}.`;
     });
+    plot.addEventListener("pointerleave", () => { clear(); said.textContent = hint; });
     plot.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && !event.shiftKey) return;
       event.preventDefault();

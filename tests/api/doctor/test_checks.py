@@ -11,7 +11,7 @@ import pytest
 
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.doctor.checks import Finding, Wanted, check_machine
-from autoparallel.doctor.facts import Facts, Gpu, Interface, machine_facts, parse_gpus
+from autoparallel.doctor.facts import Facts, Gpu, Interface, machine_facts, parse_gpus, parse_triton
 from autoparallel.doctor.known import SUPPORTED_EXTRAS, SUPPORTED_TORCH
 
 GIB = 2**30
@@ -52,6 +52,12 @@ def gpu(**changes: Any) -> dict[str, Any]:
         ({"torch": "2.10.1+cu130"}, "FAIL", "torch", "2.11 to 2.15"),
         ({"torch": "2.16.0"}, "FAIL", "torch", "2.11 to 2.15"),
         ({"extras": {"torchao": "0.17.0"}}, "WARN", "torchao", "fp8"),
+        ({"triton": "3.6.0", "extras": {"triton": "3.4.0"}}, "WARN", "triton", "asks for 3.6.0"),
+        ({"triton": "3.6.0"}, "WARN", "triton", "none is installed"),
+        ({"nccl": "2.29.2"}, "WARN", "NCCL", "pytorch/pull/174338"),
+        ({"nccl": "2.28.9", "machine": "aarch64"}, "WARN", "NCCL", "marin/pull/8038"),
+        ({"nccl": "2.25.1"}, "WARN", "NCCL", "pytorch/issues/149153"),
+        ({"nccl": "2.26.1"}, "WARN", "NCCL", "aborted"),
         ({"kernel": "4.18.0-553"}, "WARN", "kernel", "hang"),
         (gpu(driver="535.104.05"), "FAIL", "driver", "too old for CUDA 13.0"),
         ({"torch_cuda": None}, "FAIL", "CUDA", "without CUDA"),
@@ -82,6 +88,8 @@ def gpu(**changes: Any) -> dict[str, Any]:
         ({"environment": {"NCCL_SOCKET_IFNAME": "=eth"}}, "FAIL", "NCCL_SOCKET_IFNAME", "=eth"),
         ({"environment": {"NCCL_P2P_DISABLE": "1"}}, "WARN", "NCCL_P2P_DISABLE", "NVLink"),
         ({"environment": {"NCCL_IB_DISABLE": "1"}}, "WARN", "NCCL_IB_DISABLE", "TCP"),
+        ({"environment": {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}}, "WARN",
+         "TORCH_NCCL_USE_COMM_NONBLOCKING", "2.26"),
         ({"environment": {"MALLOC_PERTURB_": "7"}}, "WARN", "MALLOC_PERTURB_", "filled"),
     ],
 )  # fmt: skip
@@ -106,6 +114,12 @@ def test_each_fault_is_named_with_its_fix(
         ({"environment": {"NCCL_SOCKET_IFNAME": "eth"}}, WANTED),
         ({"environment": {"NCCL_IB_DISABLE": "1"}, "infiniband": ()}, WANTED),
         ({"environment": {"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": "INFO"}}, WANTED),
+        ({"environment": {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}}, WANTED),
+        ({"triton": "3.6.0", "extras": {"triton": "3.6.1"}}, WANTED),
+        ({"nccl": "2.29.3", "machine": "aarch64"}, WANTED),
+        ({"nccl": "2.28.9", "machine": "x86_64"}, WANTED),
+        ({"nccl": "2.26.2"}, WANTED),
+        ({"nccl": ""}, WANTED),
         ({"addresses": ("127.0.1.1",)}, Wanted(parse_cluster("2xH100"))),
         ({"locked_bytes": 65536, "infiniband": ()}, WANTED),
         ({"gpus": (), "has_cuda": False, "torch_cuda": None, "torch": "2.13.0+cpu"}, Wanted()),
@@ -130,8 +144,16 @@ def test_gpus_are_read_from_nvidia_smi() -> None:
     assert (second.pcie_width, second.most_pcie_width) == (8, 16)
 
 
+def test_the_triton_that_torch_asks_for_is_read_from_its_requirements() -> None:
+    wheel = ["sympy>=1.13.3", "nvidia-nccl-cu13==2.28.9; platform_system == 'Linux'",
+             "triton==3.6.0; platform_system == 'Linux'"]  # fmt: skip
+    assert parse_triton(wheel) == "3.6.0"
+    assert parse_triton(["sympy>=1.13.3", "tritonclient==2.0"]) == ""
+
+
 def test_this_machine_has_facts() -> None:
     facts = machine_facts()
+    assert facts.machine
     assert facts.open_files > 0
     assert facts.free_bytes < facts.memory_bytes
     assert any(each.is_loopback for each in facts.interfaces)

@@ -99,9 +99,32 @@ def test_a_slow_level_is_compared_with_its_description() -> None:
 def test_a_slow_rank_and_a_slow_pair_are_named() -> None:
     """A rank in three pairs, all of them slow, is the cause; of one pair neither rank is."""
     found = named(times=times_of(CLUSTER, {3: 4.0}))
-    assert ("WARN", "rank 3 is slow to every rank that it was measured with") in found
+    assert ("WARN", "rank 3 on node1 is slow to every rank that it was measured with") in found
     found = named(times=times_of(CLUSTER, {(1, 3): 4.0}))
-    assert found == [("WARN", "ranks 1 and 3 take 4.0 times as long as the median pair")]
+    assert found == [("WARN", "ranks 1 and 3 take 4.0 times as long as others (node0, node1)")]
+
+
+@pytest.mark.parametrize("num_hosts", [3, 4, 5])
+def test_a_slow_host_is_named_and_its_neighbours_are_not(num_hosts: int) -> None:
+    """Of three hosts on a ring, a slow one makes two of three pairs slow, of four it makes half."""
+    cluster = parse_cluster(f"{num_hosts}x2xH100")
+    ranks = ranks_of(cluster)
+    inter = cluster.inter_link
+    times = [
+        replace(each, seconds=6 * each.seconds)
+        if cluster.link(*each.pair) == inter and {4, 5} & set(each.pair) else each
+        for each in times_of(cluster)
+    ]  # fmt: skip
+    found = [each.what for each in check_cluster(cluster, ranks, times) if each.level == "WARN"]
+    assert found[-1:] == ["host node2 (ranks 4–5) is slow to every host that it was measured with"]
+    assert not any("node0" in what or "node1" in what for what in found)
+
+
+def test_of_two_hosts_none_is_blamed_for_the_way_between_them() -> None:
+    cluster = parse_cluster("2x2xH100")
+    times = times_of(cluster, {cluster.inter_link.name: 4.0})
+    found = [each.what for each in check_cluster(cluster, ranks_of(cluster), times)]
+    assert not any("slow to every" in what for what in found)
 
 
 def test_ranks_elsewhere_than_described_are_named() -> None:

@@ -166,6 +166,22 @@ def options_of(
     return job, pool, list(_options(job, alike_pipelines(job, pool)))
 
 
+def test_what_a_rank_spends_is_no_more_than_the_step_and_all_of_its_chunks() -> None:
+    """Chunks are unlike: the first and last are short. A rank's compute is theirs together, so the
+    busiest rank's, with what it communicates and the optimizer, is at most the step."""
+    _, _, options = options_of(2, 8)
+    for option in options:
+        candidate = option.candidate()
+        if candidate is None:
+            continue
+        spent = candidate.spent_seconds
+        busy = sum(seconds for name, seconds in spent.items() if name != "bubble")
+        assert busy <= candidate.step_seconds * (1 + SAME), option
+        num_ranks = len(candidate.costs) // candidate.num_chunks
+        mean = sum(sum(cost.compute_seconds) for cost in candidate.costs) / num_ranks
+        assert spent["compute"] >= candidate.num_microbatches * mean * (1 - SAME)
+
+
 def oracle(job: SearchContext, option: Interleaving, candidate: Candidate) -> Evaluation:
     """What the evaluator says of the base's plan cut again, recomputed as the candidate is."""
     graph, blocks = job.structure.graph, job.structure.blocks

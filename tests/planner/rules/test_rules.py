@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kept_captures import capture_once
 
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
 from autoparallel.planner.layout import AxisStrategy
-from autoparallel.planner.rules import RULES, axis_strategies, has_rule
+from autoparallel.planner.rules import RULES, axis_strategies, has_rule, strategies_form
 from autoparallel.planner.rules.annotation import bind, parse
 from autoparallel.planner.rules.saved import saved
 from autoparallel.planner.rules.views import match_dims
+from autoparallel.targets import load_target
 
 F, INT, BOOL = "float32", "int64", "bool"
 X = Ref("x0")
@@ -348,3 +350,18 @@ def seconds_of(graph: Graph) -> float:
     for _ in range(2500):
         axis_strategies(graph["op"], graph, 2)
     return time.process_time() - start
+
+
+@pytest.mark.parametrize("name", ["examples/gpt.py", "hf:tests/models/mixtral"])
+def test_equal_forms_have_equal_strategies_and_equal_layers_have_equal_forms(name: str) -> None:
+    """Of all nodes of a model with tied weights and dropout, and of a mixture of experts."""
+    target = load_target(name, {})
+    graph = capture_once(target, target.example_batch(2, None), "fp32")[1].graph
+    by_form: dict[tuple[Any, ...], list[Node]] = {}
+    for node in graph:
+        by_form.setdefault(strategies_form(node, graph), []).append(node)
+    for nodes in by_form.values():
+        for size in (2, 3, 4):
+            every = [axis_strategies(node, graph, size) for node in nodes]
+            assert all(each == every[0] for each in every)
+    assert 1.5 * len(by_form) < len(graph.nodes)

@@ -10,9 +10,11 @@ from random_cases import random_case
 
 from autoparallel.planner import rules
 from autoparallel.planner.errors import InfeasibleError
+from autoparallel.planner.find_plan import run_proposers
 from autoparallel.planner.intra_op.intra_op import IntraOp
 from autoparallel.planner.pricing.assembly import reserve
 from autoparallel.planner.pricing.basis import DEFAULT
+from autoparallel.planner.pricing.structure import Run
 from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.least_bytes import LeastBytes
 
@@ -60,6 +62,52 @@ def test_on_one_device_all_states_are_counted_and_something_of_the_activations(s
     states = held["parameters"] + held["gradients"] + held["optimizer"] - shared
     least = bound[job.classes.firsts.index((0, number))]
     assert states < least <= found.cost.total_bytes - reserve(solver.model)
+
+
+def least_held(solver: IntraOp, run: Run) -> float:
+    """What the thriftiest way holds that is found when each is forbidden to hold what the one
+    before did."""
+    held, found = float("inf"), solver.best(run, 2, 1)
+    while found is not None:
+        held = found.cost.total_bytes
+        limits = replace(solver.limits, memory_bytes=held - 1)
+        found = IntraOp(solver.model, limits, solver.budget).best(run, 2, 1)
+    return held
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_all_devices_together_hold_what_the_whole_model_needs_however_it_is_cut(seed: int) -> None:
+    """In one stage on all devices, and in two on every part of them."""
+    job = job_of(seed)
+    rows, size = job.request.global_batch, job.cluster.num_devices
+    structure, number = job.at(rows), len(job.structure.blocks.blocks)
+
+    def held_by(start: int, stop: int, first: int, devices: int) -> float:
+        run = structure.run(start, stop)
+        return min(devices * least_held(each, run) for each in job.solvers_on(rows, first, devices))
+
+    (solver, *_) = job.solvers_on(rows, 0, 1)
+    total = LeastBytes(structure, job.classes).total(solver.model.prices)
+    states = sum(node.spec.numel * 16 for node in structure.graph.parameters)
+    assert states <= total <= held_by(0, number, 0, size)
+    for cut in range(1, number):
+        for devices in range(1, size):
+            first = held_by(0, cut, 0, devices)
+            assert total <= first + held_by(cut, number, devices, size - devices)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_model_larger_than_all_devices_is_refused_before_a_table_is_made(seed: int) -> None:
+    case = random_case(seed)
+    states = sum(node.spec.numel * 16 for node in case.graph.parameters)
+    limit = states // case.cluster.num_devices - 1
+    job = SearchContext.of(
+        case.graph, case.blocks, case.cluster, replace(case.request, memory_limit_bytes=limit),
+        rules=rules, basis=DEFAULT,
+    )  # fmt: skip
+    with pytest.raises(InfeasibleError, match="AP301"):
+        run_proposers(job)
+    assert not job.solvers
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,0 +1,66 @@
+"""Templates into HTML: one environment for all pages, and the filters that write figures.
+
+In: the name of a template and its values. Out: HTML that refers to no other file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.summary import mesh_text
+from autoparallel.report.comparison import change_text
+from autoparallel.report.page import stages_text
+from autoparallel.report.words import (
+    bytes_text,
+    count_text,
+    names_text,
+    percent_text,
+    ranks_text,
+    rate_text,
+    seconds_text,
+)
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def rendered(name: str, values: Mapping[str, Any]) -> str:
+    """A template with its values."""
+    return _environment().get_template(name).render(**values)
+
+
+def write_html(text: str, path: str) -> None:
+    """Writes a page. Raises UsageError AP343."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            "AP343", f"cannot write {path}", why=str(error.strerror), where="--html"
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    made.filters.update(
+        seconds=seconds_text, bytes=bytes_text, count=count_text, percent=percent_text,
+        rate=rate_text, ranks=ranks_text, names=names_text, json=_json, mesh=mesh_text,
+        stages=stages_text, change=change_text, wide=lambda share: f"{100 * share:.2f}%",
+    )  # fmt: skip
+    made.globals["include_text"] = lambda name: Markup((TEMPLATES / name).read_text("utf-8"))
+    return made
+
+
+def _json(value: Any) -> Markup:
+    """Data for a script element, which ends at no text inside."""
+    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))

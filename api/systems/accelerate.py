@@ -1,0 +1,241 @@
+"""Hugging Face Accelerate: a YAML file for ``accelerate launch --config_file``.
+
+The names are those of release 1.15. Source: ``accelerate/commands/config/config_args.py`` and
+``accelerate/parallelism_config.py`` of that release. ZeRO 3 is FSDP 2; ZeRO 1 and 2, and offloaded
+optimizer states, are DeepSpeed's; tensor and context parallelism stand beside FSDP 2.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.systems.deepspeed import CHECKPOINTING, WITHOUT_PIPELINE
+from autoparallel.systems.degrees import num_row_parts, rows
+from autoparallel.systems.features import FEATURES
+from autoparallel.systems.report import Difference
+from autoparallel.systems.system import RECIPE, Files, Job, System, write_for
+
+CONFIG = "accelerate.yaml"
+
+Backend = Literal["none", "ddp", "deepspeed", "fsdp", "tp"]
+"""What trains: one process, DDP, DeepSpeed, FSDP 2, or a model that is split as it is loaded."""
+
+LIMITS = {
+    **WITHOUT_PIPELINE,
+    "sp": "norms on whole sequences",
+    "ep": "data parallelism: every rank gathers all experts",
+    "selective": "recomputation of whole layers",
+    "mixed-recompute": "recomputation of all layers",
+    "weight-layouts": "whole weights, or split as the model's class says (tp_plan)",
+    "device-order": "ranks in the order data, context, tensor",
+    "compute-gradients": "gradients reduced in float32 by FSDP; by DeepSpeed as its own "
+    "configuration says",
+    "lora": "what the model's code trains: adapt it with peft",
+    "fp64": "fp32",
+    "adam": "the optimizer of your script", "sgd": "the optimizer of your script",
+    "sgd-momentum": "the optimizer of your script",
+}  # fmt: skip
+
+
+def write(job: Job) -> Files:
+    """The files of a job."""
+    own = job.configuration
+    found = launch_config(job)
+    comment = "# Written by autoparallel export --to accelerate, for accelerate 1.15.\n"
+    notes = [
+        f"in your script: DataLoader(batch_size={rows(own)}) and {accumulation(own)}: "
+        f"{rows(own)} × {own.num_microbatches} × {num_row_parts(own)} data-parallel ranks = "
+        f"{job.plan.model.global_batch} samples a step",
+        *backend_notes(own), RECIPE,
+    ]  # fmt: skip
+    start = f"{launcher(job)} train.py"
+    return Files({CONFIG: comment + yaml_text(found)}, start, tuple(backend_lost(own)),
+                 tuple(notes))  # fmt: skip
+
+
+def launcher(job: Job) -> str:
+    """The command that starts a script, on one host or on each."""
+    hosts = " --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
+    several = hosts if job.num_hosts > 1 else ""
+    return f"accelerate launch --config_file {job.folder / CONFIG}{several}"
+
+
+def accumulation(own: Configuration) -> str:
+    """How a script accumulates gradients; under FSDP sharded, as the plan's price counts them.
+
+    >>> accumulation(Configuration(dp=8, zero=1, num_microbatches=4))
+    'Accelerator(gradient_accumulation_steps=4)'
+    """
+    count = own.num_microbatches
+    if not accumulates_sharded(own):
+        return f"Accelerator(gradient_accumulation_steps={count})"
+    return (
+        f"plugin = GradientAccumulationPlugin(num_steps={count}, sync_each_batch=True), "
+        "Accelerator(gradient_accumulation_plugin=plugin)"
+    )
+
+
+def accumulates_sharded(own: Configuration) -> bool:
+    """Whether gradients have to be summed after every micro-batch to stay sharded."""
+    return backend_of(own) == "fsdp" and own.num_microbatches > 1
+
+
+def backend_of(own: Configuration) -> Backend:
+    """What trains a configuration.
+
+    >>> backend_of(Configuration(dp=8, zero=3)), backend_of(Configuration(dp=8, zero=1))
+    ('fsdp', 'deepspeed')
+    """
+    if own.num_devices == 1:
+        return "none"
+    if num_row_parts(own) * own.cp == 1:
+        return "tp"
+    if own.tp * own.cp == 1 and own.zero < 3 and (own.zero or own.offload == "optimizer"):
+        return "deepspeed"
+    if own.tp * own.cp == 1 and own.offload == "optimizer":
+        return "deepspeed"
+    return "ddp" if own.tp * own.cp == 1 and own.zero == 0 else "fsdp"
+
+
+def settled(own: Configuration) -> Configuration:
+    """What Accelerate can run of a configuration, its degrees kept."""
+    own = replace(
+        own, recompute="none" if own.recompute == "none" else "full", recompute_share=1.0,
+        recomputes_ends=False, sequence_parallel=None,
+        precision="fp32" if own.precision == "fp64" else own.precision,
+    )  # fmt: skip
+    match backend_of(own):
+        case "fsdp":
+            return replace(own, zero=max(own.zero, 2), gradient_dtype="master")
+        case "deepspeed":
+            return replace(own, zero=max(own.zero, 1))
+        case _:
+            return replace(own, zero=0, offload="none")
+
+
+def backend_lost(own: Configuration) -> list[Difference]:
+    """What a backend does otherwise than a plan, that its degrees do not tell."""
+    if backend_of(own) != "fsdp":
+        return []
+    lost = []
+    if own.zero == 2:
+        lost.append(Difference(
+            "ZeRO 0, 1 or 2 beside tensor or context parallelism",
+            "FSDP 2 that keeps parameters gathered between forward and backward "
+            "(reshard_after_forward false): it shards gradients and parameters too",
+        ))  # fmt: skip
+    if own.offload == "optimizer":
+        lost.append(
+            Difference(
+                FEATURES["offload"], "FSDP's offload, which moves parameters and gradients too"
+            )
+        )
+    return lost
+
+
+def backend_notes(own: Configuration) -> list[str]:
+    """What a script has to do itself."""
+    backend = backend_of(own)
+    notes = []
+    if own.tp > 1:
+        size = f"tp_size={own.tp}"
+        notes.append(
+            f'load the model with tp_plan="auto" and a device mesh of {size}'
+            + ("; every process is in the one tensor-parallel group" if backend == "tp" else "")
+        )
+    if own.cp > 1:
+        notes.append("run each step within accelerator.maybe_context_parallel(...)")
+    if own.recompute != "none" and backend != "fsdp":
+        notes.append(CHECKPOINTING)
+    if backend == "fsdp":
+        notes.append(
+            "FSDP wraps the layers that a Hugging Face model names; for other models add "
+            "fsdp_transformer_layer_cls_to_wrap"
+        )
+    return notes
+
+
+def launch_config(job: Job) -> dict[str, Any]:
+    """The configuration of ``accelerate launch``."""
+    own, backend = job.configuration, backend_of(job.configuration)
+    is_cpu = job.plan.cluster.hosts[0].device.kind == "cpu"
+    several = "MULTI_CPU" if is_cpu else "MULTI_GPU"
+    kinds = {"none": "NO", "deepspeed": "DEEPSPEED", "fsdp": "FSDP"}
+    found: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": kinds.get(backend, several),
+        "mixed_precision": own.precision if own.precision in ("bf16", "fp16", "fp8") else "no",
+        "num_processes": own.num_devices,
+        "num_machines": job.num_hosts,
+        "machine_rank": 0,
+        "use_cpu": is_cpu,
+        "main_training_function": "main",
+    }
+    if own.precision == "fp8":
+        found["fp8_config"] = {"backend": "AO"}
+    if own.compiled:
+        found["dynamo_config"] = {
+            "dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True,
+        }  # fmt: skip
+    if backend == "deepspeed":
+        found["deepspeed_config"] = {
+            "zero_stage": own.zero,
+            "gradient_accumulation_steps": own.num_microbatches,
+            "offload_optimizer_device": "cpu" if own.offload == "optimizer" else "none",
+            "offload_param_device": "none",
+        }
+    if backend == "fsdp":
+        found["fsdp_config"] = {f"fsdp_{name}": value for name, value in fsdp(own).items()}
+        if own.tp * own.cp > 1:
+            found["parallelism_config"] = {
+                f"parallelism_config_{name}": value for name, value in parallelism(own).items()
+            }
+    return found
+
+
+def fsdp(own: Configuration) -> dict[str, Any]:
+    """FSDP's settings; Accelerate writes them with ``fsdp_`` before each."""
+    return {
+        "version": 2,
+        "reshard_after_forward": own.zero == 3,
+        "offload_params": own.offload == "optimizer",
+        "activation_checkpointing": own.recompute != "none",
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "cpu_ram_efficient_loading": False,
+    }
+
+
+def parallelism(own: Configuration) -> dict[str, int]:
+    """The degrees of ``ParallelismConfig``."""
+    return {
+        "dp_replicate_size": 1, "dp_shard_size": num_row_parts(own),
+        "cp_size": own.cp, "tp_size": own.tp,
+    }  # fmt: skip
+
+
+def yaml_text(values: Mapping[str, Any]) -> str:
+    """A mapping of values and of mappings of values as YAML, whose values JSON can write.
+
+    >>> yaml_text({"a": 1, "b": {"c": "x", "d": True}})
+    'a: 1\\nb:\\n  c: "x"\\n  d: true\\n'
+    """
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            lines += [f"{name}:", *(f"  {key}: {json.dumps(each)}" for key, each in value.items())]
+        else:
+            lines.append(f"{name}: {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
+
+
+SYSTEM = System("Accelerate", "1.15", LIMITS, write, settled, lacks=("ep", "pp"))
+write_plan = functools.partial(write_for, SYSTEM)
+"""The writer of ``--to accelerate``."""
+
+assert set(LIMITS) <= set(FEATURES)

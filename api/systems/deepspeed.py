@@ -1,0 +1,131 @@
+"""DeepSpeed: its configuration as JSON.
+
+The names are those of release 0.19. Source: ``deepspeed/runtime/config.py`` of that release.
+Pipelines of DeepSpeed are written in the model's code, and so is its sequence parallelism, so no
+configuration has them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from typing import Any
+
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.plan import Precision
+from autoparallel.planner.schedules.catalogue import SCHEDULES
+from autoparallel.systems.degrees import rows
+from autoparallel.systems.features import FEATURES
+from autoparallel.systems.system import RECIPE, Files, Job, System, write_for
+
+CONFIG = "ds_config.json"
+
+WITHOUT_PIPELINE = {
+    "pp": "data parallelism over the same devices; a pipeline is written in the model's code",
+    **{name: "no schedule: it has no pipeline" for name, each in SCHEDULES.items()
+       if each.family == "synchronous"},
+    **{name: "one update a step, with the newest weights" for name, each in SCHEDULES.items()
+       if each.family == "asynchronous"},
+    "uneven-stages": "one stage",
+    "mixed-stages": "one mesh of all devices",
+    "branches": "one mesh of all devices",
+    "mixed-zero": "one ZeRO stage",
+    "uneven-shares": "equal shares: the step waits for the slowest device",
+    "gradient-sums": "what NCCL chooses",
+    "gradient-order": "sums as the backward makes gradients",
+    "servers": "data parallelism without servers",
+}  # fmt: skip
+"""What a system without pipelines does instead."""
+
+LIMITS = {
+    **WITHOUT_PIPELINE,
+    "sp": "norms on whole sequences",
+    "cp": "data parallelism, or tensor parallelism where the batch has too few samples; its "
+    "sequence parallelism is written in the model's code",
+    "selective": "recomputation of whole layers, which the model has to turn on",
+    "full": "the model has to turn it on: model.gradient_checkpointing_enable()",
+    "mixed-recompute": "recomputation of all layers",
+    "weight-layouts": "whole weights, or its own column and row splits over tp",
+    "device-order": "ranks in the order data, tensor",
+    "lora": "what the model's code trains: adapt it with peft before deepspeed.initialize",
+    "fp8": "bf16", "fp64": "fp32",
+    "compile": "engine.compile() in your script",
+}  # fmt: skip
+
+
+def write(job: Job) -> Files:
+    """The files of a job."""
+    own = job.configuration
+    text = json.dumps(config(own, job.plan.model.global_batch), indent=2) + "\n"
+    hosts = f"--hostfile hosts --num_nodes {job.num_hosts} " if job.num_hosts > 1 else ""
+    start = (
+        f"deepspeed {hosts}--num_gpus {job.devices_per_host} train.py --deepspeed "
+        f"--deepspeed_config {job.folder / CONFIG}"
+    )
+    notes = ["train.py is yours: deepspeed.initialize(config=args.deepspeed_config)", RECIPE]
+    if own.recompute != "none":
+        notes.insert(0, CHECKPOINTING)
+    if own.tp > 1:
+        notes.insert(0, "tensor parallelism is for Hugging Face models (AutoTP)")
+    return Files({CONFIG: text}, start, notes=tuple(notes))
+
+
+PRECISIONS: dict[Precision, Precision] = {"fp8": "bf16", "fp64": "fp32"}
+"""What stands for a precision that DeepSpeed lacks."""
+
+CHECKPOINTING = (
+    "the configuration does not turn recomputation on: call "
+    "model.gradient_checkpointing_enable(), without which it needs more memory"
+)
+
+
+def settled(own: Configuration) -> Configuration:
+    """What DeepSpeed can run of a configuration, its degrees kept."""
+    return replace(
+        own,
+        zero=max(own.zero, 1) if own.offload == "optimizer" else own.zero,
+        recompute="none" if own.recompute == "none" else "full",
+        recompute_share=1.0, recomputes_ends=False, sequence_parallel=None,
+        precision=PRECISIONS.get(own.precision, own.precision),
+    )  # fmt: skip
+
+
+def config(own: Configuration, global_batch: int) -> dict[str, Any]:
+    """The configuration; ranks of one tensor-parallel group take the same samples."""
+    found: dict[str, Any] = {
+        "train_batch_size": global_batch,
+        "train_micro_batch_size_per_gpu": rows(own),
+        "gradient_accumulation_steps": own.num_microbatches,
+        "optimizer": optimizer(own),
+        "zero_optimization": {"stage": own.zero},
+    }
+    if own.offload == "optimizer":
+        found["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if own.precision == "bf16":
+        found["bf16"] = {"enabled": True}
+    if own.precision == "fp16":
+        found["fp16"] = {"enabled": True, "loss_scale": 0}
+    if own.precision in ("bf16", "fp16"):
+        dtype = "fp32" if own.gradient_dtype == "master" else own.precision
+        found |= {"communication_data_type": dtype, "data_types": {"grad_accum_dtype": dtype}}
+    if own.tp > 1:
+        found["tensor_parallel"] = {"autotp_size": own.tp}
+    if own.ep > 1:
+        found["expert_parallel"] = {"enabled": True, "autoep_size": own.ep}
+    return found
+
+
+def optimizer(own: Configuration) -> dict[str, Any]:
+    """The optimizer, with no setting of its own but the momentum that it is named for."""
+    if own.optimizer.startswith("sgd"):
+        momentum = 0.9 if own.optimizer == "sgd-momentum" else 0.0
+        return {"type": "SGD", "params": {"momentum": momentum}}
+    return {"type": "AdamW" if own.optimizer == "adamw" else "Adam", "params": {}}
+
+
+SYSTEM = System("DeepSpeed", "0.19", LIMITS, write, settled, lacks=("cp", "pp"))
+write_plan = functools.partial(write_for, SYSTEM)
+"""The writer of ``--to deepspeed``."""
+
+assert set(LIMITS) <= set(FEATURES)

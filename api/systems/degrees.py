@@ -1,0 +1,191 @@
+"""The degrees that other systems have, of any plan.
+
+In: a plan. Out: a ``Configuration``: one mesh for every stage, one ZeRO stage, one share of
+recomputed layers. Where the stages of a plan differ, the configuration has what suits all of them;
+``features`` names what is lost by that.
+
+An axis of a plan's mesh means what its layouts do on it: on "tp" each op has the layout that is
+fastest, which may split samples or positions and no weight. ``axis_roles`` tells these apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from math import gcd, prod
+
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.layout import NodeLayout
+from autoparallel.planner.plan import BlockPlan, Plan, Recompute, StagePlan
+from autoparallel.planner.replicas import stages_of_ranks
+
+LAYER = re.compile(r"^(?P<list>.*?)\.?(?P<index>\d+)$")
+"""The name of a block of a list of layers: ``model.layers.3``."""
+
+NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "mean", "rsqrt", "pow")
+"""Ops of norms: on a split of positions they compute their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What a mesh splits: samples, weights (``tp``), positions (``cp``) and experts."""
+
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    splits_norms: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.tp * self.cp * self.ep
+
+
+def configuration_of(plan: Plan) -> Configuration:
+    """The configuration that is nearest to a plan, exact where its stages are alike."""
+    num_ranks = 1 if plan.servers is not None else len(stages_of_ranks(plan))
+    pp = _divisor(plan.cluster.num_devices, num_ranks)
+    is_cut = pp == num_ranks > 1
+    roles = common_roles(plan, pp)
+    modes = [block.recompute for stage in plan.stages for block in layers_of(plan, stage)]
+    recompute = _most_frugal(modes)
+    counts = tuple(len(layers_of(plan, stage)) for stage in plan.stages)
+    size, count = _microbatches(plan, roles)
+    return Configuration(
+        dp=roles.dp, tp=roles.tp, pp=pp, cp=roles.cp, ep=roles.ep,
+        zero=0 if plan.servers is not None else max(stage.zero for stage in plan.stages),
+        recompute=recompute, recompute_share=_recomputed_share(plan),
+        recomputes_ends=_recomputes_ends(plan, recompute),
+        microbatch_size=size, num_microbatches=count,
+        schedule=plan.schedule if is_cut else "1f1b",
+        num_chunks=len(plan.stages) // pp if is_cut else 1,
+        layers=counts if is_cut else None,
+        sequence_parallel=roles.splits_norms if roles.tp > 1 else None,
+        precision=plan.model.precision, optimizer=plan.model.optimizer, compiled=plan.compiled,
+        gradient_dtype=plan.model.gradient_dtype, offload=plan.offload,
+    )  # fmt: skip
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is at most ``most``.
+
+    >>> _divisor(8, 3), _divisor(8, 4)
+    (2, 4)
+    """
+    return max(each for each in range(1, most + 1) if number % each == 0)
+
+
+def common_roles(plan: Plan, pp: int) -> Roles:
+    """What the meshes of all stages split; of meshes that differ the most frequent that has as
+    many devices as each stage would have, else as much data parallelism as a micro-batch has
+    samples for, and tensor parallelism."""
+    size = plan.cluster.num_devices // pp
+    if plan.servers is not None:
+        return Roles(dp=size)
+    found = Counter(axis_roles(plan, stage) for stage in plan.stages)
+    fitting = [roles for roles, _ in found.most_common() if roles.size == size]
+    dp = gcd(size, plan.microbatch_size)
+    return fitting[0] if fitting else Roles(dp=dp, tp=size // dp)
+
+
+def axis_roles(plan: Plan, stage: StagePlan) -> Roles:
+    """What the axes of a stage's mesh split."""
+    degrees = {"dp": 1, "tp": 1, "cp": 1, "ep": 1}
+    splits_norms = False
+    for axis, (name, size) in enumerate(zip(stage.mesh.axes, stage.mesh.shape, strict=True)):
+        role = name if name in degrees else "tp"
+        if name == "tp":
+            role = _role_of_free_axis(plan, stage, axis)
+            splits_norms = role == "tp" and _splits_norms(stage, axis)
+        degrees[role] *= size
+    return Roles(**degrees, splits_norms=splits_norms)
+
+
+def layers_of(plan: Plan, stage: StagePlan) -> tuple[BlockPlan, ...]:
+    """The repeated layers among a stage's blocks: those of the longest numbered list."""
+    prefix = layer_list(plan)
+    return tuple(
+        block for block in stage.blocks
+        if prefix is None or ((m := LAYER.match(block.name)) and m["list"] == prefix)
+    )  # fmt: skip
+
+
+def layer_list(plan: Plan) -> str | None:
+    """The path of the longest numbered list of blocks; None where no block has a number."""
+    names = [block.name for stage in plan.stages for block in stage.blocks]
+    lists = Counter(match["list"] for name in names if (match := LAYER.match(name)))
+    return lists.most_common(1)[0][0] if lists else None
+
+
+def parameters(plan: Plan, stage: StagePlan) -> dict[str, NodeLayout]:
+    """The layouts of a stage's parameters, by name: what is held and belongs to a module."""
+    return {
+        name: layout for name, layout in stage.layouts.items()
+        if "." in name and not layout.inputs
+    }  # fmt: skip
+
+
+def _role_of_free_axis(plan: Plan, stage: StagePlan, axis: int) -> str:
+    held = [each.outputs[0][axis] for each in parameters(plan, stage).values()]
+    if any(placement.is_shard for placement in held) or not held:
+        return "tp"
+    splits = Counter(
+        layout.outputs[0][axis].dim
+        for layout in stage.layouts.values()
+        if layout.inputs and layout.outputs[0][axis].is_shard
+    )
+    if not splits:
+        return "tp"
+    return {0: "dp", 1: "cp"}.get(splits.most_common(1)[0][0], "tp")
+
+
+def _splits_norms(stage: StagePlan, axis: int) -> bool:
+    """Whether norms compute a part of the positions each (Korthikanti et al. 2022)."""
+    norms = [
+        layout.outputs[0][axis]
+        for name, layout in stage.layouts.items()
+        if name.startswith(NORMS) and layout.inputs
+    ]
+    return any(placement.is_shard and placement.dim == 1 for placement in norms)
+
+
+def _most_frugal(modes: list[Recompute]) -> Recompute:
+    order: tuple[Recompute, ...] = ("full", "selective", "none")
+    return next((mode for mode in order if mode in modes), "none")
+
+
+def _recomputed_share(plan: Plan) -> float:
+    """The part of its layers that the pipeline rank recomputes which recomputes most; 1 if none."""
+    shares = []
+    for own in stages_of_ranks(plan):
+        layers = [block for stage in own for block in layers_of(plan, plan.stages[stage])]
+        again = sum(block.recompute != "none" for block in layers)
+        shares.append(again / max(1, len(layers)))
+    return max(shares) or 1.0
+
+
+def _recomputes_ends(plan: Plan, recompute: Recompute) -> bool:
+    """Whether the blocks beside the layers are recomputed too."""
+    inside = {id(block) for stage in plan.stages for block in layers_of(plan, stage)}
+    rest = [block for stage in plan.stages for block in stage.blocks if id(block) not in inside]
+    return bool(rest) and recompute != "none" and all(block.recompute != "none" for block in rest)
+
+
+def _microbatches(plan: Plan, roles: Roles) -> tuple[int, int]:
+    """Samples and number of micro-batches: the plan's, or the most samples that can be split."""
+    batch, parts = plan.model.global_batch, roles.dp * roles.ep
+    count = plan.num_microbatches
+    while count > 1 and (batch % count or batch // count % parts):
+        count -= 1
+    return batch // count, count
+
+
+def num_row_parts(configuration: Configuration) -> int:
+    """The ranks that have samples of their own: "dp" times "ep"."""
+    return prod((configuration.dp, configuration.ep))
+
+
+def rows(configuration: Configuration) -> int:
+    """The samples of a micro-batch that each of these ranks computes."""
+    return configuration.microbatch_size // num_row_parts(configuration)

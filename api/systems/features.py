@@ -1,0 +1,222 @@
+"""What a plan uses that another system may lack, each with a name and a sentence.
+
+In: a plan. Out: its features. The names are those of ``--allow`` where it has one: tp, cp, ep, pp,
+zero1 to zero3, selective, full, offload, and the schedules. ``FEATURES`` says what each means; a
+system names those that it lacks, with what it does instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autoparallel.planner.plan import Plan, StagePlan, rows_text
+from autoparallel.planner.replicas import stages_of_ranks
+from autoparallel.planner.schedules.catalogue import SCHEDULES
+from autoparallel.planner.summary import SCHEDULE_TITLES, mesh_text, servers_text
+from autoparallel.systems.degrees import Roles, axis_roles, layers_of, parameters
+
+FEATURES = {
+    "tp": "tensor parallelism",
+    "sp": "sequence parallelism: norms split by positions within tp",
+    "cp": "context parallelism",
+    "ep": "expert parallelism",
+    "pp": "pipeline parallelism",
+    **{name: f"schedule {SCHEDULE_TITLES.get(name, name)}" for name, each in SCHEDULES.items()
+       if each.trains},
+    "uneven-stages": "stages of unequal numbers of layers",
+    "mixed-stages": "stages on meshes that differ",
+    "branches": "branches of the model on devices of their own",
+    "zero1": "ZeRO 1",
+    "zero2": "ZeRO 2",
+    "zero3": "ZeRO 3",
+    "mixed-zero": "ZeRO stages that differ by pipeline stage",
+    "selective": "selective recomputation",
+    "full": "full recomputation",
+    "mixed-recompute": "recomputation of some layers",
+    "offload": "masters and optimizer states in host memory",
+    "weight-layouts": "layouts of single weights",
+    "uneven-shares": "unequal shares of the batch",
+    "gradient-sums": "algorithms for sums of gradients",
+    "gradient-order": "sums of gradients in the order of the next forward",
+    "compute-gradients": "gradients summed in half precision",
+    "servers": "parameter servers",
+    "device-order": "the order of devices in the mesh",
+    "lora": "LoRA adapters",
+    "fp16": "fp16", "fp8": "fp8", "fp64": "fp64",
+    "adam": "Adam", "sgd": "SGD", "sgd-momentum": "SGD with momentum",
+    "compile": "compiled blocks",
+}  # fmt: skip
+"""Every feature that a plan may use beyond data parallelism, AdamW, fp32 and bf16."""
+
+MOST_NAMED = 3
+"""So many weights are named; the others are counted."""
+
+MOST_COUNTS = 16
+"""The layers of so many stages are given one by one."""
+
+COLUMN_NAMES = (
+    "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv", "qkv_proj", "query", "key",
+    "value", "c_attn", "c_fc", "fc1", "fc_in", "w1", "w3", "lm_head", "up", "gate",
+)  # fmt: skip
+ROW_NAMES = ("o_proj", "down_proj", "out_proj", "c_proj", "fc2", "fc_out", "w2", "down", "proj")
+"""Last parts of the names of modules that Megatron-LM's tensor parallelism splits by output, and
+by input (Shoeybi et al. 2019, arXiv:1909.08053, section 3)."""
+
+TRANSPOSED = ("c_attn", "c_fc", "c_proj")
+"""``Conv1D`` of transformers, whose weight is input by output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A use of something in a plan. ``text`` says what, with its numbers."""
+
+    name: str
+    text: str
+
+
+def features_of(plan: Plan) -> tuple[Feature, ...]:
+    """What a plan uses, each once."""
+    found = (
+        *_parallelism(plan), *_pipeline(plan), *_states(plan), *_recomputation(plan),
+        *_gradients(plan), *_settings(plan), *_layouts(plan),
+    )  # fmt: skip
+    return tuple({feature.name: feature for feature in reversed(found)}.values())[::-1]
+
+
+def _parallelism(plan: Plan) -> Iterator[Feature]:
+    every = [axis_roles(plan, stage) for stage in plan.stages]
+    for name, what in (("tp", "tensor"), ("cp", "context"), ("ep", "expert")):
+        if (most := max(getattr(roles, name) for roles in every)) > 1:
+            yield Feature(name, f"{what} parallelism, {name}={most}")
+    if any(roles.splits_norms for roles in every):
+        yield Feature("sp", FEATURES["sp"])
+    if plan.servers is not None:
+        yield Feature("servers", servers_text(plan.servers))
+    if shares := next((stage.shares for stage in plan.stages if stage.shares), ()):
+        yield Feature("uneven-shares", f"unequal shares of a micro-batch: {rows_text(shares)} rows")
+
+
+def _pipeline(plan: Plan) -> Iterator[Feature]:
+    if not plan.has_pipeline:
+        return
+    ranks = stages_of_ranks(plan)
+    yield Feature("pp", f"a pipeline of {len(ranks)} stages of devices")
+    title = SCHEDULE_TITLES.get(plan.schedule, plan.schedule)
+    chunks = f" with {plan.num_chunks} stages per rank" if plan.num_chunks > 1 else ""
+    yield Feature(plan.schedule, f"the schedule {title}{chunks}")
+    counts = [len(layers_of(plan, stage)) for stage in plan.stages]
+    if len(set(counts)) > 1:
+        texts = (
+            ", ".join(map(str, counts)) if len(counts) <= 16 else f"{min(counts)} to {max(counts)}"
+        )
+        yield Feature("uneven-stages", f"stages of {texts} layers")
+    meshes = list(dict.fromkeys(stage.mesh for stage in plan.stages))
+    if len(meshes) > 1:
+        texts = " and ".join(map(mesh_text, meshes[:4]))
+        yield Feature("mixed-stages", f"stages on meshes that differ: {texts}")
+    devices = [stage.devices for stage in plan.stages]
+    if any(set(a) & set(b) and set(a) != set(b) for a in devices for b in devices):
+        yield Feature("branches", "stages that share some of their devices")
+
+
+def _states(plan: Plan) -> Iterator[Feature]:
+    zeros = [stage.zero for stage in plan.stages]
+    if max(zeros) and plan.servers is None:
+        yield Feature(f"zero{max(zeros)}", f"ZeRO {max(zeros)}")
+    if len(set(zeros)) > 1:
+        yield Feature("mixed-zero", f"ZeRO stages {', '.join(map(str, zeros))} of its stages")
+    if plan.offload == "optimizer":
+        yield Feature("offload", FEATURES["offload"])
+
+
+def _recomputation(plan: Plan) -> Iterator[Feature]:
+    modes = [block.recompute for stage in plan.stages for block in layers_of(plan, stage)]
+    counts = {mode: modes.count(mode) for mode in ("full", "selective") if mode in modes}
+    for mode, count in counts.items():
+        yield Feature(mode, f"{mode} recomputation of {count} of {len(modes)} layers")
+    if counts and len(set(modes)) > 1:
+        texts = " and ".join(f"{count} {mode}" for mode, count in counts.items())
+        yield Feature("mixed-recompute", f"recomputation of some layers: {texts} of {len(modes)}")
+
+
+def _gradients(plan: Plan) -> Iterator[Feature]:
+    names = {each.algorithm for stage in plan.stages for each in stage.gradient_sums}
+    if chosen := sorted(names - {"library"}):
+        yield Feature("gradient-sums", f"sums of gradients by {', '.join(chosen)}")
+    if plan.gradient_order != "backward":
+        yield Feature("gradient-order", FEATURES["gradient-order"])
+    is_half = plan.model.precision in ("bf16", "fp16", "fp8")
+    if is_half and plan.model.gradient_dtype == "compute":
+        yield Feature("compute-gradients", f"gradients summed and held in {plan.model.precision}")
+
+
+def _settings(plan: Plan) -> Iterator[Feature]:
+    if plan.model.precision not in ("fp32", "bf16"):
+        yield Feature(plan.model.precision, f"precision {plan.model.precision}")
+    if plan.model.optimizer != "adamw":
+        yield Feature(plan.model.optimizer, f"optimizer {plan.model.optimizer}")
+    if plan.compiled:
+        yield Feature("compile", FEATURES["compile"])
+    if adapters := plan.model.settings.get("lora"):
+        yield Feature("lora", f"LoRA adapters alone are trained ({adapters})")
+    if plan.servers is None and not _has_usual_order(plan):
+        yield Feature("device-order", "devices in another order than pipeline, data, tensor")
+
+
+def _has_usual_order(plan: Plan) -> bool:
+    """Whether pipeline ranks follow each other in the cluster, each with its mesh in order."""
+    order = [plan.stages[own[0]].devices for own in stages_of_ranks(plan)]
+    flat = [device for devices in order for device in devices]
+    return flat == sorted(flat)
+
+
+def _layouts(plan: Plan) -> Iterator[Feature]:
+    odd: dict[str, str] = {}
+    for stage in plan.stages:
+        roles = axis_roles(plan, stage)
+        for name in sorted(parameters(plan, stage)):
+            for axis, text in _odd_axes(plan, stage, roles, name):
+                odd.setdefault(name, f"{name} {text} over {stage.mesh.axes[axis]}")
+    if odd:
+        texts = list(odd.values())
+        more = f" and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
+        named = "; ".join(texts[:MOST_NAMED])
+        yield Feature("weight-layouts", f"layouts of single weights: {named}{more}")
+
+
+def _odd_axes(plan: Plan, stage: StagePlan, roles: Roles, name: str) -> Iterator[tuple[int, str]]:
+    """Axes on which a weight lies otherwise than column and row parallelism put it."""
+    layout = stage.layouts[name].outputs[0]
+    usual = usual_dim(name, is_hub=plan.model.target.startswith("hf:"))
+    for axis, placement in enumerate(layout):
+        if stage.mesh.shape[axis] == 1 or stage.mesh.axes[axis] == "ep":
+            continue
+        is_tensor_axis = stage.mesh.axes[axis] == "tp" and roles.tp > 1
+        if not is_tensor_axis and placement.is_shard:
+            yield axis, f"split along dimension {placement.dim}"
+        elif is_tensor_axis and usual is not None and placement.is_shard and placement.dim != usual:
+            yield axis, f"split along dimension {placement.dim} (usually {usual})"
+        elif is_tensor_axis and usual is not None and not placement.is_shard:
+            yield axis, f"whole (usually split along dimension {usual})"
+
+
+def usual_dim(name: str, *, is_hub: bool) -> int | None:
+    """The dimension along which tensor parallelism usually splits a weight; None: not known.
+
+    >>> usual_dim("model.layers.0.mlp.down_proj.weight", is_hub=True)
+    1
+    >>> usual_dim("model.layers.0.input_layernorm.weight", is_hub=True)
+    """
+    *path, last = name.split(".")
+    module = path[-1] if path else ""
+    if last != "weight":
+        return None
+    if module.startswith("embed_tokens") or module in ("wte", "tok_embeddings"):
+        return 0
+    is_transposed = is_hub and module in TRANSPOSED
+    if module in COLUMN_NAMES:
+        return 1 if is_transposed else 0
+    if module in ROW_NAMES:
+        return 0 if is_transposed else 1
+    return None

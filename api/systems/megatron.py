@@ -1,0 +1,287 @@
+"""Megatron-LM: the arguments of its ``pretrain_gpt.py``, and a script that starts it.
+
+The names are those of core_v0.19.0. Source: ``megatron/training/arguments.py`` and
+``megatron/core/transformer/pipeline_parallel_layer_layout.py`` of that tag.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.systems.degrees import num_row_parts, rows
+from autoparallel.systems.features import FEATURES
+from autoparallel.systems.model_config import ModelConfig
+from autoparallel.systems.report import Difference
+from autoparallel.systems.system import RECIPE, Files, Job, System, stage_layers, write_for
+
+ARGUMENTS, SCRIPT = "args.txt", "train.sh"
+SCHEDULES = ("1f1b", "interleaved")
+MODELS = ("llama", "mistral", "qwen2", "mixtral", "gpt2")
+"""Architectures of Hugging Face that ``pretrain_gpt.py`` builds from arguments."""
+
+Arguments = list[tuple[str, ...]]
+"""A name each, with its value where it takes one."""
+
+LIMITS = {
+    "gpipe": "1F1B",
+    "eager-1f1b": "1F1B",
+    "zb-h1": "1F1B, interleaved where there are several stages per rank",
+    "zb-h2": "1F1B",
+    "bfs": "interleaved 1F1B",
+    "zbv": "interleaved 1F1B: stage s is on rank s mod pp, not in a V",
+    "dualpipev": "interleaved 1F1B: stage s is on rank s mod pp, not in a V",
+    "chimera": "1F1B: it holds no stage twice",
+    "terapipe": "1F1B of whole sequences",
+    "pipedream": "1F1B with one update a step",
+    "pipedream-2bw": "1F1B with one update a step",
+    "ampnet": "1F1B with one update a step",
+    "mixed-stages": "one mesh for all stages",
+    "branches": "one chain of stages, each on devices of its own",
+    "mixed-zero": "the highest of them for all stages",
+    "selective": "recomputation of its norms (recompute-modules layernorm), which keeps more than "
+    "the plan's and is priced as if nothing were recomputed; where that does not fit, full "
+    "recomputation",
+    "weight-layouts": "whole weights, or its own column and row splits over tp; embeddings by "
+    "vocabulary",
+    "uneven-shares": "equal shares: the step waits for the slowest device",
+    "gradient-sums": "what NCCL chooses",
+    "gradient-order": "sums as the backward makes gradients",
+    "servers": "data parallelism without servers",
+    "device-order": "ranks in the order tensor, context, expert, data, pipeline",
+    "lora": "all weights are trained",
+    "fp64": "fp32",
+    "adam": "Adam with decoupled weight decay (AdamW), the same without weight decay",
+    "compile": "its own fused kernels",
+}  # fmt: skip
+
+
+def write(job: Job) -> Files:
+    """The files of a job."""
+    own, lost, notes = job.configuration, list[Difference](), list[str]()
+    arguments: Arguments = [
+        *_degrees(own), *_pipeline(own, job.num_layers), *_batch(job), *_states(own),
+        *_recomputation(own, job.num_layers), *_precision(own), *_optimizer(own),
+    ]  # fmt: skip
+    if job.config is not None and job.config.kind in MODELS:
+        arguments += model_arguments(job.config)
+        notes += list(_unlike(job.config))
+    elif job.config is not None:
+        notes.append(
+            f"pretrain_gpt.py has no {job.config.kind}: the model's arguments are left to you"
+        )
+    if own.pp > 1 and own.zero > 1:
+        lost.append(Difference(
+            f"ZeRO {own.zero} beside a pipeline", "the distributed optimizer, which is ZeRO 1",
+        ))  # fmt: skip
+    text = "".join("=".join(argument) + "\n" for argument in arguments)
+    start = (
+        f"MEGATRON=path/to/Megatron-LM bash {job.folder / SCRIPT} --mock-data --train-iters 100 "
+        "--lr 1e-4 --tokenizer-type NullTokenizer"
+    )
+    notes += ["what follows train.sh is passed on: data, tokenizer, learning rate, steps", RECIPE]
+    return Files({ARGUMENTS: text, SCRIPT: script(job)}, start, tuple(lost), tuple(notes))
+
+
+def settled(own: Configuration) -> Configuration:
+    """What Megatron-LM can run of a configuration, its degrees kept."""
+    if own.pp > 1 and (own.schedule not in SCHEDULES or not _interleaves(own)):
+        own = with_schedule(own, "interleaved" if _interleaves(own) else "1f1b")
+    if own.pp > 1 and own.zero > 1:
+        own = replace(own, zero=1)
+    if own.recompute == "selective":
+        own = replace(own, recompute_share=1.0)
+    return replace(
+        own, recomputes_ends=False,
+        precision="fp32" if own.precision == "fp64" else own.precision,
+        sequence_parallel=True if own.ep > 1 and own.tp > 1 else own.sequence_parallel,
+    )  # fmt: skip
+
+
+def _interleaves(own: Configuration) -> bool:
+    """Whether the interleaved schedule takes as many micro-batches on several stages per rank."""
+    return own.num_chunks > 1 and own.num_microbatches % own.pp == 0
+
+
+def with_schedule(own: Configuration, schedule: str) -> Configuration:
+    """A configuration under another schedule; 1F1B has the layers of neighbouring stages in one.
+
+    >>> own = Configuration(pp=2, num_chunks=2, layers=(1, 2, 3, 4), schedule="zbv")
+    >>> with_schedule(own, "1f1b").layers
+    (3, 7)
+    """
+    if schedule != "1f1b" or own.num_chunks == 1:
+        return replace(own, schedule=schedule)
+    layers = own.layers
+    if layers is not None and len(layers) == own.num_stages:
+        step = own.num_chunks
+        layers = tuple(sum(layers[at : at + step]) for at in range(0, len(layers), step))
+    return replace(own, schedule="1f1b", num_chunks=1, layers=layers)
+
+
+def _degrees(own: Configuration) -> Iterator[tuple[str, ...]]:
+    yield "--tensor-model-parallel-size", str(own.tp)
+    yield "--pipeline-model-parallel-size", str(own.pp)
+    yield "--context-parallel-size", str(own.cp)
+    if own.sequence_parallel and own.tp > 1:
+        yield ("--sequence-parallel",)
+    if own.ep > 1:
+        yield "--expert-model-parallel-size", str(own.ep)
+
+
+def _pipeline(own: Configuration, num_layers: int) -> Iterator[tuple[str, ...]]:
+    if own.pp == 1:
+        return
+    layers = stage_layers(own, num_layers)
+    if own.num_chunks == 1 and len(set(layers)) == 1:
+        return
+    yield "--pipeline-model-parallel-layout", layout_text(layers)
+
+
+def layout_text(layers: tuple[int, ...]) -> str:
+    """The layers of each stage: E and L are the embedding and the loss, t is a layer.
+
+    >>> layout_text((2, 1, 0, 3))
+    'Ett|t||tttL'
+    """
+    return "E" + "|".join("t" * count for count in layers) + "L"
+
+
+def _batch(job: Job) -> Iterator[tuple[str, ...]]:
+    own, seq = job.configuration, job.plan.model.seq
+    yield "--micro-batch-size", str(rows(own))
+    yield "--global-batch-size", str(job.plan.model.global_batch)
+    if seq is not None:
+        yield "--seq-length", str(seq)
+        positions = max(seq, job.config.max_positions if job.config else 0)
+        yield "--max-position-embeddings", str(positions)
+
+
+def _states(own: Configuration) -> Iterator[tuple[str, ...]]:
+    if num_row_parts(own) * own.cp > 1:
+        yield ("--overlap-grad-reduce",)
+    if own.zero == 1:
+        yield ("--use-distributed-optimizer",)
+        if num_row_parts(own) * own.cp > 1:
+            yield ("--overlap-param-gather",)
+    if own.zero > 1:
+        yield ("--use-distributed-optimizer",)
+        yield ("--use-megatron-fsdp",)
+        kind = "optim_grads" if own.zero == 2 else "optim_grads_params"
+        yield "--data-parallel-sharding-strategy", kind
+        yield "--ckpt-format", "fsdp_dtensor"
+        yield ("--no-gradient-accumulation-fusion",)
+    if own.offload == "optimizer":
+        yield ("--optimizer-cpu-offload",)
+        yield "--optimizer-offload-fraction", "1.0"
+        yield ("--use-precision-aware-optimizer",)
+        if own.zero == 0:
+            yield ("--use-distributed-optimizer",)
+
+
+def _recomputation(own: Configuration, num_layers: int) -> Iterator[tuple[str, ...]]:
+    if own.recompute == "selective":
+        yield "--recompute-granularity", "selective"
+        yield "--recompute-modules", "layernorm"
+    elif own.recompute == "full":
+        most = max(stage_layers(own, num_layers))
+        yield "--recompute-granularity", "full"
+        yield "--recompute-method", "block"
+        yield "--recompute-num-layers", str(-(-round(most * own.recompute_share * 1000) // 1000))
+
+
+def _precision(own: Configuration) -> Iterator[tuple[str, ...]]:
+    if own.precision in ("bf16", "fp8"):
+        yield ("--bf16",)
+        if own.gradient_dtype == "compute":
+            yield ("--grad-reduce-in-bf16",)
+    if own.precision == "fp8":
+        yield "--fp8-format", "hybrid"
+    if own.precision == "fp16":
+        yield ("--fp16",)
+
+
+def _optimizer(own: Configuration) -> Iterator[tuple[str, ...]]:
+    if own.optimizer.startswith("sgd"):
+        yield "--optimizer", "sgd"
+        yield "--sgd-momentum", "0.9" if own.optimizer == "sgd-momentum" else "0.0"
+    else:
+        yield "--optimizer", "adam"
+
+
+def model_arguments(config: ModelConfig) -> Arguments:
+    """The model's sizes."""
+    found: Arguments = [
+        ("--num-layers", str(config.num_layers)),
+        ("--hidden-size", str(config.hidden_size)),
+        ("--ffn-hidden-size", str(config.intermediate_size)),
+        ("--num-attention-heads", str(config.num_heads)),
+        ("--kv-channels", str(config.head_dim)),
+        ("--vocab-size", str(config.vocab_size)),
+        ("--norm-epsilon", repr(config.norm_epsilon)),
+        ("--attention-dropout", repr(config.attention_dropout)),
+        ("--hidden-dropout", repr(config.hidden_dropout)),
+    ]
+    if config.kind == "gpt2":
+        return [*found, ("--position-embedding-type", "learned_absolute")]
+    if config.num_kv_heads != config.num_heads:
+        found += [("--group-query-attention",), ("--num-query-groups", str(config.num_kv_heads))]
+    found += [
+        ("--normalization", "RMSNorm"), ("--swiglu",), ("--disable-bias-linear",),
+        ("--position-embedding-type", "rope"),
+    ]  # fmt: skip
+    if config.rope_theta is not None:
+        found.append(("--rotary-base", str(round(config.rope_theta))))
+    if config.rope_scaling is not None:
+        found += [("--use-rope-scaling",), ("--rope-scaling-factor", repr(config.rope_scaling))]
+    if config.kind == "qwen2":
+        found.append(("--add-qkv-bias",))
+    if not config.is_tied:
+        found.append(("--untie-embeddings-and-output-weights",))
+    if config.num_experts:
+        found += [
+            ("--num-experts", str(config.num_experts)),
+            ("--moe-router-topk", str(config.experts_per_token)),
+            ("--moe-ffn-hidden-size", str(config.intermediate_size)),
+            ("--moe-grouped-gemm",),
+            ("--moe-token-dispatcher-type", "alltoall"),
+        ]
+    return found
+
+
+def _unlike(config: ModelConfig) -> Iterator[str]:
+    if config.window is not None:
+        yield f"attention over a window of {config.window} positions: give --window-size"
+    if config.kind == "gpt2" and not config.is_tied:
+        yield "the output weights are not tied: give --untie-embeddings-and-output-weights"
+
+
+def script(job: Job) -> str:
+    """A script that starts Megatron-LM with the arguments beside it, on one host or on each."""
+    own = job.configuration
+    connections = "" if own.zero > 1 else "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+    nodes = ""
+    if job.num_hosts > 1:
+        nodes = (
+            f'--nnodes {job.num_hosts} --node-rank "${{NODE_RANK:?}}" '
+            '--master-addr "${MASTER_ADDR:?}" --master-port "${MASTER_PORT:-29500}" '
+        )
+    return f"""#!/usr/bin/env bash
+# Written by autoparallel export --to megatron, for Megatron-LM core_v0.19.0.
+set -euo pipefail
+folder=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
+mapfile -t arguments < "$folder/{ARGUMENTS}"
+{connections}exec torchrun {nodes}--nproc-per-node {job.devices_per_host} \\
+  "${{MEGATRON:?set it to the folder of Megatron-LM}}/pretrain_gpt.py" "${{arguments[@]}}" "$@"
+"""
+
+
+SYSTEM = System(
+    "Megatron-LM", "core_v0.19.0", LIMITS, write, settled, builds_model=True, selects_less=True
+)
+write_plan = functools.partial(write_for, SYSTEM)
+"""The writer of ``--to megatron``."""
+
+assert set(LIMITS) <= set(FEATURES)

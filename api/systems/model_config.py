@@ -1,0 +1,92 @@
+"""The Hugging Face configuration of a plan's model, as far as other systems build the model.
+
+In: a plan. Out: the sizes of a decoder that Megatron-LM or torchtitan build themselves, or why
+they cannot: the target is no Hugging Face configuration, or of an architecture they lack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autoparallel.planner.errors import AutoparallelError
+from autoparallel.planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """``kind`` is the ``model_type`` of the configuration."""
+
+    kind: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_epsilon: float
+    rope_theta: float | None
+    rope_scaling: float | None
+    is_tied: bool
+    num_experts: int
+    experts_per_token: int
+    attention_dropout: float
+    hidden_dropout: float
+    window: int | None
+
+
+def read_config(plan: Plan) -> tuple[ModelConfig | None, str]:
+    """The sizes, and "" or why there are none."""
+    target = plan.model.target
+    if not target.startswith("hf:"):
+        return None, f"{target} is no Hugging Face configuration"
+    from autoparallel.huggingface import hub_config
+
+    try:
+        config = hub_config(target, plan.model.settings)
+    except AutoparallelError as error:
+        return None, error.what
+    try:
+        return _sizes(config), ""
+    except AttributeError as error:
+        return None, f"{config.model_type} is no decoder of one size ({error})"
+
+
+def _sizes(config: Any) -> ModelConfig:
+    rope = getattr(config, "rope_parameters", None) or {}
+    heads = config.num_attention_heads
+    hidden = config.hidden_size
+    is_scaled = rope.get("rope_type", "default") not in ("default", None)
+    return ModelConfig(
+        kind=config.model_type,
+        num_layers=config.num_hidden_layers,
+        hidden_size=hidden,
+        intermediate_size=_first(config, "intermediate_size", "n_inner") or 4 * hidden,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        norm_epsilon=float(_first(config, "rms_norm_eps", "layer_norm_epsilon") or 1e-5),
+        rope_theta=rope.get("rope_theta"),
+        rope_scaling=rope.get("factor") if is_scaled else None,
+        is_tied=bool(config.tie_word_embeddings),
+        num_experts=getattr(config, "num_local_experts", None) or 0,
+        experts_per_token=getattr(config, "num_experts_per_tok", None) or 0,
+        attention_dropout=float(_first(config, "attention_dropout", "attn_pdrop") or 0),
+        hidden_dropout=float(_first(config, "resid_pdrop") or 0),
+        window=_window(config),
+    )
+
+
+def _first(config: Any, *names: str) -> Any:
+    """The first of some fields that has a value."""
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if value is not None), None)
+
+
+def _window(config: Any) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    return window if window and getattr(config, "use_sliding_window", True) else None

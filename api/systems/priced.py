@@ -1,0 +1,47 @@
+"""What a configuration of another system costs by the cost model of the plan.
+
+In: a plan and where its file lies, configurations. Out: the fastest of those that fit the
+devices' memory, or the one that needs the least; without prices, the first. Prices need the
+plan's model, whose code may not be trusted or not be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.errors import AutoparallelError
+from autoparallel.planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A configuration with its price. ``reason`` says why there is none, "" if there is one."""
+
+    configuration: Configuration
+    step_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    fits: bool | None = None
+    reason: str = ""
+
+
+def price(
+    plan: Plan, plan_path: Path, candidates: Sequence[Configuration], *, trust: bool
+) -> Priced:
+    """The best of the candidates."""
+    from autoparallel.cache import plan_cache
+    from autoparallel.configured_plan import ConfiguredPlans
+    from autoparallel.recaptured import recaptured
+
+    try:
+        with plan_cache() as cache:
+            model = recaptured(plan, str(plan_path), trust=trust, cache=cache.values)
+            plans = ConfiguredPlans(plan, model.program, model.basis, cache.values)
+            chosen, found = plans.best(candidates)
+    except AutoparallelError as error:
+        return Priced(candidates[0], reason=f"{error.what} ({error.code})")
+    peak = found.prediction.peak_memory_bytes
+    fits = peak <= plan.cluster.usable_memory_bytes
+    return Priced(chosen, found.prediction.step_seconds, peak, fits)

@@ -1,0 +1,92 @@
+"""The report of a plan that was written for another system, in 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.summary import (
+    RankSummary,
+    plan_summary,
+    schedule_text,
+    summary_text,
+)
+from autoparallel.report.comparison import change_text
+from autoparallel.report.words import bytes_text, seconds_text
+from autoparallel.systems.degrees import layers_of
+from autoparallel.systems.priced import Priced
+
+WIDTH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What a plan does, and what the written configuration does instead."""
+
+    plan: str
+    here: str
+
+
+def report_text(
+    system: str, plan: Plan, cost: Priced, lost: Sequence[Difference], notes: Sequence[str]
+) -> str:
+    """The two configurations with their prices, what is lost, and what is left to do."""
+    num_layers = sum(len(layers_of(plan, stage)) for stage in plan.stages)
+    lines = [f"{system}: {configuration_text(cost.configuration, num_layers)}"]
+    lines += [f"the plan: {plan_summary(plan)}", *price_lines(plan, cost), ""]
+    if lost:
+        lines.append("What it cannot express")
+        for each in lost:
+            lines += [f"- plan: {each.plan}", f"  here: {each.here}"]
+    else:
+        lines.append("It expresses the plan.")
+    if notes:
+        lines += ["", "To know", *(f"- {note}" for note in notes)]
+    return "\n".join(_wrapped(lines))
+
+
+def price_lines(plan: Plan, cost: Priced) -> Iterator[str]:
+    """What the configuration costs beside the plan, or why that is not known."""
+    limit, step = plan.cluster.usable_memory_bytes, plan.prediction.step_seconds
+    own = f"{seconds_text(step)} a step, {bytes_text(plan.prediction.peak_memory_bytes)}"
+    if cost.step_seconds is None or cost.peak_memory_bytes is None:
+        yield f"predicted: the plan {own}; this configuration is not priced: {cost.reason}"
+        return
+    yield (
+        f"predicted: this configuration {seconds_text(cost.step_seconds)} a step "
+        f"({change_text(cost.step_seconds / step - 1)}), {bytes_text(cost.peak_memory_bytes)} of "
+        f"{bytes_text(limit)}; the plan {own}"
+    )
+    if not cost.fits:
+        yield "DOES NOT FIT: no configuration that this system has was found to fit"
+
+
+def configuration_text(own: Configuration, num_layers: int) -> str:
+    """A configuration of a model with so many layers in one line.
+
+    >>> configuration_text(Configuration(dp=4, tp=2, zero=1, microbatch_size=8), 4)
+    'dp=4 tp=2 · ZeRO 1 · 1 × 8'
+    """
+    recomputed = round(num_layers * own.recompute_share)
+    ranks = [
+        RankSummary(
+            own.mesh, own.zero, num_layers if rank == 0 else 0,
+            num_full=recomputed * (own.recompute == "full" and rank == 0),
+            num_selective=recomputed * (own.recompute == "selective" and rank == 0),
+        )
+        for rank in range(own.pp)
+    ]  # fmt: skip
+    schedule = schedule_text(own.schedule, own.num_chunks, own.num_slices)
+    return summary_text(ranks, schedule, own.num_microbatches, own.microbatch_size, own.offload)
+
+
+def _wrapped(lines: Sequence[str]) -> Iterator[str]:
+    for line in lines:
+        lead = "  " if line.startswith(("- ", "  ")) else "    "
+        indent = lead + ("      " if line.startswith(("- plan:", "  here:")) else "")
+        yield from textwrap.wrap(
+            line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [""]

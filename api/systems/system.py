@@ -1,0 +1,225 @@
+"""Another training system: what it lacks, and writing a plan for it.
+
+In: a plan, a system. Out: the files of the nearest configuration that trains what the plan
+trains, with the same devices and global batch; a report of what it cannot express, which is also
+written beside the files; and, where the plan's model can be loaded, what the configuration costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from autoparallel.plan_exports import WrittenPlan
+from autoparallel.planner.configured.configuration import Configuration, even_layers
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan, Recompute
+from autoparallel.systems.degrees import configuration_of, layers_of
+from autoparallel.systems.features import Feature, features_of
+from autoparallel.systems.model_config import ModelConfig, read_config
+from autoparallel.systems.priced import Priced, price
+from autoparallel.systems.report import Difference, report_text
+
+DIFFERENCES = "differences.txt"
+"""The file with the report."""
+
+RECIPE = (
+    "learning rate, weight decay, clipping and steps are no part of a plan: the defaults of the "
+    "system hold where you give none"
+)
+"""A note of every system."""
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What a system writes: texts by file name, and the command that starts it.
+
+    ``lost`` are differences that depend on the configuration; ``notes`` what the user has to do.
+    """
+
+    texts: Mapping[str, str]
+    start: str
+    lost: tuple[Difference, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a system is asked to write. ``folder`` is the name under which the files will lie."""
+
+    plan: Plan
+    configuration: Configuration
+    config: ModelConfig | None
+    folder: Path
+
+    @property
+    def torchrun(self) -> str:
+        """The command that starts a process per device, on one host or on each."""
+        several = f"--nnodes {self.num_hosts} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+        hosts = several if self.num_hosts > 1 else ""
+        return f"torchrun {hosts}--nproc-per-node {self.devices_per_host}"
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(layers_of(self.plan, stage)) for stage in self.plan.stages)
+
+    @property
+    def devices_per_host(self) -> int:
+        return max(host.num_devices for host in self.plan.cluster.hosts)
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.plan.cluster.hosts)
+
+
+def _unchanged(configuration: Configuration) -> Configuration:
+    return configuration
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """``limits``: by feature what the system does instead of it; others it expresses.
+
+    ``lacks`` are the degrees that it does not have, of "tp", "cp", "ep" and "pp". ``settle`` brings
+    a configuration to what the system can express, without changing its degrees. ``version`` is
+    the release whose names are written. With ``builds_model`` it trains models of its own, which
+    it makes of their sizes. With ``selects_less`` its selective recomputation keeps more than the
+    plan's, so it is priced as none.
+    """
+
+    title: str
+    version: str
+    limits: Mapping[str, str]
+    write: Callable[[Job], Files]
+    settle: Callable[[Configuration], Configuration] = _unchanged
+    lacks: tuple[str, ...] = ()
+    builds_model: bool = False
+    selects_less: bool = False
+
+
+def write_for(
+    system: System, plan: Plan, folder: Path, *, place: Path, plan_path: Path, trust: bool
+) -> WrittenPlan:
+    """Writes the nearest configuration of ``system`` into ``folder``.
+
+    Raises UsageError AP364 where the batch cannot be split over the devices without degrees that
+    the system lacks.
+    """
+    candidates = list(candidates_of(system, plan))
+    if system.builds_model and "lora" in plan.model.settings:
+        cost = Priced(candidates[0], reason="it trains all weights, the plan adapters alone")
+    else:
+        cost = price(plan, plan_path, candidates, trust=trust)
+    if len(candidates) > 1 and system.selects_less and cost.configuration.recompute == "none":
+        cost = replace(cost, configuration=replace(cost.configuration, recompute="selective"))
+    config, why_none = read_config(plan) if system.builds_model else (None, "")
+    files = system.write(Job(plan, cost.configuration, config, place))
+    lost = (*differences(system, features_of(plan)), *files.lost)
+    unknown = f"the sizes of the model are left to you: {why_none}"
+    notes = (*([unknown] if why_none else []), *files.notes)
+    report = report_text(f"{system.title} ({system.version})", plan, cost, lost, notes)
+    for name, text in files.texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / DIFFERENCES).write_text(report + "\n", encoding="utf-8")
+    return WrittenPlan(
+        (*files.texts, DIFFERENCES), files.start, report, _facts(system, cost, lost, notes)
+    )
+
+
+def differences(system: System, features: Sequence[Feature]) -> Iterator[Difference]:
+    """What a system lacks of what a plan uses, in the order of the features."""
+    for feature in features:
+        if feature.name in system.limits:
+            yield Difference(feature.text, system.limits[feature.name])
+
+
+def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
+    """Configurations to choose from, the first of which is taken where none can be priced.
+
+    It is one where the system has the plan's degrees; of a system whose selective recomputation
+    keeps more than the plan's, full recomputation and what stands for that. Else the devices of
+    missing degrees become data-parallel ones: with ZeRO 3, full recomputation and the fewest
+    samples first, which needs the least memory; then with less of each.
+    """
+    own = configuration_of(plan)
+    if all(getattr(own, name) == 1 for name in system.lacks):
+        settled = system.settle(own)
+        if settled.recompute == "selective" and system.selects_less:
+            yield replace(settled, recompute="full")
+            yield replace(settled, recompute="none")
+        else:
+            yield settled
+        return
+    folded = _folded(own, system, plan.model.global_batch)
+    parts, batch = folded.dp * folded.ep, plan.model.global_batch
+    rows = [parts << bit for bit in range(batch.bit_length())]
+    sizes = [size for size in rows if size <= batch and batch % size == 0]
+    for zero in dict.fromkeys((3, max(own.zero, 1))):
+        for recompute in reversed(RECOMPUTE):
+            for size in sizes:
+                yield system.settle(replace(
+                    folded, zero=zero, recompute=recompute, microbatch_size=size,
+                    num_microbatches=batch // size, recompute_share=1.0, recomputes_ends=False,
+                ))  # fmt: skip
+
+
+def _folded(own: Configuration, system: System, batch: int) -> Configuration:
+    """A configuration whose missing degrees are data-parallel; where the batch has too few samples
+    for that, tensor-parallel. Raises UsageError AP364."""
+    spare = 1
+    for name in system.lacks:
+        spare *= getattr(own, name)
+    kept: dict[str, Any] = {
+        name: 1 if name in system.lacks else getattr(own, name) for name in DEGREES
+    }
+    parts = kept["dp"] * kept["ep"]
+    more = gcd(batch // parts, spare)
+    kept["dp"] *= more
+    if spare // more > 1:
+        if "tp" in system.lacks:
+            raise UsageError(
+                "AP364",
+                f"{system.title} cannot train {batch} samples on {own.num_devices} devices",
+                why=f"it has no {', '.join(system.lacks)}, and {own.num_devices} data-parallel "
+                "ranks need a sample each",
+                fix=f"plan with a global batch of a multiple of {parts * spare}",
+            )
+        kept["tp"] *= spare // more
+    folded = replace(own, **kept)
+    if folded.pp > 1:
+        return folded
+    return replace(folded, schedule="1f1b", num_chunks=1, layers=None)
+
+
+def stage_layers(own: Configuration, num_layers: int) -> tuple[int, ...]:
+    """The layers of each stage: the plan's, or about as many in each where it has no such stages.
+
+    >>> stage_layers(Configuration(pp=2, layers=(3, 1)), 4), stage_layers(Configuration(), 4)
+    ((3, 1), (4,))
+    """
+    if own.layers is not None and len(own.layers) == own.num_stages:
+        return own.layers
+    return even_layers(num_layers, own.num_stages)
+
+
+DEGREES = ("dp", "tp", "cp", "ep", "pp")
+
+
+def _facts(
+    system: System, cost: Priced, lost: Sequence[Difference], notes: Sequence[str]
+) -> dict[str, Any]:
+    own = cost.configuration
+    return {
+        "system": system.title, "names_of": system.version,
+        "degrees": {name: getattr(own, name) for name in DEGREES},
+        "zero": own.zero, "recompute": own.recompute, "schedule": own.schedule,
+        "microbatch_size": own.microbatch_size, "num_microbatches": own.num_microbatches,
+        "step_seconds": cost.step_seconds, "peak_memory_bytes": cost.peak_memory_bytes,
+        "fits": cost.fits, "not_priced": cost.reason,
+        "differences": [asdict(each) for each in lost], "notes": list(notes),
+    }  # fmt: skip
