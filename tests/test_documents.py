@@ -56,7 +56,7 @@ def test_what_is_not_run_can_be_read(document: str) -> None:
             compile(block.text, document, "exec")
         for command in block.commands:
             words = shlex.split(command.rpartition("&& ")[2])
-            if words[0] == "torchrun":
+            if words[0] == "torchrun" and "-m" in words:
                 words = words[words.index("-m") + 1 :]
             if words[0] == "autoparallel":
                 commands[words[1]].make_context(words[1], words[2:])

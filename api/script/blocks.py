@@ -26,9 +26,12 @@ from autoparallel.planner.layout import Layout, local_shape
 from autoparallel.script.calls import own_call
 from autoparallel.script.expressions import (
     INDENT,
+    LINE,
     METHODS,
     Expression,
+    assigned,
     called,
+    listed,
     op_call,
 )
 from autoparallel.script.writer import Writer, unwritable
@@ -74,7 +77,7 @@ class BlockFunction:
     uses: frozenset[str]
     takes_mesh: bool
     takes_draw: bool
-    num_results: int
+    results: tuple[str, ...]
     first_number: int
     """Of its random ops, whose numbers in the text are counted from it."""
 
@@ -107,13 +110,16 @@ def block_function(
             _write(writer, node)
         elif node.op != "placeholder":
             raise unwritable(writer, node, "it runs a module of the model's as it is")
-    returned = ", ".join(writer.values[node].text for node in result)
-    writer.lines.append(f"{INDENT}return {returned or 'None'}")
+    returned = [writer.values[node].text for node in result]
+    line = f"{INDENT}return {', '.join(returned) or 'None'}"
+    writer.lines += [line] if len(line) <= LINE else [
+        f"{INDENT}return (", *listed(returned, INDENT * 2), f"{INDENT})"
+    ]  # fmt: skip
     text = "\n".join(writer.lines)
     return BlockFunction(
         arguments, text, tuple(dict.fromkeys(writer.weights)), frozenset(writer.uses),
         takes_mesh=bool(re.search(r"\bmesh\b", text)),
-        takes_draw=bool(re.search(r"\bdraw\b", text)), num_results=len(result),
+        takes_draw=bool(re.search(r"\bdraw\b", text)), results=tuple(returned),
         first_number=first,
     )  # fmt: skip
 
@@ -169,6 +175,8 @@ def _weight(writer: Writer, name: str) -> Expression:
 
 def _write(writer: Writer, node: fx.Node) -> None:
     """One call: a line, or a part of what uses it."""
+    if node.target is operator.getitem and not node.users:
+        return
     made = _expression(writer, node)
     if node.target is operator.getitem and node in writer.values:
         return
@@ -230,12 +238,15 @@ def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.
             writer.values[item] = Expression(f"{name}[{item.args[1]}]")
         return
     names = ["_"] * count
-    for item in sorted(items, key=lambda each: int(str(each.args[1]))):
+    read = [item for item in items if item.users]
+    for item in sorted(read, key=lambda each: int(str(each.args[1]))):
         index = int(str(item.args[1]))
         if names[index] == "_":
             names[index] = writer.unique(f"{_name(writer, node)}_{index}")
         writer.values[item] = Expression(names[index])
-    writer.lines += made.lines(f"{', '.join(names)}{',' * (count == 1)} = ", INDENT)
+    writer.lines += made.lines(f"{names[0]}, = ", INDENT) if count == 1 else assigned(
+        names, made, INDENT
+    )  # fmt: skip
 
 
 def _count_of(node: fx.Node) -> int | None:

@@ -131,10 +131,10 @@ def _class_loss(
     if not is_mean or count is None:
         return total
     source = node.meta[MADE_BY]
-    divided = f"{total.text} / {literal(count)}"
     if source.spec.dtype not in ("float32", "float64"):
-        return Expression(f"({divided}).to(torch.{source.spec.dtype})")
-    return Expression(divided, is_compound=True)
+        return Expression(f"({total.text} / {literal(count)}).to(torch.{source.spec.dtype})")
+    tail = f" / {literal(count)}"
+    return Expression(total.text + tail, total.head, total.arguments, tail, is_compound=True)
 
 
 def _random(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:

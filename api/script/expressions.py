@@ -67,11 +67,13 @@ REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """``text`` on one line; or ``head`` ``(arguments)``, which may be broken."""
+    """``text`` on one line; or ``head``, ``arguments`` in parentheses, which may be broken, and
+    ``tail``."""
 
     text: str
     head: str = ""
     arguments: tuple[str, ...] = ()
+    tail: str = ""
     is_compound: bool = False
     """Whether it needs parentheses as an operand."""
 
@@ -90,7 +92,25 @@ class Expression:
         body = [joined] if len(joined) <= LINE else [
             f"{indent}{INDENT}{argument}," for argument in self.arguments
         ]  # fmt: skip
-        return [f"{indent}{start}{self.head}(", *body, f"{indent}){comment}"]
+        return [f"{indent}{start}{self.head}(", *body, f"{indent}){self.tail}{comment}"]
+
+
+def assigned(names: Sequence[str], made: Expression, indent: str) -> list[str]:
+    """``names = made`` as lines; without names the call alone."""
+    start = f"{', '.join(names)} = " if names else ""
+    if len(start) < LINE // 2:
+        return made.lines(start, indent)
+    return [f"{indent}(", *listed(names, indent + INDENT), *made.lines(") = ", indent)]
+
+
+def listed(parts: Sequence[str], indent: str) -> list[str]:
+    """Parts with commas behind them, as many in a line as fit."""
+    lines = [indent]
+    for part in parts:
+        if len(lines[-1]) + len(part) + 2 > LINE:
+            lines.append(indent)
+        lines[-1] += f"{part}, "
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 def dictionary_lines(start: str, items: Mapping[str, str], indent: str, end: str = "") -> list[str]:
@@ -267,7 +287,15 @@ def _reduction(name: str) -> Special:
     return reduction
 
 
+def _dropout(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
+    """Nothing, where nothing is dropped."""
+    named = _named(args, ("input", "p", "train"), kwargs)
+    is_off = not named.get("train") or not named.get("p")
+    return named["input"] if is_off and isinstance(named["input"], Expression) else None
+
+
 SPECIAL: dict[str, Special] = {
+    "dropout": _dropout,
     "mean": _reduction("mean"),
     "sum": _reduction("sum"),
     "layer_norm": _layer_norm,

@@ -17,7 +17,7 @@ from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.layout import Layout
 from autoparallel.planner.plan import StagePlan
 from autoparallel.script.blocks import BlockFunction, block_function, module_path
-from autoparallel.script.expressions import INDENT, LINE, Expression, dictionary_lines
+from autoparallel.script.expressions import INDENT, LINE, Expression, assigned, dictionary_lines
 from autoparallel.script.writer import dictionary
 
 WRAPPERS = {"full": "checkpoint", "selective": "keeping_products"}
@@ -57,7 +57,7 @@ class Functions:
         arguments = [f"{each}: Tensor" for each in function.arguments]
         arguments += ["w: Weights"]
         arguments += ["mesh: Mesh"] * function.takes_mesh + ["draw: Draw"] * function.takes_draw
-        result = "Tensor" if function.num_results == 1 else "tuple[Tensor, ...]"
+        result = "Tensor" if len(function.results) == 1 else "tuple[Tensor, ...]"
         head = f"def {name}({', '.join(arguments)}) -> {result}:"
         if len(head) > LINE:
             head = f"def {name}(\n{INDENT}" + f",\n{INDENT}".join(arguments) + f",\n) -> {result}:"
@@ -185,7 +185,7 @@ class _StageWriter:
         made = [self._variable(key, position, len(call.outputs)) for key in call.outputs]
         where = f'w.of("{call.path}")' if call.path else "w"
         called = self._call(call, inputs, where, str(call.first_number))
-        self.lines += called.lines(f"{', '.join(made)} = " if made else "", INDENT)
+        self.lines += assigned(made, called, INDENT)
         self.variables.update(zip(call.outputs, made, strict=True))
 
     def _call(self, call: _Call, inputs: Sequence[str], where: str, number: str) -> Expression:
@@ -255,7 +255,7 @@ class _StageWriter:
         called = self._call(first, inputs, where, number)
         self.lines += [
             f"{INDENT}for i in {_range(begin, begin + len(calls))}:",
-            *called.lines(f"{', '.join(made)} = ", INDENT * 2),
+            *assigned(made, called, INDENT * 2),
         ]
         self.variables.update(
             (key, name) for key, name in zip(last.outputs, made, strict=True) if name != "_"

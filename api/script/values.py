@@ -20,6 +20,7 @@ from autoparallel.passes.programs.interpret import LITERAL
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.graph import Graph, Node, Ref, map_refs
 from autoparallel.planner.layout import Mesh
+from autoparallel.runtime.parameters import Formats
 from autoparallel.script.blocks import block_function
 from autoparallel.script.expressions import (
     INDENT,
@@ -36,13 +37,23 @@ MOST_VALUES = 256
 
 
 def needed_constants(found: Exported) -> tuple[str, ...]:
-    """The constants and buffers that the stages hold, or that are read to count targets."""
+    """The constants that the stages hold, or that are read to count targets; and the buffers of
+    which the model in ``master``, as a script builds it, does not have the values."""
     names: dict[str, None] = {}
+    master = Formats.of(found.plan.model.precision).master
     for program in found.programs:
-        names.update(dict.fromkeys([*program.constants, *program.buffers]))
+        names.update(dict.fromkeys(program.constants))
+        names.update(
+            (name, None) for name, held in program.buffers.items()
+            if name in found.made.program.literals or _is_cast(held.spec.dtype, str(master))
+        )  # fmt: skip
         if program.counting is not None:
             names.update(dict.fromkeys(program.counting.leaves))
     return tuple(names)
+
+
+def _is_cast(dtype: str, master: str) -> bool:
+    return "float" in dtype and f"torch.{dtype}" != master
 
 
 def constants_text(found: Exported) -> str:
@@ -173,26 +184,9 @@ def _counting_lines(
             "each other is drawn at random", why="a script does not draw it before the forward",
             fix="plan with microbatches=1",
         )  # fmt: skip
-    *body, returned = made.text.splitlines()
-    lines += body
-    results = _split(returned.strip().removeprefix("return "))
-    return {**values, **dict(zip(counting.outputs, results, strict=True))}
-
-
-def _split(text: str) -> list[str]:
-    """The parts of a tuple's text, at commas that are in no bracket.
-
-    >>> _split("a.view(2, 3), b")
-    ['a.view(2, 3)', 'b']
-    """
-    parts, depth = [""], 0
-    for char in text:
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return [part.strip() for part in parts]
+    body, _, _ = f"\n{made.text}".partition(f"\n{INDENT}return ")
+    lines += body.splitlines()[1:]
+    return {**values, **dict(zip(counting.outputs, made.results, strict=True))}
 
 
 def _count(each: Counted, values: dict[str, str]) -> str:
@@ -232,23 +226,32 @@ def made_up_batches(found: Exported) -> list[str]:
     graph = found.variant.program.graph.with_batch_size(found.plan.model.global_batch)
     bounds = integer_bounds(graph)
     keys = found.made.program.inputs
-    values = [f"{literal(keys[node.name])}: {_random(node, bounds)}," for node in graph.inputs]
     return [
         "for number in itertools.count():",
         f"{INDENT}generator = torch.Generator().manual_seed(seed + number)",
         f"{INDENT}yield {{",
-        *(f"{INDENT}{INDENT}{value}" for value in values),
+        *(
+            line
+            for node in graph.inputs
+            for line in _random(node, bounds).lines(f"{literal(keys[node.name])}: ", INDENT * 2)
+        ),
         f"{INDENT}}}",
     ]
 
 
-def _random(node: Node, bounds: dict[str, int]) -> str:
-    shape, dtype = tuple(node.spec.shape), f"torch.{node.spec.dtype}"
+def _random(node: Node, bounds: dict[str, int]) -> Expression:
+    """The values of an input, as an item of a dictionary."""
+    dtype, generator = Expression(f"torch.{node.spec.dtype}"), Expression("generator")
+    options = {"generator": generator, "dtype": dtype}
+    shape, tail = tuple(node.spec.shape), ","
     if "float" in node.spec.dtype:
-        return f"torch.randn({shape}, generator=generator, dtype=torch.float64).to({dtype})"
-    if node.name in bounds:
-        return f"torch.randint({bounds[node.name]}, {shape}, generator=generator, dtype={dtype})"
-    return f"torch.ones({shape}, dtype={dtype})"
+        made = called("torch.randn", [shape], {**options, "dtype": Expression("torch.float64")})
+        tail = f".to({dtype.text})," if node.spec.dtype != "float64" else ","
+    elif node.name in bounds:
+        made = called("torch.randint", [bounds[node.name], shape], options)
+    else:
+        made = called("torch.ones", [shape], {"dtype": dtype})
+    return Expression(made.text + tail, made.head, made.arguments, tail)
 
 
 def _too_large(node: Node, count: Any) -> PlanError:

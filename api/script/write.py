@@ -23,7 +23,7 @@ from autoparallel.script.stages import Functions, StageText, split_of, stage_tex
 from autoparallel.script.values import batch_dims, constants_text, count_text, inputs_table
 
 ENTRY = (
-    "Trainer", "read_weights", "write_weights", "rows_of", "Draw", "Stage", "Weights", "Mesh",
+    "Trainer", "load_weights", "write_weights", "rows_of", "Draw", "Stage", "Weights", "Mesh",
 )  # fmt: skip
 """What every script uses."""
 TITLES = {
@@ -327,9 +327,9 @@ def _main(found: Exported, model: ModelText, *, counts: bool, is_random: bool) -
         "        torch.cuda.set_device(device)",
         '    dist.init_process_group("nccl" if has_gpu else "gloo")',
         "    torch.manual_seed(asked.seed)",
-        "    model = new_model()",
+        "    model = new_model().to(MASTER)",
         "    if asked.weights:",
-        "        model.load_state_dict(read_weights(asked.weights), strict=False)",
+        "        load_weights(model, asked.weights)",
         f"    trainer = {trainer}(STAGES, model, constants(model), "
         f"{'count' if counts else 'None'}, device)",
         "    optimizer = new_optimizer(trainer.named_masters())",

@@ -73,9 +73,9 @@ class StageRank:
             name: self.weight(whole[name].detach().to(device), split, whole[name].requires_grad)
             for name, split in stage.parameters.items()
         }
+        held = {**dict(model.named_buffers(remove_duplicate=False)), **constants}
         self.buffers = {
-            name: own(constants[name].to(device), split, mesh)
-            for name, split in stage.buffers.items()
+            name: own(held[name].to(device), split, mesh) for name, split in stage.buffers.items()
         }
         self.constants = {
             name: own(constants[name].to(device), split, mesh)

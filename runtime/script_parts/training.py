@@ -140,7 +140,6 @@ class Trainer:
 
     def whole_state(self, model: nn.Module) -> dict[str, Tensor] | None:
         """The state of the whole model on rank 0, which fills ``model``; None elsewhere."""
-        model = model.to(MASTER)
         for name, whole in model.named_parameters(remove_duplicate=False):
             pieces = [
                 (weight.box(), weight.master.detach().cpu())
@@ -162,6 +161,17 @@ def fill(whole: Tensor, pieces: list[tuple[Any, Tensor]]) -> None:
     for box, part in (piece for of_rank in every if is_first for piece in of_rank):
         rows = whole[box].shape[:1]
         whole[box] = part[: rows[0]] if rows else part
+
+
+def load_weights(model: nn.Module, path: str) -> None:
+    """Give a model whole tensors by name; tied ones may be there under one of their names."""
+    state = read_weights(path)
+    found = model.load_state_dict(state, strict=False)
+    own = model.state_dict()
+    given = {own[name].data_ptr() for name in own if name in state}
+    missing = [name for name in found.missing_keys if own[name].data_ptr() not in given]
+    if missing or found.unexpected_keys:
+        raise ValueError(f"{path} lacks {missing} and has {found.unexpected_keys} besides")
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
