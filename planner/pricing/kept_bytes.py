@@ -95,8 +95,10 @@ def storage(ref: Ref, graph: Graph, prices: Prices) -> Ref:
 
 
 def storages(graph: Graph, prices: Prices) -> Mapping[tuple[str, int], tuple[str, int]]:
-    """The same of all values, found once."""
-    return find(prices.cache.storages, None, lambda: prices.rules.storage_of(graph))
+    """The same of all values, found once per micro-batch size: a copy of one row may be none."""
+    return find(
+        prices.cache.storages, graph.batch_size, lambda: prices.rules.storage_of(graph)
+    )  # fmt: skip
 
 
 def working_bytes(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> int:

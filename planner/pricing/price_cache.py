@@ -95,7 +95,7 @@ class PriceCache:
     rows_apart: dict[int, Mapping[str, tuple[int | None, ...]]] = field(default_factory=dict)
     position_dims: dict[tuple[int, int], Dims] = field(default_factory=dict)
     expert_dims: dict[tuple[int, int], ExpertDims] = field(default_factory=dict)
-    storages: dict[None, Mapping[tuple[str, int], tuple[str, int]]] = field(default_factory=dict)
+    storages: dict[int, Mapping[tuple[str, int], tuple[str, int]]] = field(default_factory=dict)
     from_parameters: dict[str, bool] = field(default_factory=dict)
     replays: ByIdentity[Replay] = field(default_factory=ByIdentity)
 

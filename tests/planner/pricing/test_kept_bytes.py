@@ -6,12 +6,20 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from brute_force import Best, BruteForce, Way
 from random_cases import Case, random_case
+from torch import Tensor, nn
 
 from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.planner import rules
 from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.pricing.kept_bytes import storages
+from autoparallel.planner.pricing.prices import Prices
 
 SPLIT = ("zb-h1", "zb-h2")
 FACTORS = (1.3, 5.0, 20.0)
@@ -63,3 +71,25 @@ def test_a_plan_in_halves_is_no_slower_on_faster_devices_or_hosts(seed: int) -> 
         before = seconds(1.0, issue)
         assert all(seconds(factor, issue) <= before * (1 + 1e-12) for factor in FACTORS)
         assert seconds(1.0, issue / 2) <= before * (1 + 1e-12)
+
+
+class Turned(nn.Module):
+    """Of one row the transposed tensor is contiguous, so that its copy is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.transpose(0, 1).contiguous()).transpose(0, 1).mean()
+
+
+def test_what_shares_memory_is_known_for_each_micro_batch_size() -> None:
+    rows = torch.empty(2, 3, 4)
+    graph = capture(Turned(), {"x": rows}).graph
+    prices = Prices(Mesh(("dp",), (1,)), parse_cluster("cpu:1"), (0,), "fp32", "adamw", rules)
+    by_size = {size: storages(graph.with_batch_size(size), prices) for size in (1, 2, 4)}
+    assert by_size[1] != by_size[2] == by_size[4]
+    assert by_size == {
+        size: rules.storage_of(graph.with_batch_size(size)) for size in (1, 2, 4)
+    }  # fmt: skip
