@@ -360,8 +360,8 @@ def estimate(
 
     ``model``, ``example_batch`` and ``loss_fn`` are those of ``plan``. ``devices`` are names of
     devices, or clusters (``"8xH100"``), joined by commas or in a sequence; ``options`` are fields
-    of ``Asked``: ``global_batch``, ``seq``, ``precision``, ``optimizer``, ``lora`` (``"none"``; None:
-    adapters only of ``hf:`` targets, by the usual settings), ``max_devices``, ``seconds``,
+    of ``Asked``: ``global_batch``, ``seq``, ``precision``, ``optimizer``, ``lora`` (``"none"``, or
+    None: adapters only of ``hf:`` targets, by the usual settings), ``max_devices``, ``seconds``,
     ``tokens``, ``prices``.
 
     Raises UsageError AP350 for an unknown device, AP141 for an unknown option, and what planning
