@@ -100,6 +100,8 @@ def config(own: Configuration, global_batch: int) -> dict[str, Any]:
         "optimizer": optimizer(own),
         "zero_optimization": {"stage": own.zero},
     }
+    if own.optimizer.startswith("sgd") and own.zero:
+        found["zero_allow_untested_optimizer"] = True  # it refuses SGD otherwise
     if own.offload == "optimizer":
         found["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if own.precision == "bf16":

@@ -15,7 +15,7 @@ from autoparallel.systems.deepspeed import config, settled
 NAMES = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
     "optimizer", "zero_optimization", "bf16", "fp16", "communication_data_type", "data_types",
-    "tensor_parallel", "expert_parallel",
+    "tensor_parallel", "expert_parallel", "zero_allow_untested_optimizer",
 }  # fmt: skip
 """Sections of DeepSpeed 0.19, of those that may be written."""
 
@@ -62,6 +62,7 @@ def test_deepspeed_reads_it(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         ({"gradient_dtype": "compute"}, "data_types", {"grad_accum_dtype": "bf16"}),
         ({}, "data_types", {"grad_accum_dtype": "fp32"}),
         ({"optimizer": "sgd-momentum"}, "optimizer", {"type": "SGD", "params": {"momentum": 0.9}}),
+        ({"optimizer": "sgd", "zero": 1}, "zero_allow_untested_optimizer", True),
         ({"optimizer": "adam"}, "optimizer", {"type": "Adam", "params": {}}),
     ],
 )  # fmt: skip

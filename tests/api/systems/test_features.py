@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from exported_plans import case
+from exported_plans import BATCH, NUM_DEVICES, SYSTEMS, case, written
 
 from autoparallel.planner.layout import REPLICATE, Mesh, NodeLayout, shard
 from autoparallel.planner.plan import GradientSum, Plan, ServerPlan
@@ -125,3 +128,17 @@ def test_column_and_row_splits_over_tp_are_usual(
     layouts = {**kept, **usual, name: NodeLayout((), ((placement,),))}
     found = names(replace(plan, stages=(replace(stage, layouts=layouts),)))
     assert ("weight-layouts" in found) == is_odd
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_system_writes_what_no_configuration_has_and_lists_it(
+    system: str, tmp_path: Path
+) -> None:
+    limits = importlib.import_module(f"autoparallel.systems.{system}").SYSTEM.limits
+    for name, plan in changes().items():
+        facts = written(plan, system, tmp_path / name).facts
+        degrees = facts["degrees"]
+        assert math.prod(degrees.values()) == NUM_DEVICES, name
+        assert facts["microbatch_size"] * facts["num_microbatches"] == BATCH, name
+        here = {each["here"] for each in facts["differences"]}
+        assert name not in limits or limits[name] in here, name
