@@ -224,7 +224,7 @@ def check_optimizer(found: Exported) -> None:
     if build is None or not splits:
         return
     named = [
-        (name, nn.Parameter(torch.empty(p.shape, device="meta")))
+        (name, nn.Parameter(torch.empty(p.shape)))
         for name, p in found.made.program.model.named_parameters()
         if p.requires_grad
     ]

@@ -51,11 +51,21 @@ def write_script(
     found = exported(plan, str(plan_path), trust=trust)
     model = model_text(found, plan_path, folder)
     name = "train.py" if "train.py" not in model.files else "train_by_plan.py"
-    start = f"torchrun --nproc-per-node {plan.cluster.num_devices} {place / name}"
+    start = f"{torchrun(plan)} {place / name}"
     differences = differences_of(found, model)
     (folder / name).write_text(script_text(found, model, differences))
     report = "\n".join(["otherwise than autoparallel run:", *(f"  - {d}" for d in differences)])
     return WrittenPlan((name, *model.files), start, report, {"differences": list(differences)})
+
+
+def torchrun(plan: Plan) -> str:
+    """The command that starts a rank on every device of the plan's cluster."""
+    hosts = plan.cluster.hosts
+    if len(hosts) == 1:
+        return f"torchrun --nproc-per-node {plan.cluster.num_devices}"
+    counts = {str(host.num_devices) for host in hosts}
+    count = counts.pop() if len(counts) == 1 else "DEVICES"
+    return f"torchrun --nnodes {len(hosts)} --nproc-per-node {count} --rdzv-endpoint HOST:29400"
 
 
 def differences_of(found: Exported, model: ModelText) -> tuple[str, ...]:
@@ -157,7 +167,7 @@ def _head(found: Exported, differences: tuple[str, ...]) -> str:
         "",
         configuration_text(plan),
         "",
-        f"    torchrun --nproc-per-node {plan.cluster.num_devices} train.py --steps 100",
+        f"    {torchrun(plan)} train.py --steps 100",
         "",
         f"Written by autoparallel {__version__} from a plan; it needs PyTorch and the model alone.",
         "Otherwise than under autoparallel run:",
@@ -297,6 +307,14 @@ def _broken(row: str) -> list[str]:
     return ["(", *(f'{INDENT}"{part}"' for part in parts), "),"]
 
 
+SCHEDULED = (
+    "        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):",
+    "            scheduler.step(sum(losses) / len(losses))",
+    "        else:",
+    "            scheduler.step()",
+)
+
+
 def _main(found: Exported, model: ModelText, *, counts: bool, is_random: bool) -> str:
     scheduler, plan = model.has_scheduler, found.plan
     trainer = "PipelineTrainer" if plan.has_pipeline else "Trainer"
@@ -345,11 +363,12 @@ def _main(found: Exported, model: ModelText, *, counts: bool, is_random: bool) -
         "            losses.append(trainer.loss())",
         "        norm = trainer.update(optimizer, asked.max_norm)",
         *(["        trainer.rescale(norm < float('inf'))"] * (plan.model.precision == "fp16")),
-        *(["        scheduler.step()"] if scheduler else []),
+        *(SCHEDULED if scheduler else []),
         "        if dist.get_rank() == 0:",
         "            loss = sum(losses) / len(losses)",
         '            print(f"step {step + 1}  loss {loss:.17g}  norm {norm:.6g}", flush=True)',
         "    if asked.save:",
+        *(["        trainer.fill_buffers(model)"] * any(p.updates for p in found.programs)),
         "        state = trainer.whole_state(model)",
         "        if state is not None:",
         "            write_weights(asked.save, state)",
