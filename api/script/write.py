@@ -17,7 +17,7 @@ from autoparallel.report.page import configuration_text
 from autoparallel.runtime.parameters import Formats
 from autoparallel.script.expressions import INDENT
 from autoparallel.script.model import ModelText, model_text
-from autoparallel.script.parts import Parts, collect, trimmed
+from autoparallel.script.parts import Parts, collect, taken_names, trimmed
 from autoparallel.script.source import Exported, exported
 from autoparallel.script.stages import Functions, StageText, split_of, stage_text
 from autoparallel.script.values import batch_dims, constants_text, count_text, inputs_table
@@ -53,7 +53,7 @@ def write_script(
     name = "train.py" if "train.py" not in model.files else "train_by_plan.py"
     start = f"{torchrun(plan)} {place / name}"
     differences = differences_of(found, model)
-    (folder / name).write_text(script_text(found, model, differences))
+    (folder / name).write_text(script_text(found, model, differences, name))
     report = "\n".join(["otherwise than autoparallel run:", *(f"  - {d}" for d in differences)])
     return WrittenPlan((name, *model.files), start, report, {"differences": list(differences)})
 
@@ -102,11 +102,11 @@ def differences_of(found: Exported, model: ModelText) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def script_text(found: Exported, model: ModelText, differences: tuple[str, ...]) -> str:
-    """The script."""
-    functions = Functions()
+def script_text(found: Exported, model: ModelText, differences: tuple[str, ...], name: str) -> str:
+    """The script, whose file is called ``name``."""
+    functions = Functions(taken_names() | {model.module})
     stages = [_stage(found, number, functions) for number in range(len(found.programs))]
-    _check_same_on_all_ranks(found, stages)
+    _check_same_on_all_ranks(found, stages, functions.taken)
     uses = {name for function in functions.named.values() for name in function.uses}
     uses |= {name for stage in stages for name in stage.uses}
     body = functions.text()
@@ -117,7 +117,7 @@ def script_text(found: Exported, model: ModelText, differences: tuple[str, ...])
     wanted |= {"ShardedStageRank"} if any(stage.zero for stage in found.plan.stages) else set()
     parts = collect(wanted, GIVEN)
     sections = [
-        _head(found, differences),
+        _head(found, differences, name),
         _imports(parts, model, uses, body),
         _section("The plan", _settings(found)),
         _section("The model, its data and its optimizer", model.functions, constants_text(found),
@@ -145,9 +145,11 @@ def _stage(found: Exported, number: int, functions: Functions) -> StageText:
     )  # fmt: skip
 
 
-def _check_same_on_all_ranks(found: Exported, stages: list[StageText]) -> None:
+def _check_same_on_all_ranks(
+    found: Exported, stages: list[StageText], taken: frozenset[str]
+) -> None:
     """Raises PlanError AP369 where the last rank of a stage runs another program than the first."""
-    functions, graph = Functions(), found.variant.program.graph
+    functions, graph = Functions(taken), found.variant.program.graph
     for number, program in enumerate(found.last_programs):
         again = stage_text(
             program, found.stages[number], graph, found.variant.program.blocks,
@@ -160,14 +162,14 @@ def _check_same_on_all_ranks(found: Exported, stages: list[StageText]) -> None:
             )  # fmt: skip
 
 
-def _head(found: Exported, differences: tuple[str, ...]) -> str:
+def _head(found: Exported, differences: tuple[str, ...], name: str) -> str:
     plan = found.plan
     lines = [
         f'"""Trains {plan.model.target} on {plan.cluster.num_devices} devices.',
         "",
         configuration_text(plan),
         "",
-        f"    {torchrun(plan)} train.py --steps 100",
+        f"    {torchrun(plan)} {name} --steps 100",
         "",
         f"Written by autoparallel {__version__} from a plan; it needs PyTorch and the model alone.",
         "Otherwise than under autoparallel run:",

@@ -386,6 +386,25 @@ def test_a_script_steps_the_targets_scheduler(
     check_equal(([], weights), ([], dict(module.state_dict())), TOLERANCE["float64"])
 
 
+@pytest.mark.parametrize("name", ["constants.py", "own model.py", "train.py"])
+def test_a_model_file_of_any_name_is_imported_with_what_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("its_helper.py").write_text("RATE = 0.5\n")
+    text = MODEL.format(imports="import its_helper", optimizer="SGD(parameters, its_helper.RATE)")
+    Path(name).write_text(text)
+    asked = PlanOptions(global_batch=8, forced=parse_parallel("dp=2"))
+    save_plan(make_plan(load_target(name), "cpu:2", asked), tmp_path / "plan.json")
+    export_plan(tmp_path / "plan.json", tmp_path / "out", to="python")
+    files = {file.name for file in (tmp_path / "out").iterdir()}
+    assert "its_helper.py" in files
+    script = next(name for name in ("train_by_plan.py", "train.py") if name in files)
+    found = run_torchrun(RUNNER, str(tmp_path / "out" / script), "--steps", "1")
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert "step 1  loss" in found.stdout
+
+
 @pytest.mark.parametrize(
     ("imports", "optimizer", "code"),
     [
