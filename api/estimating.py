@@ -393,9 +393,9 @@ def estimate(
 
     ``model``, ``example_batch`` and ``loss_fn`` are those of ``plan``. ``devices`` are names of
     devices, or clusters (``"8xH100"``), joined by commas or in a sequence; ``options`` are fields
-    of ``Asked``: ``global_batch``, ``seq``, ``precision``, ``optimizer``, ``lora`` (None: adapters
-    only of ``hf:`` targets, by the usual settings), ``max_devices``, ``seconds``, ``tokens``,
-    ``prices``.
+    of ``Asked``: ``global_batch``, ``seq``, ``precision``, ``optimizer``, ``lora`` (``"none"``;
+    None: adapters only of ``hf:`` targets, by the usual settings), ``max_devices``, ``seconds``,
+    ``tokens``, ``prices``.
 
     Raises UsageError AP350 for an unknown device, AP141 for an unknown option, and what planning
     raises.
@@ -411,6 +411,7 @@ def estimate(
             )
     text = devices if isinstance(devices, str) else ",".join(devices)
     lora = options.pop("lora", None) or (DEFAULT_LORA if has_lora(target) else None)
+    lora = None if lora == "none" else lora
     processes = options.pop("processes", num_processes())
     asked = Asked(parse_devices(text), lora=lora, processes=processes, **options)
     with shown_to_callers(progress) as observe:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import psutil
@@ -161,9 +162,9 @@ def outcome(figures: Figures, plan: Plan, num_batches: int = 1) -> dict[str, Any
 
     A step uses ``num_batches`` global batches.
     """
-    timed = sorted(figures.seconds[WARMUP_STEPS:] or figures.seconds)
+    timed = figures.seconds[WARMUP_STEPS:] or figures.seconds
     return {
-        "step_seconds": timed[len(timed) // 2] if timed else None,
+        "step_seconds": median(timed) if timed else None,
         "predicted_step_seconds": plan.prediction.step_seconds * num_batches,
         "memory_bytes": figures.memory_bytes,
         "predicted_memory_bytes": plan.prediction.peak_memory_bytes,

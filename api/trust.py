@@ -26,10 +26,14 @@ def target_name(plan: Plan, plan_path: str | Path) -> str:
     return name
 
 
-def check_trusted(plan: Plan, plan_path: str | Path, *, trust: bool) -> None:
+ADD_TRUST = "add --trust (trust=True in Python), or run in its folder"
+
+
+def check_trusted(plan: Plan, plan_path: str | Path, *, trust: bool, how: str = ADD_TRUST) -> None:
     """Raises UsageError AP155 where the plan's target is code outside of the current folder.
 
-    With ``trust`` any code may run. ``hf:`` targets run none but the installed library's.
+    With ``trust`` any code may run; ``how`` says how it is given. ``hf:`` targets run none but the
+    installed library's.
     """
     name = target_name(plan, plan_path)
     if trust or name.startswith("hf:"):
@@ -42,7 +46,7 @@ def check_trusted(plan: Plan, plan_path: str | Path, *, trust: bool) -> None:
         f"the plan's target {name} is outside of the current folder",
         why="running the plan would execute this code, and a plan file can name any",
         where=str(place),
-        fix="if you trust this code, add --trust (trust=True in Python), or run in its folder",
+        fix=f"if you trust this code, {how}",
     )
 
 

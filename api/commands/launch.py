@@ -98,6 +98,7 @@ def launch(
     from autoparallel.plan_io import load_plan
     from autoparallel.planner.errors import UsageError
     from autoparallel.planner.plan_file import dumps
+    from autoparallel.trust import check_trusted
 
     if slurm + k8s + ssh != 1:
         raise UsageError(
@@ -111,6 +112,11 @@ def launch(
     )  # fmt: skip
     if workdir is not None:
         job = job.moved(folder=job.folder, workdir=workdir)
+    elif not k8s:  # the run starts in this folder, and would only say so on the hosts
+        check_trusted(
+            loaded, folder / PLAN_FILE, trust="--trust" in job.arguments,
+            how="give the run's option: launch … -- --trust; or start it in that folder",
+        )  # fmt: skip
     files: Mapping[str, str]
     if slurm:
         files = slurm_files(job, partition=partition, account=account, time=time)

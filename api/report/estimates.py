@@ -33,7 +33,8 @@ def print_estimates(found: Sequence[Estimate], console: Console) -> None:
     for each in missing:
         console.print(f"{each.device} {METHODS[each.method]}: {each.why}", style="yellow")
     if any(each.plan is not None for each in found):
-        console.print(section("Memory of the fullest device, GiB", _memory(found)))
+        unit = memory_unit(found)
+        console.print(section(f"Memory of the fullest device, {unit}", _memory(found, unit)))
     if any(each.tokens is not None and each.dollars_per_hour is None for each in found):
         console.print("\ndollars: give the price of a device and hour by --price", style="dim")
     console.print(
@@ -128,7 +129,16 @@ def memory_groups(plan: Plan) -> Mapping[str, float]:
     return groups
 
 
-def _memory(found: Sequence[Estimate]) -> Any:
+UNITS = {"GiB": 2**30, "MiB": 2**20}
+
+
+def memory_unit(found: Sequence[Estimate]) -> str:
+    """In which a digit behind the point says enough of the fullest device of each."""
+    peaks = [each.plan.prediction.peak_memory_bytes for each in found if each.plan is not None]
+    return "GiB" if min(peaks, default=0) >= 10 * UNITS["GiB"] else "MiB"
+
+
+def _memory(found: Sequence[Estimate], unit: str) -> Any:
     plans = [(each, each.plan) for each in found if each.plan is not None]
     names = list(memory_groups(plans[0][1]))
     short = {"parameters": "params", "gradients": "grads", "activations": "activ"}
@@ -141,7 +151,8 @@ def _memory(found: Sequence[Estimate]) -> Any:
         label = f"{each.num_devices} × {each.device} {METHODS[each.method]}"
         if each.device[0].isdigit():
             label = f"{each.device} {METHODS[each.method]}"
-        table.add_row(label, *(f"{value / 2**30:.1f}" for value in values))
+        digits = 1 if unit == "GiB" else 0
+        table.add_row(label, *(f"{value / UNITS[unit]:.{digits}f}" for value in values))
     return table
 
 

@@ -163,17 +163,15 @@ def backend_notes(own: Configuration) -> list[str]:
 def launch_config(job: Job) -> dict[str, Any]:
     """The configuration of ``accelerate launch``."""
     own, backend = job.configuration, backend_of(job.configuration)
-    is_cpu = job.plan.cluster.hosts[0].device.kind == "cpu"
-    several = "MULTI_CPU" if is_cpu else "MULTI_GPU"
     kinds = {"none": "NO", "deepspeed": "DEEPSPEED", "fsdp": "FSDP"}
     found: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": kinds.get(backend, several),
+        "distributed_type": kinds.get(backend, "MULTI_GPU"),
         "mixed_precision": own.precision if own.precision in ("bf16", "fp16", "fp8") else "no",
         "num_processes": own.num_devices,
         "num_machines": job.num_hosts,
         "machine_rank": 0,
-        "use_cpu": is_cpu,
+        "use_cpu": False,
         "main_training_function": "main",
     }
     if own.precision == "fp8":

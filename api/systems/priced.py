@@ -33,11 +33,15 @@ def price(
     """The best of the candidates."""
     from autoparallel.cache import plan_cache
     from autoparallel.configured_plan import ConfiguredPlans
+    from autoparallel.progress import progress
     from autoparallel.recaptured import recaptured
 
     try:
-        with plan_cache() as cache:
-            model = recaptured(plan, str(plan_path), trust=trust, cache=cache.values)
+        with plan_cache() as cache, progress() as observe:
+            model = recaptured(
+                plan, str(plan_path), trust=trust, cache=cache.values, observe=observe
+            )
+            observe("prices", 0, 0)
             plans = ConfiguredPlans(plan, model.program, model.basis, cache.values)
             chosen, found = plans.best(candidates)
     except AutoparallelError as error:

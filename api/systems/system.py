@@ -108,18 +108,27 @@ def write_for(
     """Writes the nearest configuration of ``system`` into ``folder``.
 
     Raises UsageError AP364 where the batch cannot be split over the devices without degrees that
-    the system lacks.
+    the system lacks, AP365 for a plan of CPUs.
     """
+    if any(host.device.kind == "cpu" for host in plan.cluster.hosts):
+        raise UsageError(
+            "AP365",
+            f"a plan for CPUs cannot be exported to {system.title}",
+            why="on CPUs none of these systems runs, or it trains by DDP whatever it is told",
+            where=f"the plan's cluster, {plan.cluster.name}",
+            fix="plan for GPUs: --cluster 8xH100; autoparallel run trains on CPUs",
+        )
     candidates = list(candidates_of(system, plan))
     if system.builds_model and "lora" in plan.model.settings:
         cost = Priced(candidates[0], reason="it trains all weights, the plan adapters alone")
     else:
         cost = price(plan, plan_path, candidates, trust=trust)
-    if len(candidates) > 1 and system.selects_less and cost.configuration.recompute == "none":
-        cost = replace(cost, configuration=replace(cost.configuration, recompute="selective"))
+    planned, chosen = configuration_of(plan), cost.configuration
+    if planned.recompute == "selective" and chosen.recompute == "none" and system.selects_less:
+        cost = replace(cost, configuration=replace(chosen, recompute="selective"))
     config, why_none = read_config(plan) if system.builds_model else (None, "")
     files = system.write(Job(plan, cost.configuration, config, place))
-    lost = (*differences(system, features_of(plan)), *files.lost)
+    lost = (*differences(system, features_of(plan)), *_added(system, planned, chosen), *files.lost)
     unknown = f"the sizes of the model are left to you: {why_none}"
     notes = (*([unknown] if why_none else []), *files.notes)
     report = report_text(f"{system.title} ({system.version})", plan, cost, lost, notes)
@@ -138,22 +147,36 @@ def differences(system: System, features: Sequence[Feature]) -> Iterator[Differe
             yield Difference(feature.text, system.limits[feature.name])
 
 
+def _added(system: System, planned: Configuration, chosen: Configuration) -> Iterator[Difference]:
+    """Recomputation that the plan has not, of a configuration that would not fit without."""
+    is_folded = any(getattr(planned, name) > 1 for name in system.lacks)
+    is_more = chosen.recompute == "full" and chosen.recompute_share > planned.recompute_share
+    if not is_folded and (is_more or (planned.recompute, chosen.recompute) == ("none", "full")):
+        yield Difference(
+            "less recomputation", "full recomputation of all layers, without which it does not fit"
+        )
+
+
 def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
     """Configurations to choose from, the first of which is taken where none can be priced.
 
-    It is one where the system has the plan's degrees; of a system whose selective recomputation
-    keeps more than the plan's, full recomputation and what stands for that. Else the devices of
-    missing degrees become data-parallel ones: with ZeRO 3, full recomputation and the fewest
+    Where the system has the plan's degrees, it is the plan's configuration, or that with full
+    recomputation if it does not fit otherwise; of a system whose selective recomputation keeps more
+    than the plan's, full recomputation or what stands for the plan's. Else the devices of missing
+    degrees become data-parallel ones: with ZeRO 3, full recomputation and the fewest
     samples first, which needs the least memory; then with less of each.
     """
     own = configuration_of(plan)
     if all(getattr(own, name) == 1 for name in system.lacks):
         settled = system.settle(own)
+        whole = replace(settled, recompute="full", recompute_share=1.0)
         if settled.recompute == "selective" and system.selects_less:
-            yield replace(settled, recompute="full")
+            yield whole
             yield replace(settled, recompute="none")
-        else:
-            yield settled
+            return
+        yield settled
+        if whole != settled:
+            yield whole
         return
     folded = _folded(own, system, plan.model.global_batch)
     parts, batch = folded.dp * folded.ep, plan.model.global_batch

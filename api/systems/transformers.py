@@ -66,7 +66,6 @@ def arguments(job: Job) -> dict[str, Any]:
         "fp16": own.precision == "fp16",
         "optim": "sgd" if own.optimizer.startswith("sgd") else "adamw_torch",
         "torch_compile": own.compiled,
-        "use_cpu": job.plan.cluster.hosts[0].device.kind == "cpu",
     }
     if own.optimizer == "sgd-momentum":
         found["optim_args"] = "momentum=0.9"

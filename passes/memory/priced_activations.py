@@ -113,8 +113,8 @@ class PricedStage:
             if zero == 1 and moment.is_last:
                 gradients -= reduced * (1 - 1 / self.walk.prices.shards)
             if zero >= 2 or moment.is_last:
-                summed = reduced if zero else min(reduced, BUCKET_BYTES)
-                yield {SAVED: kept + late, GRADIENTS: gradients, **taken, **self._sums(summed)}
+                yield {SAVED: kept + late, GRADIENTS: gradients, **taken, **self._sums(reduced)}
+                summed = reduced * self._copies if zero else min(reduced, BUCKET_BYTES)
 
     def _weights(self) -> Iterator[dict[str, float]]:
         """The same of the half that makes the gradients of weights, which are summed at its end."""
@@ -129,8 +129,14 @@ class PricedStage:
         """What a reduce-scatter takes: the whole, this rank's part, and on gloo a copy."""
         if not self.walk.stage.zero:
             return {}
-        copies = 1 if self.walk.prices.device.kind == "cuda" else 2
-        return {COMMUNICATION: reduced * (copies + 1 / self.walk.prices.shards), WORKING: 0.0}
+        copies = self._copies + 1 / self.walk.prices.shards
+        return {COMMUNICATION: reduced * copies, WORKING: 0.0}
+
+    @property
+    def _copies(self) -> int:
+        """Of the gradients that a reduce-scatter sums, until the next one: on gloo also as many
+        bytes as it receives."""
+        return 1 if self.walk.prices.device.kind == "cuda" else 2
 
     def _exchanged(self, block: BlockCost) -> tuple[float, float]:
         """The whole parameters of a block that are exchanged over "dp", in bytes as they compute

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import autoparallel
 from autoparallel.__main__ import run_command
 from autoparallel.estimating import clusters_of, parse_devices
 from autoparallel.options import parse_count
 from autoparallel.planner.errors import InfeasibleError, UsageError
+from autoparallel.report.estimates import memory_unit, print_estimates
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
@@ -98,6 +100,17 @@ def test_the_page_fits_80_columns(llama: str, capsys: pytest.CaptureFixture[str]
     assert sum(entries[0]["memory_bytes"].values()) == entries[0]["peak_memory_bytes"]
 
 
+def test_what_small_models_hold_is_said_in_mebibytes(found, capsys) -> None:
+    small = autoparallel.estimate("examples/gpt.py", devices="T4", global_batch=8, processes=1)
+    assert memory_unit(small) == memory_unit([*small, *found]) == "MiB"
+    assert memory_unit(found) == "GiB"
+    print_estimates(small, Console(width=80))
+    page = capsys.readouterr().out
+    assert "Memory of the fullest device, MiB" in page
+    peak = small[0].plan.prediction.peak_memory_bytes
+    assert f"{peak / 2**20:.0f}" in page
+
+
 def test_a_model_of_a_file_is_estimated_without_adapters(tmp_path: Path) -> None:
     found = autoparallel.estimate("examples/gpt.py", devices="T4", global_batch=8, processes=1)
     assert [(each.method, each.num_devices) for each in found] == [("full", 1)]
@@ -135,7 +148,7 @@ def test_the_full_planner_needs_as_many_devices(llama: str) -> None:
         try:
             found = autoparallel.plan(
                 llama, cluster=f"{count}xT4", global_batch=4, seq=128, precision="fp16",
-                deny=["offload"], cache=False,
+                deny=["offload"],
             )  # fmt: skip
         except InfeasibleError:
             return False

@@ -229,3 +229,37 @@ def test_a_notebook_gets_a_fragment_with_figures_and_tables() -> None:
     assert "<style" not in text
     assert "15.0 s" in text
     assert [tag for tag, _ in outline.tags].count("table") == 3
+
+
+def _colours(block: str) -> dict[str, str]:
+    return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+
+
+def _luminance(colour: str) -> float:
+    """https://www.w3.org/TR/WCAG21/#dfn-relative-luminance"""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+              for part in parts]  # fmt: skip
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _contrast(one: str, other: str) -> float:
+    low, high = sorted((_luminance(one), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_the_contrast_that_accessible_pages_need(scheme: str) -> None:
+    """4.5 to 1 (WCAG 2.1, 1.4.3): on the paper, on marks, and on the boxes of the schedule."""
+    css = full_page().split("<style>")[1].split("</style>")[0]
+    light, dark = css.split("prefers-color-scheme: dark")[:2]
+    colours = _colours(light)
+    if scheme == "dark":
+        colours |= _colours(dark.split("\n}\n")[0])
+    for name in ("ink", "quiet", "exposed", "limit", "better", "worse"):
+        assert _contrast(colours[name], colours["paper"]) >= 4.5, name
+    assert _contrast(colours["ink"], colours["marked"]) >= 4.5
+    for name in ("forward", "backward", "weight"):
+        for box in (name, f"{name}-odd"):
+            assert _contrast("#1c1c1a", colours[box]) >= 4.5, box
+    assert _contrast(colours["bubble"], colours["paper"]) > 1.2

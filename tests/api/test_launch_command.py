@@ -27,8 +27,9 @@ TARGET = str(ROOT / "tests/models/regression.py")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan for two hosts of one process."""
     path = tmp_path_factory.mktemp("planned") / "plan.json"
+    target = shutil.copy(TARGET, path.parent)
     arguments = ["--cluster", "2x1xcpu", "--global-batch", "4", "--parallel", "dp=2,zero=0"]
-    assert run_command(["plan", TARGET, *arguments, "--no-cache", "-o", str(path)]) == 0
+    assert run_command(["plan", str(target), *arguments, "--no-cache", "-o", str(path)]) == 0
     return path
 
 
@@ -191,6 +192,21 @@ def test_what_cannot_be_started_is_said(
     code, _ = launch(planned, cluster, *arguments, monkeypatch=monkeypatch)
     assert code == 2
     assert error in capsys.readouterr().err
+
+
+def test_code_of_another_folder_is_asked_for_before_anything_is_written(
+    planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Else the hosts of a job that has waited for hours would refuse to run it."""
+    monkeypatch.chdir(tmp_path)
+    arguments = ["launch", str(planned), "--ssh", "--hosts", "n1,n2"]
+    assert run_command(arguments) == 2
+    said = capsys.readouterr().err
+    assert "AP155" in said
+    assert "-- --trust" in said
+    assert not (tmp_path / "launch").exists()
+    assert run_command([*arguments, "--", "--trust"]) == 0
+    assert "plan.json --trust" in (tmp_path / "launch/host.sh").read_text()
 
 
 def test_hosts_can_be_the_lines_of_a_file(planned: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,14 @@ import pytest
 from exported_plans import BATCH, CASES, NUM_DEVICES, SYSTEMS, case, plans, written
 
 from autoparallel.__main__ import run_command
+from autoparallel.cost_model.resolve import resolve_cluster
 from autoparallel.plan_io import save_plan
+from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan
 from autoparallel.systems.degrees import configuration_of
 from autoparallel.systems.features import FEATURES, features_of
+from autoparallel.systems.priced import Priced
 from autoparallel.systems.system import System, candidates_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -115,6 +119,15 @@ def test_selective_recomputation_that_keeps_more_is_written_where_all_that_is_ke
     assert text in (tmp_path / "out" / file).read_text()
 
 
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_plan_for_cpus_is_refused(system: str, tmp_path: Path) -> None:
+    """Accelerate would start one process, and the Trainer would train by DDP."""
+    plan = replace(case("fsdp"), cluster=resolve_cluster("cpu:8"))
+    with pytest.raises(UsageError, match="AP365"):
+        written(plan, system, tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
 def test_adapters_that_a_system_does_not_train_are_not_priced(tmp_path: Path) -> None:
     """The plan's memory is that of adapters, and Megatron-LM trains every weight."""
     plan = case("fsdp")
@@ -155,3 +168,24 @@ def test_the_documents_table_is_what_the_systems_say() -> None:
     for name, cells in table.items():
         want = ["–" if name in system_of(system).limits else "✓" for system in SYSTEMS]
         assert cells == want, name
+
+
+def test_what_does_not_fit_as_planned_is_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two candidates the first does not fit: all layers are recomputed, and the report says so.
+
+    A stage of the plan recomputes nothing.
+    """
+    found = list(candidates_of(system_of("megatron"), case("zero 1")))
+    assert [own.recompute for own in found] == ["none", "full"]
+    limits = {"none": 2, "full": 1}
+
+    def price(plan: Plan, path: Path, candidates: list[Configuration], *, trust: bool) -> Priced:
+        chosen = min(candidates, key=lambda own: limits[own.recompute])
+        return Priced(chosen, 1.0, 1, True)
+
+    monkeypatch.setattr("autoparallel.systems.system.price", price)
+    wrote = written(case("zero 1"), "megatron", tmp_path)
+    assert "--recompute-granularity=full" in (tmp_path / "out" / "args.txt").read_text()
+    assert "without which it does not fit" in " ".join(wrote.report.split())

@@ -276,9 +276,11 @@ def test_a_program_with_an_op_that_takes_no_fake_tensors_has_the_figures_of_the_
     ids=str,
 )  # fmt: skip
 def test_the_rules_of_ops_give_nearly_the_memory_that_running_the_stages_gives(case: Case) -> None:
-    """Plans of many ops have the former, so that small and large plans count alike. Under ZeRO 3
-    on CPUs the rules leave out what a reduce-scatter receives before it is summed."""
-    tolerance = 0.1 if "zero=3" in str(case) else 0.05
+    """Plans of many ops have the former, so that small and large plans count alike. Where gradients
+    of weights are a half of their own, the rules take another moment of ZeRO 3 for the fullest."""
+    tolerance = 0.1 if "zero=3" in str(case) and "zbv" in str(case) else 0.05
+    if "1f1b" in str(case) and ("zero=2" in str(case) or "zero=3" in str(case)):
+        tolerance = 0.02  # what a reduce-scatter receives, 6 % of these, is counted
     run, ruled = (memory_cases.planned(case, runs=runs) for runs in (True, False))
     assert run is not None
     assert ruled is not None
