@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from autoparallel.lora import parse_lora, target_paths
 from autoparallel.planner.errors import PlanError
 from autoparallel.runtime.optimizer import LEARNING_RATE, MOMENTUM, NAMED, SGD_LEARNING_RATE
 from autoparallel.script.expressions import INDENT, literal
+from autoparallel.script.parts import taken_names
 from autoparallel.script.source import Exported
 from autoparallel.script.values import made_up_batches
 from autoparallel.targets import Target
@@ -38,6 +40,8 @@ class ModelText:
     imports: tuple[str, ...]
     functions: str
     files: tuple[str, ...]
+    module: str
+    """What the model's file is called in the script."""
     has_scheduler: bool
     has_data: bool
 
@@ -52,9 +56,12 @@ def model_text(found: Exported, plan_path: Path, folder: Path) -> ModelText:
     else:
         place, function = _place(target_name(plan, plan_path))
         files = _copied(place, folder) if place.endswith(".py") else ()
-        module = Path(place).stem if files else place
+        module = Path(files[0]).stem if files else place
         settings = ", ".join(f"{name}={literal(v)}" for name, v in plan.model.settings.items())
         imports = (f"import {module}",)
+        if module in taken_names():
+            imports = (f"import {module} as model_{module}",)
+            module = f"model_{module}"
         build = [f"return {module}.{function}({settings})"]
     functions = [
         _function("new_model() -> nn.Module", "The model, whole, on the CPU.", build),
@@ -69,7 +76,7 @@ def model_text(found: Exported, plan_path: Path, folder: Path) -> ModelText:
             "The learning-rate scheduler.", [f"return {module}.build_scheduler(optimizer)"],
         ))  # fmt: skip
     return ModelText(
-        imports, "\n\n\n".join(functions), files, target.build_scheduler is not None,
+        imports, "\n\n\n".join(functions), files, module, target.build_scheduler is not None,
         target.build_data is not None,
     )  # fmt: skip
 
@@ -89,16 +96,15 @@ def _place(name: str) -> tuple[str, str]:
 
 def _copied(place: str, folder: Path) -> tuple[str, ...]:
     """Copies a model's file and the files beside it that it imports."""
-    pending, done = [Path(place)], dict[str, None]()
+    first = Path(place)
+    done = {first.name: re.sub(r"\W", "_", first.stem) + ".py"}
+    pending = [first]
     while pending:
         path = pending.pop()
-        if path.name in done:
-            continue
-        done[path.name] = None
         if path.is_dir():
             shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
             continue
-        shutil.copyfile(path, folder / path.name)
+        shutil.copyfile(path, folder / done[path.name])
         for name in _imported(path):
             if name == "autoparallel":
                 raise PlanError(
@@ -106,10 +112,14 @@ def _copied(place: str, folder: Path) -> tuple[str, ...]:
                     "autoparallel", why="a script runs where it is not installed", where=str(path),
                     fix="move what needs autoparallel out of the model's file",
                 )  # fmt: skip
-            beside = (path.parent / f"{name}.py", path.parent / name)
-            pending += [each for each in beside[:1] if each.is_file()]
-            pending += [each for each in beside[1:] if (each / "__init__.py").is_file()]
-    return tuple(done)
+            module, package = path.parent / f"{name}.py", path.parent / name
+            for beside, is_there in (
+                (module, module.is_file()), (package, (package / "__init__.py").is_file())
+            ):  # fmt: skip
+                if is_there and beside.name not in done:
+                    done[beside.name] = beside.name
+                    pending.append(beside)
+    return tuple(done.values())
 
 
 def _imported(path: Path) -> set[str]:
@@ -224,7 +234,7 @@ def check_optimizer(found: Exported) -> None:
     if build is None or not splits:
         return
     named = [
-        (name, nn.Parameter(torch.empty(p.shape, device="meta")))
+        (name, nn.Parameter(torch.empty(p.shape)))
         for name, p in found.made.program.model.named_parameters()
         if p.requires_grad
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import keyword
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -96,6 +97,20 @@ def collect(wanted: Iterable[str], given: Iterable[str]) -> Parts:
         for module in MODULES
     }
     return Parts(tuple(sorted(imports)), {name: each for name, each in sections.items() if each})
+
+
+OWN = frozenset({
+    "new_model", "batches", "new_optimizer", "new_scheduler", "constants", "count", "named", "main",
+    "torch", "dist", "nn", "F", "Tensor", "checkpoint", "itertools", "math", "os", "re", "argparse",
+    "transformers", "partial", "field", "dataclass", "contextmanager",
+})  # fmt: skip
+"""Names that scripts have besides."""
+
+
+def taken_names() -> frozenset[str]:
+    """What functions of blocks, and the model's module, must not be called."""
+    names = (name for module in MODULES for name in _read(module).definitions)
+    return frozenset(names) | OWN | frozenset(keyword.kwlist)
 
 
 def can_copy(function: Callable[..., object]) -> bool:

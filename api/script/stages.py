@@ -28,6 +28,8 @@ WRAPPERS = {"full": "checkpoint", "selective": "keeping_products"}
 class Functions:
     """The functions of all blocks by their names; equal ones are one."""
 
+    taken: frozenset[str] = frozenset()
+    """Names that are of something else."""
     named: dict[str, BlockFunction] = field(default_factory=dict)
     about: dict[str, list[str]] = field(default_factory=dict)
     """The blocks that each is for."""
@@ -39,8 +41,9 @@ class Functions:
             if same == (function.arguments, function.text, function.weights):
                 self.about[name].append(program.name)
                 return name
+        kind = f"{kind}_block" if kind in self.taken else kind
         count, name = 1, kind
-        while name in self.named:
+        while name in self.named or name in self.taken:
             count += 1
             name = f"{kind}_{count}"
         self.named[name], self.about[name] = function, [program.name]

@@ -17,7 +17,7 @@ from autoparallel.report.page import configuration_text
 from autoparallel.runtime.parameters import Formats
 from autoparallel.script.expressions import INDENT
 from autoparallel.script.model import ModelText, model_text
-from autoparallel.script.parts import Parts, collect, trimmed
+from autoparallel.script.parts import Parts, collect, taken_names, trimmed
 from autoparallel.script.source import Exported, exported
 from autoparallel.script.stages import Functions, StageText, split_of, stage_text
 from autoparallel.script.values import batch_dims, constants_text, count_text, inputs_table
@@ -51,11 +51,21 @@ def write_script(
     found = exported(plan, str(plan_path), trust=trust)
     model = model_text(found, plan_path, folder)
     name = "train.py" if "train.py" not in model.files else "train_by_plan.py"
-    start = f"torchrun --nproc-per-node {plan.cluster.num_devices} {place / name}"
+    start = f"{torchrun(plan)} {place / name}"
     differences = differences_of(found, model)
-    (folder / name).write_text(script_text(found, model, differences))
+    (folder / name).write_text(script_text(found, model, differences, name))
     report = "\n".join(["otherwise than autoparallel run:", *(f"  - {d}" for d in differences)])
     return WrittenPlan((name, *model.files), start, report, {"differences": list(differences)})
+
+
+def torchrun(plan: Plan) -> str:
+    """The command that starts a rank on every device of the plan's cluster."""
+    hosts = plan.cluster.hosts
+    if len(hosts) == 1:
+        return f"torchrun --nproc-per-node {plan.cluster.num_devices}"
+    counts = {str(host.num_devices) for host in hosts}
+    count = counts.pop() if len(counts) == 1 else "DEVICES"
+    return f"torchrun --nnodes {len(hosts)} --nproc-per-node {count} --rdzv-endpoint HOST:29400"
 
 
 def differences_of(found: Exported, model: ModelText) -> tuple[str, ...]:
@@ -92,11 +102,11 @@ def differences_of(found: Exported, model: ModelText) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def script_text(found: Exported, model: ModelText, differences: tuple[str, ...]) -> str:
-    """The script."""
-    functions = Functions()
+def script_text(found: Exported, model: ModelText, differences: tuple[str, ...], name: str) -> str:
+    """The script, whose file is called ``name``."""
+    functions = Functions(taken_names() | {model.module})
     stages = [_stage(found, number, functions) for number in range(len(found.programs))]
-    _check_same_on_all_ranks(found, stages)
+    _check_same_on_all_ranks(found, stages, functions.taken)
     uses = {name for function in functions.named.values() for name in function.uses}
     uses |= {name for stage in stages for name in stage.uses}
     body = functions.text()
@@ -107,18 +117,18 @@ def script_text(found: Exported, model: ModelText, differences: tuple[str, ...])
     wanted |= {"ShardedStageRank"} if any(stage.zero for stage in found.plan.stages) else set()
     parts = collect(wanted, GIVEN)
     sections = [
-        _head(found, differences),
+        _head(found, differences, name),
         _imports(parts, model, uses, body),
         _section("The plan", _settings(found)),
-        *(_section(TITLES.get(module.rpartition(".")[2], module.rpartition(".")[2]),
-                   *definitions) for module, definitions in parts.sections.items()),
+        _section("The model, its data and its optimizer", model.functions, constants_text(found),
+                 *([counting] if counting else [])),
         _section("The model's blocks, on this rank's part of each tensor", body,
                  *(stage.function for stage in stages)),
+        *(_section(TITLES.get(module.rpartition(".")[2], module.rpartition(".")[2]),
+                   *definitions) for module, definitions in parts.sections.items()),
         _section("What each rank holds", *(stage.parameters for stage in stages),
                  _table("STAGES: list[Stage]", [stage.entry for stage in stages]),
                  *_pipeline(found), inputs_table(found)),
-        _section("The model, its data and its optimizer", model.functions, constants_text(found),
-                 *([counting] if counting else [])),
         _main(found, model, counts=bool(counting), is_random=is_random),
     ]  # fmt: skip
     text = trimmed("\n\n\n".join(sections) + "\n", {*GIVEN, "GLOBAL_BATCH"})
@@ -135,9 +145,11 @@ def _stage(found: Exported, number: int, functions: Functions) -> StageText:
     )  # fmt: skip
 
 
-def _check_same_on_all_ranks(found: Exported, stages: list[StageText]) -> None:
+def _check_same_on_all_ranks(
+    found: Exported, stages: list[StageText], taken: frozenset[str]
+) -> None:
     """Raises PlanError AP369 where the last rank of a stage runs another program than the first."""
-    functions, graph = Functions(), found.variant.program.graph
+    functions, graph = Functions(taken), found.variant.program.graph
     for number, program in enumerate(found.last_programs):
         again = stage_text(
             program, found.stages[number], graph, found.variant.program.blocks,
@@ -150,14 +162,14 @@ def _check_same_on_all_ranks(found: Exported, stages: list[StageText]) -> None:
             )  # fmt: skip
 
 
-def _head(found: Exported, differences: tuple[str, ...]) -> str:
+def _head(found: Exported, differences: tuple[str, ...], name: str) -> str:
     plan = found.plan
     lines = [
         f'"""Trains {plan.model.target} on {plan.cluster.num_devices} devices.',
         "",
         configuration_text(plan),
         "",
-        f"    torchrun --nproc-per-node {plan.cluster.num_devices} train.py --steps 100",
+        f"    {torchrun(plan)} {name} --steps 100",
         "",
         f"Written by autoparallel {__version__} from a plan; it needs PyTorch and the model alone.",
         "Otherwise than under autoparallel run:",
@@ -297,6 +309,14 @@ def _broken(row: str) -> list[str]:
     return ["(", *(f'{INDENT}"{part}"' for part in parts), "),"]
 
 
+SCHEDULED = (
+    "        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):",
+    "            scheduler.step(sum(losses) / len(losses))",
+    "        else:",
+    "            scheduler.step()",
+)
+
+
 def _main(found: Exported, model: ModelText, *, counts: bool, is_random: bool) -> str:
     scheduler, plan = model.has_scheduler, found.plan
     trainer = "PipelineTrainer" if plan.has_pipeline else "Trainer"
@@ -345,11 +365,12 @@ def _main(found: Exported, model: ModelText, *, counts: bool, is_random: bool) -
         "            losses.append(trainer.loss())",
         "        norm = trainer.update(optimizer, asked.max_norm)",
         *(["        trainer.rescale(norm < float('inf'))"] * (plan.model.precision == "fp16")),
-        *(["        scheduler.step()"] if scheduler else []),
+        *(SCHEDULED if scheduler else []),
         "        if dist.get_rank() == 0:",
         "            loss = sum(losses) / len(losses)",
         '            print(f"step {step + 1}  loss {loss:.17g}  norm {norm:.6g}", flush=True)',
         "    if asked.save:",
+        *(["        trainer.fill_buffers(model)"] * any(p.updates for p in found.programs)),
         "        state = trainer.whole_state(model)",
         "        if state is not None:",
         "            write_weights(asked.save, state)",

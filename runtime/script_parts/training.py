@@ -52,15 +52,19 @@ class Trainer:
         self.device, self.count, self.constants = device, count, constants
         self.scale = LOSS_SCALE
         self.stages: dict[int, StageRank] = {}
+        meshes: dict[str, Mesh] = {}
         for number, stage in enumerate(stages):
-            mesh = Mesh(stage.devices, stage.mesh, device.type)
+            place = f"{stage.devices} {stage.mesh}"
+            mesh = meshes.get(place) or Mesh(stage.devices, stage.mesh, device.type)
+            meshes[place] = mesh
             if dist.get_rank() in stage.devices:
                 self.stages[number] = STAGE_RANK(stage, mesh, model, constants, device)
 
     def named_masters(self) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizer updates."""
+        """What the optimizer updates; of a rank without any, an empty tensor."""
         named = [(name, weight.master) for _, name, weight in self.all_weights()]
-        return [(name, master) for name, master in named if master.requires_grad]
+        trained = [(name, master) for name, master in named if master.requires_grad]
+        return trained or [("", nn.Parameter(torch.zeros(0)))]
 
     def all_weights(self) -> list[tuple[int, str, Weight]]:
         """The weights of this rank's stages: the stage, the name, the weight."""
@@ -147,10 +151,13 @@ class Trainer:
                 if held == name and weight.is_first()
             ]
             fill(whole.data, pieces)
+        return model.state_dict() if dist.get_rank() == 0 else None
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Give ``model``, on rank 0, the buffers that training has changed."""
         for name, buffer in model.named_buffers():
             stages = [s for s in self.stages.values() if name in s.stage.updates]
             fill(buffer, [(s.buffer_box(name, buffer), s.buffers[name].cpu()) for s in stages])
-        return model.state_dict() if dist.get_rank() == 0 else None
 
 
 def fill(whole: Tensor, pieces: list[tuple[Any, Tensor]]) -> None:

@@ -20,6 +20,7 @@ from processes import run_processes
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.capture.counter_random import counter_random
 from autoparallel.passes.capture.export import call_model, find_loss
@@ -37,6 +38,7 @@ from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.update import UpdateOptions
 from autoparallel.runtime.verify import TOLERANCE
 from autoparallel.script.source import check_writable
+from autoparallel.script.write import torchrun
 from autoparallel.targets import Target, load_target
 
 STEPS = 3
@@ -320,6 +322,15 @@ def test_a_plan_that_a_script_cannot_run_is_refused(
     assert error.value.code == "AP366"
 
 
+def test_the_command_of_several_hosts_names_their_devices() -> None:
+    asked = PlanOptions(global_batch=8, seq=SEQ, forced=parse_parallel("dp=2"))
+    plan = make_plan(target_of("gpt"), "cpu:2", asked)
+    assert torchrun(plan) == "torchrun --nproc-per-node 2"
+    same, other = parse_cluster("2x4xH100"), parse_cluster("1x4xH100+1x8xH100")
+    assert "--nnodes 2 --nproc-per-node 4 " in torchrun(replace(plan, cluster=same))
+    assert "--nnodes 2 --nproc-per-node DEVICES " in torchrun(replace(plan, cluster=other))
+
+
 MODEL = """
 import torch
 {imports}
@@ -336,6 +347,62 @@ def loss_fn(outputs, batch):
 def build_optimizer(parameters):
     return torch.optim.{optimizer}
 """
+
+
+SCHEDULER = """
+def build_scheduler(optimizer):
+    return torch.optim.lr_scheduler.{scheduler}
+"""
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    ["StepLR(optimizer, 1, 0.5)", "ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)"],
+)
+def test_a_script_steps_the_targets_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str
+) -> None:
+    """The rate falls as on one device: after the first update, or when the loss no longer falls."""
+    monkeypatch.chdir(tmp_path)
+    text = MODEL.format(imports="", optimizer="SGD(parameters, lr=0.1)")
+    name = f"scheduled_{scheduler.partition('(')[0]}.py"
+    Path(name).write_text(text + SCHEDULER.format(scheduler=scheduler))
+    out, target = exported(tmp_path, name, "dp=2,zero=2")
+    check_text(out)
+    losses, weights = run(out, "dp=2")
+    module = plain_build(target.build_model, 0).double()
+    assert target.build_optimizer is not None
+    assert target.build_scheduler is not None
+    optimizer = target.build_optimizer(list(module.parameters()))
+    schedule, data = target.build_scheduler(optimizer), script_of(out).batches(0)
+    for expected in losses:
+        loss = module(next(data)["input"].double()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step(*[loss.item()] * scheduler.startswith("Reduce"))
+        assert loss.item() == pytest.approx(expected, rel=1e-9)
+    assert optimizer.param_groups[0]["lr"] < 0.1
+    check_equal(([], weights), ([], dict(module.state_dict())), TOLERANCE["float64"])
+
+
+@pytest.mark.parametrize("name", ["constants.py", "own model.py", "train.py"])
+def test_a_model_file_of_any_name_is_imported_with_what_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("its_helper.py").write_text("RATE = 0.5\n")
+    text = MODEL.format(imports="import its_helper", optimizer="SGD(parameters, its_helper.RATE)")
+    Path(name).write_text(text)
+    asked = PlanOptions(global_batch=8, forced=parse_parallel("dp=2"))
+    save_plan(make_plan(load_target(name), "cpu:2", asked), tmp_path / "plan.json")
+    export_plan(tmp_path / "plan.json", tmp_path / "out", to="python")
+    files = {file.name for file in (tmp_path / "out").iterdir()}
+    assert "its_helper.py" in files
+    script = next(name for name in ("train_by_plan.py", "train.py") if name in files)
+    found = run_torchrun(RUNNER, str(tmp_path / "out" / script), "--steps", "1")
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert "step 1  loss" in found.stdout
 
 
 @pytest.mark.parametrize(
