@@ -51,7 +51,8 @@ class Walked:
         """The cache of unit prices on a cluster."""
         if id(cluster) not in self._caches:
             known = PriceCache(
-                storages={None: self.forms.storages}, from_parameters=self.forms.of_parameters
+                storages={self.graph.batch_size: self.forms.storages},
+                from_parameters=self.forms.of_parameters,
             )
             self._caches[id(cluster)] = cluster, known  # it lives as long as its id is used
         return self._caches[id(cluster)][1]
