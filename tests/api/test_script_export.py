@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import compileall
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -239,6 +240,31 @@ def test_batches_are_accumulated_and_gradients_clipped_as_on_one_device(tmp_path
     found = run(out, "dp=2", "--accumulate", "2", "--max-norm", "0.5")
     expected = one_device(out, target, torch.float64, accumulate=2, max_norm=0.5)
     check_equal(found, expected, TOLERANCE["float64"])
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_script_where_this_package_cannot_be_imported(tmp_path: Path) -> None:
+    """In interpreters of their own: nothing of this package was ever imported there."""
+    out, _ = exported(tmp_path, "gpt", "dp=2,zero=2,microbatches=2")
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    (blocked / "sitecustomize.py").write_text(
+        "import sys\nsys.path.insert(0, " + repr(str(RUNNER.parent)) + ")\n"
+        "from exported_script import Refusal\nsys.meta_path.insert(0, Refusal())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+         str(out / "train.py"), "--steps", "2"],
+        env={**os.environ, "PYTHONPATH": str(blocked)}, cwd=tmp_path, capture_output=True,
+        text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "step 2  loss" in done.stdout
+    refused = subprocess.run(
+        [sys.executable, "-c", "import autoparallel"], cwd=tmp_path, capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(blocked)}, text=True, check=False,
+    )  # fmt: skip
+    assert "a script imports autoparallel" in refused.stderr
 
 
 @pytest.mark.slow
