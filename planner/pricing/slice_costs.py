@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ..errors import UsageError
 from ..graph import Blocks, Graph, Node
+from ..layout import divides
 from ..plan import Plan
 from ..schedules.sliced import slice_lengths
 from ..sequence_places import ATTENTION, Places, find_places
-from .sequence_slices import sequence_slice, slice_bounds
+from .sequence_slices import SequenceSlice, sequence_slice, slice_bounds
 from .stage_cost import StageCost
 
 Price = Callable[[Graph, Blocks, Plan], Sequence[StageCost]]
@@ -71,14 +73,20 @@ def shares_by_work(
 
 
 def best_lengths(graph: Graph, blocks: Blocks, plan: Plan, price: Price) -> tuple[int, ...]:
-    """The slice lengths with the fastest step, to a sixteenth of a sequence.
+    """The slice lengths with the fastest step, to a sixteenth of a sequence, that the plan's
+    layouts divide.
 
     A slice of n positions after b others takes f(n) + c n b: f is priced at every length, c from
     the last half of a sequence, since n queries see n b keys more.
     """
     places = find_places(graph)
     length = places.length
-    granularity = next(g for g in range(max(1, length // MOST_UNITS), length + 1) if not length % g)
+    granularity = next(
+        g
+        for g in range(max(1, length // MOST_UNITS), length + 1)
+        if not length % g
+        and undivided_axis(sequence_slice(graph, blocks, plan, places, (0, g))) is None
+    )
 
     def seconds(bounds: tuple[int, int]) -> float:
         costs = _costs(graph, blocks, plan, places, bounds, price)
@@ -103,7 +111,39 @@ def _costs(
     graph: Graph, blocks: Blocks, plan: Plan, places: Places, bounds: tuple[int, int], price: Price
 ) -> Sequence[StageCost]:
     part = sequence_slice(graph, blocks, plan, places, bounds)
+    axis = undivided_axis(part)
+    if axis is not None:
+        raise UsageError(
+            "AP549",
+            f"a slice from position {bounds[0]} to {bounds[1]} cannot be divided over {axis}",
+            why="the plan's layouts split positions over it", where="--parallel",
+            fix="slices whose lengths it divides, or --pin with layouts that split no positions",
+        )  # fmt: skip
     return price(part.graph, part.blocks, part.plan)
+
+
+def undivided_axis(part: SequenceSlice) -> str | None:
+    """A mesh axis, as ``tp=2``, over which a slice's layouts split what it does not divide."""
+    for stage in part.plan.stages:
+        shape = stage.mesh.shape
+        for name, own in stage.layouts.items():
+            if name not in part.graph.by_name:
+                continue  # of a block of another stage
+            node = part.graph[name]
+            pairs = [
+                *zip(map(part.graph.spec, node.inputs), own.inputs, strict=True),
+                *zip(node.outputs, own.outputs, strict=True),
+            ]
+            for spec, layout in pairs:
+                if not divides(spec.shape, layout, shape):
+                    axes = zip(stage.mesh.axes, shape, layout, strict=True)
+                    return next(
+                        f"{axis}={size}"
+                        for at, (axis, size, placement) in enumerate(axes)
+                        if placement.is_shard
+                        and not divides(spec.shape, layout[: at + 1], shape[: at + 1])
+                    )
+    return None
 
 
 def is_attention(node: Node) -> bool:

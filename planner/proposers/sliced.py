@@ -34,7 +34,8 @@ def sliced(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
     """The pool's fastest pipelines under TeraPipe.
 
     Where it is forced PlanError AP548 is raised for a model that slices would change, and
-    UsageError AP549 for more slices than positions.
+    UsageError AP549 for more slices than positions, and for slices that no pipeline's layouts
+    divide.
     """
     request, graph = context.request, context.structure.graph
     if SCHEDULE not in request.arranged_schedules:
@@ -58,9 +59,24 @@ def sliced(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
     bases = [each for each in pool.ranked() if each.is_pipeline and _can_be_sliced(context, each)]
     if not is_forced:
         bases = [each for each in bases if _may_fit(context, each)]
-    for base in bases[:MOST_PRICED]:
-        if _least_seconds(base) < pool.bar:
-            yield _in_slices(context, base, lengths)
+    num_priced, undivided = 0, None
+    for base in bases:
+        if num_priced == MOST_PRICED:
+            break
+        if _least_seconds(base) >= pool.bar:
+            num_priced += 1
+            continue
+        try:
+            found = _in_slices(context, base, lengths)
+        except UsageError as error:
+            if lengths is None:
+                raise
+            undivided = error
+            continue
+        num_priced += 1
+        yield found
+    if undivided is not None and num_priced == 0:
+        raise undivided
 
 
 def _can_be_sliced(context: SearchContext, base: Candidate) -> bool:
