@@ -28,9 +28,16 @@ from ..collectives import Group
 from .case import OpCase
 from .database import Database
 from .environment import Environment, difference, nearest
-from .interpolation import MIN_SAMPLES, Curve, Sample
+from .interpolation import MAX_EXTRAPOLATION, MIN_SAMPLES, Curve, Sample
 from .records import Measurement, Transfer
-from .transfers import MessageSource, fit_link, link_points, overlapped, transfer_curve
+from .transfers import (
+    MessageSource,
+    TransferCurve,
+    fit_link,
+    link_points,
+    overlapped,
+    transfer_curve,
+)
 from .transfers import level_of as level_of
 
 _DATA = Path(__file__).with_name("data")
@@ -173,8 +180,9 @@ class Profile:
     def collective(
         self, kind: str, num_bytes: float, group: Group
     ) -> tuple[float, MessageSource] | None:
-        """Seconds of a collective from those measured in an equal group; None without any.
+        """Seconds of a collective from those measured in an equal group.
 
+        None without any, and of many more bytes than the only size that was measured.
         ``num_bytes`` as ``collectives.collective_seconds`` counts them.
         """
         if group.num_ranks <= 1 or num_bytes <= 0 or group.sharing != 1:
@@ -207,8 +215,13 @@ class Profile:
         if at not in self._curves:
             found = [each for each in self.transfers if _place(each) == at]
             self._curves[at] = transfer_curve(found) if found else None
-        curve = self._curves[at]
-        return None if curve is None else curve.at(num_bytes)
+        curve: TransferCurve | None = self._curves[at]
+        if curve is None:
+            return None
+        sizes = curve.num_bytes
+        if len(sizes) == 1 and num_bytes > MAX_EXTRAPOLATION * sizes[0]:
+            return None  # one small size is mostly latency, and says nothing of a rate
+        return curve.at(num_bytes)
 
     def link(self, level: str, library: str) -> tuple[float, float] | None:
         """(α seconds, β bytes per second) of a level's link; None without two sizes there."""

@@ -218,6 +218,18 @@ def test_a_collective_is_measured_interpolated_or_unknown() -> None:
         assert profile.collective(kind, num_bytes, group) is None
 
 
+def test_one_small_collective_says_nothing_of_large_ones() -> None:
+    small = Transfer("intra:wire", "gloo", "zero_gather", 4, 1, 4096, 1e-3)
+    profile = Profile(HERE, {}, (small,))
+    assert profile.collective("zero_gather", 1024, RING) == (1e-3, "interpolated")
+    assert profile.collective("zero_gather", 3 * 4096, RING) == (3e-3, "interpolated")
+    assert profile.collective("zero_gather", 1 << 20, RING) is None
+    large = replace(small, num_bytes=1 << 20, seconds=2e-3)
+    both = Profile(HERE, {}, (small, large)).collective("zero_gather", 1 << 21, RING)
+    assert both is not None
+    assert both[0] == pytest.approx(3e-3, rel=0.01)
+
+
 def test_the_share_of_compute_lost_beside_a_collective_is_that_of_the_largest_measured() -> None:
     alone = transfers("all_gather")
     lost = [
