@@ -49,7 +49,7 @@ DTYPES: dict[Precision, Literal["float32", "bfloat16", "float16", "float64"]] = 
     "fp8": "bfloat16",
     "fp64": "float64",
 }
-MOST_REPEATS = 2
+MOST_REPEATS = 4
 """So often the search is repeated for a plan whose final memory keeps the limit."""
 
 HALF_PRECISIONS = ("bf16", "fp16", "fp8")
@@ -196,8 +196,9 @@ def within_limit(
     """A found plan with its final memory, or, where that exceeds the limit, another one.
 
     The search counts no messages, inputs and communicators between stages. Where a plan exceeds
-    the limit by them, ``search`` runs again, with a limit that is lower by their size. If no plan
-    keeps the limit so, that which exceeds it least is returned; its report says so.
+    the limit by them, ``search`` runs again, with a limit that is lower by the most that any plan
+    so far had of them. If no plan keeps the limit so, that which exceeds it least is returned; its
+    report says so.
     """
     from autoparallel.cached_capture import with_kept_memory
     from autoparallel.passes.memory.stage_memory import check_host_memory
@@ -205,6 +206,7 @@ def within_limit(
 
     check_host_memory(found, program.graph, program.blocks)
     tried: list[Plan] = []
+    uncounted = 0
     for left in reversed(range(1 + MOST_REPEATS)):
         plan = with_kept_memory(found, program, cache)
         tried.append(plan)
@@ -212,7 +214,8 @@ def within_limit(
             return plan
         if not left:
             break
-        uncounted = plan.prediction.peak_memory_bytes - found.prediction.peak_memory_bytes
+        more = plan.prediction.peak_memory_bytes - found.prediction.peak_memory_bytes
+        uncounted = max(uncounted, more)
         try:
             found = search(max(1, limit_bytes - uncounted))
         except InfeasibleError:

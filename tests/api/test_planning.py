@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
+from handmade import pipeline_plan
+
+from autoparallel.cache import NO_CACHE
 from autoparallel.options import parse_parallel
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import (
@@ -12,6 +17,7 @@ from autoparallel.planning import (
     find_cluster,
     make_plan,
     plan_program,
+    within_limit,
 )
 from autoparallel.targets import load_target
 
@@ -37,3 +43,39 @@ def test_a_plan_keeps_the_limit_with_its_messages_and_communicators() -> None:
     assert without < limit < final  # the search takes the plan for one that fits
     found = make_plan(GPT, CLUSTER, replace(OPTIONS, memory_limit_bytes=limit))
     assert peak(found) <= limit
+
+
+def test_the_search_goes_on_until_the_final_memory_keeps_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans of which each needs other bytes that the search does not count."""
+    plan = pipeline_plan()
+
+    def needing(num_bytes: int) -> Plan:
+        return replace(plan, prediction=replace(plan.prediction, peak_memory_bytes=num_bytes))
+
+    uncounted = {1000: 100, 900: 20, 850: 160, 840: 20}
+    searched = []
+
+    def search(limit: int) -> Plan:
+        searched.append(limit)
+        return needing(max(size for size in uncounted if size <= limit))
+
+    def kept(found: Plan, *_: object) -> Plan:
+        size = found.prediction.peak_memory_bytes
+        return needing(size + uncounted[size])
+
+    monkeypatch.setattr("autoparallel.cached_capture.with_kept_memory", kept)
+    monkeypatch.setattr("autoparallel.passes.memory.stage_memory.check_host_memory", lambda *_: ())
+    program = SimpleNamespace(graph=None, blocks=None)
+
+    def final(limit: int) -> int:
+        searched.clear()
+        found = within_limit(search(limit), program, limit, search, NO_CACHE)  # type: ignore[arg-type]
+        return found.prediction.peak_memory_bytes
+
+    assert final(1000) == 920
+    assert searched == [1000, 900]
+    uncounted |= {900: 150, 840: 170, 830: 90}
+    assert final(1000) == 920
+    assert searched == [1000, 900, 850, 840, 830]
