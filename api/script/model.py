@@ -18,6 +18,7 @@ from torch import nn
 
 from autoparallel.lora import parse_lora, target_paths
 from autoparallel.planner.errors import PlanError
+from autoparallel.runtime.deferred_update import PER_PARAMETER
 from autoparallel.runtime.optimizer import LEARNING_RATE, MOMENTUM, NAMED, SGD_LEARNING_RATE
 from autoparallel.script.expressions import INDENT, literal
 from autoparallel.script.parts import taken_names
@@ -25,12 +26,6 @@ from autoparallel.script.source import Exported
 from autoparallel.script.values import made_up_batches
 from autoparallel.targets import Target
 from autoparallel.trust import target_name
-
-ELEMENTWISE = frozenset({
-    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
-    "SGD",
-})  # fmt: skip
-"""Optimizers of torch that update every element by itself, so also a part of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +234,10 @@ def check_optimizer(found: Exported) -> None:
         if p.requires_grad
     ]
     made = build(iter(named) if _takes_names(build) else [p for _, p in named])
-    kind = type(made)
-    if kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE:
+    if type(made) in PER_PARAMETER:
         return
     raise PlanError(
-        "AP368", f"the optimizer {kind.__name__} cannot be exported with split weights",
+        "AP368", f"the optimizer {type(made).__name__} cannot be exported with split weights",
         why="a script gives it parts of tensors, and it may compute with whole ones",
         where=found.made.target.name, fix="plan with dp and ZeRO 0 alone, or run the plan",
     )  # fmt: skip

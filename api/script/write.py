@@ -323,11 +323,15 @@ def _main(found: Exported, model: ModelText, *, counts: bool, is_random: bool) -
     kind = "ShardedStageRank" if any(stage.zero for stage in plan.stages) else "StageRank"
     lines = [
         "def named(batch: Any) -> dict[str, Tensor]:",
-        '    """The tensors of a batch by the names that stages have for them."""',
-        "    return {",
-        "        name: batch[key].to(dtype) if dtype.is_floating_point else batch[key]",
-        "        for name, (key, dtype) in INPUTS.items()",
-        "    }",
+        '    """The tensors of a global batch by the names that stages have for them."""',
+        "    tensors = {}",
+        "    for name, (key, dtype, shape) in INPUTS.items():",
+        "        tensor = batch[key]",
+        "        if tuple(tensor.shape) != shape:",
+        "            raise ValueError("
+        'f"a batch has {key} of shape {tuple(tensor.shape)}, not {shape}")',
+        "        tensors[name] = tensor.to(dtype) if dtype.is_floating_point else tensor",
+        "    return tensors",
         "",
         "",
         "def main() -> None:",

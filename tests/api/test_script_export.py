@@ -413,6 +413,19 @@ def test_a_script_steps_the_targets_scheduler(
     check_equal(([], weights), ([], dict(module.state_dict())), TOLERANCE["float64"])
 
 
+def test_a_script_refuses_a_batch_of_another_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of data that the batch does not divide: its mean would be of unequal parts."""
+    monkeypatch.chdir(tmp_path)
+    data = "\ndef build_data(rank, world):\n    yield {'input': torch.ones(6, 4)}\n"
+    Path("short.py").write_text(MODEL.format(imports="", optimizer="SGD(parameters, 0.1)") + data)
+    out, _ = exported(tmp_path, "short.py", "dp=2")
+    done = run_torchrun(RUNNER, str(out / "train.py"), "--steps", "1")
+    assert done.returncode != 0
+    assert "a batch has input of shape (6, 4), not (8, 4)" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["constants.py", "own model.py", "train.py"])
 def test_a_model_file_of_any_name_is_imported_with_what_it_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
