@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from autoparallel.cost_model.cluster import Cluster
 from autoparallel.new_folder import check_free, new_folder
 from autoparallel.options import did_you_mean
 from autoparallel.plan_io import PLAN, load_plan
@@ -52,6 +53,17 @@ class PlanWriter(Protocol):
     def __call__(
         self, plan: Plan, folder: Path, *, place: Path, plan_path: Path, trust: bool
     ) -> WrittenPlan: ...
+
+
+def torchrun(cluster: Cluster) -> str:
+    """The command that starts a process per device, on one host or on each."""
+    counts = {host.num_devices for host in cluster.hosts}
+    count = str(counts.pop()) if len(counts) == 1 else "DEVICES"
+    each = f"--nproc-per-node {count}"
+    if len(cluster.hosts) == 1:
+        return f"torchrun {each}"
+    several = f"--nnodes {len(cluster.hosts)} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return f"torchrun {several} {each}"
 
 
 def is_plan_format(to: str | None, source: str | Path) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd
 
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.layout import NodeLayout
@@ -183,7 +183,7 @@ def _microbatches(plan: Plan, roles: Roles) -> tuple[int, int]:
 
 def num_row_parts(configuration: Configuration) -> int:
     """The ranks that have samples of their own: "dp" times "ep"."""
-    return prod((configuration.dp, configuration.ep))
+    return configuration.dp * configuration.ep
 
 
 def rows(configuration: Configuration) -> int:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from autoparallel.cost_model.actions import compute_only
+from autoparallel.plan_exports import torchrun
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.schedules.schedules import build_schedule
@@ -85,7 +86,8 @@ def write(job: Job) -> Files:
         sections["experimental"] = {"custom_import": MODEL.removesuffix(".py")}
     texts = {TOML: _toml(sections, own), **texts}
     path = f"PYTHONPATH={job.folder} " if extra else ""
-    start = f"{path}{job.torchrun} -m torchtitan.train --job.config_file {job.folder / TOML}"
+    command = f"{torchrun(job.plan.cluster)} -m torchtitan.train"
+    start = f"{path}{command} --job.config_file {job.folder / TOML}"
     notes += ["give the dataset and the tokenizer (model.hf_assets_path) in train.toml", RECIPE]
     return Files(texts, start, tuple(lost), tuple(notes))
 

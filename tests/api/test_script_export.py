@@ -21,7 +21,6 @@ from processes import run_processes
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.capture.counter_random import counter_random
 from autoparallel.passes.capture.export import call_model, find_loss
@@ -39,7 +38,6 @@ from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.update import UpdateOptions
 from autoparallel.runtime.verify import TOLERANCE
 from autoparallel.script.source import check_writable
-from autoparallel.script.write import torchrun
 from autoparallel.targets import Target, load_target
 
 STEPS = 3
@@ -347,15 +345,6 @@ def test_a_plan_that_a_script_cannot_run_is_refused(
     with pytest.raises(PlanError, match=what) as error:
         check_writable(replace(plan, **change))
     assert error.value.code == "AP366"
-
-
-def test_the_command_of_several_hosts_names_their_devices() -> None:
-    asked = PlanOptions(global_batch=8, seq=SEQ, forced=parse_parallel("dp=2"))
-    plan = make_plan(target_of("gpt"), "cpu:2", asked)
-    assert torchrun(plan) == "torchrun --nproc-per-node 2"
-    same, other = parse_cluster("2x4xH100"), parse_cluster("1x4xH100+1x8xH100")
-    assert "--nnodes 2 --nproc-per-node 4 " in torchrun(replace(plan, cluster=same))
-    assert "--nnodes 2 --nproc-per-node DEVICES " in torchrun(replace(plan, cluster=other))
 
 
 MODEL = """
