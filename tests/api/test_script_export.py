@@ -415,6 +415,23 @@ def test_a_script_refuses_a_batch_of_another_size(
     assert "a batch has input of shape (6, 4), not (8, 4)" in done.stderr
 
 
+def test_a_script_refuses_batches_that_differ_by_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a generator that nothing seeds: ranks would mix rows of different batches."""
+    monkeypatch.chdir(tmp_path)
+    text = MODEL.format(imports="import os", optimizer="SGD(parameters, 0.1)")
+    data = (
+        "\ndef build_data(rank, world):\n"
+        "    yield {'input': torch.ones(8, 4) * (1 + int(os.environ['RANK']))}\n"
+    )
+    Path("unseeded.py").write_text(text + data)
+    out, _ = exported(tmp_path, "unseeded.py", "dp=2")
+    done = run_torchrun(RUNNER, str(out / "train.py"), "--steps", "1")
+    assert done.returncode != 0
+    assert "the ranks have different batches" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["constants.py", "own model.py", "train.py"])
 def test_a_model_file_of_any_name_is_imported_with_what_it_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
