@@ -1,4 +1,5 @@
-"""``autoparallel export PLAN --to SYSTEM``: what writes a plan in the terms of another system.
+"""``autoparallel export PLAN --to FORMAT``: writes a plan as a script, or as the files of
+another training system.
 
 In: a plan file, the name of a format. Out: a folder, and what was written into it. ``WRITERS`` is
 the table of formats that are made of a plan; the formats of a checkpoint are in ``exporting``.
@@ -99,8 +100,8 @@ def check_plan_options(given: Iterable[str]) -> None:
     """
     if names := ", ".join(given):
         raise UsageError(
-            "AP363", f"{names}: a plan has no weights", fix="leave it out; a plan says all that is "
-            "exported of it",
+            "AP363", f"{names}: a plan has no weights",
+            fix="leave these options out: they are for checkpoints",
         )  # fmt: skip
 
 

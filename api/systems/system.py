@@ -141,12 +141,13 @@ def differences(system: System, features: Sequence[Feature]) -> Iterator[Differe
 
 
 def _added(system: System, planned: Configuration, chosen: Configuration) -> Iterator[Difference]:
-    """Recomputation that the plan has not, of a configuration that would not fit without."""
+    """Where a configuration recomputes more than the plan, because it would not fit otherwise."""
     is_folded = any(getattr(planned, name) > 1 for name in system.lacks)
     is_more = chosen.recompute == "full" and chosen.recompute_share > planned.recompute_share
     if not is_folded and (is_more or (planned.recompute, chosen.recompute) == ("none", "full")):
         yield Difference(
-            "less recomputation", "full recomputation of all layers, without which it does not fit"
+            "recomputation of fewer layers, or of none",
+            "full recomputation of all layers, without which it does not fit",
         )
 
 
