@@ -402,34 +402,26 @@ def test_a_script_steps_the_targets_scheduler(
     check_equal(([], weights), ([], dict(module.state_dict())), TOLERANCE["float64"])
 
 
-def test_a_script_refuses_a_batch_of_another_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("made", "error"),
+    [
+        # At the end of data that the batch does not divide: its mean would be of unequal parts.
+        ("torch.ones(6, 4)", "a batch has input of shape (6, 4), not (8, 4)"),
+        # Of a generator that nothing seeds: ranks would mix rows of different batches.
+        ("torch.ones(8, 4) * (1 + int(os.environ['RANK']))", "the ranks have different batches"),
+    ],
+)
+def test_a_script_refuses_batches_that_are_not_one_global_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str, error: str
 ) -> None:
-    """As at the end of data that the batch does not divide: its mean would be of unequal parts."""
-    monkeypatch.chdir(tmp_path)
-    data = "\ndef build_data(rank, world):\n    yield {'input': torch.ones(6, 4)}\n"
-    Path("short.py").write_text(MODEL.format(imports="", optimizer="SGD(parameters, 0.1)") + data)
-    out, _ = exported(tmp_path, "short.py", "dp=2")
-    done = run_torchrun(RUNNER, str(out / "train.py"), "--steps", "1")
-    assert done.returncode != 0
-    assert "a batch has input of shape (6, 4), not (8, 4)" in done.stderr
-
-
-def test_a_script_refuses_batches_that_differ_by_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As those of a generator that nothing seeds: ranks would mix rows of different batches."""
     monkeypatch.chdir(tmp_path)
     text = MODEL.format(imports="import os", optimizer="SGD(parameters, 0.1)")
-    data = (
-        "\ndef build_data(rank, world):\n"
-        "    yield {'input': torch.ones(8, 4) * (1 + int(os.environ['RANK']))}\n"
-    )
-    Path("unseeded.py").write_text(text + data)
-    out, _ = exported(tmp_path, "unseeded.py", "dp=2")
+    data = f"\ndef build_data(rank, world):\n    yield {{'input': {made}}}\n"
+    Path("data.py").write_text(text + data)
+    out, _ = exported(tmp_path, "data.py", "dp=2")
     done = run_torchrun(RUNNER, str(out / "train.py"), "--steps", "1")
     assert done.returncode != 0
-    assert "the ranks have different batches" in done.stderr
+    assert error in done.stderr
 
 
 @pytest.mark.parametrize("name", ["constants.py", "own model.py", "train.py"])
@@ -470,3 +462,34 @@ def test_a_model_file_that_a_script_cannot_use_is_refused(
         export_plan(tmp_path / "plan.json", tmp_path / "out", to="python")
     assert error.value.code == code
     assert not (tmp_path / "out").exists()
+
+
+OWN_OPTIMIZER = """
+
+class Own(torch.optim.SGD):
+    pass
+
+def build_optimizer(parameters):
+    return {optimizer}
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_refused"),
+    [("Own(parameters, lr=0.1)", True), ("torch.optim.Adafactor(parameters)", False)],
+)
+def test_an_optimizer_that_may_read_all_weights_is_refused_beside_a_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, is_refused: bool
+) -> None:
+    """Of a class of the user's that is not known; Adafactor reads whole weights, one by one."""
+    text = Path("examples/gpt.py").read_text() + OWN_OPTIMIZER.format(optimizer=optimizer)
+    monkeypatch.chdir(tmp_path)
+    name = f"own_{is_refused}.py"
+    Path(name).write_text(text)
+    target = load_target(name, GPT)
+    asked = PlanOptions(
+        global_batch=8, seq=SEQ, forced=parse_parallel("pp=2,microbatches=2,schedule=1f1b")
+    )
+    save_plan(make_plan(target, "cpu:2", asked), tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="AP368") if is_refused else nullcontext():
+        export_plan(tmp_path / "plan.json", tmp_path / "out", to="python")
