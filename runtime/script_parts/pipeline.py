@@ -153,9 +153,7 @@ class Messages:
         """The values that a stage receives whose gradients go back."""
         return {key for key, target in self.targets if target == stage}
 
-    def send(
-        self, direction: Direction, stage: int, microbatch: int, values: dict[str, Tensor]
-    ) -> None:
+    def send(self, direction: Direction, stage: int, values: dict[str, Tensor]) -> None:
         """Send what ``stage`` has made to the stages of other ranks."""
         for transfer in self.transfers[direction]:
             if transfer.sender == stage and transfer.receiver not in self.mine:
@@ -255,9 +253,8 @@ class PipelineTrainer(Trainer):
             elif kind.startswith("RECV"):
                 self.messages.post(direction, stage, microbatch)
             elif kind.startswith("SEND"):
-                self.messages.send(
-                    direction, stage, microbatch, made.pop((direction, stage, microbatch))
-                )
+                values = made.pop((direction, stage, microbatch))
+                self.messages.send(direction, stage, values)
             elif kind == "REDUCE" and is_last:
                 self.stages[stage].complete()
         self.messages.finish()
