@@ -14,10 +14,18 @@ from autoparallel.planner.errors import UsageError
 def check_free(place: Path, force: bool) -> None:
     """Raises UsageError AP869 where ``place`` is a file, or holds files and ``force`` is not set.
 
+    Also where it is the current folder or one around it, which cannot be replaced.
+
     >>> check_free(Path("no_such_folder"), force=False)
     """
     if place.exists() and not place.is_dir():
         raise UsageError("AP869", f"{place} is a file, not a folder", where=str(place.resolve()))
+    if Path.cwd().is_relative_to(place.resolve()):
+        raise UsageError(
+            "AP869", f"the folder {place} is or holds the current one", where=str(place.resolve()),
+            why="a folder is written beside its place, and then takes it",
+            fix="name a folder that does not exist yet: -o exported",
+        )  # fmt: skip
     if place.exists() and any(place.iterdir()) and not force:
         raise UsageError(
             "AP869",

@@ -1,4 +1,5 @@
-"""``autoparallel export PLAN --to SYSTEM``: what writes a plan in the terms of another system.
+"""``autoparallel export PLAN --to FORMAT``: writes a plan as a script, or as the files of
+another training system.
 
 In: a plan file, the name of a format. Out: a folder, and what was written into it. ``WRITERS`` is
 the table of formats that are made of a plan; the formats of a checkpoint are in ``exporting``.
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from autoparallel.cost_model.cluster import Cluster
 from autoparallel.new_folder import check_free, new_folder
 from autoparallel.options import did_you_mean
 from autoparallel.plan_io import PLAN, load_plan
@@ -54,6 +56,17 @@ class PlanWriter(Protocol):
     ) -> WrittenPlan: ...
 
 
+def torchrun(cluster: Cluster) -> str:
+    """The command that starts a process per device, on one host or on each."""
+    counts = {host.num_devices for host in cluster.hosts}
+    count = str(counts.pop()) if len(counts) == 1 else "DEVICES"
+    each = f"--nproc-per-node {count}"
+    if len(cluster.hosts) == 1:
+        return f"torchrun {each}"
+    several = f"--nnodes {len(cluster.hosts)} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return f"torchrun {several} {each}"
+
+
 def is_plan_format(to: str | None, source: str | Path) -> bool:
     """Whether ``--to`` makes something of a plan. Raises UsageError.
 
@@ -87,8 +100,8 @@ def check_plan_options(given: Iterable[str]) -> None:
     """
     if names := ", ".join(given):
         raise UsageError(
-            "AP363", f"{names}: a plan has no weights", fix="leave it out; a plan says all that is "
-            "exported of it",
+            "AP363", f"{names}: a plan has no weights",
+            fix="leave these options out: they are for checkpoints",
         )  # fmt: skip
 
 

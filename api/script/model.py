@@ -18,19 +18,19 @@ from torch import nn
 
 from autoparallel.lora import parse_lora, target_paths
 from autoparallel.planner.errors import PlanError
-from autoparallel.runtime.optimizer import LEARNING_RATE, MOMENTUM, NAMED, SGD_LEARNING_RATE
+from autoparallel.runtime.optimizer import (
+    ELEMENTWISE,
+    LEARNING_RATE,
+    MOMENTUM,
+    NAMED,
+    SGD_LEARNING_RATE,
+)
 from autoparallel.script.expressions import INDENT, literal
 from autoparallel.script.parts import taken_names
 from autoparallel.script.source import Exported
 from autoparallel.script.values import made_up_batches
 from autoparallel.targets import Target
 from autoparallel.trust import target_name
-
-ELEMENTWISE = frozenset({
-    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
-    "SGD",
-})  # fmt: skip
-"""Optimizers of torch that update every element by itself, so also a part of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,16 +222,18 @@ def _takes_names(build: object) -> bool:
 
 
 def check_optimizer(found: Exported) -> None:
-    """Raises PlanError AP368 where the target's optimizer needs whole tensors, and they are split.
+    """Raises PlanError AP368 where the target's optimizer may need more than a rank has.
 
-    A script gives it this rank's part of each weight.
+    A script gives it this rank's part of each weight, and in a pipeline the weights of the rank's
+    stages alone. Every optimizer of torch updates a parameter by its own gradient and state; of
+    others that is not known.
     """
     build = found.made.target.build_optimizer
     splits = any(
         stage.zero or any(each.is_shard for p in program.parameters.values() for each in p.layout)
         for stage, program in zip(found.stages, found.programs, strict=True)
     )
-    if build is None or not splits:
+    if build is None or not (splits or found.plan.has_pipeline):
         return
     named = [
         (name, nn.Parameter(torch.empty(p.shape)))
@@ -240,10 +242,11 @@ def check_optimizer(found: Exported) -> None:
     ]
     made = build(iter(named) if _takes_names(build) else [p for _, p in named])
     kind = type(made)
-    if kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE:
+    is_torchs = kind.__module__.startswith("torch.optim")
+    if kind in (*ELEMENTWISE, torch.optim.Adagrad) or (is_torchs and not splits):
         return
     raise PlanError(
-        "AP368", f"the optimizer {kind.__name__} cannot be exported with split weights",
-        why="a script gives it parts of tensors, and it may compute with whole ones",
+        "AP368", f"the optimizer {kind.__name__} cannot be exported with weights on several ranks",
+        why="a script gives it this rank's parts of weights, and it may compute with all of them",
         where=found.made.target.name, fix="plan with dp and ZeRO 0 alone, or run the plan",
     )  # fmt: skip

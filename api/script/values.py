@@ -198,12 +198,18 @@ def _count(each: Counted, values: dict[str, str]) -> str:
     return f"({weight}[torch.where({kept}, {target}, 0)] * {kept}).sum(dtype={dtype})"
 
 
+def _global_graph(found: Exported) -> Graph:
+    """The model's graph with the shapes of a global batch."""
+    return found.variant.program.graph.with_batch_size(found.plan.model.global_batch)
+
+
 def inputs_table(found: Exported) -> str:
-    """The table ``INPUTS``: by its name in the graph, an input's key in a batch, and its dtype."""
-    program = found.made.program
+    """The table ``INPUTS``: by its name in the graph, its key in a batch, dtype and shape."""
+    keys = found.made.program.inputs
     lines = [
-        f'{INDENT}"{node.name}": ({literal(program.inputs[node.name])}, torch.{node.spec.dtype}),'
-        for node in program.graph.inputs
+        f'{INDENT}"{node.name}": ({literal(keys[node.name])}, torch.{node.spec.dtype}, '
+        f"{literal(tuple(node.spec.shape))}),"
+        for node in _global_graph(found).inputs
     ]
     return "\n".join(["INPUTS = {", *lines, "}"])
 
@@ -211,7 +217,7 @@ def inputs_table(found: Exported) -> str:
 def batch_dims(found: Exported) -> dict[str, int]:
     """The dimension that counts the batch, of inputs that have one."""
     micro = found.variant.program.graph
-    whole = micro.with_batch_size(found.plan.model.global_batch)
+    whole = _global_graph(found)
     dims = {}
     for node in micro.inputs:
         shapes = zip(node.spec.shape, whole[node.name].spec.shape, strict=True)
@@ -223,7 +229,7 @@ def batch_dims(found: Exported) -> dict[str, int]:
 
 def made_up_batches(found: Exported) -> list[str]:
     """The lines of a generator of random batches, those that ``autoparallel run`` makes up."""
-    graph = found.variant.program.graph.with_batch_size(found.plan.model.global_batch)
+    graph = _global_graph(found)
     bounds = integer_bounds(graph)
     keys = found.made.program.inputs
     return [

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from autoparallel import __version__
-from autoparallel.plan_exports import WrittenPlan
+from autoparallel.plan_exports import WrittenPlan, torchrun
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan import Plan
 from autoparallel.report.page import configuration_text
@@ -51,21 +51,11 @@ def write_script(
     found = exported(plan, str(plan_path), trust=trust)
     model = model_text(found, plan_path, folder)
     name = "train.py" if "train.py" not in model.files else "train_by_plan.py"
-    start = f"{torchrun(plan)} {place / name}"
+    start = f"{torchrun(plan.cluster)} {place / name}"
     differences = differences_of(found, model)
     (folder / name).write_text(script_text(found, model, differences, name))
     report = "\n".join(["otherwise than autoparallel run:", *(f"  - {d}" for d in differences)])
     return WrittenPlan((name, *model.files), start, report, {"differences": list(differences)})
-
-
-def torchrun(plan: Plan) -> str:
-    """The command that starts a rank on every device of the plan's cluster."""
-    hosts = plan.cluster.hosts
-    if len(hosts) == 1:
-        return f"torchrun --nproc-per-node {plan.cluster.num_devices}"
-    counts = {str(host.num_devices) for host in hosts}
-    count = counts.pop() if len(counts) == 1 else "DEVICES"
-    return f"torchrun --nnodes {len(hosts)} --nproc-per-node {count} --rdzv-endpoint HOST:29400"
 
 
 def differences_of(found: Exported, model: ModelText) -> tuple[str, ...]:
@@ -169,7 +159,7 @@ def _head(found: Exported, differences: tuple[str, ...], name: str) -> str:
         "",
         configuration_text(plan),
         "",
-        f"    {torchrun(plan)} {name} --steps 100",
+        f"    {torchrun(plan.cluster)} {name} --steps 100",
         "",
         f"Written by autoparallel {__version__} from a plan; it needs PyTorch and the model alone.",
         "Otherwise than under autoparallel run:",
@@ -323,11 +313,15 @@ def _main(found: Exported, model: ModelText, *, counts: bool, is_random: bool) -
     kind = "ShardedStageRank" if any(stage.zero for stage in plan.stages) else "StageRank"
     lines = [
         "def named(batch: Any) -> dict[str, Tensor]:",
-        '    """The tensors of a batch by the names that stages have for them."""',
-        "    return {",
-        "        name: batch[key].to(dtype) if dtype.is_floating_point else batch[key]",
-        "        for name, (key, dtype) in INPUTS.items()",
-        "    }",
+        '    """The tensors of a global batch by the names that stages have for them."""',
+        "    tensors = {}",
+        "    for name, (key, dtype, shape) in INPUTS.items():",
+        "        tensor = batch[key]",
+        "        if tuple(tensor.shape) != shape:",
+        "            raise ValueError("
+        'f"a batch has {key} of shape {tuple(tensor.shape)}, not {shape}")',
+        "        tensors[name] = tensor.to(dtype) if dtype.is_floating_point else tensor",
+        "    return tensors",
         "",
         "",
         "def main() -> None:",

@@ -119,11 +119,13 @@ def config(own: Configuration, global_batch: int) -> dict[str, Any]:
 
 
 def optimizer(own: Configuration) -> dict[str, Any]:
-    """The optimizer, with no setting of its own but the momentum that it is named for."""
+    """The optimizer, with no settings but those that tell it from the other ones."""
     if own.optimizer.startswith("sgd"):
         momentum = 0.9 if own.optimizer == "sgd-momentum" else 0.0
         return {"type": "SGD", "params": {"momentum": momentum}}
-    return {"type": "AdamW" if own.optimizer == "adamw" else "Adam", "params": {}}
+    if own.optimizer == "adam":  # which is AdamW if not told otherwise
+        return {"type": "Adam", "params": {"adam_w_mode": False}}
+    return {"type": "AdamW", "params": {}}
 
 
 SYSTEM = System("DeepSpeed", "0.19", LIMITS, write, settled, lacks=("cp", "pp"))

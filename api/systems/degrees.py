@@ -1,8 +1,8 @@
-"""The degrees that other systems have, of any plan.
+"""The nearest configuration with one mesh for all stages, which other systems can be given.
 
 In: a plan. Out: a ``Configuration``: one mesh for every stage, one ZeRO stage, one share of
-recomputed layers. Where the stages of a plan differ, the configuration has what suits all of them;
-``features`` names what is lost by that.
+recomputed layers. Where the stages of a plan differ, one value stands for all of them, and
+``features`` names what that loses.
 
 An axis of a plan's mesh means what its layouts do on it: on "tp" each op has the layout that is
 fastest, which may split samples or positions and no weight. ``axis_roles`` tells these apart.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd
 
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.layout import NodeLayout
@@ -156,7 +156,7 @@ def _most_frugal(modes: list[Recompute]) -> Recompute:
 
 
 def _recomputed_share(plan: Plan) -> float:
-    """The part of its layers that the pipeline rank recomputes which recomputes most; 1 if none."""
+    """The largest share of its layers that a pipeline rank recomputes; 1 if none recomputes any."""
     shares = []
     for own in stages_of_ranks(plan):
         layers = [block for stage in own for block in layers_of(plan, plan.stages[stage])]
@@ -182,8 +182,8 @@ def _microbatches(plan: Plan, roles: Roles) -> tuple[int, int]:
 
 
 def num_row_parts(configuration: Configuration) -> int:
-    """The ranks that have samples of their own: "dp" times "ep"."""
-    return prod((configuration.dp, configuration.ep))
+    """How many ranks get different samples: "dp" times "ep"."""
+    return configuration.dp * configuration.ep
 
 
 def rows(configuration: Configuration) -> int:

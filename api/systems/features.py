@@ -53,7 +53,7 @@ MOST_NAMED = 3
 """So many weights are named; the others are counted."""
 
 MOST_COUNTS = 16
-"""The layers of so many stages are given one by one."""
+"""Of up to so many stages the report lists the layers of each; of more, the least and the most."""
 
 COLUMN_NAMES = (
     "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv", "qkv_proj", "query", "key",
@@ -107,9 +107,8 @@ def _pipeline(plan: Plan) -> Iterator[Feature]:
     yield Feature(plan.schedule, f"the schedule {title}{chunks}")
     counts = [len(layers_of(plan, stage)) for stage in plan.stages]
     if len(set(counts)) > 1:
-        texts = (
-            ", ".join(map(str, counts)) if len(counts) <= 16 else f"{min(counts)} to {max(counts)}"
-        )
+        every, span = ", ".join(map(str, counts)), f"{min(counts)} to {max(counts)}"
+        texts = every if len(counts) <= MOST_COUNTS else span
         yield Feature("uneven-stages", f"stages of {texts} layers")
     meshes = list(dict.fromkeys(stage.mesh for stage in plan.stages))
     if len(meshes) > 1:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.systems.degrees import num_row_parts, rows
 from autoparallel.systems.features import FEATURES
-from autoparallel.systems.model_config import ModelConfig
+from autoparallel.systems.model_config import ModelConfig, RopeScaling, unlike_llama
 from autoparallel.systems.report import Difference
 from autoparallel.systems.system import RECIPE, Files, Job, System, stage_layers, write_for
 
@@ -76,6 +76,8 @@ def write(job: Job) -> Files:
         lost.append(Difference(
             f"ZeRO {own.zero} beside a pipeline", "the distributed optimizer, which is ZeRO 1",
         ))  # fmt: skip
+    if own.precision == "fp16" and own.gradient_dtype == "compute":
+        lost.append(Difference("gradients summed in fp16", "gradients summed in float32"))
     text = "".join("=".join(argument) + "\n" for argument in arguments)
     start = (
         f"MEGATRON=path/to/Megatron-LM bash {job.folder / SCRIPT} --mock-data --train-iters 100 "
@@ -234,8 +236,8 @@ def model_arguments(config: ModelConfig) -> Arguments:
     ]  # fmt: skip
     if config.rope_theta is not None:
         found.append(("--rotary-base", str(round(config.rope_theta))))
-    if config.rope_scaling is not None:
-        found += [("--use-rope-scaling",), ("--rope-scaling-factor", repr(config.rope_scaling))]
+    if (scaling := config.rope_scaling) is not None and scaling.kind == "llama3":
+        found += [("--use-rope-scaling",), ("--rope-scaling-factor", repr(scaling.factor))]
     if config.kind == "qwen2":
         found.append(("--add-qkv-bias",))
     if not config.is_tied:
@@ -254,8 +256,18 @@ def model_arguments(config: ModelConfig) -> Arguments:
 def _unlike(config: ModelConfig) -> Iterator[str]:
     if config.window is not None:
         yield f"attention over a window of {config.window} positions: give --window-size"
-    if config.kind == "gpt2" and not config.is_tied:
-        yield "the output weights are not tied: give --untie-embeddings-and-output-weights"
+    if config.kind == "gpt2":
+        if not config.is_tied:
+            yield "the output weights are not tied: give --untie-embeddings-and-output-weights"
+        return
+    yield from (f"the model has {text}: {ARGUMENTS} has not" for text in unlike_llama(config))
+    scaling = config.rope_scaling
+    if scaling is not None and scaling != RopeScaling(scaling.kind, scaling.factor):
+        yield (
+            f"the model scales rotary positions by low and high factors of "
+            f"{scaling.low_freq_factor:g} and {scaling.high_freq_factor:g} from "
+            f"{scaling.original_positions} positions: Megatron-LM by 1 and 4 from 8192"
+        )
 
 
 def script(job: Job) -> str:

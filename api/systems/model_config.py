@@ -6,11 +6,24 @@ they cannot: the target is no Hugging Face configuration, or of an architecture 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are changed for long sequences. ``kind`` is the ``rope_type`` of
+    transformers; the other fields are those of "llama3" (Llama 3.1)."""
+
+    kind: str
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +41,15 @@ class ModelConfig:
     max_positions: int
     norm_epsilon: float
     rope_theta: float | None
-    rope_scaling: float | None
+    rope_scaling: RopeScaling | None
     is_tied: bool
     num_experts: int
     experts_per_token: int
     attention_dropout: float
     hidden_dropout: float
     window: int | None
+    activation: str
+    has_biases: bool
 
 
 def read_config(plan: Plan) -> tuple[ModelConfig | None, str]:
@@ -58,7 +73,6 @@ def _sizes(config: Any) -> ModelConfig:
     rope = getattr(config, "rope_parameters", None) or {}
     heads = config.num_attention_heads
     hidden = config.hidden_size
-    is_scaled = rope.get("rope_type", "default") not in ("default", None)
     return ModelConfig(
         kind=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -71,14 +85,39 @@ def _sizes(config: Any) -> ModelConfig:
         max_positions=config.max_position_embeddings,
         norm_epsilon=float(_first(config, "rms_norm_eps", "layer_norm_epsilon") or 1e-5),
         rope_theta=rope.get("rope_theta"),
-        rope_scaling=rope.get("factor") if is_scaled else None,
+        rope_scaling=_rope_scaling(rope),
         is_tied=bool(config.tie_word_embeddings),
         num_experts=getattr(config, "num_local_experts", None) or 0,
         experts_per_token=getattr(config, "num_experts_per_tok", None) or 0,
         attention_dropout=float(_first(config, "attention_dropout", "attn_pdrop") or 0),
         hidden_dropout=float(_first(config, "resid_pdrop") or 0),
         window=_window(config),
+        activation=_first(config, "hidden_act", "activation_function") or "",
+        has_biases=any(getattr(config, name, False) for name in ("attention_bias", "mlp_bias")),
     )
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type") or "default"
+    if kind == "default":
+        return None
+    return RopeScaling(
+        kind,
+        factor=float(rope.get("factor") or 1.0),
+        low_freq_factor=float(rope.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(rope.get("high_freq_factor") or 4.0),
+        original_positions=int(rope.get("original_max_position_embeddings") or 8192),
+    )
+
+
+def unlike_llama(config: ModelConfig) -> Iterator[str]:
+    """What a model has that the Llama, Mistral, Qwen2 or Mixtral of another system has not."""
+    if config.has_biases:
+        yield "biases in attention or MLP"
+    if config.activation != "silu":
+        yield f"the activation {config.activation} in place of silu"
+    if config.rope_scaling is not None and config.rope_scaling.kind != "llama3":
+        yield f"rotary positions scaled by {config.rope_scaling.kind}"
 
 
 def _first(config: Any, *names: str) -> Any:

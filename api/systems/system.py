@@ -17,7 +17,7 @@ from autoparallel.plan_exports import WrittenPlan
 from autoparallel.planner.configured.configuration import Configuration, even_layers
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Recompute
-from autoparallel.systems.degrees import configuration_of, layers_of
+from autoparallel.systems.degrees import configuration_of, layers_of, num_row_parts
 from autoparallel.systems.features import Feature, features_of
 from autoparallel.systems.model_config import ModelConfig, read_config
 from autoparallel.systems.priced import Priced, price
@@ -56,13 +56,6 @@ class Job:
     configuration: Configuration
     config: ModelConfig | None
     folder: Path
-
-    @property
-    def torchrun(self) -> str:
-        """The command that starts a process per device, on one host or on each."""
-        several = f"--nnodes {self.num_hosts} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
-        hosts = several if self.num_hosts > 1 else ""
-        return f"torchrun {hosts}--nproc-per-node {self.devices_per_host}"
 
     @property
     def num_layers(self) -> int:
@@ -148,12 +141,13 @@ def differences(system: System, features: Sequence[Feature]) -> Iterator[Differe
 
 
 def _added(system: System, planned: Configuration, chosen: Configuration) -> Iterator[Difference]:
-    """Recomputation that the plan has not, of a configuration that would not fit without."""
+    """Where a configuration recomputes more than the plan, because it would not fit otherwise."""
     is_folded = any(getattr(planned, name) > 1 for name in system.lacks)
     is_more = chosen.recompute == "full" and chosen.recompute_share > planned.recompute_share
     if not is_folded and (is_more or (planned.recompute, chosen.recompute) == ("none", "full")):
         yield Difference(
-            "less recomputation", "full recomputation of all layers, without which it does not fit"
+            "recomputation of fewer layers, or of none",
+            "full recomputation of all layers, without which it does not fit",
         )
 
 
@@ -179,7 +173,7 @@ def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
             yield whole
         return
     folded = _folded(own, system, plan.model.global_batch)
-    parts, batch = folded.dp * folded.ep, plan.model.global_batch
+    parts, batch = num_row_parts(folded), plan.model.global_batch
     rows = [parts << bit for bit in range(batch.bit_length())]
     sizes = [size for size in rows if size <= batch and batch % size == 0]
     for zero in dict.fromkeys((3, max(own.zero, 1))):

@@ -14,12 +14,13 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from autoparallel.cost_model.actions import compute_only
+from autoparallel.plan_exports import torchrun
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.systems.degrees import num_row_parts, rows
 from autoparallel.systems.features import FEATURES
-from autoparallel.systems.model_config import ModelConfig
+from autoparallel.systems.model_config import ModelConfig, RopeScaling, unlike_llama
 from autoparallel.systems.report import Difference
 from autoparallel.systems.system import RECIPE, Files, Job, System, stage_layers, write_for
 
@@ -85,7 +86,8 @@ def write(job: Job) -> Files:
         sections["experimental"] = {"custom_import": MODEL.removesuffix(".py")}
     texts = {TOML: _toml(sections, own), **texts}
     path = f"PYTHONPATH={job.folder} " if extra else ""
-    start = f"{path}{job.torchrun} -m torchtitan.train --job.config_file {job.folder / TOML}"
+    command = f"{torchrun(job.plan.cluster)} -m torchtitan.train"
+    start = f"{path}{command} --job.config_file {job.folder / TOML}"
     notes += ["give the dataset and the tokenizer (model.hf_assets_path) in train.toml", RECIPE]
     return Files(texts, start, tuple(lost), tuple(notes))
 
@@ -232,7 +234,10 @@ FLAVORS = {
     (4096, 32, 32, 8, 14336, 128256): "8B", (8192, 80, 64, 8, 28672, 128256): "70B",
     (16384, 126, 128, 8, 53248, 128256): "405B",
 }  # fmt: skip
-"""torchtitan's own sizes of llama3, whose rotary base is 500,000."""
+"""torchtitan's own sizes of llama3: hidden, layers, heads, key heads, MLP and vocabulary."""
+
+FLAVOR_NORM_AND_ROPE = (1e-5, 500000.0, RopeScaling("llama3", factor=8.0))
+"""What these have in common: the epsilon of norms, the rotary base, its scaling (Llama 3.1's)."""
 
 
 def _model(
@@ -248,14 +253,19 @@ def _model(
         config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads,
         config.intermediate_size, config.vocab_size,
     )  # fmt: skip
-    if key in FLAVORS and config.rope_theta == 500000.0:
+    norm_and_rope = config.norm_epsilon, config.rope_theta, config.rope_scaling
+    if key in FLAVORS and norm_and_rope == FLAVOR_NORM_AND_ROPE:
         return {"name": "llama3", "flavor": FLAVORS[key]}, ""
     multiple, multiplier = inner_size(config.hidden_size, config.intermediate_size)
+    scaling = config.rope_scaling
+    if scaling is None or scaling.kind != "llama3":
+        scaling = RopeScaling("llama3", factor=1.0)  # torchtitan always scales, by 8 if not told
     text = f'''"""The planned model's sizes, for torchtitan's llama3."""
 
 from dataclasses import replace
 
 from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.protocols.train_spec import register_train_spec
 
 ARGS = TransformerModelArgs(
@@ -268,6 +278,12 @@ ARGS = TransformerModelArgs(
     ffn_dim_multiplier={multiplier!r},
     norm_eps={config.norm_epsilon!r},
     rope_theta={config.rope_theta!r},
+    rope_scaling_args=RoPEScalingArgs(
+        scaling_factor={scaling.factor!r},
+        low_freq_factor={scaling.low_freq_factor!r},
+        high_freq_factor={scaling.high_freq_factor!r},
+        original_max_position_embeddings={scaling.original_positions},
+    ),
 )
 register_train_spec("planned", replace(get_train_spec(), model_args={{"planned": ARGS}}))
 '''
@@ -276,14 +292,14 @@ register_train_spec("planned", replace(get_train_spec(), model_args={{"planned":
 
 def _unlike(config: ModelConfig) -> list[str]:
     found = {
-        "tied embeddings: torchtitan's llama3 has a weight for each": config.is_tied,
+        "one weight for embeddings and output": config.is_tied,
         "heads of another size than width over heads": config.head_dim * config.num_heads
         != config.hidden_size,
         f"attention over a window of {config.window} positions": config.window is not None,
         "dropout": bool(config.attention_dropout or config.hidden_dropout),
     }
-    return [f"the model has {text}: torchtitan's has not" if ":" not in text
-            else f"the model has {text}" for text, holds in found.items() if holds]  # fmt: skip
+    texts = [*(text for text, holds in found.items() if holds), *unlike_llama(config)]
+    return [f"the model has {text}: torchtitan's llama3 has not" for text in texts]
 
 
 def inner_size(hidden: int, intermediate: int) -> tuple[int, float]:

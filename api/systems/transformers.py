@@ -12,6 +12,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from autoparallel.plan_exports import torchrun
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.systems import accelerate, deepspeed
 from autoparallel.systems.degrees import rows
@@ -38,7 +39,7 @@ def write(job: Job) -> Files:
         texts[accelerate.CONFIG] = accelerate.yaml_text(accelerate.launch_config(job))
         launcher = accelerate.launcher(job)
     else:
-        launcher = job.torchrun
+        launcher = torchrun(job.plan.cluster)
     notes = [
         "in train.py: HfArgumentParser(TrainingArguments).parse_json_file(sys.argv[1])",
         *(note for note in accelerate.backend_notes(own) if note != deepspeed.CHECKPOINTING),

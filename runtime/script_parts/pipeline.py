@@ -68,7 +68,7 @@ def within(box: Box, frame: Box) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class Piece:
-    """One message: which part of the sender's tensor becomes which part of the taker's."""
+    """One message: which part of the sender's tensor becomes which of the receiver's."""
 
     source: int
     target: int
@@ -77,23 +77,26 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Way:
-    """A crossing in one direction: the taker's part of the value, and its pieces by taker."""
+class Transfer:
+    """A crossing in one direction between the stages ``sender`` and ``receiver``.
+
+    ``shape`` is of the part that each rank of the receiver holds; ``pieces`` are all its messages.
+    """
 
     key: str
-    maker: int
-    taker: int
+    sender: int
+    receiver: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
 
-def way_of(crossing: Crossing, direction: Direction, stages: list[Stage]) -> Way:
-    """Who sends what to whom; where several ranks hold a box, takers are spread over them."""
+def transfer_of(crossing: Crossing, direction: Direction, stages: list[Stage]) -> Transfer:
+    """The messages of a crossing. Where several ranks hold the same box, they share the sends."""
     ends = [(crossing.source, crossing.source_split), (crossing.target, crossing.target_split)]
-    (maker, made), (taker, taken) = ends if direction == "forward" else ends[::-1]
-    offered = boxes(stages[maker], crossing.shape, made)
-    wanted = boxes(stages[taker], crossing.shape, taken)
+    (sender, made), (receiver, taken) = ends if direction == "forward" else ends[::-1]
+    offered = boxes(stages[sender], crossing.shape, made)
+    wanted = boxes(stages[receiver], crossing.shape, taken)
     holders: dict[Box, list[int]] = {}
     for rank, box in offered.items():
         holders.setdefault(box, []).append(rank)
@@ -105,7 +108,7 @@ def way_of(crossing: Crossing, direction: Direction, stages: list[Stage]) -> Way
                 source = target if target in ranks else ranks[number % len(ranks)]
                 pieces.append(Piece(source, target, within(shared, frame), within(shared, box)))
     shape = tuple(stop - start for start, stop in next(iter(wanted.values())))
-    return Way(crossing.key, maker, taker, shape, crossing.dtype, tuple(pieces))
+    return Transfer(crossing.key, sender, receiver, shape, crossing.dtype, tuple(pieces))
 
 
 Arriving = tuple[Tensor, list[tuple[Any, tuple[slice, ...], Tensor]]]
@@ -124,17 +127,17 @@ class Messages:
         """Collective over all ranks."""
         self.rank, self.device = dist.get_rank(), device
         self.mine = {n for n, stage in enumerate(stages) if self.rank in stage.devices}
-        self.ways: dict[Direction, list[Way]] = {
-            "forward": [way_of(each, "forward", stages) for each in crossings],
-            "backward": [way_of(c, "backward", stages) for c in crossings if c.has_gradient],
+        self.transfers: dict[Direction, list[Transfer]] = {
+            "forward": [transfer_of(each, "forward", stages) for each in crossings],
+            "backward": [transfer_of(c, "backward", stages) for c in crossings if c.has_gradient],
         }
-        for ways in self.ways.values():
-            ways.sort(key=lambda way: (way.taker, way.key))
+        for transfers in self.transfers.values():
+            transfers.sort(key=lambda transfer: (transfer.receiver, transfer.key))
         pairs = {
             (piece.source, piece.target)
-            for ways in self.ways.values()
-            for way in ways
-            for piece in way.pieces
+            for transfers in self.transfers.values()
+            for transfer in transfers
+            for piece in transfer.pieces
             if piece.source != piece.target
         }
         # With NCCL a send would wait behind a receive of the same group.
@@ -150,42 +153,42 @@ class Messages:
         """The values that a stage receives whose gradients go back."""
         return {key for key, target in self.targets if target == stage}
 
-    def send(
-        self, direction: Direction, stage: int, microbatch: int, values: dict[str, Tensor]
-    ) -> None:
+    def send(self, direction: Direction, stage: int, values: dict[str, Tensor]) -> None:
         """Send what ``stage`` has made to the stages of other ranks."""
-        for way in self.ways[direction]:
-            if way.maker == stage and way.taker not in self.mine:
-                self._send(way, values)
+        for transfer in self.transfers[direction]:
+            if transfer.sender == stage and transfer.receiver not in self.mine:
+                self._send(transfer, values)
 
-    def _send(self, way: Way, values: dict[str, Tensor]) -> None:
-        for piece in way.pieces:
+    def _send(self, transfer: Transfer, values: dict[str, Tensor]) -> None:
+        for piece in transfer.pieces:
             if piece.source == self.rank != piece.target:
-                packed = values[way.key].detach()[piece.cut].contiguous()
+                packed = values[transfer.key].detach()[piece.cut].contiguous()
                 lane = self.lanes[piece.source, piece.target]
                 self.sent.append((dist.isend(packed, piece.target, group=lane), packed))
 
     def post(self, direction: Direction, stage: int, microbatch: int) -> None:
         """Begin to receive what ``stage`` needs of the stages of other ranks."""
-        for way in self.ways[direction]:
-            if way.taker == stage and way.maker not in self.mine:
-                self._take(way, direction, microbatch, None)
+        for transfer in self.transfers[direction]:
+            if transfer.receiver == stage and transfer.sender not in self.mine:
+                self._take(transfer, direction, microbatch, None)
 
     def hand_over(
         self, direction: Direction, stage: int, microbatch: int, values: dict[str, Tensor]
     ) -> None:
         """Give what ``stage`` has made to other stages of the same ranks."""
-        for way in self.ways[direction]:
-            if way.maker == stage and way.taker in self.mine:
-                self._send(way, values)
-                self._take(way, direction, microbatch, values[way.key])
+        for transfer in self.transfers[direction]:
+            if transfer.sender == stage and transfer.receiver in self.mine:
+                self._send(transfer, values)
+                self._take(transfer, direction, microbatch, values[transfer.key])
 
-    def _take(self, way: Way, direction: Direction, microbatch: int, given: Tensor | None) -> None:
+    def _take(
+        self, transfer: Transfer, direction: Direction, microbatch: int, given: Tensor | None
+    ) -> None:
         """Begin to receive one value, of which this rank may have made a part itself."""
-        kept = self.arriving.setdefault((direction, way.taker, microbatch), {})
-        whole = torch.empty(way.shape, dtype=way.dtype, device=self.device)
+        kept = self.arriving.setdefault((direction, transfer.receiver, microbatch), {})
+        whole = torch.empty(transfer.shape, dtype=transfer.dtype, device=self.device)
         parts: list[tuple[Any, tuple[slice, ...], Tensor]] = []
-        for piece in way.pieces:
+        for piece in transfer.pieces:
             if piece.target != self.rank:
                 continue
             if piece.source == self.rank:
@@ -195,7 +198,7 @@ class Messages:
             part = torch.empty_like(whole[piece.place], memory_format=torch.contiguous_format)
             lane = self.lanes[piece.source, piece.target]
             parts.append((dist.irecv(part, piece.source, group=lane), piece.place, part))
-        kept[way.key, way.maker] = whole, parts
+        kept[transfer.key, transfer.sender] = whole, parts
 
     def receive(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
         """Wait for what a stage needs; gradients from several stages are added up."""
@@ -242,13 +245,16 @@ class PipelineTrainer(Trainer):
             found = re.fullmatch(r"(\d+)([A-Z]+(?:_[FB])?)(\d*)", action)
             assert found is not None
             stage, kind, microbatch = int(found[1]), found[2], int(found[3] or 0)
-            way: Direction = "forward" if kind[-1] == "F" else "backward"
+            direction: Direction = "forward" if kind[-1] == "F" else "backward"
             if kind in ("F", "B", "I"):
-                made[way, stage, microbatch] = self.compute(way, stage, microbatch, share)
+                made[direction, stage, microbatch] = self.compute(
+                    direction, stage, microbatch, share
+                )
             elif kind.startswith("RECV"):
-                self.messages.post(way, stage, microbatch)
+                self.messages.post(direction, stage, microbatch)
             elif kind.startswith("SEND"):
-                self.messages.send(way, stage, microbatch, made.pop((way, stage, microbatch)))
+                values = made.pop((direction, stage, microbatch))
+                self.messages.send(direction, stage, values)
             elif kind == "REDUCE" and is_last:
                 self.stages[stage].complete()
         self.messages.finish()
@@ -256,17 +262,17 @@ class PipelineTrainer(Trainer):
             self.sum_tied()
 
     def compute(
-        self, way: Direction, stage: int, microbatch: int, share: float
+        self, direction: Direction, stage: int, microbatch: int, share: float
     ) -> dict[str, Tensor]:
         """A forward or backward of a stage; what it makes for stages of the same ranks is kept."""
-        received = self.messages.receive(way, stage, microbatch)
-        if way == "forward":
+        received = self.messages.receive(direction, stage, microbatch)
+        if direction == "forward":
             for key in self.messages.with_gradient(stage) & received.keys():
                 received[key].requires_grad_()
             made = self.stages[stage].forward(microbatch, received)
         else:
             made = self.stages[stage].backward(microbatch, received, share * self.scale)
-        self.messages.hand_over(way, stage, microbatch, made)
+        self.messages.hand_over(direction, stage, microbatch, made)
         return made
 
     def is_counted(self, stage: int, name: str) -> bool:

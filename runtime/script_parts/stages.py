@@ -102,7 +102,8 @@ class StageRank:
     def forward(self, microbatch: int, received: dict[str, Tensor]) -> dict[str, Tensor]:
         """The values that other stages get; ``received`` are those of other stages."""
         values = {**self.constants, **self.counts, **self.inputs(microbatch), **received}
-        weights = Weights(self.weights, self.buffers)
+        # A block that is computed again in the backward reads the buffers of its own forward.
+        weights = Weights(self.weights, dict(self.buffers))
         draw = Draw(self.key, microbatch)
         with self.device:
             made = self.stage.forward(values, weights, self.mesh, draw)

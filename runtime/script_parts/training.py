@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ LOSS_SCALE = 1.0
 STAGE_RANK = StageRank
 GROWTH_STEPS = 2000
 """After so many finite steps the scale of an fp16 loss is doubled."""
+
+COMPARED = 4096
+"""So many values of a tensor tell whether ranks have the same one."""
 
 Count = Callable[[dict[str, Tensor], dict[str, Tensor], int], dict[str, Tensor]]
 
@@ -37,6 +40,19 @@ def counted(
     }
 
 
+def check_same(what: str, tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Raise where ranks have different values, by the sum of each tensor's first ones.
+
+    Collective over all ranks. The sums may differ as much as those of different processors do.
+    """
+    first = [tensor.detach().flatten()[:COMPARED].double() for tensor in tensors]
+    sums = torch.stack([values.nan_to_num().abs().sum() for values in first]).to(device)
+    largest = torch.stack([sums, -sums])
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    if not torch.allclose(largest[0], -largest[1], rtol=1e-6):
+        raise ValueError(f"the ranks have different {what}; they have to be the same on every rank")
+
+
 class Trainer:
     """One rank's part of the job."""
 
@@ -51,6 +67,7 @@ class Trainer:
         """Collective over all ranks. ``model`` is whole; every rank keeps its part alone."""
         self.device, self.count, self.constants = device, count, constants
         self.scale = LOSS_SCALE
+        check_same("weights at the start (new_model, --weights)", model.parameters(), device)
         self.stages: dict[int, StageRank] = {}
         meshes: dict[str, Mesh] = {}
         for number, stage in enumerate(stages):
@@ -76,6 +93,7 @@ class Trainer:
 
     def begin(self, batch: dict[str, Tensor], key: int = 0) -> None:
         """Start on a global batch. ``key`` is that of its random numbers."""
+        check_same("batches (batches, build_data)", batch.values(), self.device)
         counts = counted(self.count, batch, self.constants)
         counts = {key: value.to(self.device) for key, value in counts.items()}
         for stage in self.stages.values():

@@ -8,7 +8,14 @@ import pytest
 from handmade import flat_plan
 
 from autoparallel.__main__ import run_command
-from autoparallel.plan_exports import CHECKPOINT_FORMATS, WRITERS, export_plan, is_plan_format
+from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.plan_exports import (
+    CHECKPOINT_FORMATS,
+    WRITERS,
+    export_plan,
+    is_plan_format,
+    torchrun,
+)
 from autoparallel.plan_io import save_plan
 from autoparallel.planner.errors import UsageError
 
@@ -53,6 +60,26 @@ def test_a_checkpoint_is_no_plan(tmp_path: Path) -> None:
 
 def test_a_folder_with_a_plan_is_a_plan(plan_file: Path, tmp_path: Path) -> None:
     assert export_plan(tmp_path, tmp_path / "out", to="megatron").files
+
+
+def test_the_command_of_several_hosts_names_their_devices() -> None:
+    same = "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 4"
+    assert torchrun(parse_cluster("1x4xH100")) == "torchrun --nproc-per-node 4"
+    assert torchrun(parse_cluster("2x4xH100")) == same
+    assert torchrun(parse_cluster("1x4xH100+1x8xH100")).endswith("--nproc-per-node DEVICES")
+
+
+@pytest.mark.parametrize("place", [".", "..", "{}"])
+@pytest.mark.parametrize("force", [False, True])
+def test_the_current_folder_is_not_replaced(
+    place: str, force: bool, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = tmp_path / "around" / "here"
+    current.mkdir(parents=True)
+    monkeypatch.chdir(current)
+    with pytest.raises(UsageError, match="AP869"):
+        export_plan(plan_file, place.format(current), to="megatron", force=force)
+    assert current.is_dir()
 
 
 def test_options_of_weights_are_refused_with_a_plan(

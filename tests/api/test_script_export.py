@@ -21,7 +21,6 @@ from processes import run_processes
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.capture.counter_random import counter_random
 from autoparallel.passes.capture.export import call_model, find_loss
@@ -39,7 +38,6 @@ from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.update import UpdateOptions
 from autoparallel.runtime.verify import TOLERANCE
 from autoparallel.script.source import check_writable
-from autoparallel.script.write import torchrun
 from autoparallel.targets import Target, load_target
 
 STEPS = 3
@@ -222,6 +220,7 @@ def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parall
         ("tests/models/gpt_dropout.py", "tp=2,pp=2,microbatches=2,schedule=1f1b"),
         ("tests/models/long_skip.py", "pp=2,microbatches=2,schedule=1f1b"),
         ("tests/models/moving_average.py", "dp=2"),
+        ("tests/models/moving_average.py", "dp=2,recompute=full"),
         ("tests/models/masked_lm.py", "dp=2,microbatches=2"),
         ("tests/models/regression.py", "dp=2,zero=1"),
         ("tests/zoo/resnet", "dp=2"),
@@ -348,15 +347,6 @@ def test_a_plan_that_a_script_cannot_run_is_refused(
     assert error.value.code == "AP366"
 
 
-def test_the_command_of_several_hosts_names_their_devices() -> None:
-    asked = PlanOptions(global_batch=8, seq=SEQ, forced=parse_parallel("dp=2"))
-    plan = make_plan(target_of("gpt"), "cpu:2", asked)
-    assert torchrun(plan) == "torchrun --nproc-per-node 2"
-    same, other = parse_cluster("2x4xH100"), parse_cluster("1x4xH100+1x8xH100")
-    assert "--nnodes 2 --nproc-per-node 4 " in torchrun(replace(plan, cluster=same))
-    assert "--nnodes 2 --nproc-per-node DEVICES " in torchrun(replace(plan, cluster=other))
-
-
 MODEL = """
 import torch
 {imports}
@@ -412,6 +402,28 @@ def test_a_script_steps_the_targets_scheduler(
     check_equal(([], weights), ([], dict(module.state_dict())), TOLERANCE["float64"])
 
 
+@pytest.mark.parametrize(
+    ("made", "error"),
+    [
+        # At the end of data that the batch does not divide: its mean would be of unequal parts.
+        ("torch.ones(6, 4)", "a batch has input of shape (6, 4), not (8, 4)"),
+        # Of a generator that nothing seeds: ranks would mix rows of different batches.
+        ("torch.ones(8, 4) * (1 + int(os.environ['RANK']))", "the ranks have different batches"),
+    ],
+)
+def test_a_script_refuses_batches_that_are_not_one_global_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str, error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = MODEL.format(imports="import os", optimizer="SGD(parameters, 0.1)")
+    data = f"\ndef build_data(rank, world):\n    yield {{'input': {made}}}\n"
+    Path("data.py").write_text(text + data)
+    out, _ = exported(tmp_path, "data.py", "dp=2")
+    done = run_torchrun(RUNNER, str(out / "train.py"), "--steps", "1")
+    assert done.returncode != 0
+    assert error in done.stderr
+
+
 @pytest.mark.parametrize("name", ["constants.py", "own model.py", "train.py"])
 def test_a_model_file_of_any_name_is_imported_with_what_it_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -450,3 +462,34 @@ def test_a_model_file_that_a_script_cannot_use_is_refused(
         export_plan(tmp_path / "plan.json", tmp_path / "out", to="python")
     assert error.value.code == code
     assert not (tmp_path / "out").exists()
+
+
+OWN_OPTIMIZER = """
+
+class Own(torch.optim.SGD):
+    pass
+
+def build_optimizer(parameters):
+    return {optimizer}
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_refused"),
+    [("Own(parameters, lr=0.1)", True), ("torch.optim.Adafactor(parameters)", False)],
+)
+def test_an_optimizer_that_may_read_all_weights_is_refused_beside_a_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, is_refused: bool
+) -> None:
+    """Of a class of the user's that is not known; Adafactor reads whole weights, one by one."""
+    text = Path("examples/gpt.py").read_text() + OWN_OPTIMIZER.format(optimizer=optimizer)
+    monkeypatch.chdir(tmp_path)
+    name = f"own_{is_refused}.py"
+    Path(name).write_text(text)
+    target = load_target(name, GPT)
+    asked = PlanOptions(
+        global_batch=8, seq=SEQ, forced=parse_parallel("pp=2,microbatches=2,schedule=1f1b")
+    )
+    save_plan(make_plan(target, "cpu:2", asked), tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="AP368") if is_refused else nullcontext():
+        export_plan(tmp_path / "plan.json", tmp_path / "out", to="python")

@@ -63,7 +63,7 @@ def test_deepspeed_reads_it(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         ({}, "data_types", {"grad_accum_dtype": "fp32"}),
         ({"optimizer": "sgd-momentum"}, "optimizer", {"type": "SGD", "params": {"momentum": 0.9}}),
         ({"optimizer": "sgd", "zero": 1}, "zero_allow_untested_optimizer", True),
-        ({"optimizer": "adam"}, "optimizer", {"type": "Adam", "params": {}}),
+        ({"optimizer": "adam"}, "optimizer", {"type": "Adam", "params": {"adam_w_mode": False}}),
     ],
 )  # fmt: skip
 def test_sections(choices: dict[str, Any], section: str, value: object) -> None:

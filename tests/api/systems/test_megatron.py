@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 from exported_plans import BATCH, CASES, NUM_DEVICES, case, configured, plans, written
 
 from autoparallel.systems.megatron import layout_text, settled
@@ -133,6 +134,29 @@ def test_the_sizes_of_the_model_are_those_of_its_configuration(tmp_path: Path) -
     assert llama.untie_embeddings_and_output_weights
     mixtral = parser().parse_args(lines("experts", tmp_path / "mixtral", with_model=True))
     assert (mixtral.num_experts, mixtral.moe_router_topk) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_written", "note"),
+    [
+        ("linear", False, "rotary positions scaled by linear"),
+        ("llama3", True, "low and high factors of 1 and 2 from 4096 positions"),
+    ],
+)
+def test_positions_that_megatron_scales_otherwise_are_said(
+    kind: str, is_written: bool, note: str, tmp_path: Path
+) -> None:
+    scaling = {
+        "rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0,
+        "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    config = transformers.LlamaConfig(rope_scaling=scaling, max_position_embeddings=8192)
+    config.save_pretrained(tmp_path / "llama")
+    model = replace(plans().like.model, target=f"hf:{tmp_path / 'llama'}")
+    wrote = written(replace(case("fsdp"), model=model), "megatron", tmp_path)
+    found = (tmp_path / "out" / "args.txt").read_text()
+    assert ("--use-rope-scaling" in found) == is_written
+    assert any(note in each for each in wrote.facts["notes"])
 
 
 def test_a_schedule_in_a_v_becomes_interleaved_or_1f1b() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from exported_plans import BATCH, CASES, NUM_DEVICES, SEQ, case, configured, plans, written
 from torch.distributed.pipelining.schedules import (
     _Action,
@@ -157,6 +158,41 @@ def test_a_llama_of_another_size_comes_with_its_sizes(tmp_path: Path) -> None:
     found = tomllib.loads((tmp_path / "out" / "train.toml").read_text())
     assert found["model"] == {"name": "planned", "flavor": "planned"}
     assert wrote.start.startswith("PYTHONPATH=")
+
+
+LLAMA_8B = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072,
+}  # fmt: skip
+LLAMA_31_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "flavor", "factor"),
+    [
+        ({"rope_scaling": LLAMA_31_ROPE}, "8B", None),
+        ({}, "planned", "1.0"),
+        ({"rope_scaling": {**LLAMA_31_ROPE, "factor": 32.0}}, "planned", "32.0"),
+        ({"rope_scaling": LLAMA_31_ROPE, "rms_norm_eps": 1e-6}, "planned", "8.0"),
+    ],
+)
+def test_positions_are_scaled_as_the_models_are(
+    changes: dict[str, Any], flavor: str, factor: str | None, tmp_path: Path
+) -> None:
+    """torchtitan's llama3 scales its rotary frequencies by 8, as Llama 3.1, if not told."""
+    config = transformers.LlamaConfig(**{**LLAMA_8B, **changes})
+    config.save_pretrained(tmp_path / "llama")
+    model = replace(plans().like.model, target=f"hf:{tmp_path / 'llama'}")
+    written(replace(case("fsdp"), model=model), "torchtitan", tmp_path)
+    found = tomllib.loads((tmp_path / "out" / "train.toml").read_text())
+    assert found["model"]["flavor"] == flavor
+    sizes = tmp_path / "out" / "planned_model.py"
+    assert sizes.exists() == (factor is not None)
+    assert factor is None or f"scaling_factor={factor}," in sizes.read_text()
 
 
 def test_a_schedule_of_one_stage_per_rank_has_its_simple_name() -> None:
