@@ -130,8 +130,9 @@ def undivided_axis(part: SequenceSlice) -> str | None:
             if name not in part.graph.by_name:
                 continue  # of a block of another stage
             node = part.graph[name]
+            given = node.inputs if node.kind == "op" else ()  # a constant is held as it is
             pairs = [
-                *zip(map(part.graph.spec, node.inputs), own.inputs, strict=True),
+                *zip(map(part.graph.spec, given), own.inputs, strict=True),
                 *zip(node.outputs, own.outputs, strict=True),
             ]
             for spec, layout in pairs:

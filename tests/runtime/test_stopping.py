@@ -192,5 +192,8 @@ def test_under_torchrun_a_signal_to_every_rank_ends_them_well(
     arguments = {"plan_path": str(plan_path), "seed": 0, "steps": 1000, "saving": saving}
     done = run_torchrun(script, "test_stopping:is_asked", json.dumps(arguments), "60")
     assert done.returncode == 0, done.stderr
-    assert f"ended by SIGTERM after step {ASKED}, which is saved" in done.stderr
-    assert (tmp_path / "run" / f"step-{ASKED:08d}").is_dir()
+    ended = re.search(r"ended by SIGTERM after step (\d+), which is saved", done.stderr)
+    assert ended is not None, done.stderr
+    step = int(ended[1])
+    assert step in (ASKED, ASKED + 1)  # torchrun may be a step late with its own signal
+    assert (tmp_path / "run" / f"step-{step:08d}").is_dir()
