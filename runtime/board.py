@@ -153,9 +153,10 @@ class StoreBoard:
                 self._store = None
                 self._failures += 1
 
-        self._asking = threading.Thread(target=ask, name="board", daemon=True)
-        self._asking.start()
-        self._asking.join(max(0.0, deadline - time.monotonic()))
+        asking = threading.Thread(target=ask, name="board", daemon=True)
+        asking.start()
+        self._asking = asking  # only now: ``finish`` may join it at any time
+        asking.join(max(0.0, deadline - time.monotonic()))
         return answers[0] if answers else otherwise
 
     def _is_there(self) -> bool:
