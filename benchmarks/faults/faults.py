@@ -132,4 +132,117 @@ FAULTS = (
     Fault("keep-none", "api/checkpoints.py",
           "if keep is not None and keep < 1:", "if keep is not None and keep < 0:",
           "tests/api/test_checkpoints.py"),
+    # a plan that was loaded no longer offloads the optimizer
+    Fault("offload-forgotten", "planner/plan_file.py",
+          '"offload": "none", "servers": None, **table,',
+          '"servers": None, **table, "offload": "none",',
+          "tests/planner/test_plan_file.py tests/planner/test_offload.py"),
+    # a coordinate without rows weighs as much in a mean as one with one row
+    Fault("empty-share-weighs", "planner/shares.py",
+          "return self.rows * self.parts / self.total",
+          "return max(self.rows, 1) * self.parts / self.total",
+          "tests/planner/test_shares.py tests/runtime/test_batches.py"),
+    # a schedule may compute a forward before its receive, or without it
+    Fault("receive-not-needed", "planner/schedules/check.py",
+          "yield Action(RECV_FORWARD if remote else FORWARD, stage if remote else other, m, part)",
+          "yield Action(FORWARD, other, m, part)",
+          "tests/planner/schedules/test_schedules.py"),
+    # the largest degree of tensor parallelism that was asked for is ignored
+    Fault("max-tp-ignored", "planner/search/context.py",
+          "features.allows_mesh(mesh, self.request.max_tp)", "features.allows_mesh(mesh)",
+          "tests/planner/requests/test_features.py"),
+    # the optimizer's step has one price, wherever its states are and whatever gradients are in
+    Fault("update-without-policy", "planner/pricing/prices.py",
+          "key = (numel, self.optimizer, self.policy, self.speed, self.profile)",
+          "key = (numel, self.optimizer, self.speed, self.profile)",
+          "tests/planner/search/test_tables.py tests/planner/test_offload.py"),
+    # collectives over several racks are priced as if all hosts stood in one
+    Fault("racks-ignored", "cost_model/collectives.py",
+          "inter=cluster.host_link({host.rack for host in hosts}),", "inter=cluster.inter_link,",
+          "tests/cost_model/test_cluster_file.py"),
+    # ZeRO 2 needs no memory for the whole gradient of the running block
+    Fault("whole-gradient-forgotten", "cost_model/memory.py",
+          "gradient = numel * policy.gathered_bytes / 2 if zero >= 2 else 0.0",
+          "gradient = numel * policy.gathered_bytes / 2 if zero == 3 else 0.0",
+          "tests/cost_model/test_memory.py"),
+    # a stage that two others feed does not wait for the second of them
+    Fault("first-message-enough", "cost_model/simulation.py",
+          "if come + 1 < needed:", "if come + 2 < needed:",
+          "tests/cost_model/test_simulator.py"),
+    # a trace shows the memory of the first rank for each of them
+    Fault("memory-of-another-rank", "cost_model/trace.py",
+          "found += _counter(rank, timeline.memory_bytes[rank])",
+          "found += _counter(rank, timeline.memory_bytes[0])",
+          "tests/cost_model/test_trace.py"),
+    # in zero-bubble schedules no backward of weights is the last: ZeRO 1 never sums gradients
+    Fault("no-last-weight-backward", "cost_model/actions.py",
+          "if action.kind in (BACKWARD, WEIGHT_BACKWARD):",
+          "if action.kind in (BACKWARD, INPUT_BACKWARD):",
+          "tests/runtime/test_pipeline.py tests/runtime/test_split_backward.py"),
+    # queries that a rank takes from its partner see only the keys up to the partner's first half
+    Fault("balanced-mask-end", "passes/local/local_functions.py",
+          "other = attend_upto(partner_start + query.shape[-2], taken, key, value, **options)",
+          "other = attend_upto(partner_start + kept.shape[-2], taken, key, value, **options)",
+          "tests/passes/ops/test_lower_right.py"),
+    # of a split vocabulary every rank takes its own row of the padding's number for padding
+    Fault("padding-offset", "passes/local/local_functions.py",
+          "padding = padding_idx - start", "padding = padding_idx",
+          "tests/passes/local/test_localize.py tests/passes/local/test_op_execution.py"),
+    # experts that two axes split are taken for others on all but a few ranks
+    Fault("experts-on-one-axis", "passes/ops/experts.py",
+          "first, _ = part_of(rank, weights[0].shape[0], axes)",
+          "first, _ = part_of(rank, weights[0].shape[0], axes[:1])",
+          "tests/passes/local/test_op_execution.py tests/passes/ops/test_experts.py"),
+    # a block that runs again draws the random numbers of the latest micro-batch
+    Fault("recomputed-draws", "passes/ops/random_ops.py",
+          "self.key, self.microbatch = key, microbatch", "self.key = key",
+          "tests/test_verification_schedules.py"),
+    # the predicted memory has ZeRO 1's masters and optimizer states whole on every rank
+    Fault("zero-1-unsharded", "passes/memory/stage_memory.py",
+          "is_sharded = self.stage.zero > 0 and shards > 1",
+          "is_sharded = self.stage.zero > 1 and shards > 1",
+          "tests/passes/memory/test_stage_memory.py"),
+    # gradients are summed over as many axes as the bucket that has the fewest
+    Fault("second-axis-not-summed", "runtime/gradients.py",
+          "max((len(bucket.axes) for bucket in self.buckets), default=0)",
+          "min((len(bucket.axes) for bucket in self.buckets), default=0)",
+          "tests/runtime/test_stage.py tests/test_verification.py"),
+    # of a tied parameter all stages get the gradient of the first
+    Fault("tied-not-summed", "runtime/tied.py",
+          "for term in ordered[1:]:", "for term in ordered[2:]:",
+          "tests/runtime/test_chimera.py tests/test_verification.py"),
+    # from a checkpoint every rank loads rank 0's tensors of what each rank had of its own
+    Fault("part-of-rank-0", "runtime/checkpoint_parts.py",
+          'return rank, [f"{PREFIX}{name}.{rank}.{i}" for i',
+          'return rank, [f"{PREFIX}{name}.0.{i}" for i',
+          "tests/api/test_checkpoints.py"),
+    # parameters that two stages hold count twice in the norm by which gradients are clipped
+    Fault("tied-twice-in-the-norm", "runtime/rank_model.py",
+          "if (index, name) not in self.tied.elsewhere", "if name not in self.tied.elsewhere",
+          "tests/test_verification.py tests/api/test_step.py"),
+    # what ZeRO 1 and 2 gathered for a forward without gradients stays, though weights change
+    Fault("stale-gathered", "runtime/zero.py",
+          "group.reshard()", "group.reshard() if stage.zero == 3 else None",
+          "tests/runtime/test_zero.py tests/api/test_module.py"),
+    # a plan goes on with a buffer's old values after a script has written to it
+    Fault("stale-buffer", "api/adopted.py",
+          "(id(value), value._version) for name, value", "(id(value), 0) for name, value",
+          "tests/api/test_module.py"),
+    # of two axes of a mesh that split the same, an exported configuration has the last degree
+    Fault("last-degree", "api/systems/degrees.py",
+          "degrees[role] *= size", "degrees[role] = size",
+          "tests/api/systems/test_degrees.py"),
+    # all-linear adapts the layer that makes the logits too
+    Fault("adapted-head", "api/lora.py",
+          "if layer is not head)", "if path != head)",
+          "tests/api/test_lora.py tests/api/test_exporting.py"),
+    # a loader that went on in the middle of an epoch tells its position from there
+    Fault("position-from-resumption", "api/distributed_loader.py",
+          "self._position = start", "self._position = 0",
+          "tests/api/test_distributed_loader.py"),
+    # a training that accumulates goes on with the random numbers of earlier batches
+    Fault("updates-for-batches", "api/step.py",
+          '"batches_begun": self._steps.trainable.batches_begun,',
+          '"batches_begun": self._num_updates,',
+          "tests/api/test_step.py"),
 )  # fmt: skip
