@@ -2,7 +2,7 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test durations slow strict zoo corpus faults failures gpu regret soak docs picture
+.PHONY: check lint types test durations structure slow strict zoo corpus faults failures gpu regret soak docs picture
 
 check: lint types test
 
@@ -25,6 +25,10 @@ test:
 durations:
 	mkdir -p build
 	$(PYTHON) -m pytest -n 2 --processor-seconds build/durations.txt
+
+# Figures of the structure (sizes, import cycles, docstrings, words) beside their ceilings.
+structure:
+	$(PYTHON) tests/support/structure.py
 
 slow:
 	$(PYTHON) -m pytest -m slow

@@ -11,19 +11,24 @@ import re
 import subprocess
 import sys
 import tomllib
-from functools import cache
 from pathlib import Path
 
 import pytest
+from support.structure import (
+    MAX_FILE_LINES,
+    PACKAGES,
+    ROOT,
+    count_op_collections,
+    find_imports,
+    imports,
+    measure_repository,
+    module_name,
+    sources,
+)
 
 import autoparallel
 
-ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("cost_model", "planner", "passes", "runtime", "api")
-"""Every room imports only those before it."""
-
 TORCH_FREE = {"cost_model", "planner"}
-MAX_LINES = 500
 
 PLANNER = (
     "budget", "classes", "errors", "graph", "integer_programs", "layout", "schedules",
@@ -54,92 +59,45 @@ PUBLIC = {
 }  # fmt: skip
 
 
-@cache
-def sources() -> tuple[Path, ...]:
-    """Every Python file of the rooms."""
-    return tuple(sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")))
-
-
-def module_name(path: Path) -> str:
-    """The name that a file of a room is imported by."""
-    room, *rest = path.relative_to(ROOT).with_suffix("").parts
-    parts = [*([] if room == "api" else [room]), *(part for part in rest if part != "__init__")]
-    return ".".join(["autoparallel", *(part for part in parts if part != "__init__")])
-
-
-@cache
-def imports(path: Path) -> tuple[tuple[str, str], ...]:
-    """What a file imports, absolutely: (module, when).
-
-    ``when`` is "import" (of the file itself), "call" (of a function) or "types" (never).
-    """
-    tree = ast.parse(path.read_text())
-    package = module_name(path).split(".")
-    if path.name != "__init__.py":
-        package = package[:-1]
-    found: list[tuple[str, str]] = []
-    when = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            when |= {id(inner): "call" for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if _is_type_checking(node):
-            when |= {id(inner): "types" for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        own = when.get(id(node), "import")
-        if isinstance(node, ast.Import):
-            found += [(alias.name, own) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            found.append((module, own))
-            found += [(f"{module}.{alias.name}", own) for alias in node.names]
-    return tuple(found)
-
-
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-
-
-def room_of(module: str) -> str | None:
-    """The room that a module of ours is in; None for others."""
-    package, *rest = module.split(".")
-    if package != "autoparallel":
+def package_of(module: str) -> str | None:
+    """Return the top-level package of a module, None for a module of another project."""
+    root, *rest = module.split(".")
+    if root != "autoparallel":
         return None
-    return rest[0] if rest and rest[0] in ROOMS else "api"
+    return rest[0] if rest and rest[0] in PACKAGES else "api"
 
 
-def test_rooms_import_only_what_stands_before_them() -> None:
+def test_packages_import_only_what_stands_before_them() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path in sources()
         for module, _ in imports(path)
-        if (room := room_of(module)) is not None
-        and ROOMS.index(room) > ROOMS.index(path.relative_to(ROOT).parts[0])
+        if (package := package_of(module)) is not None
+        and PACKAGES.index(package) > PACKAGES.index(path.relative_to(ROOT).parts[0])
     ]
     assert wrong == []
 
 
-@pytest.mark.parametrize(("room", "order"), [("planner", PLANNER), ("passes", PASSES)])
-def test_units_of_a_room_import_only_what_stands_before_them(
-    room: str, order: tuple[str, ...]
+@pytest.mark.parametrize(("package", "order"), [("planner", PLANNER), ("passes", PASSES)])
+def test_units_of_a_package_import_only_what_stands_before_them(
+    package: str, order: tuple[str, ...]
 ) -> None:
-    """A unit is a folder of the room or a module at its top."""
-    paths = sorted((ROOT / room).rglob("*.py"))
-    units = {path.relative_to(ROOT / room).with_suffix("").parts[0] for path in paths}
+    """A unit is a folder of the package or a module at its top."""
+    paths = sorted((ROOT / package).rglob("*.py"))
+    units = {path.relative_to(ROOT / package).with_suffix("").parts[0] for path in paths}
     assert units - {"__init__"} == set(order)
     wrong = []
     for path in paths:
-        unit = path.relative_to(ROOT / room).with_suffix("").parts[0]
+        unit = path.relative_to(ROOT / package).with_suffix("").parts[0]
         for module, when in imports(path):
-            package, own, *names = (*module.split("."), "", "")[:3]
-            is_own = (package, own) == ("autoparallel", room) and names[0] in units
+            root, name, *names = (*module.split("."), "", "")[:3]
+            is_own = (root, name) == ("autoparallel", package) and names[0] in units
             if is_own and when != "types" and order.index(names[0]) > order.index(unit):
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert wrong == []
 
 
-def test_below_the_api_rooms_import_each_other_relatively() -> None:
+def test_below_the_api_packages_import_each_other_relatively() -> None:
     wrong = [
         str(path.relative_to(ROOT))
         for path in sources()
@@ -206,7 +164,7 @@ def test_the_version_is_told_once() -> None:
 def test_no_file_is_longer_than_allowed() -> None:
     files = [*sources(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
-    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
 
 
 def test_every_error_code_is_documented_once() -> None:
@@ -319,10 +277,10 @@ def test_names_in_docstrings_exist() -> None:
 
 
 def _names_and_docstrings() -> tuple[set[str], list[tuple[Path, str]]]:
-    """Every name in the code of the repository, and the docstrings of the rooms."""
+    """Every name in the code of the repository, and the docstrings of the packages."""
     known = set(FOREIGN) | set(dir(builtins)) | set(keyword.kwlist)
     docstrings: list[tuple[Path, str]] = []
-    for folder in (*ROOMS, "tests", "benchmarks", "examples"):
+    for folder in (*PACKAGES, "tests", "benchmarks", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             tree = ast.parse(path.read_text())
             own = {
@@ -331,7 +289,7 @@ def _names_and_docstrings() -> tuple[set[str], list[tuple[Path, str]]]:
                 if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
                 and isinstance(node.value.value, str)
             }  # fmt: skip
-            if folder in ROOMS:
+            if folder in PACKAGES:
                 docstrings += [(path, text) for text in own.values()]
             known.update(path.relative_to(ROOT).with_suffix("").parts)
             for node in ast.walk(tree):
@@ -354,3 +312,118 @@ def _names(node: ast.AST) -> list[str]:
         case ast.Constant(value=str(text)):
             return re.findall(r"[A-Za-z_]\w*", text)
     return []
+
+
+CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
+    ("cost_model: lines", 9549),
+    ("cost_model: files", 52),
+    ("cost_model: flat files", 39),
+    ("cost_model: imports inside functions", 0),
+    ("cost_model: collections of op names", 1),
+    ("planner: lines", 28151),
+    ("planner: files", 144),
+    ("planner: flat files", 34),
+    ("planner: imports inside functions", 0),
+    ("planner: collections of op names", 7),
+    ("passes: lines", 12849),
+    ("passes: files", 83),
+    ("passes: flat files", 0),
+    ("passes: imports inside functions", 1),
+    ("passes: collections of op names", 14),
+    ("runtime: lines", 17865),
+    ("runtime: files", 104),
+    ("runtime: flat files", 88),
+    ("runtime: imports inside functions", 0),
+    ("runtime: collections of op names", 0),
+    ("api: lines", 28404),
+    ("api: files", 173),
+    ("api: flat files", 82),
+    ("api: imports inside functions", 267),
+    ("api: collections of op names", 9),
+    ("all packages: lines", 96818),
+    ("all packages: files", 556),
+    ("all packages: flat files", 243),
+    ("all packages: imports inside functions", 268),
+    ("all packages: collections of op names", 31),
+    ("import cycles", 5),
+    ("files in import cycles", 24),
+    ("files under 80 lines with a single importer", 34),
+    ("files over 500 lines", 0),
+    ("functions over 60 lines", 9),
+    ("functions over 8 parameters", 22),
+    ("function docstrings that begin with a clause", 863),
+    ('function docstrings with "what"', 757),
+    ("exceptions from formatting (fmt: skip, fmt: off)", 805),
+    ("words of docs/ without docs/adr/", 48296),
+    ("words of CHANGELOG.md", 5146),
+    ("words of README.md", 1369),
+    ("tests: lines", 54036),
+    ("tests: files", 372),
+    ("tests: flat files", 67),
+)
+"""Ceilings of the figures of tests/support/structure.py: name, ceiling, reason if it rose."""
+
+
+def test_every_figure_of_the_structure_has_a_ceiling() -> None:
+    assert [name for name, *_ in CEILINGS] == list(measure_repository())
+
+
+def test_no_figure_of_the_structure_is_above_its_ceiling() -> None:
+    figures = measure_repository()
+    above = [
+        f"{name}: {figures[name]} today, ceiling {ceiling}"
+        for name, ceiling, *_ in CEILINGS
+        if figures[name] > ceiling
+    ]
+    advice = (
+        "Make the figure smaller, or raise its ceiling in CEILINGS of tests/test_repository.py "
+        "with the reason beside it; `make structure` prints all figures."
+    )
+    assert not above, "\n".join(["figures above their ceilings", *above, advice])
+
+
+def test_ceilings_of_the_structure_follow_figures_that_fall() -> None:
+    """A ceiling is at most 2 % above its figure, so below 50 it equals the figure."""
+    figures = measure_repository()
+    high = [
+        f"lower the ceiling of {name!r} in CEILINGS from {ceiling} to {figures[name]}"
+        for name, ceiling, *_ in CEILINGS
+        if 100 * ceiling > 102 * figures[name]
+    ]
+    assert not high, "\n".join(["ceilings more than 2 % above their figures", *high])
+
+
+def test_the_structure_knows_when_an_import_runs() -> None:
+    code = """
+from ..cost_model import memory
+if TYPE_CHECKING:
+    from .graph import Graph
+else:
+    import autoparallel.planner.plan
+def price():
+    from . import budget, classes
+    if TYPE_CHECKING:
+        import torch
+"""
+    assert list(find_imports(ast.parse(code), ["autoparallel", "planner"])) == [
+        ("autoparallel.cost_model.memory", "import"),
+        ("autoparallel.planner.graph.Graph", "types"),
+        ("autoparallel.planner.plan", "import"),
+        ("autoparallel.planner.budget", "call"),
+        ("autoparallel.planner.classes", "call"),
+        ("torch", "types"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "number"),
+    [
+        ("OPS = {'view', 'reshape'}", 1),
+        ("OPS = {'shape': ('view.default', 'reshape.default'), 'sum': ('mm', 'bmm')}", 1),
+        ("OPS = frozenset('view reshape'.split())", 1),
+        ("def price(op, matmul=('mm', 'bmm')):\n    return op in ('view', 'reshape')", 2),
+        ("OPS = ('view', 'view.dtype', 'other')", 0),
+    ],
+)
+def test_the_structure_counts_the_outermost_collections_of_op_names(code: str, number: int) -> None:
+    assert count_op_collections(ast.parse(code)) == number
