@@ -13,7 +13,10 @@ from typing import Any
 
 import processor_seconds
 import pytest
+import random_suites
 import torch
+from durations import FILE, read_durations
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 HERE = Path(__file__).resolve().parent
@@ -29,6 +32,17 @@ IMPATIENT = ("failures", "launch", "profile", "stragglers")
 """What names of files in ``runtime`` have whose tests wait for processes with little patience."""
 
 
+settings.load_profile(random_suites.DEFAULT)
+
+
+def scope_of(nodeid: str) -> str:
+    """Name the group of tests that one worker runs together: a file, or all impatient files."""
+    file = nodeid.partition("::")[0]
+    folder, name = Path(file).parts[-2:]
+    is_impatient = folder == "runtime" and any(word in name for word in IMPATIENT)
+    return "processes" if is_impatient else file
+
+
 class FileScheduling(LoadFileScheduling):  # type: ignore[misc]
     """Gives a worker whole files, as the cases of a file share what they prepare.
 
@@ -37,10 +51,7 @@ class FileScheduling(LoadFileScheduling):  # type: ignore[misc]
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file: str = super()._split_scope(nodeid)
-        room, name = Path(file).parts[-2:]
-        is_impatient = room == "runtime" and any(word in name for word in IMPATIENT)
-        return "processes" if is_impatient or room == "benchmarks" else file
+        return scope_of(nodeid)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,6 +78,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU where there is none, and begin with the longest files."""
+    scopes: dict[str, float] = defaultdict(float)
+    for name, seconds in read_durations(FILE).items():
+        if "::" not in name:
+            scopes[scope_of(name)] += seconds
+    items.sort(key=lambda item: -scopes[scope_of(item.nodeid)])
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,7 +1,7 @@
 """On a GPU no op of a stage makes a CPU tensor, reads one, or makes the host wait.
 
-``tests/cuda_programs.py`` runs the stages of real architectures on fake CUDA tensors in a process
-of its own; here a sample by default, all in ``slow``.
+``tests/support/cuda_programs.py`` runs the stages of real architectures on fake CUDA tensors in a
+process of its own; here a sample by default, all in ``slow``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run(*arguments: str) -> dict[str, Any]:
     """What was found of each name, from one process."""
     pytest.importorskip("transformers")
     found = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "cuda_programs.py"), *arguments], cwd=ROOT,
+        [sys.executable, str(ROOT / "tests/support/cuda_programs.py"), *arguments], cwd=ROOT,
         capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=300 * len(arguments), check=False,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.structure import (
+from structure import (
     MAX_FILE_LINES,
     PACKAGES,
     ROOT,

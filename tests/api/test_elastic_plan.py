@@ -15,7 +15,7 @@ from autoparallel.planning import PlanOptions, make_plan
 from autoparallel.runtime.process import Worker, current_worker
 from autoparallel.targets import Target, load_target
 
-MODEL = Path(__file__).parents[1] / "runtime" / "dropout_model.py"
+MODEL = Path(__file__).parents[1] / "support" / "dropout_model.py"
 LIMITS = {"time_limit_seconds": 20.0, "profile": "analytic"}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from placement_tables import every_pipeline, random_problem, seconds_of
+from random_suites import seeds
 
 from autoparallel.placers.moves import Stages, moves
 from autoparallel.placers.network import (
@@ -31,7 +32,7 @@ def possible(problem: Problem) -> set[Stages]:
     }
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_the_space_counts_and_draws_exactly_the_pipelines_that_can_be_run(seed: int) -> None:
     problem = random_problem(seed, possible=0.7)
     space, every = space_of(problem), possible(problem)
@@ -73,7 +74,7 @@ def test_the_masks_allow_what_some_pipeline_does_and_nothing_else() -> None:
             assert set(np.flatnonzero(ways)) == ahead
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_moves_lead_to_pipelines_that_can_be_run_and_the_first_stays(seed: int) -> None:
     problem = random_problem(seed, num_blocks=6, host=4, possible=0.8)
     space, every = space_of(problem), possible(problem)

@@ -43,7 +43,7 @@ from autoparallel.targets import Target, load_target
 STEPS = 3
 SEQ, GLOBAL_BATCH = 16, 8
 GPT = {"n_layer": 4, "d_model": 32, "n_head": 4, "seq": SEQ}
-RUNNER = Path(__file__).parent / "exported_script.py"
+RUNNER = Path(__file__).parents[1] / "support" / "exported_script.py"
 
 
 def target_of(model: str) -> Target:

@@ -16,7 +16,7 @@ import autoparallel
 from autoparallel.callbacks import StepRecord
 from autoparallel.planner.errors import RunError, UsageError
 
-SCRIPT = Path(__file__).parent / "steps_of_torchrun.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "steps_of_torchrun.py"
 PLANS = (
     "dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2",
     "pp=2,microbatches=4,schedule=zb-h1",

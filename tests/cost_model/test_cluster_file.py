@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.cluster import Cluster, ClusterError, Device, Host, Link
@@ -190,7 +190,6 @@ clusters = st.builds(
 )
 
 
-@settings(max_examples=40)
 @given(clusters)
 def test_a_cluster_survives_json_and_toml_exactly(cluster: Cluster) -> None:
     assert from_dict(json.loads(json.dumps(to_dict(cluster)))) == cluster

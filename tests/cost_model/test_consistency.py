@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+from random_suites import seeds
 
 from autoparallel.cost_model.consistency import Clocks, bound_of
 
 EVENTS = 1000
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize(("workers", "bound"), [(2, 0), (3, 1), (5, 2), (4, 5)])
 def test_no_worker_is_further_ahead_of_the_slowest_than_the_bound(
     workers: int, bound: int, seed: int

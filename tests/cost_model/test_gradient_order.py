@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from random_suites import seeds
 
 from autoparallel.cost_model.gradient_order import (
     BlockSeconds,
@@ -84,7 +85,7 @@ def ticked(blocks: BlockSeconds, sums: list[SumSeconds], *, overlaps_steps: bool
     return ends[-1] - ends[-2]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(12))
 @pytest.mark.parametrize("overlaps_steps", [False, True])
 def test_a_step_takes_what_a_simulation_second_by_second_says(
     seed: int, overlaps_steps: bool

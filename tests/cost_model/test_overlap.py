@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 from event_simulation import beside_compute, expand
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.actions import Schedule, parse_table
@@ -184,7 +184,6 @@ def runs(draw):
 slowdowns = st.sampled_from([None, Fraction(1), Fraction(5, 4), Fraction(3)])
 
 
-@settings(max_examples=120, deadline=None)
 @given(runs(), slowdowns, st.integers(1, 3))
 def test_one_rank_for_all_its_replicas_equals_simulating_every_device(run, slowdown, replicas):
     """The second simulator moves from completion to completion over all devices."""
@@ -205,7 +204,6 @@ def test_one_rank_for_all_its_replicas_equals_simulating_every_device(run, slowd
     assert compute == every.ends
 
 
-@settings(max_examples=80, deadline=None)
 @given(runs(), st.sampled_from([Fraction(1), Fraction(5, 4), Fraction(3)]))
 def test_work_done_is_time_times_rate(run, slowdown):
     """Of all compute but forwards that may wait for parameters within."""

@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.actions import Schedule, parse_table
@@ -28,7 +28,6 @@ def uniform(num_stages: int, *, send: float = 0.0, forward: float = 1.0, backwar
     )
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(["gpipe", "1f1b", "eager-1f1b"]), stages, microbatches, dyadic, dyadic)
 def test_without_communication_the_bubble_is_that_of_the_closed_form(
     name, num_stages, num_microbatches, forward, backward
@@ -46,7 +45,6 @@ def test_without_communication_the_bubble_is_that_of_the_closed_form(
 fractions = st.fractions(min_value=Fraction(1, 50), max_value=50, max_denominator=97)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["gpipe", "1f1b", "eager-1f1b"]), stages, microbatches, fractions, fractions)
 def test_the_bubble_is_exactly_that_of_the_closed_form(
     name, num_stages, num_microbatches, forward, backward
@@ -59,7 +57,6 @@ def test_the_bubble_is_exactly_that_of_the_closed_form(
     assert timeline.bubble_fraction == Fraction(num_stages - 1, num_stages - 1 + num_microbatches)
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(["interleaved-1f1b", "bfs"]),
     st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), fractions, fractions,

@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from random_suites import seeds
 
 from autoparallel.planner.server_shards import LEAST_ELEMENTS, PIECES, elements_of, shards_of
 
@@ -17,7 +18,7 @@ def loads(sizes: dict[str, int], servers: int) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.parametrize("servers", [1, 2, 3, 8])
 def test_every_element_is_on_one_server(servers: int, seed: int) -> None:
     draws = random.Random(seed)
@@ -39,7 +40,7 @@ def test_servers_hold_the_same_bytes_within_four_percent(servers: int) -> None:
     assert max(found) <= 1.04 * min(found)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_the_fullest_server_is_at_most_a_piece_above_the_emptiest(seed: int) -> None:
     draws = random.Random(seed)
     sizes = {f"p{index}": draws.randrange(1, 200_000) for index in range(40)}

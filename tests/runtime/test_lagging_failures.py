@@ -13,7 +13,7 @@ import pytest
 from test_failures import messages
 from test_torchrun_failures import torchrun_words
 
-SCRIPT = Path(__file__).with_name("lagging_script.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "lagging_script.py"
 
 
 def run_until_failure(folder: Path, culprit: int, parallel: str) -> dict[int, str]:

@@ -37,7 +37,7 @@ from autoparallel.targets import load_target
 from autoparallel.worker import Saving
 
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-MODEL = Path(__file__).with_name("dropout_model.py")
+MODEL = Path(__file__).parents[1] / "support" / "dropout_model.py"
 STEPS, SAVE_EVERY, POINTS = 9, 2, 20
 EXECUTORS = {
     "dp": Forced(dp=2, zero=0),

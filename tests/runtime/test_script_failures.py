@@ -14,7 +14,7 @@ import pytest
 from test_failures import ALONE, check_waits, messages
 from test_torchrun_failures import torchrun_words
 
-SCRIPT = Path(__file__).with_name("script_of_torchrun.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "script_of_torchrun.py"
 
 
 def run_until_failure(folder: Path, rank: int, at: str, what: str, *loop: str) -> str:

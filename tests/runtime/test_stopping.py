@@ -190,7 +190,7 @@ def test_all_ranks_end_after_the_same_step(is_behind: bool) -> None:
 def test_under_torchrun_a_signal_to_every_rank_ends_them_well(
     plan_path: Path, tmp_path: Path
 ) -> None:
-    script = Path(__file__).with_name("rank_of_torchrun.py")
+    script = Path(__file__).parents[1] / "support" / "rank_of_torchrun.py"
     saving = {"folder": str(tmp_path / "run")}
     arguments = {"plan_path": str(plan_path), "seed": 0, "steps": 1000, "saving": saving}
     done = run_torchrun(script, "test_stopping:is_asked", json.dumps(arguments), "60")

@@ -33,7 +33,7 @@ def run_until_failure(
     """What the ranks and torchrun wrote to stderr; every process has ended."""
     arguments = {"plan_path": str(plan), "pids": str(folder), "rank": rank, "at": at,
                  "sign": int(sign), **options}  # fmt: skip
-    script = Path(__file__).with_name("rank_of_torchrun.py")
+    script = Path(__file__).parents[1] / "support" / "rank_of_torchrun.py"
     return torchrun_words(
         folder, script, "test_failures:fails", json.dumps(arguments), str(START_SECONDS)
     )

@@ -7,6 +7,7 @@ from dataclasses import astuple, replace
 
 import pytest
 import torch
+from profile_cases import attention, gelu, linear, ref
 
 from autoparallel.cost_model.profile.case import (
     ProfileError,
@@ -14,8 +15,6 @@ from autoparallel.cost_model.profile.case import (
     case_from_json,
     case_to_json,
 )
-
-from .profile_cases import attention, gelu, linear, ref
 
 
 def test_equal_work_has_one_key_and_any_difference_another() -> None:

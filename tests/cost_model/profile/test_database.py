@@ -11,6 +11,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
+from profile_cases import attention, gelu, linear
 
 from autoparallel.cost_model.profile.database import (
     Database,
@@ -21,8 +22,6 @@ from autoparallel.cost_model.profile.database import (
     Transfer,
 )
 from autoparallel.cost_model.profile.records import Record, write_records
-
-from .profile_cases import attention, gelu, linear
 
 HERE = Environment("cpu A", "", "2.13.0", 2)
 GPU = Environment("NVIDIA H200", "550.1", "2.13.0", 0)
@@ -118,6 +117,7 @@ def test_a_folder_a_missing_file_and_one_of_another_kind_are_refused(tmp_path: P
     assert other.read_bytes() == before
 
 
+SUPPORT = Path(__file__).parents[2] / "support"
 WRITER = """
 import sys
 sys.path.insert(0, sys.argv[2])
@@ -136,7 +136,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "p.sqlite"
     writers = [
         subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), str(Path(__file__).parent), str(number)],
+            [sys.executable, "-c", WRITER, str(path), str(SUPPORT), str(number)],
             stderr=subprocess.PIPE, text=True,
         )
         for number in range(6)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.profile.interpolation import (
@@ -110,7 +110,6 @@ def test_work_beyond_all_samples_is_refused_though_each_side_was_seen() -> None:
     assert Curve(tuple(samples)).at((1.0, cube, cube, cube), 2 * cube**3, 1e6) is None
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(1e3, 1e9), st.floats(1e-6, 1e-2)), min_size=3, max_size=20),
     st.floats(1e3, 1e9),
@@ -126,7 +125,6 @@ def test_more_bytes_are_never_faster(
         assert more >= less * (1 - 1e-9)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1000), st.floats(0.0, 0.5))
 def test_an_op_is_bounded_by_the_smaller_and_larger_measured_ones(seed: int, noise: float) -> None:
     samples = drawn(uneven, 15, seed=seed, noise=noise)
@@ -150,7 +148,6 @@ def test_an_op_is_bounded_by_the_smaller_and_larger_measured_ones(seed: int, noi
             assert low * (1 - 1e-9) <= found <= high * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=8))
 def test_pooling_gives_the_nearest_rising_sequence(values: list[float]) -> None:
     """By the min-max formula of isotonic regression (Robertson, Wright, Dykstra, 1988, 1.4)."""
@@ -164,7 +161,6 @@ def test_pooling_gives_the_nearest_rising_sequence(values: list[float]) -> None:
         assert found[at] == pytest.approx(expected, abs=1e-9)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.floats(0, 1e-4), st.floats(1e9, 1e15), st.floats(1e8, 1e13), st.integers(0, 100))
 def test_the_base_finds_the_terms_of_a_roofline(
     start: float, rate: float, bandwidth: float, seed: int

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from profile_cases import attention, elementwise, gelu, layer_norm, linear, softmax
 
 from autoparallel.cost_model.cluster import Link
 from autoparallel.cost_model.collectives import Group, p2p_seconds
@@ -20,8 +21,6 @@ from autoparallel.cost_model.profile.database import (
 )
 from autoparallel.cost_model.profile.lookup import Profile, level_of, load_profile, load_shipped
 from autoparallel.cost_model.profile.transfers import overlapped
-
-from .profile_cases import attention, elementwise, gelu, layer_norm, linear, softmax
 
 HERE = Environment("cpu A", "", "2.13.0", 2)
 

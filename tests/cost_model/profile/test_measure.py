@@ -10,6 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from profile_cases import (
+    attention,
+    call,
+    cross_entropy,
+    elementwise,
+    embedding,
+    gelu,
+    layer_norm,
+    linear,
+    ref,
+    softmax,
+    tensor,
+)
 
 from autoparallel.cost_model.profile.arguments import MeasureError, build_call
 from autoparallel.cost_model.profile.case import OpCase, ProfileError, canonical
@@ -27,20 +40,6 @@ from autoparallel.cost_model.profile.measure import (
     measure,
     measure_all,
     median_interval,
-)
-
-from .profile_cases import (
-    attention,
-    call,
-    cross_entropy,
-    elementwise,
-    embedding,
-    gelu,
-    layer_norm,
-    linear,
-    ref,
-    softmax,
-    tensor,
 )
 
 QUICK = Budget(total_seconds=20.0, case_seconds=0.05, max_repeats=20)
@@ -260,6 +259,7 @@ def test_times_are_not_recorded_for_another_environment() -> None:
         list(measure_all([gelu(4)], database, elsewhere, budget=QUICK))
 
 
+SUPPORT = Path(__file__).parents[2] / "support"
 INTERRUPTED = """
 import sys
 sys.path.insert(0, sys.argv[2])
@@ -277,7 +277,7 @@ with Database(sys.argv[1]) as database:
 def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "profile.sqlite"
     run = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(path), str(Path(__file__).parent)],
+        [sys.executable, "-c", INTERRUPTED, str(path), str(SUPPORT)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert run.stdout is not None

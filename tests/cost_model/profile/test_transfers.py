@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.cluster import Link
@@ -24,7 +24,6 @@ def transfer(num_bytes: int, seconds: float, kind: str = "all_reduce") -> Transf
     return Transfer("intra:wire", "gloo", kind, 4, 1, num_bytes, seconds)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.dictionaries(st.integers(1, 10**9), st.floats(1e-6, 1.0), min_size=1, max_size=8),
     st.integers(1, 10**9),
@@ -62,7 +61,6 @@ def test_messages_are_preferred_to_collectives() -> None:
     assert fit_link(link_points([*ring, *messages])) == pytest.approx((1e-6, 1e9))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-7, 1.0)), min_size=2, max_size=8))
 def test_a_fit_is_never_negative(points: list[tuple[int, float]]) -> None:
     listed = [LinkPoint(1, float(size), seconds) for size, seconds in points]

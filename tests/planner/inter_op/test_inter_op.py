@@ -8,6 +8,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from random_suites import seeds
 from small_graphs import cluster
 
 from autoparallel.planner.inter_op.cuts import Cuts
@@ -65,7 +66,7 @@ def seconds_of(table: Table, stages: tuple[StageChoice, ...], num_microbatches: 
     return pipeline_seconds(own, num_microbatches) if np.isfinite(own).all() else np.inf
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_it_equals_every_cut_and_submesh(seed: int) -> None:
     rng = random.Random(seed)
     table, num_microbatches = random_table(rng), rng.choice((1, 3, 16))
@@ -106,7 +107,7 @@ def test_a_tolerance_costs_at_most_its_share() -> None:
             assert coarse[0].seconds <= exact[0].seconds * 1.05
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_no_way_to_cut_the_blocks_has_less_than_the_least_sum(seed: int) -> None:
     rng = random.Random(seed)
     size, number = rng.randint(3, 7), rng.randint(1, 3)

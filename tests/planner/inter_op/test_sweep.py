@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from random_suites import seeds
 
 from autoparallel.planner.inter_op import sweep as sweep_module
 from autoparallel.planner.inter_op.cuts import Bands, Cuts, Floats, StageBand
@@ -97,7 +98,7 @@ def objective(case: Case, stages: Stages, combine: Combine, bound: float) -> flo
     return total
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_a_sweep_has_the_least_of_all_pipelines(seed: int) -> None:
     case = random_case(seed)
     rng = random.Random(seed)
@@ -114,7 +115,7 @@ def test_a_sweep_has_the_least_of_all_pipelines(seed: int) -> None:
                     assert own == pytest.approx(sweep.least(number))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_no_pipeline_within_the_bound_has_a_cut_after_the_last(seed: int) -> None:
     case = random_case(seed)
     bound = random.Random(seed).uniform(2, 10)
@@ -158,7 +159,7 @@ def long_case(seed: int) -> Case:
     return Case(Tiling(end, moves, end, fixed=fixed), Cuts(at, numbers, lengths_of), made)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_strips_come_to_the_same_as_whole_arrays(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 from random_cases import random_case
+from random_suites import seeds
 
 from autoparallel.planner import rules
 from autoparallel.planner.intra_op.elimination import (
@@ -60,7 +61,7 @@ def check(found: Eliminated, own: list[Factor], batch: tuple[int, int]) -> None:
             assert value(own, (row, column), tuple(chosen)) == pytest.approx(min(tried))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_problems_of_a_grid_and_with_steps_in_common_are_solved(seed: int) -> None:
     generator, memo = np.random.default_rng(seed), Memo()
     order = find_order(SIZES, SCOPES, KEPT)
@@ -95,7 +96,7 @@ def alone(table: Floats, problem: int) -> Floats:
     return found
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_a_batch_of_rates_is_solved_as_each_of_them_alone(seed: int) -> None:
     """ZeRO stages and prices of a byte, as a grid and not, recomputed or not."""
     case = random_case(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from random_suites import seeds
 from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.planner import rules
@@ -28,7 +29,7 @@ def a_solution(model: StageModel, run: Run, rng: random.Random) -> Solution:
     return assembly.solution(choices)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_every_run_of_a_family_costs_what_each_solution_says(seed: int) -> None:
     rng = random.Random(seed)
     graph, blocks = mlp(5) if seed % 2 else random_graph(seed, 8, num_blocks=4)

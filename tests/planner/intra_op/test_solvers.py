@@ -10,6 +10,7 @@ import numpy as np
 import pulp
 import pytest
 from one_stage import plan
+from random_suites import seeds
 from small_graphs import cluster, mlp
 from solver_programs import CASES, LARGE_CASES, Case, random_problem
 
@@ -82,7 +83,7 @@ def test_the_limit_binds_in_many_of_these_programs() -> None:
     assert binding >= 20
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_a_gap_is_kept_and_its_bound_holds(seed: int) -> None:
     problem = random_problem(random.Random(seed), with_memory=True)
     best = optimize(problem).objective

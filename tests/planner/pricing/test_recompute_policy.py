@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from random_suites import seeds
 
 from autoparallel.planner.pricing.recompute_policy import (
     MOST_POLICIES,
@@ -29,7 +30,7 @@ def filled(before: int, count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(taken.count(number) for number in range(len(sizes)))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_blocks_are_taken_from_their_classes_in_order(seed: int) -> None:
     rng = random.Random(seed)
     kinds = tuple(rng.choice("ab") for _ in range(rng.randint(2, 4)))
@@ -43,7 +44,7 @@ def test_blocks_are_taken_from_their_classes_in_order(seed: int) -> None:
             assert all(f + s <= size for f, s, size in zip(full, some, sizes, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_a_policy_is_one_of_every_group(seed: int) -> None:
     rng = random.Random(seed)
     counts = tuple(rng.randint(1, 3) for _ in range(3))
@@ -77,7 +78,7 @@ def figures(on: Policies, given: RecomputeCosts) -> tuple[np.ndarray, np.ndarray
     )
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 @pytest.mark.parametrize("modes", [("full", "selective"), ("full",), ("selective",), ()])
 def test_for_every_limit_the_best_policy_is_left(seed: int, modes: tuple[str, ...]) -> None:
     given = blocks(seed)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from random_suites import seeds
 
 from autoparallel.planner.pricing.prices import Seconds
 from autoparallel.planner.pricing.seconds import COLLECTIVES_OF_STATES, Groups, objective_weights
@@ -137,7 +138,7 @@ def test_what_gathering_and_summing_once_adds_as_simulated() -> None:
         assert step == pytest.approx(cost.objective(1))
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_the_sum_of_the_solvers_is_never_above_the_objective(seed: int) -> None:
     rng = random.Random(seed)
     blocks = []
@@ -173,7 +174,7 @@ def test_stages_may_share_a_rank():
     assert timeline.bubble_fraction == pytest.approx(1 / 9)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_a_step_without_its_timeline_is_the_same(seed: int) -> None:
     rng = random.Random(seed)
     number = rng.randint(1, 5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from random_suites import seeds
 from small_graphs import mlp, random_graph
 
 from autoparallel.planner.graph import Ref
@@ -33,7 +34,7 @@ def edges_one_by_one(structure: Structure, start: int, stop: int) -> list[tuple[
     return found
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_the_edges_of_every_run_are_those_of_its_blocks(seed: int) -> None:
     graph, blocks = mlp(6) if seed == 0 else random_graph(seed, 9, num_blocks=5)
     structure = Structure(graph, blocks)

@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.planner.layout import (
@@ -44,7 +44,6 @@ def problems(draw):
     return shape, draw(placed(shape)), draw(placed(shape))
 
 
-@settings(max_examples=150, deadline=None)
 @given(problems())
 def test_every_target_gets_exactly_its_box_once_from_devices_that_hold_it(problem):
     shape, (source_layout, source_mesh), (target_layout, target_mesh) = problem
@@ -61,7 +60,6 @@ def test_every_target_gets_exactly_its_box_once_from_devices_that_hold_it(proble
         assert counts == Counter(elements(wanted))
 
 
-@settings(max_examples=150, deadline=None)
 @given(problems())
 def test_a_pair_of_devices_exchanges_at_most_one_box(problem):
     shape, (source_layout, source_mesh), (target_layout, target_mesh) = problem
@@ -70,7 +68,6 @@ def test_a_pair_of_devices_exchanges_at_most_one_box(problem):
     assert set(pairs.values()) == {1}
 
 
-@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_replicas_share_the_load_to_within_one_message(problem):
     shape, (source_layout, source_mesh), (target_layout, target_mesh) = problem

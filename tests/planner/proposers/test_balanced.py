@@ -6,6 +6,7 @@ from itertools import combinations, pairwise
 from random import Random
 
 import pytest
+from random_suites import seeds
 
 from autoparallel.planner.proposers.balanced import balanced, evened
 from autoparallel.planner.schedules.schedules import parts_of_ranks
@@ -33,7 +34,7 @@ def step_by_step(weights: list[float], number: int) -> tuple[int, ...]:
     return best[len(weights)][2]
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_the_heaviest_run_is_as_light_as_can_be(seed: int) -> None:
     rng = Random(seed)
     count = rng.randint(1, 9)
@@ -53,7 +54,7 @@ def test_a_thousand_equal_blocks_are_shared_out_evenly() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved"])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_ranks_are_no_less_even_than_before(schedule: str, seed: int) -> None:
     rng = Random(seed)
     num_ranks, count = rng.randint(2, 3), rng.randint(6, 9)

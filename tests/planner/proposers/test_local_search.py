@@ -8,6 +8,7 @@ import pytest
 from brute_force import BruteForce
 from one_stage import ranked
 from random_cases import Case, random_case
+from random_suites import seeds
 
 from autoparallel.planner import rules
 from autoparallel.planner.inter_op.inter_op import StageChoice
@@ -31,7 +32,7 @@ def job_of(case: Case, issue_seconds: float = 0.0) -> SearchContext:
     return SearchContext.of(case.graph, case.blocks, on, case.request, rules=rules, basis=DEFAULT)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_of_few_pipelines_every_one_is_looked_at(seed: int) -> None:
     case = random_case(seed, mixed=False)
     force, job = BruteForce(case.graph, case.blocks, case.cluster, case.request), job_of(case)
@@ -65,7 +66,7 @@ def test_a_cut_moves_by_one_block_and_no_stage_is_left_without() -> None:
 
 
 @pytest.mark.parametrize("issue_seconds", [0.0, 1e-5])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_no_schedule_takes_less_than_a_pipeline_may(seed: int, issue_seconds: float) -> None:
     """Without a limit of memory the stages are the same under every schedule."""
     job = job_of(random_case(seed), issue_seconds)
@@ -80,7 +81,7 @@ def test_no_schedule_takes_less_than_a_pipeline_may(seed: int, issue_seconds: fl
             assert least <= each.step_seconds * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_no_pipeline_of_few_beats_the_winner(seed: int) -> None:
     """Its stages as the solver gives them, under any schedule, where hosts bind."""
     case = random_case(seed)

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.actions import (
@@ -191,13 +191,11 @@ def test_a_pipeline_of_one_stage_sends_nothing(name):
     assert not any("SEND" in action.kind or "RECV" in action.kind for action in row)
 
 
-@settings(max_examples=120, deadline=None)
 @given(sizes)
 def test_every_schedule_passes_the_checks(size):
     check_schedule(built(size))
 
 
-@settings(max_examples=120, deadline=None)
 @given(by_stage_sizes)
 def test_the_promised_activations_in_flight_are_those_of_the_table(size):
     name, num_stages, num_microbatches, num_chunks = size
@@ -208,7 +206,6 @@ def test_the_promised_activations_in_flight_are_those_of_the_table(size):
     assert peak_in_flight(built(size)) == promised
 
 
-@settings(max_examples=60, deadline=None)
 @given(sizes)
 def test_a_table_survives_its_text(size):
     table = built(size).table

@@ -11,6 +11,7 @@ import pytest
 from brute_force import IN_FLIGHT, Best, BruteForce, Way, bound, front, held
 from brute_force_stage import Stage
 from random_cases import random_case
+from random_suites import seeds
 from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster import STATE_COLLECTIVES
@@ -21,7 +22,7 @@ from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.requests.request import Request
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_random_plans_cost_what_evaluate_says(seed: int) -> None:
     """Any cut, mesh, layouts, ZeRO stages and recomputed blocks: seconds and bytes."""
     rng = random.Random(seed)
@@ -76,7 +77,7 @@ def _random_way(
     return Way(figures, space, ranks, zero, modes, which), space
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_leaving_out_worse_holdings_of_parameters_loses_nothing(seed: int) -> None:
     """The fronts of the whole product and of the reduced one are the same points."""
     case = random_case(seed, mixed=False)

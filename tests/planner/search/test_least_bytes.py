@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from one_stage import plan
 from random_cases import random_case
+from random_suites import seeds
 
 from autoparallel.planner import rules
 from autoparallel.planner.errors import InfeasibleError
@@ -26,7 +27,7 @@ def job_of(seed: int) -> SearchContext:
     )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_every_solution_of_every_run_needs_as_much(seed: int) -> None:
     job = job_of(seed)
     rows, size = job.request.global_batch, job.cluster.num_devices
@@ -44,7 +45,7 @@ def test_every_solution_of_every_run_needs_as_much(seed: int) -> None:
                     found = IntraOp(solver.model, limits, solver.budget).best(run, 2, 1)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_on_one_device_all_states_are_counted_and_something_of_the_activations(seed: int) -> None:
     """Nothing is cut there, and every block's parameters are held whole."""
     job = job_of(seed)
@@ -75,7 +76,7 @@ def least_held(solver: IntraOp, run: Run) -> float:
     return held
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_all_devices_together_hold_what_the_whole_model_needs_however_it_is_cut(seed: int) -> None:
     """In one stage on all devices, and in two on every part of them."""
     job = job_of(seed)
@@ -96,7 +97,7 @@ def test_all_devices_together_hold_what_the_whole_model_needs_however_it_is_cut(
             assert total <= first + held_by(cut, number, devices, size - devices)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_a_model_larger_than_all_devices_is_refused_before_a_table_is_made(seed: int) -> None:
     case = random_case(seed)
     states = sum(node.spec.numel * 16 for node in case.graph.parameters)
@@ -110,7 +111,7 @@ def test_a_model_larger_than_all_devices_is_refused_before_a_table_is_made(seed:
     assert not job.solvers
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_where_nothing_can_fit_no_stage_is_solved_and_the_error_is_the_same(seed: int) -> None:
     case = random_case(seed)
     with pytest.raises(InfeasibleError, match="AP301"):

@@ -14,7 +14,7 @@ from autoparallel.planner.errors import AutoparallelError
 from autoparallel.runtime.launch import launch
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "runtime")]
     entry, arguments, timeout = sys.argv[1:]
     try:
         launch(

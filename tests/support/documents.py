@@ -21,7 +21,7 @@ from pathlib import Path
 from commands import run_python
 from document_files import LLAMA, NET, PRELUDES, SETUP
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *(
     str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))
 ))  # fmt: skip

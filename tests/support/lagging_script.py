@@ -18,7 +18,7 @@ import autoparallel
 from autoparallel.runtime.watched_script import watch_script
 from autoparallel.targets import load_target
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parent))
 from lagging_group import DEVICE, NAME, emulate
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"

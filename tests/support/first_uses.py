@@ -17,7 +17,7 @@ from autoparallel.planner.requests.request import Forced
 from autoparallel.planning import PlanOptions, make_plan
 from autoparallel.targets import load_target
 
-GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
+GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 SETTINGS = {"n_layer": 2, "d_model": 32, "n_head": 2, "seq": 16}
 
 

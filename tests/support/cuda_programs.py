@@ -1,6 +1,6 @@
 """Stage programs run forward and backward on fake CUDA tensors, every op watched.
 
-``python tests/cuda_programs.py NAME ... [PLAN ...]`` prints, for every name (a folder of
+``python tests/support/cuda_programs.py NAME ... [PLAN ...]`` prints, for every name (a folder of
 ``tests/zoo``), one line of JSON: how many ops ran, and what none of them may do on a GPU. No op
 may make or read a CPU tensor, and none may make the host wait for a value of the device.
 

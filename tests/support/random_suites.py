@@ -1,0 +1,20 @@
+"""Sizes of the random suites: few cases by default, many in the profile ``nightly``.
+
+``pytest --hypothesis-profile=nightly`` chooses the other profile, for suites of seeds as well as
+for those of hypothesis. By default the examples of hypothesis are the same in every session.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+DEFAULT, NIGHTLY = "few", "nightly"
+NIGHTLY_CASES = 500
+
+settings.register_profile(DEFAULT, max_examples=25, deadline=None, derandomize=True)
+settings.register_profile(NIGHTLY, max_examples=NIGHTLY_CASES, deadline=None)
+
+
+def seeds(few: int, many: int = NIGHTLY_CASES) -> range:
+    """Return the seeds of a random suite: ``few`` by default, ``many`` in the nightly profile."""
+    return range(many if settings.get_current_profile_name() == NIGHTLY else few)
