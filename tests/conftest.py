@@ -8,6 +8,7 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,20 @@ def _own_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         patch.setenv("AUTOPARALLEL_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("AUTOPARALLEL_MEASURE_SECONDS", "0")  # plans are the same on every machine
+        yield
+
+
+FULL_SEARCH = (HERE / "planner", HERE / "api", HERE / "benchmarks")
+"""Folders whose tests search for plans in full."""
+
+
+@pytest.fixture(autouse=True)
+def _brief_search(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make searches brief where a test runs a plan and does not ask how it was found."""
+    from brief_search import searches_are_brief
+
+    is_full = any(request.path.is_relative_to(folder) for folder in FULL_SEARCH)
+    with nullcontext() if is_full else searches_are_brief():
         yield
 
 

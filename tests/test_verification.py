@@ -6,8 +6,11 @@ compared: both losses, every gradient, every weight, to 1e-9 of its magnitude.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +52,11 @@ RANDOM = (
     "dp=2,pp=2,microbatches=4",
     "tp=2,pp=2,microbatches=2",
 )
+QUICK = {
+    "llama": ("tp=2", "pp=2", "dp=2,zero=3", "tp=2,pp=2", "dp=2,tp=2,zero=3"),
+    "gpt2": ("tp=2", "dp=2,zero=3,microbatches=2,recompute=full", "tp=2,pp=2,microbatches=2"),
+}
+"""Degrees that are verified by default of models beside the GPT; the others are slow."""
 
 GPT = {"n_layer": 4, "d_model": 32, "n_head": 4, "seq": SEQ}
 
@@ -120,13 +128,35 @@ def _verified(model: str, text: str, break_gradients: bool) -> Verification:
     return verify(trainer, batches(model), lambda: reference(model))
 
 
+ALL = (
+    *product(("gpt", "llama"), (*TWO, *FOUR)),
+    *product(("gpt-tied",), TIED),
+    *product(("dropout", "gpt2"), RANDOM),
+)
+
+
+def is_quick(model: str, parallel: str) -> bool:
+    return model not in QUICK or parallel in QUICK[model]
+
+
+def cases_of(models: Sequence[str], forced: Sequence[str]) -> list[Any]:
+    """Parameters of a test: each model under each set of forced degrees."""
+    return [
+        pytest.param(model, parallel, marks=[] if is_quick(model, parallel) else pytest.mark.slow)
+        for model in models
+        for parallel in forced
+    ]
+
+
+def result(model: str, parallel: str) -> Verification:
+    found = results(num_devices(parallel), is_quick(model, parallel))
+    return found[model, parallel]
+
+
 @cache
-def results(num_ranks: int) -> dict[tuple[str, str], Verification]:
-    """Every case of that many ranks, run in one set of processes."""
-    forced = {2: TWO, 4: FOUR}[num_ranks]
-    cases = [(model, parallel) for model in ("gpt", "llama") for parallel in forced]
-    cases += [("gpt-tied", p) for p in TIED if num_ranks == (2 if p == "pp=2" else 4)]
-    cases += [(m, p) for m in ("dropout", "gpt2") for p in RANDOM if num_devices(p) == num_ranks]
+def results(num_ranks: int, quick: bool) -> dict[tuple[str, str], Verification]:
+    """Every quick, or every slow case of that many ranks, run in one set of processes."""
+    cases = [case for case in ALL if num_devices(case[1]) == num_ranks and is_quick(*case) == quick]
     plans = [(model, planned(model, parallel)) for model, parallel in cases]
     found = run_processes(num_ranks, verify_all, plans, timeout_seconds=280)
     return dict(zip(cases, found[0], strict=True))
@@ -140,27 +170,24 @@ def check_verified(found: Verification) -> None:
     assert found.worst("weight") > 0.0
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama"])
-@pytest.mark.parametrize("parallel", TWO)
+@pytest.mark.parametrize(("model", "parallel"), cases_of(("gpt", "llama"), TWO))
 def test_a_plan_on_two_ranks_equals_one_device(model: str, parallel: str) -> None:
-    check_verified(results(2)[model, parallel])
+    check_verified(result(model, parallel))
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama"])
-@pytest.mark.parametrize("parallel", FOUR)
+@pytest.mark.parametrize(("model", "parallel"), cases_of(("gpt", "llama"), FOUR))
 def test_a_plan_on_four_ranks_equals_one_device(model: str, parallel: str) -> None:
-    check_verified(results(4)[model, parallel])
+    check_verified(result(model, parallel))
 
 
-@pytest.mark.parametrize("model", ["dropout", "gpt2"])
-@pytest.mark.parametrize("parallel", RANDOM)
+@pytest.mark.parametrize(("model", "parallel"), cases_of(("dropout", "gpt2"), RANDOM))
 def test_dropout_is_the_same_for_every_plan(model: str, parallel: str) -> None:
-    check_verified(results(num_devices(parallel))[model, parallel])
+    check_verified(result(model, parallel))
 
 
 @pytest.mark.parametrize("parallel", TIED)
 def test_tied_embeddings_in_several_stages_equal_one_device(parallel: str) -> None:
-    check_verified(results(2 if parallel == "pp=2" else 4)["gpt-tied", parallel])
+    check_verified(result("gpt-tied", parallel))
 
 
 def test_a_run_that_forgets_to_sum_gradients_fails_and_names_the_first_block() -> None:

@@ -16,7 +16,7 @@ from commands import run_python
 ROOT = Path(__file__).resolve().parents[1]
 ONE = ROOT / "benchmarks" / "zoo" / "one.py"
 PLANS = ("dp=2", "tp=2", "pp=2", "own")
-SAMPLE = ("t5", "convnext")
+SAMPLE = ("t5",)
 ALL = sorted(path.parent.name for path in (ROOT / "tests" / "zoo").glob("*/config.json"))
 
 

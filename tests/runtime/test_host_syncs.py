@@ -187,7 +187,11 @@ def both(text: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.parallel)
+@pytest.mark.parametrize(
+    "case",
+    [CASES[0], CASES[3], CASES[4], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[1:3])],
+    ids=lambda case: case.parallel,
+)
 def test_a_host_waits_only_for_the_figures_of_the_step_before(case: Case) -> None:
     text = planned(case)
     assert text is not None

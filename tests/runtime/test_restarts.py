@@ -102,7 +102,7 @@ def trained(
     return [{name: line[name] for name in names} for line in lines], outcome
 
 
-@pytest.mark.parametrize("executor", ["zero3", "zb-h1"])
+@pytest.mark.parametrize("executor", [pytest.param("zero3", marks=pytest.mark.slow), "zb-h1"])
 def test_a_killed_run_gives_the_losses_of_an_unbroken_one(
     executor: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,8 +93,9 @@ for _ in range(20):
 """
 
 
+@pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", [ENDING, LAST_COLLECTIVE], ids=["watchdog", "collective"])
-def test_a_script_may_end_while_a_thread_is_at_work(tmp_path, text):
+def test_a_script_may_end_while_a_thread_is_at_work(tmp_path, text, count):
     """A thread that takes the lock of an ending interpreter aborted a third of the processes."""
     script = tmp_path / "ending.py"
     script.write_text(text)
@@ -103,6 +104,6 @@ def test_a_script_may_end_while_a_thread_is_at_work(tmp_path, text):
         str(script),
     ]  # fmt: skip
     env = {**ALONE, "GLOO_SOCKET_IFNAME": "lo"}
-    for _ in range(3):
+    for _ in range(count):
         ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr

@@ -14,15 +14,17 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO
 
+import brief_search
 import processes
 import pytest
+from brief_search import searches_are_brief
 from processes import forking_context, measure_briefly, profile_briefly
 
 from autoparallel.runtime import launch
@@ -127,8 +129,9 @@ def _interpret(
     sys.stdout, sys.stderr = (
         os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
     )
+    is_brief = brief_search.VARIABLE in os.environ
     try:
-        with interpreters_are_forked():
+        with interpreters_are_forked(), searches_are_brief() if is_brief else nullcontext():
             _run(arguments, folder)
     except Exception:  # noqa: BLE001  # whatever ends the program, as an interpreter does
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # there is one

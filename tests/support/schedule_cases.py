@@ -85,6 +85,7 @@ class Models:
         found = self.target(model)
         return capture_once(found, found.example_batch(2, self.sequences.get(model)), precision)
 
+    @cache  # noqa: B019
     def planned(self, case: Case, rows: int) -> Plan | None:
         """Of a batch of so many rows; None where the model or the schedule cannot have this."""
         _, program = self.captured(case.model)

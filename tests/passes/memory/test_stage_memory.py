@@ -21,10 +21,11 @@ from autoparallel.passes.memory.stage_memory import (
 )
 from autoparallel.passes.memory.storages import LiveBytes
 from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
 from autoparallel.planner.evaluate import BRIEF
 from autoparallel.planner.graph import Blocks, Graph
-from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planner.pricing.kept_bytes import saved_parts
 from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planning import PlanOptions, capture_target, make_plan, plan_program
@@ -43,11 +44,16 @@ def target_of(name: str) -> Target:
 
 
 @cache
+def captured(name: str, precision: Precision, seq: int | None) -> Program:
+    options = PlanOptions(global_batch=8, seq=seq, precision=precision)
+    return capture_target(target_of(name), options)
+
+
+@cache
 def planned(name: str, parallel: str, seq: int | None) -> tuple[Plan, Graph, Blocks]:
-    target = target_of(name)
     options = PlanOptions(global_batch=8, seq=seq, forced=parse_parallel(parallel))
-    program = capture_target(target, options)
-    plan = plan_program(program, target, parse_cluster("cpu:2"), options)
+    program = captured(name, options.precision, seq)
+    plan = plan_program(program, target_of(name), parse_cluster("cpu:2"), options)
     graph = program.graph
     if graph.batch_size != plan.microbatch_size:
         graph = graph.with_batch_size(plan.microbatch_size)
@@ -121,7 +127,7 @@ def test_one_device_keeps_what_the_plain_model_keeps() -> None:
     """The mixer's own module under autograd, without any graph."""
     target = target_of("mlp_mixer")
     options = PlanOptions(global_batch=8, forced=parse_parallel("dp=1"))
-    program = capture_target(target, options)
+    program = captured("mlp_mixer", options.precision, None)
     plan = plan_program(program, target, parse_cluster("cpu:1"), options)
     graph = program.graph.with_batch_size(plan.microbatch_size)
     run = run_microbatch(graph, program.blocks, plan, 0, Moment(is_first=True, is_last=True))
@@ -202,7 +208,7 @@ def test_zero_is_seen_in_every_category(zero: int) -> None:
 def test_a_mixed_precision_names_its_master_copy() -> None:
     target = target_of("mlp_mixer")
     options = PlanOptions(global_batch=8, precision="bf16", forced=parse_parallel("dp=1"))
-    program = capture_target(target, options)
+    program = captured("mlp_mixer", options.precision, None)
     plan = plan_program(program, target, parse_cluster("cpu:1"), options)
     (found,) = stage_memory(plan, program.graph, program.blocks)
     numel = sum(p.spec.numel for p in program.graph.parameters)
@@ -294,7 +300,8 @@ def test_a_gpu_holds_the_inputs_of_all_micro_batches(runs: bool) -> None:
     target = target_of("alexnet")
     for count in (1, 4):
         forced = parse_parallel(f"pp=2,schedule=1f1b,microbatches={count}")
-        program = capture_target(target, options := PlanOptions(global_batch=8, forced=forced))
+        options = PlanOptions(global_batch=8, forced=forced)
+        program = captured("alexnet", options.precision, None)
         plan = plan_program(program, target, parse_cluster("2xH100"), options)
         found = stage_memory(plan, program.graph, program.blocks, runs=runs)
         sizes = [each.spec.num_bytes for each in program.graph.with_batch_size(8).inputs]
@@ -322,7 +329,7 @@ def test_on_gpus_the_search_counts_no_more_communicators_than_there_are() -> Non
     """Of two ranks of a pipeline: of both, and one for what each sends the other."""
     target = target_of("mlp_mixer")
     options = PlanOptions(global_batch=8, forced=parse_parallel("pp=2,microbatches=4"))
-    program = capture_target(target, options)
+    program = captured("mlp_mixer", options.precision, None)
     plan = plan_program(program, target, parse_cluster("2xH100"), options)
     for stage, found in zip(
         plan.stages, stage_memory(plan, program.graph, program.blocks), strict=True
