@@ -22,8 +22,8 @@ OTHERS = {
     "rnn_tanh",
 }  # fmt: skip
 """Composites whose parts torch casts, and what softmax and norms become."""
-NEWER = {"linalg_matrix_sqrth"}
-"""Ops that the oldest torch that is supported does not have."""
+NEWER = {"linalg_matrix_sqrth", "rms_norm"}
+"""Not in the lists of the oldest torch that is supported."""
 CUDNN = {"_cudnn_rnn"}
 """Kernels of which only a torch built with CUDA casts the inputs; no capture has them."""
 
