@@ -2,7 +2,8 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test durations structure slow strict zoo corpus faults failures gpu regret soak docs picture
+.PHONY: check lint types test durations structure slow strict package versions zoo corpus faults \
+    failures gpu regret soak docs picture
 
 check: lint types test
 
@@ -41,6 +42,14 @@ STRICT := tests/runtime tests/test_verification.py \
 strict:
 	$(PYTHON) -m pytest -m "slow or not slow" tests/test_strict.py
 	AUTOPARALLEL_TEST_BACKEND=strict $(PYTHON) -m pytest $(STRICT)
+
+# Wheel and source distribution, built, installed in a new environment and used (3 minutes).
+package:
+	PYTHON=$(PYTHON) .ci/package
+
+# The tests with other versions than constraints.txt pins; VERSIONS="2.11 newest" takes some.
+versions:
+	PYTHON=$(PYTHON) VERSIONS="$(VERSIONS)" .ci/versions
 
 # Every architecture of tests/zoo, verified; writes docs/zoo.md.
 zoo:

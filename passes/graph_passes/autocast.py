@@ -42,11 +42,11 @@ FLOAT32 = LOSSES | frozenset({
     "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_nearest_exact1d",
     "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "acos", "asin", "cdist", "cosh",
     "cosine_similarity", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1", "frobenius_norm",
-    "linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "log", "log10", "log1p", "log2",
-    "log_softmax", "logsumexp", "norm", "nuclear_norm", "pdist", "pow", "prod", "reciprocal",
-    "renorm", "rsqrt", "sinh", "softplus", "square", "tan", "upsample_bicubic2d",
-    "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d", "upsample_nearest2d",
-    "upsample_nearest3d", "upsample_trilinear3d",
+    "linalg_matrix_norm", "linalg_matrix_sqrth", "linalg_norm", "linalg_vector_norm", "log",
+    "log10", "log1p", "log2", "log_softmax", "logsumexp", "norm", "nuclear_norm", "pdist", "pow",
+    "prod", "reciprocal", "renorm", "rsqrt", "sinh", "softplus", "square", "tan",
+    "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d",
+    "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
 })  # fmt: skip
 FLOAT32_INSIDE = frozenset({
     "group_norm", "layer_norm", "native_group_norm", "native_layer_norm", "rms_norm", "softmax",

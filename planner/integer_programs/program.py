@@ -143,14 +143,25 @@ class Highs:
 HIGHS = Highs()
 
 
+class _SilentHighs(highspy.Highs):
+    """HiGHS that writes nothing to stdout, which is for the results of commands.
+
+    Its constructor enables callbacks, and from version 1.16 on that writes a banner unless the
+    option is set before.
+    """
+
+    def enableCallbacks(self) -> None:  # noqa: N802 - HiGHS's name
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+
 class _Loaded:
     """A program in HiGHS, which goes on from the relaxation's basis."""
 
     def __init__(self, program: Program, options: SolveOptions) -> None:
         self.program = program
-        self.highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        self.highs: Any = _SilentHighs()  # type: ignore[no-untyped-call]
         for name, value in {
-            "output_flag": False,
             "threads": 1,
             "random_seed": options.seed,
             "time_limit": max(0.05, options.time_limit_seconds),

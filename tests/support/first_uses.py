@@ -44,6 +44,7 @@ with (
     for name in ("XDG_DATA_HOME", "AUTOPARALLEL_CACHE"):
         patch.setenv(name, folder)
     torch.set_num_threads(1)
-    plan_and_train()
+    if not torch.backends.cuda.is_built():  # autograd would start threads, which forks lack
+        plan_and_train()
 gc.collect()
 gc.freeze()  # a collection then leaves the memory that is shared with the server as it is

@@ -22,6 +22,10 @@ OTHERS = {
     "rnn_tanh",
 }  # fmt: skip
 """Composites whose parts torch casts, and what softmax and norms become."""
+NEWER = {"linalg_matrix_sqrth", "rms_norm"}
+"""Not in the lists of the oldest torch that is supported."""
+CUDNN = {"_cudnn_rnn"}
+"""Kernels of which only a torch built with CUDA casts the inputs; no capture has them."""
 
 
 class Net(nn.Module):
@@ -69,7 +73,8 @@ def test_the_lists_are_those_of_torch():
         if found and schema.name.startswith("aten::"):
             registered.add(kind)
     ours = FLOAT32 | FLOAT32_INSIDE | LOWER | PROMOTED | {"sum"}
-    assert ours - PARTS - OTHERS == registered
+    assert ours - PARTS - OTHERS - NEWER <= registered
+    assert registered <= ours | CUDNN
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])

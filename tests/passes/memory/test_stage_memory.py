@@ -7,7 +7,9 @@ from typing import Any
 
 import memory_cases
 import pytest
+import torch
 from schedule_cases import Case
+from torch.nn import functional
 
 from autoparallel.cost_model.memory import communicator_bytes
 from autoparallel.cost_model.resolve import parse_cluster
@@ -260,6 +262,19 @@ def test_earlier_stages_hold_more_micro_batches() -> None:
     assert first["activations"] > 1.5 * last["activations"]
 
 
+def grouped_products_take_fake_tensors() -> bool:
+    """Whether this torch has shapes for grouped products of float32; from 2.15 on it does."""
+    rows, weights = torch.empty(8, 16, device="meta"), torch.empty(2, 16, 4, device="meta")
+    try:
+        functional.grouped_mm(rows, weights, offs=torch.empty(2, dtype=torch.int32, device="meta"))
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(
+    grouped_products_take_fake_tensors(), reason="grouped products take fake tensors in this torch"
+)
 def test_a_program_with_an_op_that_takes_no_fake_tensors_has_the_figures_of_the_rules() -> None:
     """PyTorch's grouped products of float32."""
     target = load_target("hf:tests/zoo/mixtral", {})

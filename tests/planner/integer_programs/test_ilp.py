@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from itertools import product
 from math import prod
 
@@ -137,6 +139,18 @@ def test_the_same_arguments_give_the_same_choices() -> None:
         for _ in range(2)
     ]
     assert answers[0].choices == answers[1].choices
+
+
+def test_the_solver_prints_nothing() -> None:
+    """A new interpreter, as HiGHS prints its banner once per process, and past ``sys.stdout``."""
+    code = """
+import numpy as np
+from autoparallel.planner.integer_programs.ilp import Problem, optimize
+
+assert optimize(Problem((np.array([2.0, 1.0]),))).choices == (1,)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
 
 
 def test_equal_rows_and_columns_become_classes() -> None:
