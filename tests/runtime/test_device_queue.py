@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
+from threading import Semaphore
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ from autoparallel.runtime.watchdog import BETWEEN_STEPS, MOST_AHEAD, Watchdog
 class ByHand:
     """An event that is done when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: Semaphore) -> None:
         self.done = threading.Event()
+        self.waits = waits
 
     def query(self) -> bool:
         return self.done.is_set()
 
     def synchronize(self) -> None:
+        self.waits.release()
         self.done.wait()
 
 
@@ -32,10 +35,11 @@ class SlowQueue(HostQueue):
         super().__init__(torch.device("cpu"), True)
         object.__setattr__(self, "ahead", [])
         object.__setattr__(self, "made", [])
+        object.__setattr__(self, "waits", Semaphore(0))
 
     def mark(self, event=None):
         if event is None:
-            event = ByHand()
+            event = ByHand(self.waits)
             self.made.append(event)
         event.done.clear()
         self.ahead.append(event)
@@ -63,14 +67,18 @@ def test_a_process_is_at_what_its_device_is_at_and_rests_when_that_is_done() -> 
     assert watchdog._left_seconds() == float("inf")
 
 
-def test_the_time_counts_from_when_the_device_has_come_to_an_action() -> None:
+def test_the_time_counts_from_when_the_device_has_come_to_an_action(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
+    monkeypatch.setattr("autoparallel.runtime.watchdog.time", clock)
     queue = SlowQueue()
     watchdog = Watchdog(60.0, name="rank 0")
     watchdog.follow(queue)
     watchdog.progress("0F0: computing")
-    time.sleep(0.2)
+    clock.seconds = 20.0
     queue.passes(1)
-    assert watchdog._left_seconds() == pytest.approx(60.0, abs=0.15)
+    assert watchdog._left_seconds() == 60.0
 
 
 def test_a_device_that_hangs_ends_the_process_though_its_host_is_between_steps() -> None:
@@ -98,12 +106,11 @@ def test_a_host_is_ahead_by_a_bounded_number_of_events_which_are_used_again() ->
 
     thread = threading.Thread(target=host, daemon=True)
     thread.start()
-    thread.join(0.5)
-    assert len(told) == MOST_AHEAD
-    for _ in range(5):
+    for number in range(5):
+        queue.waits.acquire()  # until the host waits for its device
+        assert len(told) == MOST_AHEAD + number
         queue.passes(1)
-        time.sleep(0.05)
-    thread.join(10)
+    thread.join()
     assert len(told) == MOST_AHEAD + 5
     assert len(queue.made) == MOST_AHEAD
     assert watchdog.last.what == "action 4"

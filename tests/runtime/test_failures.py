@@ -126,13 +126,11 @@ def test_a_stopped_rank_is_named_by_every_other_one(plan_path, tmp_path, monkeyp
 
 
 def test_a_killed_rank_is_named_by_every_other_one(plan_path, tmp_path, monkeypatch, capfd):
-    began = time.monotonic()
     with pytest.raises(WorkerError, match="rank 2 of 4 died") as caught:
         run_until_failure(
             plan_path, tmp_path / "pids", monkeypatch,
             rank=2, at="2B0: computing", sign=signal.SIGKILL,
         )  # fmt: skip
-    assert time.monotonic() > began
     found = messages(capfd.readouterr().err)
     check_waits(found, culprit=2)
     assert all("rank 2 failed: SIGKILL ended it" in text for text in found.values())

@@ -15,6 +15,11 @@ settings.register_profile(DEFAULT, max_examples=25, deadline=None, derandomize=T
 settings.register_profile(NIGHTLY, max_examples=NIGHTLY_CASES, deadline=None)
 
 
+def sample_size(few: int, many: int) -> int:
+    """Return the size of a sample: ``few`` by default, ``many`` in the nightly profile."""
+    return many if settings.get_current_profile_name() == NIGHTLY else few
+
+
 def seeds(few: int, many: int = NIGHTLY_CASES) -> range:
     """Return the seeds of a random suite: ``few`` by default, ``many`` in the nightly profile."""
-    return range(many if settings.get_current_profile_name() == NIGHTLY else few)
+    return range(sample_size(few, many))

@@ -330,7 +330,9 @@ def test_a_cpu_reads_inputs_where_they_are() -> None:
 
 def test_the_plan_of_a_large_model_counts_messages_communicators_and_inputs() -> None:
     target = load_target("examples/gpt.py", {"n_layer": 96, "d_model": 64, "n_head": 2})
-    options = PlanOptions(global_batch=8, seq=32, forced=parse_parallel("pp=2,microbatches=4"))
+    options = PlanOptions(
+        global_batch=8, seq=32, forced=parse_parallel("pp=2,schedule=1f1b,microbatches=4")
+    )
     plan = make_plan(target, "2xH100", options)
     for stage in plan.stages:
         held = stage.prediction.memory_bytes
