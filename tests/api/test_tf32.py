@@ -55,6 +55,7 @@ def planned(cluster: str = "1xA100", **options: object) -> Plan:
         batch,
         cluster=cluster,
         profile="analytic",
+        parallel="microbatches=1,zero=0,recompute=none",
         **options,  # type: ignore[arg-type]
     )
     return found
