@@ -9,6 +9,7 @@ from typing import Any
 import adopted_scripts
 import pytest
 import torch.distributed as dist
+from forced_plans import settled
 from processes import run_processes
 from torch import nn
 
@@ -58,7 +59,7 @@ def _adopted(script: str, plans: Sequence[str], arguments: Sequence[Any]) -> dic
         def adopt(model: nn.Module, example: Any, plan: str = plan, **options: Any) -> nn.Module:
             parallel, _, compiled = plan.partition(" ")
             return autoparallel.parallelize(
-                model, example_batch=example, global_batch=8, parallel=parallel,
+                model, example_batch=example, global_batch=8, parallel=settled(parallel),
                 profile="analytic", compile=bool(compiled), **options,
             )  # fmt: skip
 

@@ -71,7 +71,8 @@ def planning(tmp_path: Path) -> Planning:
 
 def small(**asked: Any) -> Case:
     graph, blocks = mlp(2, rows=8)
-    request = Request(**{"global_batch": 32, "time_limit_seconds": 600.0, **asked})
+    quick = Forced(num_microbatches=2, zero=0, recompute="none")
+    request = Request(**{"global_batch": 32, "time_limit_seconds": 600.0, "forced": quick, **asked})
     return Case(0, graph, blocks, cluster(2), request, None)
 
 
