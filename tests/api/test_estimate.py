@@ -71,10 +71,10 @@ def test_days_and_dollars_follow_from_the_rate_and_the_price(found) -> None:
     assert full.dollars == pytest.approx(seconds / 3600 * 2 * 1.5)
 
 
-def test_two_processes_find_what_one_finds() -> None:
+def test_two_processes_find_what_one_finds(model_file: Path) -> None:
     def figures(processes: int) -> list[tuple[str, int | None, float]]:
         both = autoparallel.estimate(
-            "examples/gpt.py", devices=["2xH100", "A100-80GB"], global_batch=4, seconds=60.0,
+            str(model_file), devices=["2xH100", "A100-80GB"], global_batch=4, seconds=60.0,
             processes=processes,
         )  # fmt: skip
         return [(each.device, each.num_devices, each.plan.prediction.step_seconds) for each in both]
