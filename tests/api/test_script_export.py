@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from commands import run_torchrun
+from forced_plans import settled
 from handmade import flat_plan
 from processes import run_processes
 from safetensors.torch import load_file
@@ -483,12 +484,14 @@ def test_an_optimizer_that_may_read_all_weights_is_refused_beside_a_pipeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, is_refused: bool
 ) -> None:
     """Of a class of the user's that is not known; Adafactor reads whole weights, one by one."""
-    text = MODEL.format(imports="", optimizer="SGD(parameters, 0.1)")
-    text += OWN_OPTIMIZER.format(optimizer=optimizer)
+    text = Path("examples/gpt.py").read_text() + OWN_OPTIMIZER.format(optimizer=optimizer)
     monkeypatch.chdir(tmp_path)
     name = f"own_{is_refused}.py"
     Path(name).write_text(text)
-    asked = PlanOptions(global_batch=8, forced=parse_parallel("pp=2,microbatches=2,schedule=1f1b"))
-    save_plan(make_plan(load_target(name), "cpu:2", asked), tmp_path / "plan.json")
+    target = load_target(name, {**GPT, "n_layer": 2})
+    asked = PlanOptions(
+        global_batch=8, seq=SEQ, forced=parse_parallel(settled("pp=2,microbatches=2"))
+    )
+    save_plan(make_plan(target, "cpu:2", asked), tmp_path / "plan.json")
     with pytest.raises(PlanError, match="AP368") if is_refused else nullcontext():
         export_plan(tmp_path / "plan.json", tmp_path / "out", to="python")
