@@ -81,7 +81,10 @@ def text(found: Plan) -> str:
     return dumps(replace(found, solver=replace(found.solver, is_reused=False)))
 
 
-@pytest.mark.parametrize("seed", [None, *range(401, 406)])
+@pytest.mark.parametrize(
+    "seed",
+    [None, *range(403, 406), *(pytest.param(n, marks=pytest.mark.slow) for n in (401, 402))],
+)
 def test_the_same_request_again_needs_no_search(seed: int | None, planning: Planning) -> None:
     case = small() if seed is None else random_case(seed)
     first, made = planning.plan(case)

@@ -101,7 +101,7 @@ def check_weights(found: nn.Module, expected: dict[str, Tensor], start: nn.Modul
     [
         pytest.param("llama", "tp=2", marks=pytest.mark.slow),
         pytest.param("llama", "dp=2,zero=3", marks=pytest.mark.slow),
-        ("gpt2", "pp=2,microbatches=2"),
+        pytest.param("gpt2", "pp=2,microbatches=2", marks=pytest.mark.slow),
     ],
 )
 def test_a_fine_tune_on_two_processes_equals_transformers_on_one(

@@ -25,7 +25,7 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(8, 16)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1))
-                                    for _ in range(4))
+                                    for _ in range(2))
         self.last = nn.Linear(16, 1)
 
     def forward(self, x, y):

@@ -308,7 +308,15 @@ def _run_all(plan: str, cases: tuple[Callable[[Adopt], Figures], ...]) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("plan", ["dp=2,zero=0", "dp=2,zero=3", "tp=2", "dp=2,microbatches=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param("dp=2,zero=0", marks=pytest.mark.slow),
+        "dp=2,zero=3",
+        "tp=2",
+        "dp=2,microbatches=2",
+    ],
+)
 def test_a_parallel_model_does_what_the_model_alone_does(plan: str) -> None:
     cases = tuple(c for c in SAME if "microbatches" not in plan or c not in WHOLE_BATCH)
     results = run_processes(2, _run_all, plan, cases)

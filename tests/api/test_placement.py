@@ -8,6 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 from placement_tables import every_pipeline, least, random_problem, seconds_of
+from random_suites import seeds
 
 from autoparallel.placers import placeto
 from autoparallel.placers.placement import (
@@ -41,7 +42,7 @@ def test_it_finds_the_best_of_all_pipelines_of_small_cases_in_most_seeds(method:
 
 
 def test_no_placer_beats_the_dynamic_program() -> None:
-    for seed in range(110):
+    for seed in seeds(40, 110):
         problem = random_problem(seed, num_blocks=2 + seed % 7)
         found = pipelines(problem.table, problem.num_microbatches, problem.num_stages)
         exact = {len(each.stages): each.seconds for each in found}

@@ -51,7 +51,7 @@ RUNNER = Path(__file__).parents[1] / "support" / "exported_script.py"
 
 def target_of(model: str, folder: Path) -> Target:
     if model in ("gpt", "gpt-short", "gpt-tied"):
-        layers = 2 if model == "gpt-short" else GPT["n_layer"]
+        layers = GPT["n_layer"] if model == "gpt" else 2
         settings = {**GPT, "n_layer": layers, "tied": model == "gpt-tied"}
         return load_target(str(save_gpt(folder)), settings)
     if model.endswith(".py"):
