@@ -71,7 +71,8 @@ def planning(tmp_path: Path) -> Planning:
 
 def small(**asked: Any) -> Case:
     graph, blocks = mlp(2, rows=8)
-    request = Request(**{"global_batch": 32, "time_limit_seconds": 600.0, **asked})
+    quick = Forced(num_microbatches=2, zero=0, recompute="none")
+    request = Request(**{"global_batch": 32, "time_limit_seconds": 600.0, "forced": quick, **asked})
     return Case(0, graph, blocks, cluster(2), request, None)
 
 
@@ -80,7 +81,10 @@ def text(found: Plan) -> str:
     return dumps(replace(found, solver=replace(found.solver, is_reused=False)))
 
 
-@pytest.mark.parametrize("seed", [None, *range(401, 406)])
+@pytest.mark.parametrize(
+    "seed",
+    [None, *range(403, 406), *(pytest.param(n, marks=pytest.mark.slow) for n in (401, 402))],
+)
 def test_the_same_request_again_needs_no_search(seed: int | None, planning: Planning) -> None:
     case = small() if seed is None else random_case(seed)
     first, made = planning.plan(case)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from commands import run_python, run_torchrun
+from forced_plans import settled
 from torch import nn
 
 import autoparallel
@@ -103,7 +104,7 @@ def losses(script: Path, kind: str, *arguments: object) -> dict[int, tuple[float
     """The loss and the learning rate of each step, in one process or under torchrun."""
     run = run_python if kind == ALONE else run_torchrun
     parallel = "dp=2" if kind == ALONE else kind
-    done = run(str(script), parallel, *map(str, arguments))
+    done = run(str(script), settled(parallel), *map(str, arguments))
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.findall(r"loss (\d+) ([\d.]+) ([\d.]+)", done.stdout)
     return {int(step): (float(loss), float(rate)) for step, loss, rate in found}

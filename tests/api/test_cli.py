@@ -237,8 +237,9 @@ def test_a_model_that_does_not_fit_is_told_by_how_much_and_what_would(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     code = run(
-        "plan", "examples/gpt.py", "--cluster", "2xH100", "--memory-limit", "100MB",
-        "--global-batch", "8",
+        "plan", "examples/gpt.py", "--cluster", "1xH100", "--memory-limit", "100MB",
+        "--global-batch", "1", "--seq", "16", "--set", "n_layer=1", "--set", "seq=16",
+        "--set", "d_model=1024",
     )  # fmt: skip
     text = capsys.readouterr().err
     assert code == 4

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from commands import run_python
+from forced_plans import settled
 from one_device import reference_of
 from processes import RankError, run_processes
 from test_batches import BOTH, DP, PLANNED, PP, Case, make_trainer, planned
@@ -141,7 +142,13 @@ def read_all(case: Case, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel"), [(2, DP), (2, PP), (4, BOTH), (4, "pp=4,microbatches=2")]
+    ("ranks", "parallel"),
+    [
+        (2, DP),
+        pytest.param(2, PP, marks=pytest.mark.slow),
+        (4, BOTH),
+        (4, "pp=4,microbatches=2"),
+    ],
 )
 def test_every_source_goes_on_where_it_stopped(ranks: int, parallel: str) -> None:
     case = Case("mean", parallel)
@@ -177,8 +184,15 @@ def train_unequal(case: Case, text: str, rows: int, first: int) -> None:
         trainer.step(random_batch(graph, seed=seed, dtype="float64"))
 
 
-@pytest.mark.parametrize("parallel", [DP, "tp=2,pp=1"])
-@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize(
+    ("first", "parallel"),
+    [
+        (1, "tp=2,pp=1"),
+        (2, DP),
+        pytest.param(1, DP, marks=pytest.mark.slow),
+        pytest.param(2, "tp=2,pp=1", marks=pytest.mark.slow),
+    ],
+)
 def test_unequal_batches_are_an_error_that_names_ranks_and_input(parallel: str, first: int) -> None:
     case = Case("mean", parallel)
     with pytest.raises(RankError) as caught:
@@ -227,7 +241,8 @@ def test_a_run_goes_on_under_another_degree_and_makes_each_row_once(tmp_path: Pa
     def run(parallel: str, *more: str) -> None:
         done = run_python(
             "-m", "autoparallel", "run", str(model), "--cluster", "cpu:2",
-            "--global-batch", "8", "--parallel", parallel, "--steps", "2", *more, folder=ROOT,
+            "--global-batch", "8", "--parallel", settled(parallel), "--steps", "2", *more,
+            folder=ROOT,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
 

@@ -181,7 +181,9 @@ def plan_of(parallel: str) -> tuple[int, Case, str]:
     return num_ranks, case, planned(case, num_ranks)
 
 
-@pytest.mark.parametrize("parallel", CASES)
+@pytest.mark.parametrize(
+    "parallel", ["dp=2", "tp=2", pytest.param("dp=2,pp=2", marks=pytest.mark.slow)]
+)
 def test_the_ranks_have_the_rows_of_one_device_s_batches(parallel: str) -> None:
     num_ranks, case, text = plan_of(parallel)
     found = run_processes(num_ranks, compare_order, case, text, timeout_seconds=250)

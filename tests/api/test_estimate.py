@@ -16,12 +16,12 @@ from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.report.estimates import memory_unit, print_estimates
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
-    "intermediate_size": 11008, "num_hidden_layers": 8, "num_attention_heads": 32,
-    "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 256,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192,
+    "intermediate_size": 22016, "num_hidden_layers": 2, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "vocab_size": 16000, "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }  # fmt: skip
-NUM_PARAMETERS = 2 * 32000 * 4096 + 8 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 4096
+NUM_PARAMETERS = 2 * 16000 * 8192 + 2 * (4 * 8192**2 + 3 * 8192 * 22016 + 2 * 8192) + 8192
 """Embedding and head, and of a layer four projections, three of the MLP, and two norms."""
 
 
@@ -71,10 +71,10 @@ def test_days_and_dollars_follow_from_the_rate_and_the_price(found) -> None:
     assert full.dollars == pytest.approx(seconds / 3600 * 2 * 1.5)
 
 
-def test_two_processes_find_what_one_finds() -> None:
+def test_two_processes_find_what_one_finds(model_file: Path) -> None:
     def figures(processes: int) -> list[tuple[str, int | None, float]]:
         both = autoparallel.estimate(
-            "examples/gpt.py", devices=["2xH100", "A100-80GB"], global_batch=4, seconds=60.0,
+            str(model_file), devices=["2xH100", "A100-80GB"], global_batch=4, seconds=60.0,
             processes=processes,
         )  # fmt: skip
         return [(each.device, each.num_devices, each.plan.prediction.step_seconds) for each in both]

@@ -21,6 +21,8 @@ from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.sub_clusters import sub_clusters
 
 GRAPH, BLOCKS = mlp(2, rows=8, width=128, inner=512)
+QUICK = Forced(zero=0, recompute="none", num_microbatches=2)
+"""Searches for other degrees alone take a fraction of the time."""
 
 
 def toys(num_devices: int = 4, num_hosts: int = 1) -> Cluster:
@@ -28,12 +30,14 @@ def toys(num_devices: int = 4, num_hosts: int = 1) -> Cluster:
 
 
 def planned(goal: Goal, on: Cluster | None = None, **options: Any) -> Plan:
-    return plan_for(GRAPH, BLOCKS, on or toys(), Request(16, goal=goal, **options))
+    request = Request(16, **{"goal": goal, "forced": QUICK, **options})
+    return plan_for(GRAPH, BLOCKS, on or toys(), request)
 
 
-def fastest(on: Cluster) -> Plan:
+def fastest(on: Cluster, forced: Forced = QUICK) -> Plan:
     """Without parameter servers, which are offered for the objective "time" alone."""
-    return plan(GRAPH, BLOCKS, on, Request(16, features=Features(frozenset({"servers"}))))
+    features = Features(frozenset({"servers"}))
+    return plan(GRAPH, BLOCKS, on, Request(16, features=features, forced=forced))
 
 
 def test_the_most_tokens_per_dollar_are_those_of_the_best_part() -> None:
@@ -104,9 +108,9 @@ def test_many_hosts_are_found_by_halving() -> None:
 @pytest.mark.slow
 def test_the_least_memory_is_at_the_edge_of_what_fits() -> None:
     """No plan is found for 2 % less, and the fastest plan holds more."""
-    found = planned(Goal("memory"))
+    found = planned(Goal("memory"), forced=Forced())
     peak = found.prediction.peak_memory_bytes
-    assert peak < fastest(toys()).prediction.peak_memory_bytes
+    assert peak < fastest(toys(), Forced()).prediction.peak_memory_bytes
     with pytest.raises(InfeasibleError):
         plan(GRAPH, BLOCKS, toys(), Request(16, memory_limit_bytes=int(peak * 0.97)))
     assert found.goal is not None

@@ -24,6 +24,7 @@ SIZES = (
     "--set", "n_layer=2", "--set", "d_model=256", "--set", "n_head=4", "--seq", "64",
     "--global-batch", "8", "--cluster", "cpu:2", "--profile", "analytic",
 )  # fmt: skip
+PIPELINE = "pp=2,microbatches=4,schedule=1f1b"
 STARVED = """
 import ctypes, os, resource
 import gpt
@@ -55,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "model.py").write_text(STARVED)
     planned = run_python(
         "-m", "autoparallel", "plan", "model.py", *SIZES,
-        "--parallel", "pp=2,microbatches=4,recompute=none", "-o", "plan.json", folder=path,
+        "--parallel", f"{PIPELINE},recompute=none", "-o", "plan.json", folder=path,
     )  # fmt: skip
     assert planned.returncode == 0, planned.stderr
     return path
@@ -81,7 +82,7 @@ def test_a_run_says_what_was_held_and_its_advice_gives_a_smaller_plan(folder: Pa
     assert limit is not None, done.stderr
     again = run_python(
         "-m", "autoparallel", "plan", "model.py", *SIZES, "--memory-limit", limit[1],
-        "-o", "smaller.json", folder=folder,
+        "--parallel", "pp=2,schedule=1f1b", "-o", "smaller.json", folder=folder,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     smaller = load_plan(folder / "smaller.json")

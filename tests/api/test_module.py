@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from forced_plans import settled
+from kept_captures import ranks_share_captures
 from processes import run_processes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -282,7 +285,11 @@ WHOLE_BATCH = (
 def _adopting(plan: str) -> Adopt:
     def adopt(model: nn.Module, example: Any) -> nn.Module:
         return autoparallel.parallelize(
-            model, example_batch=example, global_batch=8, parallel=plan, profile="analytic"
+            model,
+            example_batch=example,
+            global_batch=8,
+            parallel=settled(plan),
+            profile="analytic",
         )
 
     return adopt
@@ -294,11 +301,22 @@ def _run_all(plan: str, cases: tuple[Callable[[Adopt], Figures], ...]) -> dict[s
     found = {}
     for case in cases:
         torch.manual_seed(0)
-        found[case.__name__] = case(_adopting(plan))
+        # an output in a dataclass is known only to the process that has captured it
+        own = case is forms_of_outputs
+        with nullcontext() if own else ranks_share_captures(case.__name__):
+            found[case.__name__] = case(_adopting(plan))
     return found
 
 
-@pytest.mark.parametrize("plan", ["dp=2,zero=0", "dp=2,zero=3", "tp=2", "dp=2,microbatches=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param("dp=2,zero=0", marks=pytest.mark.slow),
+        "dp=2,zero=3",
+        "tp=2",
+        "dp=2,microbatches=2",
+    ],
+)
 def test_a_parallel_model_does_what_the_model_alone_does(plan: str) -> None:
     cases = tuple(c for c in SAME if "microbatches" not in plan or c not in WHOLE_BATCH)
     results = run_processes(2, _run_all, plan, cases)

@@ -27,7 +27,7 @@ def loss_fn(outputs, batch):
 
 CELLS = {
     "plan": "import autoparallel\n"
-    "plan = autoparallel.plan('net.py', cluster='8xH100', global_batch=64)",
+    "plan = autoparallel.plan('net.py', cluster='2xH100', global_batch=8)",
     "shown": "plan",
     "compared": "autoparallel.compare(plan, 'fsdp')",
     "estimated": "autoparallel.estimate('net.py', devices='H100', global_batch=8, processes=1)",

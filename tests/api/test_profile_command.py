@@ -60,7 +60,9 @@ launch_seconds = 1e-6
 peak_flops = { float32 = 5e10 }
 """
 
-FIXED = ("--parallel", "dp=2", "--micro-batch", "8", "--global-batch", "8")
+FIXED = (
+    "--parallel", "dp=2,zero=0,recompute=none", "--micro-batch", "8", "--global-batch", "8",
+)  # fmt: skip
 
 
 def run(*arguments: str) -> int:

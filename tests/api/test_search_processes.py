@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import time
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,19 +19,21 @@ from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, SearchMethod, pla
 from autoparallel.planner.plan import Plan, SolverInfo
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.proposers import pipelines
-from autoparallel.planner.requests.request import Request
+from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
 from autoparallel.planner.search.workers import serial
 from autoparallel.search_processes import Beside, two_processes
 
-GRAPH, BLOCKS = mlp(14, rows=8, width=512, inner=2048)
-CLUSTER = cluster(8, num_hosts=2)
+GRAPH, BLOCKS = mlp(6, rows=8, width=512, inner=2048)
+CLUSTER = cluster(4, num_hosts=2)
+FORCED = Forced(zero=0, recompute="none")
+"""What is searched for besides, each process does as well."""
 
 
 def planned(processes: int, **options: Any) -> Plan:
     method = SearchMethod(ONE_STAGE_PER_RANK, two_processes if processes == 2 else serial)
-    return plan(GRAPH, BLOCKS, CLUSTER, Request(32, **options), method=method)
+    return plan(GRAPH, BLOCKS, CLUSTER, Request(8, forced=FORCED, **options), method=method)
 
 
 @cache
@@ -71,7 +72,7 @@ def test_each_micro_batch_size_is_searched_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Beside, "ask", asking)
     planned(2)
     assert len(own) == len(asked) == 1
-    assert sorted(own[0] + asked[0]) == [1, 2, 4, 8, 16, 32]
+    assert sorted(own[0] + asked[0]) == [1, 2, 4, 8]
 
 
 @pytest.mark.parametrize("how", ["killed", "silent"])
@@ -89,12 +90,11 @@ def test_what_a_lost_process_should_have_done_is_done_here(
         return found
 
     monkeypatch.setattr(Beside, "start", staticmethod(start))
-    monkeypatch.setattr(search_processes, "LATE_SECONDS", 0.0)
-    limit = 60.0 if how == "killed" else 15.0  # as long is a process waited for that is silent
-    found = planned(2, time_limit_seconds=limit)
+    # A process that is silent is waited for until a minute before the time limit.
+    monkeypatch.setattr(search_processes, "LATE_SECONDS", -60.0)
+    found = planned(2, time_limit_seconds=60.0)
     assert len(lost) == 1
-    assert found.stages == alone.stages
-    assert how == "silent" or unsolved(found) == unsolved(alone)
+    assert unsolved(found) == unsolved(alone)
     assert not multiprocessing.active_children()
 
 
@@ -136,15 +136,15 @@ def test_a_process_that_does_not_answer_in_time_is_ended(monkeypatch: pytest.Mon
     request = Request(32, time_limit_seconds=0.01)
     job = SearchContext.of(GRAPH, BLOCKS, CLUSTER, request, rules=rules, basis=DEFAULT)
     workers = two_processes(job, (1, 2, 4, 8))
-    monkeypatch.setattr(search_processes, "LATE_SECONDS", 0.2)
-    assert workers.map(named_slowly, "own", first=lambda rows: "first") == ["first", "own"]
+    monkeypatch.setattr(search_processes, "LATE_SECONDS", 0.0)
+    assert workers.map(named_here, "own", first=lambda rows: "first") == ["first", "own"]
     assert not multiprocessing.active_children()
 
 
-def named_slowly(job: SearchContext, rows: tuple[int, ...], name: str) -> str:
-    """In another process later than is waited for."""
-    if multiprocessing.parent_process() is not None:
-        time.sleep(0.6)
+def named_here(job: SearchContext, rows: tuple[int, ...], name: str) -> str:
+    """Another process never answers."""
+    while multiprocessing.parent_process() is not None:
+        signal.pause()
     return name
 
 

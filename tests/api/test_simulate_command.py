@@ -277,7 +277,9 @@ def test_slices_of_sequences_keep_more_than_whole_ones(
     assert held[0] < held[1] < held[2]
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "recompute", [pytest.param("none", marks=pytest.mark.slow), "selective", "full"]
+)
 def test_a_plan_of_the_same_degrees_has_the_same_price(
     deep_file: str, capsys: pytest.CaptureFixture[str], recompute: str
 ) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from commands import run_python
+from forced_plans import settled
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
+COMMON = ("model.py", "--cluster", "cpu:2", "--global-batch", "8", "--profile", "analytic")
 
 NET = """
 import os
@@ -94,23 +96,33 @@ def write_model(folder: Path, load: str) -> None:
 def test_a_model_that_loads_its_weights_is_trained_from_them(load: str, tmp_path: Path) -> None:
     """Verification compares with the plain build, so it proves the starting values too."""
     write_model(tmp_path, load)
-    common = ("model.py", "--cluster", "cpu:2", "--global-batch", "8", "--profile", "analytic")
-    command("run", *common, "--parallel", "dp=2,zero=3", "--steps", "1", folder=tmp_path)
+    plans = [("--parallel", settled(text)) for text in ("dp=2,zero=3", "pp=2")]
+    command("run", *COMMON, *plans[0], "--steps", "1", folder=tmp_path)
     assert builds(tmp_path) == {"planner": 1, "0": 1, "1": 1}
-    out = command("verify", *common, "--parallel", "pp=2", folder=tmp_path)
+    out = command("verify", *COMMON, *plans[1], folder=tmp_path)
     assert "verified: " in out
     assert builds(tmp_path) == {"planner": 1, "0": 2, "1": 1}  # Rank 0 is the one device too.
 
 
-def test_from_pretrained_is_called_once_by_each_process(tmp_path: Path) -> None:
+def write_llama(folder: Path) -> None:
     from capture_models import small_llama
 
-    (tmp_path / "model.py").write_text(LLAMA)
-    small_llama().save_pretrained(tmp_path / "llama")
-    common = ("model.py", "--cluster", "cpu:2", "--global-batch", "8", "--profile", "analytic")
-    command("run", *common, "--parallel", "tp=2", "--steps", "1", folder=tmp_path)
+    (folder / "model.py").write_text(LLAMA)
+    small_llama().save_pretrained(folder / "llama")
+
+
+@pytest.mark.slow
+def test_from_pretrained_is_called_once_by_each_process_of_a_run(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    command("run", *COMMON, "--parallel", settled("tp=2"), "--steps", "1", folder=tmp_path)
     assert builds(tmp_path) == {"planner": 1, "0": 1, "1": 1}
-    assert "verified: " in command("verify", *common, "--parallel", "pp=2", folder=tmp_path)
+
+
+def test_from_pretrained_is_called_once_by_each_process_and_verified(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    out = command("verify", *COMMON, "--parallel", settled("pp=2"), folder=tmp_path)
+    assert "verified: " in out
+    assert builds(tmp_path) == {"planner": 1, "0": 2, "1": 1}  # Rank 0 is the one device too.
 
 
 def test_an_unknown_initialization_is_refused(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ from autoparallel.planner.plan_file import CHECKSUMS, _checksums, dumps, loads
 from autoparallel.report.page import describe
 from autoparallel.tf32 import set_as_planned, tell_difference
 
+SETTLED = "microbatches=1,zero=0,recompute=none"
+"""What a search would decide besides."""
+
 MODEL = """
 import torch
 from torch import nn
@@ -55,6 +58,7 @@ def planned(cluster: str = "1xA100", **options: object) -> Plan:
         batch,
         cluster=cluster,
         profile="analytic",
+        parallel=SETTLED,
         **options,  # type: ignore[arg-type]
     )
     return found
@@ -170,7 +174,10 @@ def test_the_command_line_takes_the_choice_and_refuses_others(
 ) -> None:
     model = tmp_path / "model.py"
     model.write_text(MODEL)
-    common = [str(model), "--cluster", "1xA100", "--profile", "analytic", "--json"]
+    common = [
+        str(model), "--cluster", "1xA100", "--profile", "analytic", "--json",
+        "--parallel", SETTLED,
+    ]  # fmt: skip
     seconds = {}
     for choice in FAMILIES:
         assert run_command(["simulate", *common, "--tf32", choice]) == 0
@@ -187,7 +194,7 @@ def test_a_model_file_that_sets_torch_is_planned_as_it_sets_it(tmp_path: Path) -
     model.write_text(MODEL + "\ntorch.set_float32_matmul_precision('high')\n")
     done = run_python(
         "-m", "autoparallel", "plan", str(model), "--cluster", "1xA100",
-        "--profile", "analytic", "--json", "--no-cache",
+        "--profile", "analytic", "--json", "--no-cache", "--parallel", SETTLED,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert loads(done.stdout).tf32 == ("conv", "matmul")
@@ -211,6 +218,7 @@ model = autoparallel.parallelize(
     nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)),
     example_batch=(torch.zeros(8, 16),), loss_fn=lambda out, batch: out.square().mean(),
     cluster="cluster.toml", profile="analytic", tf32="all",
+    parallel="dp=2,microbatches=1,zero=0,recompute=none",
 )
 autoparallel.Step(model)((torch.ones(8, 16),))
 print(f"matmuls {torch.backends.cuda.matmul.allow_tf32}\\n", end="", flush=True)
@@ -239,7 +247,10 @@ def outputs_of(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_processes_of_a_run_are_set_as_planned(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(SMALL)
-    common = ("model.py", "--cluster", "cluster.toml", "--profile", "analytic")
+    common = (
+        "model.py", "--cluster", "cluster.toml", "--profile", "analytic",
+        "--parallel", f"dp=2,{SETTLED}",
+    )  # fmt: skip
     done = outputs_of(tmp_path, "autoparallel", "run", *common, "--tf32", "all", "--steps", "1")
     said = "convolutions and matmuls in TF32, as planned; torch was set to convolutions"
     assert done.stderr.count(said) == 1

@@ -9,25 +9,27 @@ from pathlib import Path
 
 import pytest
 from commands import run_python, run_torchrun
+from forced_plans import settled
+from small_gpt import save_gpt
 
 from autoparallel import load_plan, save_plan
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 GPT = (
-    "examples/gpt.py", "--set", "n_layer=2", "--set", "d_model=32", "--set", "n_head=2",
+    "brief_gpt.py", "--set", "n_layer=2", "--set", "d_model=32", "--set", "n_head=2",
     "--seq", "16", "--global-batch", "8", "--cluster", "cpu:2",
 )  # fmt: skip
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command line in a process of its own."""
-    return run_python("-m", "autoparallel", *arguments, folder=ROOT)
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command line in a process of its own, in the folder of the model."""
+    return run_python("-m", "autoparallel", *arguments, folder=folder)
 
 
 @pytest.fixture(scope="module")
 def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plans") / "plan.json"
-    done = command("plan", *GPT, "--parallel", "pp=2,microbatches=2", "-o", str(path))
+    save_gpt(path.parent)
+    done = command(path.parent, "plan", *GPT, "--parallel", settled("pp=2"), "-o", str(path))
     assert done.returncode == 0, done.stderr
     assert "pp=2" in done.stdout
     assert "autoparallel: capture" in done.stderr
@@ -35,7 +37,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_plan_trains_and_is_compared_with_its_prediction(plan_file: Path) -> None:
-    done = command("run", str(plan_file), "--steps", "4")
+    done = command(plan_file.parent, "run", str(plan_file), "--steps", "4")
     assert done.returncode == 0, done.stderr
     losses = [float(text) for text in re.findall(r"^step +\d+  loss ([\d.]+)", done.stdout, re.M)]
     assert len(losses) == 4
@@ -49,7 +51,7 @@ def test_training_resumes_under_another_plan_as_if_it_had_not_stopped(
     plan_file: Path, tmp_path: Path
 ) -> None:
     def losses(*arguments: str) -> list[str]:
-        done = command("run", *arguments)
+        done = command(plan_file.parent, "run", *arguments)
         assert done.returncode == 0, done.stderr
         return re.findall(r"^step +\d+  loss [\d.]+", done.stdout, re.M)
 
@@ -63,7 +65,7 @@ def test_training_resumes_under_another_plan_as_if_it_had_not_stopped(
 
 
 def test_options_of_saving_need_a_folder(plan_file: Path) -> None:
-    done = command("run", str(plan_file), "--steps", "1", "--keep", "2")
+    done = command(plan_file.parent, "run", str(plan_file), "--steps", "1", "--keep", "2")
     assert done.returncode == 2
     assert "error[AP891]" in done.stderr
 
@@ -71,13 +73,15 @@ def test_options_of_saving_need_a_folder(plan_file: Path) -> None:
 def test_resuming_from_a_folder_without_checkpoint_is_refused(
     plan_file: Path, tmp_path: Path
 ) -> None:
-    done = command("run", str(plan_file), "--steps", "1", "--resume", str(tmp_path))
+    done = command(
+        plan_file.parent, "run", str(plan_file), "--steps", "1", "--resume", str(tmp_path)
+    )
     assert done.returncode == 2
     assert "error[AP132]" in done.stderr
 
 
 def test_a_plan_is_verified_against_one_device(plan_file: Path) -> None:
-    done = command("verify", str(plan_file))
+    done = command(plan_file.parent, "verify", str(plan_file))
     assert done.returncode == 0, done.stderr
     assert "verified: " in done.stdout
 
@@ -87,7 +91,7 @@ def test_a_plan_of_a_changed_model_is_refused(plan_file: Path, tmp_path: Path) -
     stale = tmp_path / "stale.json"
     settings = {**plan.model.settings, "n_layer": 3}
     save_plan(replace(plan, model=replace(plan.model, settings=settings)), stale)
-    done = command("run", str(stale), "--steps", "1")
+    done = command(plan_file.parent, "run", str(stale), "--steps", "1")
     assert done.returncode == 6
     assert "the plan was made for another model" in done.stderr
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from commands import run_python, run_torchrun
+from forced_plans import settled
 
 import autoparallel
 from autoparallel.__main__ import run_command
+from autoparallel.options import parse_parallel
 from autoparallel.plan_io import load_plan, save_plan
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
@@ -45,7 +47,8 @@ def example_batch(global_batch, seq=None):
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     file = tmp_path_factory.mktemp("planned") / "model.py"
     file.write_text(MODEL)
-    options = PlanOptions(global_batch=4, profile="analytic")
+    forced = parse_parallel(settled("dp=2"))
+    options = PlanOptions(global_batch=4, profile="analytic", forced=forced)
     return make_plan(load_target(str(file)), "cpu:2", options)
 
 

@@ -47,7 +47,7 @@ def plans(kind: str = "llama") -> ConfiguredPlans:
     folder = save_decoder(Path(tempfile.mkdtemp()) / kind, kind)
     like = autoparallel.plan(
         f"hf:{folder}", cluster="8xH100", global_batch=BATCH, seq=SEQ, precision="bf16",
-        parallel="dp=8,zero=1",
+        parallel="dp=8,zero=1,recompute=none,microbatches=2",
     )  # fmt: skip
     model = recaptured(like, str(folder / "plan.json"))
     return ConfiguredPlans(like, model.program, model.basis, NO_CACHE)

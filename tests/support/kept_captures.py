@@ -2,7 +2,8 @@
 
 In: a target, an example batch, a precision. Out: the recorded model and its captured program. The
 first process that asks for a capture makes it and writes it to the session's folder; the others
-(the ranks, and the other workers of pytest-xdist) read it.
+(the ranks, and the other workers of pytest-xdist) read it. ``ranks_share_captures``: so do scripts
+that adopt a model again and again.
 """
 
 from __future__ import annotations
@@ -10,13 +11,23 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from autoparallel.cache import digest
+import pytest
+from torch import nn
+
+from autoparallel import joining
+from autoparallel.cache import digest, graph_digest
+from autoparallel.cached_capture import model_text
+from autoparallel.cost_model import detect
 from autoparallel.passes.initialization.deferred_init import Deferred, record_build
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.plan import Precision
+from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_model
 from autoparallel.targets import Batch, Target, batch_items
 
@@ -35,16 +46,64 @@ def capture_once(target: Target, batch: Batch, precision: Precision) -> tuple[De
     def captured() -> Program:
         return capture_model(deferred.model, batch, target.loss_fn, precision)
 
-    folder = os.environ.get(FOLDER)
-    if folder is None:
-        return deferred, captured()
-    shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in batch_items(batch)]
     settings = sorted(target.settings.items())
     module = type(deferred.model).__module__  # which the pickle names
-    path = Path(folder, digest(target.name, module, settings, shapes, precision))
+    key = target.name, module, settings, _shapes(batch), precision
+    return deferred, replace(_once(captured, *key), model=deferred.model)
+
+
+def _shapes(batch: Batch) -> list[tuple[object, ...]]:
+    return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in batch_items(batch)]
+
+
+def _once(captured: Callable[[], Program], *key: object) -> Program:
+    """The session's program of this ``key``, which the first process that asks captures."""
+    folder = os.environ.get(FOLDER)
+    if folder is None:
+        return captured()
+    path = Path(folder, digest(*key))
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             path.write_bytes(pickle.dumps(captured()))
         program: Program = pickle.loads(path.read_bytes())
-    return deferred, replace(program, model=deferred.model)
+    return program
+
+
+_plans: dict[str, Plan] = {}
+_measured = cache(detect._measure_cpu)
+
+
+@contextmanager
+def ranks_share_captures(*key: object) -> Iterator[None]:
+    """Within it, a script's ranks capture and plan a model once, and again only if it has changed.
+
+    ``key`` tells scripts apart. What a model is made of, its batch, and how it is captured tell
+    its captures apart. A model whose hooks matter to a capture is captured each time. Plans, and
+    what this machine was measured for, are kept by the process that made them.
+    """
+    capture_rows, plan_program = joining.capture_rows, joining.plan_program
+
+    def planned(program: Program, target: Target, *asked: Any) -> Plan:
+        found = digest(graph_digest(program.graph, program.blocks), target.name, *asked)
+        if found not in _plans:
+            _plans[found] = plan_program(program, target, *asked)
+        return _plans[found]
+
+    def kept(target: Target, model: nn.Module, *, seq: int | None, **asked: Any) -> Program:
+        def captured() -> Program:
+            program = capture_rows(target, model, seq=seq, **asked)
+            return replace(program, model=nn.Identity())  # in whose place is each one's own
+
+        if any(module._forward_hooks or module._backward_hooks for module in model.modules()):
+            return capture_rows(target, model, seq=seq, **asked)
+        loss = getattr(target.loss_fn, "__qualname__", "")
+        shapes = _shapes(target.example_batch(2, seq))
+        made = _once(captured, *key, model_text(model), loss, shapes, sorted(asked.items()))
+        return replace(made, model=model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joining, "capture_rows", kept)
+        patch.setattr(joining, "plan_program", planned)
+        patch.setattr(detect, "_measure_cpu", _measured)
+        yield

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from forced_plans import settled
+from kept_captures import ranks_share_captures
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -159,7 +161,7 @@ def check_half(net: nn.Module, parallel: str) -> None:
         for _ in range(2)
     )  # 2**40 and 2**25 overflow by whatever plan, 2**10 by none
     model = autoparallel.parallelize(
-        copy.deepcopy(net), example_batch=batch(0), precision="fp16", parallel=parallel
+        copy.deepcopy(net), example_batch=batch(0), precision="fp16", parallel=settled(parallel)
     )
     step = autoparallel.Step(
         model, build_optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), scaler=scaler
@@ -188,7 +190,7 @@ def check_half(net: nn.Module, parallel: str) -> None:
     assert state["skipped_steps"] == num_skipped
     default = autoparallel.Step(
         autoparallel.parallelize(
-            copy.deepcopy(net), example_batch=batch(0), precision="fp16", parallel=parallel
+            copy.deepcopy(net), example_batch=batch(0), precision="fp16", parallel=settled(parallel)
         )
     )
     default(batch(0))
@@ -218,15 +220,18 @@ def main(plans: list[str]) -> None:
     for parallel in plans:
 
         def parallelized(model: nn.Module, parallel: str = parallel) -> nn.Module:
-            return autoparallel.parallelize(model, example_batch=batch(0), parallel=parallel)
+            return autoparallel.parallelize(
+                model, example_batch=batch(0), parallel=settled(parallel)
+            )
 
-        check_equal(net, parallelized)
-        sys.stdout.write(f"equal {parallel}\n")
-        check_guarded(net, parallelized)
-        check_stopped(net, parallelized)
-        if "RANK" in os.environ:  # alone, a model keeps its own precision
-            check_half(net, parallel)
-        sys.stdout.write(f"guarded {parallel}\n")
+        with ranks_share_captures(__file__):
+            check_equal(net, parallelized)
+            sys.stdout.write(f"equal {parallel}\n")
+            check_guarded(net, parallelized)
+            check_stopped(net, parallelized)
+            if "RANK" in os.environ:  # alone, a model keeps its own precision
+                check_half(net, parallel)
+            sys.stdout.write(f"guarded {parallel}\n")
 
 
 if __name__ == "__main__":

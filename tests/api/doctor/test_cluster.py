@@ -19,6 +19,7 @@ from autoparallel.__main__ import run_command
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.doctor.cluster import check_cluster
+from autoparallel.runtime import profile_pairs
 from autoparallel.runtime.profile_pairs import (
     PairTime,
     RankFacts,
@@ -150,6 +151,7 @@ def test_other_versions_and_slow_devices_are_named() -> None:
 def measured() -> tuple[int, list[PairTime]]:
     import torch
 
+    profile_pairs.CALLS, profile_pairs.ROUND_SECONDS = 2, 0.0  # in this process
     cluster = parse_cluster("1xcpu+2xcpu")
     device = torch.device("cpu")
     return len(rank_facts(device)), all_pair_times(rounds_of(cluster), device)

@@ -126,6 +126,7 @@ def test_arguments(name: str, wanted: list[str], unwanted: list[str], tmp_path: 
     assert not set(unwanted) & {line.partition("=")[0] for line in found}
 
 
+@pytest.mark.usefixtures("unpriced")
 def test_the_sizes_of_the_model_are_those_of_its_configuration(tmp_path: Path) -> None:
     llama = parser().parse_args(lines("fsdp", tmp_path / "llama", with_model=True))
     assert (llama.num_layers, llama.hidden_size, llama.ffn_hidden_size) == (8, 64, 128)
@@ -136,6 +137,7 @@ def test_the_sizes_of_the_model_are_those_of_its_configuration(tmp_path: Path) -
     assert (mixtral.num_experts, mixtral.moe_router_topk) == (4, 2)
 
 
+@pytest.mark.usefixtures("unpriced")
 @pytest.mark.parametrize(
     ("kind", "is_written", "note"),
     [

@@ -149,6 +149,7 @@ def test_the_inner_size_is_what_torchtitan_computes(hidden: int, intermediate: i
     assert multiple * ((inner + multiple - 1) // multiple) == intermediate
 
 
+@pytest.mark.usefixtures("unpriced")
 def test_a_llama_of_another_size_comes_with_its_sizes(tmp_path: Path) -> None:
     plan = replace(case("fsdp"), model=plans().like.model)
     wrote = written(plan, "torchtitan", tmp_path)
@@ -171,6 +172,7 @@ LLAMA_31_ROPE = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("unpriced")
 @pytest.mark.parametrize(
     ("changes", "flavor", "factor"),
     [

@@ -1,0 +1,24 @@
+"""Writing plans without pricing what is written, which takes longer than all else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.plan import Plan
+from autoparallel.systems.priced import Priced
+
+
+@pytest.fixture
+def unpriced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first candidate is written, without a price."""
+
+    def first(
+        plan: Plan, path: Path, candidates: Sequence[Configuration], *, trust: bool
+    ) -> Priced:
+        return Priced(candidates[0], reason="no price was asked for")
+
+    monkeypatch.setattr("autoparallel.systems.system.price", first)
