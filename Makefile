@@ -2,8 +2,8 @@
 PYTHON ?= python
 TYPES := build/types
 
-.PHONY: check lint types test durations structure slow strict package versions zoo corpus faults \
-    failures gpu regret soak docs picture
+.PHONY: check lint types test durations coverage structure slow everything nightly strict package \
+    versions zoo corpus faults failures gpu regret soak docs picture
 
 check: lint types test
 
@@ -22,17 +22,30 @@ types:
 test:
 	$(PYTHON) -m pytest -n 2
 
-# The processor seconds of each test, the most expensive first, into build/durations.txt.
+# The processor seconds of each test into build/durations.txt, and of each file into
+# tests/durations.txt, by which a session begins with the longest.
 durations:
 	mkdir -p build
 	$(PYTHON) -m pytest -n 2 --processor-seconds build/durations.txt
+	$(PYTHON) tests/support/durations.py build/durations.txt
+
+# The lines of each package that the default suite runs, as a table.
+coverage:
+	$(PYTHON) tests/support/line_coverage.py
 
 # Figures of the structure (sizes, import cycles, docstrings, words) beside their ceilings.
 structure:
 	$(PYTHON) tests/support/structure.py
 
 slow:
-	$(PYTHON) -m pytest -m slow
+	$(PYTHON) -m pytest -n 2 -m slow
+
+# All tests, slow ones too; and all with the random suites at 500 cases each.
+everything:
+	$(PYTHON) -m pytest -n 2 -m "slow or not slow"
+
+nightly:
+	$(PYTHON) -m pytest -n 2 -m "slow or not slow" --hypothesis-profile=nightly
 
 # The rules of NCCL and CUDA, without a GPU: every schedule on models of every shape, and the
 # runtime's own tests, on a process group that promises no more than these do.
@@ -59,7 +72,7 @@ zoo:
 corpus:
 	$(PYTHON) benchmarks/corpus/run.py
 
-# 25 deliberate faults, each of which a test must notice (about 6 minutes).
+# 50 deliberate faults, each of which a test of the default suite must notice.
 faults:
 	$(PYTHON) benchmarks/faults/run.py
 

@@ -14,7 +14,6 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from torch import nn
 from autoparallel import joining
 from autoparallel.cache import digest, graph_digest
 from autoparallel.cached_capture import model_text
-from autoparallel.cost_model import detect
 from autoparallel.passes.initialization.deferred_init import Deferred, record_build
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan, Precision
@@ -71,7 +69,6 @@ def _once(captured: Callable[[], Program], *key: object) -> Program:
 
 
 _plans: dict[str, Plan] = {}
-_measured = cache(detect._measure_cpu)
 
 
 @contextmanager
@@ -79,8 +76,8 @@ def ranks_share_captures(*key: object) -> Iterator[None]:
     """Within it, a script's ranks capture and plan a model once, and again only if it has changed.
 
     ``key`` tells scripts apart. What a model is made of, its batch, and how it is captured tell
-    its captures apart. A model whose hooks matter to a capture is captured each time. Plans, and
-    what this machine was measured for, are kept by the process that made them.
+    its captures apart. A model whose hooks matter to a capture is captured each time. Plans are
+    kept by the process that made them.
     """
     capture_rows, plan_program = joining.capture_rows, joining.plan_program
 
@@ -105,5 +102,4 @@ def ranks_share_captures(*key: object) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joining, "capture_rows", kept)
         patch.setattr(joining, "plan_program", planned)
-        patch.setattr(detect, "_measure_cpu", _measured)
         yield

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
@@ -145,8 +146,10 @@ def _collect(ends: list[Connection], deadline: float, may_die: Collection[int] =
 
 
 def measure_briefly() -> None:
-    """In this process, a CPU's rates are measured for ``BRIEF_SECONDS`` each."""
+    """Measure a CPU's rates for ``BRIEF_SECONDS`` each, and once in this process."""
     detect._PATIENCE_SECONDS = BRIEF_SECONDS
+    if not hasattr(detect._measure_cpu, "cache_info"):
+        detect._measure_cpu = cache(detect._measure_cpu)
 
 
 def profile_briefly() -> None:
