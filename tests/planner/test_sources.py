@@ -136,7 +136,8 @@ def test_what_was_measured_is_not_asked_for_again() -> None:
     again = wanted_beside(measured(first))
     assert again.ops == ()
     half = measured(first, ops=0.5)
-    assert {op.case for op in wanted_beside(half).ops} >= {op.case for op in first.ops} - set(half.ops)
+    left = {op.case for op in wanted_beside(half).ops}
+    assert left >= {op.case for op in first.ops} - set(half.ops)
 
 
 def test_what_the_winner_spends_most_on_is_among_the_first() -> None:

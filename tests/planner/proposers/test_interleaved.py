@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
-from one_stage import ranked
 from recut import recomputed, recut
 from small_graphs import cluster, mlp
 
@@ -32,13 +32,14 @@ ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)
 SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
 """Compute and wires so slow that weights are better not copied: pipelines win."""
 
-PIPELINE = Request(8, forced=Forced(pp=4))
+PIPELINE = Request(8, forced=Forced(pp=4, num_microbatches=8))
 
 
 def deep() -> tuple[Graph, Blocks]:
     return mlp(8, rows=8)
 
 
+@cache
 def found(*allow: str, on: Cluster = SLOW, request: Request = PIPELINE) -> Plan:
     return plan(*deep(), on, replace(request, features=features_of(allow, (), ALL)))
 
@@ -120,7 +121,7 @@ def test_no_plan_is_below_the_bound_of_its_micro_batches(schedule: str, count: i
         assert count < 8
         return
     asked = Request(8, forced=Forced(pp=4, num_microbatches=count))
-    job, _ = ranked(*deep(), SLOW, asked)
+    job = SearchContext.of(*deep(), SLOW, asked, rules=rules, basis=DEFAULT)
     least = own.solver.bound_seconds
     assert work_bound(job, (8 // count,)) <= least <= own.prediction.step_seconds * (1 + SAME)
 
