@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pulp
@@ -39,7 +38,7 @@ from autoparallel.planner.integer_programs.program import (
     Status,
 )
 from autoparallel.planner.intra_op.pulp_solver import PulpSolver, find_solver
-from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.requests.request import Request
 
 CBC = find_solver("cbc")
 SOLVERS = pytest.mark.parametrize("solver", [HIGHS, CBC], ids=lambda solver: solver.name)
@@ -238,20 +237,18 @@ def test_a_plan_found_with_cbc_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> No
         return solve(self, program, options)
 
     monkeypatch.setattr(PulpSolver, "solve", counted)
-    graph, blocks = mlp(1, rows=4, width=32, inner=64)
-    on, forced = cluster(2), Forced(pp=1)
-    free = plan(graph, blocks, on, Request(4, forced=forced))
-    request = Request(
-        4, memory_limit_bytes=int(0.56 * free.prediction.peak_memory_bytes), gap=0.0, forced=forced
-    )
+    graph, blocks = mlp(2, rows=8, width=32, inner=64)
+    on = cluster(2)
+    free = plan(graph, blocks, on, Request(8))
+    limit = int(0.56 * free.prediction.peak_memory_bytes)
     ours, theirs = (
-        plan(graph, blocks, on, replace(request, solver=solver))
+        plan(graph, blocks, on, Request(8, memory_limit_bytes=limit, gap=0.0, solver=solver))
         for solver in ("highs", "cbc")
     )
     assert set(solved) == {"cbc"}
     assert theirs.solver.solver == "cbc"
     assert theirs.prediction.step_seconds == pytest.approx(ours.prediction.step_seconds, rel=SAME)
-    assert theirs.prediction.peak_memory_bytes <= request.memory_limit_bytes
+    assert theirs.prediction.peak_memory_bytes <= limit
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
