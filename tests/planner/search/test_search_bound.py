@@ -90,15 +90,16 @@ def test_the_bound_is_between_that_of_the_work_and_the_best_step(seed: int) -> N
 def test_on_one_device_the_bound_is_the_step() -> None:
     """Nothing waits for anything, and nothing is sent."""
     graph, blocks = mlp(3, rows=8)
-    found = plan(graph, blocks, cluster(1), Request(8))
+    found = plan(graph, blocks, cluster(1), Request(8), is_bounded=True)
     assert found.solver.bound_seconds == pytest.approx(found.prediction.step_seconds)
 
 
 def test_memory_that_binds_raises_the_bound() -> None:
     graph, blocks = mlp(3, rows=8)
-    free = plan(graph, blocks, cluster(1), Request(8))
+    free = plan(graph, blocks, cluster(1), Request(8), is_bounded=True)
     limit = int(0.9 * free.prediction.peak_memory_bytes)
-    tight = plan(graph, blocks, cluster(1), Request(8, memory_limit_bytes=limit))
+    request = Request(8, memory_limit_bytes=limit)
+    tight = plan(graph, blocks, cluster(1), request, is_bounded=True)
     assert tight.prediction.step_seconds > free.prediction.step_seconds
     assert free.solver.bound_seconds < tight.solver.bound_seconds <= tight.prediction.step_seconds
 
@@ -131,7 +132,7 @@ def interrupted(after: int) -> Plan:
         if calls > after:
             raise KeyboardInterrupt
 
-    return plan(*MODEL, cluster(3), Request(8, features=WHOLE), observe=observe)
+    return plan(*MODEL, cluster(3), Request(8, features=WHOLE), is_bounded=True, observe=observe)
 
 
 @cache
@@ -157,7 +158,7 @@ def test_a_search_out_of_time_gives_the_best_so_far_and_a_true_gap(limit: float)
     best = whole().prediction.step_seconds
     request = Request(8, time_limit_seconds=limit, features=WHOLE)
     try:
-        found = plan(*MODEL, cluster(3), request)
+        found = plan(*MODEL, cluster(3), request, is_bounded=True)
     except TimeLimitError:
         return
     assert_is_honest(found, best)
