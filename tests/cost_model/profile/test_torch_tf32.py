@@ -25,6 +25,7 @@ SETTINGS = {
 CODE = """
 import os
 import sys
+import traceback
 import torch
 from autoparallel.cost_model.profile.torch_tf32 import set_torch, torch_families
 
@@ -38,8 +39,12 @@ def child(setting):
 for setting in sys.argv[1:]:
     forked = os.fork()
     if not forked:
-        child(setting)
-        sys.exit()
+        try:
+            child(setting)
+            os._exit(0)  # torch takes half a second to go
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
     _, status = os.waitpid(forked, 0)
     if status:
         print("failed", flush=True)

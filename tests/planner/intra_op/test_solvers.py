@@ -237,7 +237,7 @@ def test_a_plan_found_with_cbc_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> No
         return solve(self, program, options)
 
     monkeypatch.setattr(PulpSolver, "solve", counted)
-    graph, blocks = mlp(2, rows=8, width=32, inner=64)
+    graph, blocks = mlp(1, rows=8, width=32, inner=64)
     on = cluster(2)
     free = plan(graph, blocks, on, Request(8))
     limit = int(0.56 * free.prediction.peak_memory_bytes)

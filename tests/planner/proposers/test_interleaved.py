@@ -110,7 +110,9 @@ def test_what_does_not_fit_is_not_cut() -> None:
     assert tight.prediction.peak_memory_bytes <= limit
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "count", [1, 8, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 4))]
+)
 @pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
 def test_no_plan_is_below_the_bound_of_its_micro_batches(schedule: str, count: int) -> None:
     forced = Forced(pp=4, schedule=schedule, chunks=2, num_microbatches=count)
