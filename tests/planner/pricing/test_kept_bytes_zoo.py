@@ -84,6 +84,6 @@ def test_a_stage_keeps_what_is_priced(name: str, mode: str) -> None:
         pytest.xfail("a block's output is kept by its last op and by the next block's first")
     near = TWICE.get(name, NEAR)
     for parallel, devices in (("dp=1,pp=1", 1), ("pp=2,schedule=1f1b", 2)):
-        asked = f"{parallel},microbatches=2,recompute={mode}"
+        asked = f"{parallel},recompute={mode}"
         for priced, kept in priced_and_kept(name, asked, devices):
             assert priced == pytest.approx(kept, rel=near, abs=2048), parallel

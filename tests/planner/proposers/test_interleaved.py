@@ -40,8 +40,9 @@ def deep() -> tuple[Graph, Blocks]:
 
 
 @cache
-def found(*allow: str, on: Cluster = SLOW, request: Request = PIPELINE) -> Plan:
-    return plan(*deep(), on, replace(request, features=features_of(allow, (), ALL)))
+def found(*allow: str, limit: int | None = None) -> Plan:
+    request = replace(PIPELINE, features=features_of(allow, (), ALL), memory_limit_bytes=limit)
+    return plan(*deep(), SLOW, request)
 
 
 @pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
@@ -106,7 +107,7 @@ def test_what_does_not_fit_is_not_cut() -> None:
     free, plain = found("1f1b", "interleaved"), found("1f1b")
     assert plain.prediction.peak_memory_bytes < free.prediction.peak_memory_bytes
     limit = plain.prediction.peak_memory_bytes
-    tight = found("1f1b", "interleaved", request=replace(PIPELINE, memory_limit_bytes=limit))
+    tight = found("1f1b", "interleaved", limit=limit)
     assert tight.prediction.peak_memory_bytes <= limit
 
 
