@@ -1,13 +1,17 @@
 """The emulation of pipelines runs on the loopback: counts, and what follows from its own inputs."""
 
+import io
 import json
+import signal
 import subprocess
-import sys
-from pathlib import Path
+from contextlib import redirect_stdout
+from types import SimpleNamespace
 
 import pytest
+from forked_interpreters import ForkedInterpreter
 
-BUBBLE = Path(__file__).parents[2] / "benchmarks" / "pipelines" / "bubble.py"
+from benchmarks.pipelines import bubble
+
 COUNT = 4
 COUNTS = {
     # forwards, backwards or their halves, and messages between four ranks
@@ -18,16 +22,32 @@ COUNTS = {
 }
 
 
+class ForkedRank(ForkedInterpreter):
+    """An interpreter of which the output is read to its end."""
+
+    def communicate(self, timeout):
+        with self.stdout:
+            text = self.stdout.read()
+        self.wait(timeout)
+        return text, None
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    path = tmp_path_factory.mktemp("bubble") / "found.json"
-    command = [
-        sys.executable, str(BUBBLE), *COUNTS, "--bytes", "1024", "--microbatches", str(COUNT),
+    path, printed = tmp_path_factory.mktemp("bubble") / "found.json", io.StringIO()
+    arguments = [
+        *COUNTS, "--bytes", "1024", "--microbatches", str(COUNT),
         "--forward-ms", "1", "--backward-ms", "2", "--rounds", "2", "--json", str(path),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(path.read_text())
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        forking = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedRank})
+        patch.setattr(bubble, "subprocess", forking)
+        try:
+            assert bubble.main(arguments) == 0
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    return printed.getvalue(), json.loads(path.read_text())
 
 
 def test_each_schedule_computes_and_sends_what_it_has_to(found):

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.corpus.baseline import PLANS, records, reference
 from benchmarks.corpus.cases import CASES, QUICK
 from benchmarks.corpus.rows import Row, heading, is_worse, line, row_of, summary
+from benchmarks.corpus.run import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,6 +105,14 @@ def test_the_table_has_80_columns_and_the_summary_names_what_to_look_at() -> Non
     assert "not priced by evaluate as predicted: elsewhere" in text
 
 
+def test_a_case_is_planned_no_worse_than_before(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code = main(["--cases", "gpipe,refused-degrees", "--jobs", "1"])
+    output = capsys.readouterr().out
+    assert exit_code == 0, output
+    assert "2 cases" in output
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_sample_is_planned_no_worse_than_before() -> None:
     command = [sys.executable, "benchmarks/corpus/run.py", "--quick", "--jobs", "1"]

@@ -64,8 +64,8 @@ def test_a_part_that_fails_is_recorded_and_the_others_run(tmp_path: Path) -> Non
     failed = run(part("fails", "print('said'); raise SystemExit(3)"), 20.0)
     assert (failed["passed"], failed["error"]) == (False, "exit code 3")
     assert failed["last_lines"] == ["said"]
-    late = run(part("hangs", "import time; print('begun', flush=True); time.sleep(60)"), 1.5)
-    assert (late["passed"], late["error"]) == (False, "no answer within 2 s")
+    late = run(part("hangs", "import signal; signal.pause()"), 0.5)
+    assert (late["passed"], late["error"]) == (False, "no answer within 0 s")
     unread = replace(part("writes nothing", ""), read=_absent)
     assert run(unread, 20.0)["error"].startswith("no figures: ")
     assert run(part("passes", ""), 20.0)["passed"]

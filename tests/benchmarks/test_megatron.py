@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import pytest
 
 from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
 from autoparallel.planner.layout import conversion_steps
 from benchmarks.validation.models import Shape
@@ -33,12 +35,16 @@ def residual_bytes(shape: Shape) -> int:
     return ROWS * shape.seq * shape.hidden * 2
 
 
+@cache
+def program(shape: Shape) -> Program:
+    return Pricer().program(shape)
+
+
 def layer_collectives(
     shape: Shape, *, sequence_parallel: bool
 ) -> tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]:
     """Forward and backward, the (collective, bytes) of an inner layer on the tensor ranks."""
-    pricer = Pricer()
-    own = pricer.program(shape)
+    own = program(shape)
     asked = Configuration(
         tp=TP, microbatch_size=ROWS, precision="bf16", sequence_parallel=sequence_parallel
     )

@@ -1,6 +1,6 @@
 """The emulated device takes the modelled time, computes what decides, and keeps shapes."""
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,14 +32,20 @@ def test_other_ops_take_the_bytes_that_they_move():
     assert device.busy_seconds == pytest.approx(ROWS * WIDTH * 4 / RATE)
 
 
-def test_the_host_runs_ahead_and_waits_where_it_synchronizes():
+def test_the_host_runs_ahead_and_waits_where_it_synchronizes(monkeypatch):
+    now, slept = 5.0, []
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=slept.append)
+    monkeypatch.setattr("benchmarks.regret.device.time", clock)
     device = EmulatedDevice(1e15, 1e6)
-    start = time.monotonic()
     with device:
         torch.ones(ROWS, WIDTH).add_(1)  # 33 ms of the device
-        issued = time.monotonic() - start
+        assert not slept
+        now += 0.01  # of the host, meanwhile
         device.synchronize()
-    assert issued < device.busy_seconds <= time.monotonic() - start
+        assert slept == [pytest.approx(device.busy_seconds - 0.01)]
+        now += slept[0]
+        device.synchronize()
+    assert len(slept) == 1
 
 
 def test_small_tensors_and_integers_are_computed():

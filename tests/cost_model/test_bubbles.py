@@ -172,7 +172,11 @@ SHAPES = {"1.5B": (2304, 24), "6.2B": (4096, 32), "14.6B": (5120, 40), "28.3B": 
 CHUNKS = {"1.5B": 3, "6.2B": 4, "14.6B": 3, "28.3B": 2}
 """Chunks of one layer each, as in that file: 24, 32, 48 and 64 layers."""
 
-CASES = [(model, d, n) for (model, d), counts in PROFILED.items() for n in counts]
+CASES = [
+    (model, d, n) if n == min(counts) else pytest.param(model, d, n, marks=pytest.mark.slow)
+    for (model, d), counts in PROFILED.items()
+    for n in counts
+]
 
 
 def rate(schedule, model) -> float:

@@ -105,8 +105,8 @@ def assert_agrees(found: Plan, again: Evaluation) -> None:
     ids=str,
 )
 def test_found_plans_are_priced_as_they_were_predicted(forced: Forced) -> None:
-    graph, blocks = mlp(4, rows=16, width=64, inner=256)
-    found = plan(graph, blocks, cluster(4), Request(16, forced=forced))
+    graph, blocks = mlp(3, rows=8, width=64, inner=256)
+    found = plan(graph, blocks, cluster(4), Request(8, forced=forced))
     assert_agrees(found, evaluate(graph, blocks, found, found.cluster))
 
 

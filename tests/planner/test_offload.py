@@ -12,11 +12,12 @@ from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.find_plan import plan
+from autoparallel.planner.find_plan import SearchMethod, plan
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.tables import SharedTables
 from autoparallel.planner.summary import plan_summary
 
 GRAPH, BLOCKS = mlp(2, rows=8, width=8192, inner=32768)
@@ -75,6 +76,17 @@ def test_the_update_is_priced_over_the_hosts_link_and_memory() -> None:
     memory = found.stages[0].prediction.memory_bytes
     assert memory["optimizer"] == 0
     assert memory["parameters"] == 4 * NUMEL
+
+
+def test_searches_that_share_tables_price_each_update_by_its_own_policy() -> None:
+    shared = SharedTables()
+    for offload in ("none", "optimizer", "none"):
+        asked = Request(8, forced=Forced(pp=1, offload=offload), offload=offload)  # type: ignore[arg-type]
+        with_others, alone = (
+            plan(GRAPH, BLOCKS, h100s(), asked, method=SearchMethod(tables=tables))
+            for tables in (shared, None)
+        )
+        assert with_others.prediction == alone.prediction
 
 
 def test_a_faster_link_makes_a_faster_step() -> None:

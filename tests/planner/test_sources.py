@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from one_stage import plan
 from small_graphs import cluster, mlp
 
-from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.profile.database import Database
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile, level_of
@@ -23,13 +23,19 @@ from autoparallel.planner.profiling_targets import Wanted, asked_cases
 from autoparallel.planner.requests.request import Forced, Request
 
 HERE = Environment("toy", "", "2.13.0", 1)
-GRAPH, BLOCKS = mlp(3, rows=8)
+GRAPH, BLOCKS = mlp(2, rows=4)
 ON = cluster(4)
-REQUEST = Request(8)
+REQUEST = Request(4)
 
 
-def wanted(profile: Profile | None = None, on: Cluster = ON) -> Wanted:
-    return asked_cases(GRAPH, BLOCKS, on, REQUEST, basis=Basis(profile))
+@cache
+def wanted() -> Wanted:
+    return wanted_beside(None)
+
+
+def wanted_beside(profile: Profile | None) -> Wanted:
+    """What a search asks for that ``profile`` does not have."""
+    return asked_cases(GRAPH, BLOCKS, ON, REQUEST, basis=Basis(profile))
 
 
 def measured(found: Wanted, *, ops: float = 1.0, links: bool = True) -> Profile:
@@ -50,6 +56,11 @@ def _transfers(found: Wanted) -> Iterator[Transfer]:
             )  # fmt: skip
     for size in (1 << 10, 1 << 20):
         yield Transfer(LEVEL, LIBRARY, update_kind("adamw"), 1, 1, size, size * 1e-9, 9)
+
+
+@cache
+def analytic() -> Plan:
+    return planned(None)
 
 
 def planned(profile: Profile | None, mode: str = "auto", **request: object) -> Plan:
@@ -87,7 +98,7 @@ def test_what_was_measured_is_what_the_plan_predicts() -> None:
 
 def test_all_of_an_analytic_plan_is_from_specifications() -> None:
     profile = measured(wanted())
-    without, ignored = planned(None), planned(profile, "analytic")
+    without, ignored = analytic(), planned(profile, "analytic")
     assert without.prediction.sources == {"spec": pytest.approx(1.0)}
     assert replace(ignored, solver=without.solver) == without
 
@@ -98,7 +109,7 @@ def test_the_plan_names_what_was_measured_on_and_how_far_it_differs() -> None:
     assert use is not None
     assert (use.device, use.torch, use.threads) == ("toy", "2.13.0", 1)
     assert use.mismatch == "measured with torch 2.12, not 2.13"
-    assert planned(None).prediction.profile is None
+    assert analytic().prediction.profile is None
 
 
 def test_measured_mode_names_what_is_missing_and_the_command_that_measures_it() -> None:
@@ -122,22 +133,23 @@ def test_measured_mode_plans_when_everything_was_measured() -> None:
 def test_what_was_measured_is_not_asked_for_again() -> None:
     first = wanted()
     assert len(first.ops) == first.num_asked
-    again = wanted(measured(first))
+    again = wanted_beside(measured(first))
     assert again.ops == ()
     half = measured(first, ops=0.5)
-    assert {op.case for op in wanted(half).ops} >= {op.case for op in first.ops} - set(half.ops)
+    left = {op.case for op in wanted_beside(half).ops}
+    assert left >= {op.case for op in first.ops} - set(half.ops)
 
 
 def test_what_the_winner_spends_most_on_is_among_the_first() -> None:
     found = wanted()
     own = Asked()
-    evaluate(GRAPH, BLOCKS, planned(None), ON, basis=Basis(asked=own))
+    evaluate(GRAPH, BLOCKS, analytic(), ON, basis=Basis(asked=own))
     longest = max(own.ops.values(), key=lambda op: op.seconds)
     assert longest.case in {op.case for op in found.ops[: len(found.ops) // 4]}
 
 
 def test_more_layers_of_one_kind_ask_for_nothing_more() -> None:
-    deep, blocks = mlp(9, rows=8)
+    deep, blocks = mlp(9, rows=4)
     forced = replace(REQUEST, forced=Forced(dp=2, tp=2))
     shallow = asked_cases(GRAPH, BLOCKS, ON, forced)
     found = asked_cases(deep, blocks, ON, forced)

@@ -14,12 +14,17 @@ from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.candidates import Candidate
 from autoparallel.planner.search.context import SearchContext
 
-METHOD = SearchMethod(ONE_STAGE_PER_RANK)
 
+def plan(
+    graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, *, is_bounded: bool = False,
+    **options: Any,
+) -> Plan:  # fmt: skip
+    """``find_plan.plan`` with these pipelines.
 
-def plan(graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, **options: Any) -> Plan:
-    """``find_plan.plan`` with these pipelines."""
-    return find_plan.plan(graph, blocks, cluster, request, method=METHOD, **options)
+    ``is_bounded``: the plan says how far from the best it can be, which takes about as long again.
+    """
+    method = SearchMethod(ONE_STAGE_PER_RANK, is_bounded=is_bounded)
+    return find_plan.plan(graph, blocks, cluster, request, method=method, **options)
 
 
 def ranked(

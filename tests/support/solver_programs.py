@@ -60,6 +60,8 @@ class Case:
     name: str
     problem: Callable[[], Problem]
     share: float | None
+    is_quick: bool = False
+    """Whether all sessions of tests solve it, or only those that have time."""
 
     def made(self) -> Problem:
         problem = self.problem()
@@ -180,9 +182,20 @@ def _of_graph(seed: int, graph: Graph, blocks: Blocks, meshes: tuple[Mesh, ...] 
     return own.problem(setting)
 
 
-def _cases(kinds: Mapping[str, tuple[int, Callable[[int], Problem]]]) -> tuple[Case, ...]:
+QUICK = 4
+"""So many cases of each kind are quick: two without a limit, one with each limit."""
+
+
+def _cases(
+    kinds: Mapping[str, tuple[int, Callable[[int], Problem]]], quick: int = 0
+) -> tuple[Case, ...]:
     return tuple(
-        Case(f"{name} {seed}", partial(make, seed), (0.2, 0.6)[seed // 2 % 2] if seed % 2 else None)
+        Case(
+            f"{name} {seed}",
+            partial(make, seed),
+            (0.2, 0.6)[seed // 2 % 2] if seed % 2 else None,
+            seed < quick,
+        )
         for name, (number, make) in kinds.items()
         for seed in range(number)
     )
@@ -195,7 +208,8 @@ CASES = _cases(
         "mlp": (8, _of_mlp),
         "gpt": (10, partial(_of_model, model="gpt")),
         "skip": (6, partial(_of_model, model="skip")),
-    }
+    },
+    QUICK,
 )
 
 LARGE_CASES = _cases(

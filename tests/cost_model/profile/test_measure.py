@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_interpreters import ForkedInterpreter
 from profile_cases import (
     attention,
     call,
@@ -276,16 +278,20 @@ with Database(sys.argv[1]) as database:
 
 def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "profile.sqlite"
-    run = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(path), str(SUPPORT)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    run = ForkedInterpreter(
+        [sys.executable, str(script), str(path), str(SUPPORT)], env=os.environ,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert run.stdout is not None
-    told = [int(run.stdout.readline()) for _ in range(5)]
-    run.send_signal(signal.SIGINT)
-    rest, errors = run.communicate(timeout=60)
-    assert "KeyboardInterrupt" in errors
-    told += [int(line) for line in rest.split()]
+    with run.stdout:
+        told = [int(run.stdout.readline()) for _ in range(5)]
+        os.kill(run.pid, signal.SIGINT)
+        rest = run.stdout.read().decode().splitlines()
+    assert run.wait(timeout=60) != 0
+    assert "KeyboardInterrupt" in rest[-1]
+    told += [int(line) for line in rest if line.isdigit()]
     with Database(path) as database:
         (environment,) = database.environments()
         kept = {case.tensors[0].shape[0] for case in database.all(environment)}

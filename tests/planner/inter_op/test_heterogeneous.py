@@ -171,10 +171,10 @@ def test_a_plan_in_another_order_keeps_its_devices_kinds() -> None:
 
 def test_racks_that_are_far_apart_are_stages() -> None:
     """Within a rack any cut is free, between them only what a stage passes on is sent."""
-    graph, blocks = mlp(6, rows=16, width=64, inner=2048)
+    graph, blocks = mlp(6, rows=8, width=64, inner=2048)
     hosts = [host(1, rack=name) for name in "abab"]
     cluster = toys(*hosts, rack_link=SLOW)
-    found = plan(graph, blocks, cluster, Request(16))
+    found = plan(graph, blocks, cluster, Request(8))
     racks = [{cluster.hosts[rank].rack for rank in stage.devices} for stage in found.stages]
     crossings = sum(first != second for first, second in pairwise(racks))
     assert all(len(own) == 1 for own in racks)

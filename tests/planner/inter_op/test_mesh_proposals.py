@@ -121,7 +121,7 @@ def best_of(program: Program, where: Cluster, request: Request, more: str) -> fl
     return min(found)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_best_mesh_with_cp_is_among_those_proposed(rows: int) -> None:
     """Fewer rows than hosts: with all meshes asked for by themselves nothing is faster."""
     program = attention(512)

@@ -14,7 +14,9 @@ from autoparallel.cost_model.cluster import Cluster
 from autoparallel.planner.errors import InfeasibleError
 
 SAME = 1e-9
-QUICK = (2, 3, 4)
+QUICK = (6, 20)
+"""Hosts of two devices and one with a limit of memory, hosts of two and two without."""
+
 SEEDS = tuple(
     seed if seed in QUICK else pytest.param(seed, marks=pytest.mark.slow) for seed in range(40)
 )

@@ -7,6 +7,7 @@ every layer, relative biases, state spaces, convolutions), on one device and cut
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -68,16 +69,21 @@ def priced_and_kept(name: str, parallel: str, devices: int) -> list[tuple[float,
     return found
 
 
-def _slow(name: str) -> object:
-    return pytest.param(name, marks=pytest.mark.slow)
+QUICK = {("none", "bart"), ("selective", "bart"), ("none", "swin"), ("full", "swin")}
 
 
-@pytest.mark.parametrize("name", [*FAST, *map(_slow, ZOO)])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
+        for case in product(MODES, (*FAST, *ZOO))
+    ],
+)
 def test_a_stage_keeps_what_is_priced(name: str, mode: str) -> None:
     if (name, mode) == ("resnet", "none"):
         pytest.xfail("a block's output is kept by its last op and by the next block's first")
     near = TWICE.get(name, NEAR)
     for parallel, devices in (("dp=1,pp=1", 1), ("pp=2,schedule=1f1b", 2)):
-        for priced, kept in priced_and_kept(name, f"{parallel},recompute={mode}", devices):
+        asked = f"{parallel},recompute={mode}"
+        for priced, kept in priced_and_kept(name, asked, devices):
             assert priced == pytest.approx(kept, rel=near, abs=2048), parallel

@@ -11,10 +11,10 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced, Request
 
 
-def planned(*paths: str, forced: Forced | None = None) -> Plan:
-    graph, blocks = mlp(4, rows=8, width=24, inner=48)
-    request = Request(8, forced=forced or Forced(), stage_at=paths)
-    return plan(graph, blocks, cluster(4), request)
+def planned(*paths: str, forced: Forced | None = None, devices: int = 4) -> Plan:
+    graph, blocks = mlp(4, rows=4, width=24, inner=48)
+    request = Request(4, forced=forced or Forced(), stage_at=paths)
+    return plan(graph, blocks, cluster(devices), request)
 
 
 def begins(found: Plan) -> list[str]:
@@ -27,15 +27,17 @@ def test_stages_begin_where_asked(paths: tuple[str, ...]) -> None:
 
 
 def test_with_as_many_stages_as_are_begun_the_cut_is_that_one() -> None:
-    assert begins(planned("layers.3", forced=Forced(pp=2))) == ["in", "layers.3"]
+    assert begins(planned("layers.3", forced=Forced(pp=2), devices=2)) == ["in", "layers.3"]
 
 
 def test_the_best_of_all_cuts_is_the_free_one_and_none_is_faster() -> None:
     forced = Forced(pp=2, schedule="1f1b", num_microbatches=4)
-    free = planned(forced=forced)
+    free = planned(forced=forced, devices=2)
     own = free.prediction.step_seconds
     names = ["layers.0", "layers.1", "layers.2", "layers.3", "out"]
-    every = {name: planned(name, forced=forced).prediction.step_seconds for name in names}
+    every = {
+        name: planned(name, forced=forced, devices=2).prediction.step_seconds for name in names
+    }
     assert min(every.values()) == pytest.approx(own, rel=1e-6)
     assert every[begins(free)[1]] == pytest.approx(own, rel=1e-6)
 

@@ -31,7 +31,7 @@ ALL = (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)
 SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
 """Compute and wires so slow that weights are better not copied: pipelines win."""
 
-WORDS, WIDTH, SEQ = 16, 32, 64
+WORDS, WIDTH, SEQ = 16, 32, 32
 PIPELINE = Request(8, forced=Forced(pp=4, num_microbatches=4))
 """Few micro-batches: much of the step is filling and draining."""
 
@@ -54,7 +54,7 @@ class Causal(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(Layer() for _ in range(8))
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
 
     def forward(self, words: Tensor, labels: Tensor) -> Tensor:
         x = self.words(words)
@@ -165,11 +165,11 @@ def attention_spec() -> Node:
 
 
 def test_an_attention_keeps_the_keys_so_far_of_every_slice_and_a_mask() -> None:
-    """Of four slices of 16: keys of 16, 32, 48 and 64 positions where a whole one keeps 64."""
-    slices = (16, 16, 16, 16)
-    masks = 4 * 16 * (32 + 48 + 64)
+    """Of four slices of 8: keys of 8, 16, 24 and 32 positions where a whole one keeps 32."""
+    slices = (8, 8, 8, 8)
+    masks = 4 * 8 * (16 + 24 + 32)
     assert carried_bytes(attention_spec(), 1000.0, slices) == 1500.0 + masks
-    assert carried_bytes(attention_spec(), 1000.0, slices, again=True) == 1000 * 96 / 64
+    assert carried_bytes(attention_spec(), 1000.0, slices, again=True) == 1000 * 48 / 32
     assert carried_bytes(attention_spec(), 1000.0, ()) == 0
     assert carried_bytes(replace(attention_spec(), op="aten.gelu.default"), 1000.0, slices) == 0
 

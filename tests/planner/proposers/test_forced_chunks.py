@@ -19,13 +19,15 @@ from autoparallel.planner.requests.pins import parse_pin
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 
 SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
+FEW = cluster(2, bytes_per_second=1e6, flops=1e6)
 ALL = (*SCHEDULES, *CHUNKED_SCHEDULES)
 
 
 @cache
 def forced_plan(schedule: str, pp: int | None) -> Plan:
     """The plan of eight layers under a schedule, on ``pp`` ranks or the best number of them."""
-    return plan(*mlp(8, rows=8), SLOW, Request(8, forced=Forced(pp=pp, schedule=schedule)))
+    forced = Forced(pp=pp, schedule=schedule, num_microbatches=8)
+    return plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced))
 
 
 @pytest.mark.parametrize("pp", [2, 4])
@@ -34,7 +36,8 @@ def test_what_is_forced_is_what_is_found_where_only_that_is_allowed(schedule: st
     graph, blocks = mlp(8, rows=8)
     forced = forced_plan(schedule, pp)
     only = features_of([schedule], (), ALL)
-    allowed = plan(graph, blocks, SLOW, Request(8, forced=Forced(pp=pp), features=only))
+    request = Request(8, forced=Forced(pp=pp, num_microbatches=8), features=only)
+    allowed = plan(graph, blocks, SLOW, request)
     assert forced.schedule == allowed.schedule == schedule
     assert forced.prediction == allowed.prediction
     assert len(forced.stages) == pp * forced.num_chunks
@@ -42,11 +45,11 @@ def test_what_is_forced_is_what_is_found_where_only_that_is_allowed(schedule: st
 
 
 def test_the_number_of_stages_per_rank_is_the_best_or_the_one_that_is_forced() -> None:
-    graph, blocks = mlp(16, rows=8)
+    graph, blocks = mlp(10, rows=8)
 
     def step(chunks: int | None) -> tuple[int, float]:
         forced = Forced(pp=2, schedule="interleaved", chunks=chunks, num_microbatches=8)
-        own = plan(graph, blocks, SLOW, Request(8, forced=forced))
+        own = plan(graph, blocks, FEW, Request(8, forced=forced))
         return own.num_chunks, own.prediction.step_seconds
 
     every = {count: step(count) for count in (2, 3, 4)}
@@ -84,7 +87,10 @@ def test_what_cannot_be_of_several_stages_is_said(forced: Forced, said: str) -> 
 
 
 def test_a_name_means_what_its_alias_does() -> None:
-    one, other = (forced_plan(name, 2) for name in ("interleaved", "interleaved-1f1b"))
+    one, other = (
+        plan(*mlp(6, rows=4), FEW, Request(4, forced=Forced(pp=2, schedule=name)))
+        for name in ("interleaved", "interleaved-1f1b")
+    )
     assert one.schedule == other.schedule == "interleaved"
     assert one.prediction == other.prediction
 
@@ -94,16 +100,16 @@ def test_a_schedule_that_can_have_one_stage_per_rank_has_as_many_as_are_forced(
     pp: int | None,
 ) -> None:
     forced = Forced(pp=pp, schedule="zb-h1", chunks=2)
-    found = plan(*mlp(4, rows=8), SLOW, Request(8, forced=forced))
+    found = plan(*mlp(4, rows=4), FEW, Request(4, forced=forced))
     assert found.schedule == "zb-h1"
     assert found.num_chunks == 2
-    single = plan(*mlp(4, rows=8), SLOW, Request(8, forced=Forced(pp=2, schedule="zb-h1")))
+    single = plan(*mlp(4, rows=4), FEW, Request(4, forced=Forced(pp=2, schedule="zb-h1")))
     assert single.num_chunks == 1
 
 
 def test_a_forced_number_of_one_stage_per_rank_is_searched_and_bounded_as_such() -> None:
     forced = Forced(pp=2, schedule="interleaved", chunks=1)
-    found = plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced))
+    found = plan(*mlp(8, rows=4), FEW, Request(4, forced=forced))
     assert (found.schedule, found.num_chunks, len(found.stages)) == ("interleaved", 1, 2)
 
 
@@ -117,12 +123,12 @@ def test_a_schedule_of_several_stages_is_refused_where_pipelines_are_denied() ->
 def test_where_no_chunks_fit_it_is_said_that_memory_is_what_lacks() -> None:
     """A pipeline of one stage per rank fits in these bytes, breadth-first loops do not."""
     whole = features_of((), ["selective", "full"], ALL)
-    plain = Request(8, forced=Forced(pp=2, schedule="1f1b"), features=whole)
-    limit = plan(*mlp(4, rows=8), SLOW, plain).prediction.peak_memory_bytes
+    plain = Request(4, forced=Forced(pp=2, schedule="1f1b"), features=whole)
+    limit = plan(*mlp(4, rows=4), FEW, plain).prediction.peak_memory_bytes
     asked = replace(plain, memory_limit_bytes=limit)
     for pp in (2, None):
         with pytest.raises(InfeasibleError, match="chunks of a rank do not fit") as caught:
-            plan(*mlp(4, rows=8), SLOW, replace(asked, forced=Forced(pp=pp, schedule="bfs")))
+            plan(*mlp(4, rows=4), FEW, replace(asked, forced=Forced(pp=pp, schedule="bfs")))
         assert caught.value.code == "AP301"
 
 
@@ -137,7 +143,7 @@ def test_what_no_pipeline_can_run_is_named() -> None:
 def test_what_is_found_in_little_time_runs_as_it_was_forced_to(limit: float) -> None:
     forced = Forced(pp=2, schedule="interleaved")
     with suppress(TimeLimitError):  # where nothing was found in time that is said
-        own = plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced, time_limit_seconds=limit))
+        own = plan(*mlp(8, rows=8), FEW, Request(8, forced=forced, time_limit_seconds=limit))
         assert own.schedule == "interleaved"
         assert own.num_chunks > 1
 
@@ -162,7 +168,7 @@ def test_blocks_that_pins_tell_apart_keep_all_their_layouts(layer: int) -> None:
     pins = (parse_pin(f"layers.{layer}.up.weight=S(1)@tp"),)
 
     def found(schedule: str) -> Plan:
-        forced = Forced(pp=2, tp=2, schedule=schedule)
+        forced = Forced(pp=2, tp=2, schedule=schedule, num_microbatches=8)
         return plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced, pins=pins))
 
     def named(own: Plan) -> set[str]:
@@ -178,7 +184,7 @@ def test_blocks_that_pins_tell_apart_keep_all_their_layouts(layer: int) -> None:
 def test_where_a_stage_is_to_begin_one_does(layer: str) -> None:
     """With as many stages per rank as that takes."""
     forced = Forced(pp=2, schedule="interleaved")
-    found = plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced, stage_at=(layer,)))
+    found = plan(*mlp(8, rows=4), FEW, Request(4, forced=forced, stage_at=(layer,)))
     assert layer in {stage.blocks[0].name for stage in found.stages}
 
 

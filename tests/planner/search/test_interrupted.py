@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from small_graphs import cluster, mlp
@@ -24,8 +25,13 @@ SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
 
 
 def found() -> Plan:
-    request = Request(8, forced=Forced(pp=4), features=features_of((), (), ALL))
+    request = Request(8, forced=Forced(pp=4, num_microbatches=8), features=features_of((), (), ALL))
     return plan(*mlp(8, rows=8), SLOW, request)
+
+
+@cache
+def undisturbed() -> Plan:
+    return found()
 
 
 class Interrupting:
@@ -45,7 +51,7 @@ class Interrupting:
 def test_an_interleaving_that_is_interrupted_leaves_the_best_so_far(
     monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    whole = found()
+    whole = undisturbed()
     assert whole.num_chunks > 1
     assert whole.solver.stopped == ""
     make = Interrupting(Interleaving.candidate, call)
@@ -59,7 +65,7 @@ def test_an_interleaving_that_is_interrupted_leaves_the_best_so_far(
 
 
 def test_a_bound_that_is_interrupted_is_that_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = found()
+    whole = undisturbed()
     monkeypatch.setattr(bound, "_parts", Interrupting(bound._parts, 1))
     own = found()
     assert own.solver.stopped == "Ctrl-C"
@@ -70,7 +76,7 @@ def test_a_bound_that_is_interrupted_is_that_of_the_work(monkeypatch: pytest.Mon
 def test_a_winner_that_is_simulated_when_ctrl_c_comes_is_still_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, settle = found(), CandidatePool.settle
+    whole, settle = undisturbed(), CandidatePool.settle
     interrupting = Interrupting(settle, 1)
     monkeypatch.setattr(CandidatePool, "settle", lambda self: interrupting(self))
     own = found()

@@ -28,7 +28,7 @@ def program() -> Program:
 @pytest.mark.parametrize(
     ("cluster", "limit", "forced"),
     [
-        ("4xV100-16GB", 1.5e9, Forced(pp=1)),
+        pytest.param("4xV100-16GB", 1.5e9, Forced(pp=1), marks=pytest.mark.slow),
         ("2xV100-16GB", 2.2e9, Forced(pp=1, num_microbatches=4)),
         ("2xV100-16GB", 2.0e9, Forced(pp=2, num_microbatches=8)),
     ],

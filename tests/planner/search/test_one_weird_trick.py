@@ -40,10 +40,12 @@ from autoparallel.runtime.reference import run_reference
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify
 from autoparallel.targets import load_target
+from examples.alexnet import example_batch
 
 BATCH, DEVICES = 128, 4
 SHARE = (DEVICES - 1) / DEVICES
-SMALL = {"width": 0.25, "hidden": 1024, "classes": 16}
+SMALL_SIZE = 96
+SMALL = {"size": SMALL_SIZE, "width": 0.25, "hidden": 1024, "classes": 16}
 SMALL_BATCH = 32
 CONVOLUTIONS = ("conv2d", "conv2d_1", "conv2d_2", "conv2d_3", "conv2d_4")
 FULLY_CONNECTED = ("fc6.weight", "fc7.weight", "fc8.weight")
@@ -61,7 +63,8 @@ def cluster(num_devices: int) -> Cluster:
 def program(small: bool, precision: Any = "fp32") -> Program:
     target = load_target("examples/alexnet.py", SMALL if small else {})
     model = record_build(target.build_model, seed=0).model
-    return capture_model(model, target.example_batch(2, None), target.loss_fn, precision)
+    batch = example_batch(2, SMALL_SIZE) if small else example_batch(2)
+    return capture_model(model, batch, target.loss_fn, precision)
 
 
 @cache

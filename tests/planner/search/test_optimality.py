@@ -18,12 +18,16 @@ from solved_cases import SAME, Solved, assert_is_near, best_of_all, found_plan, 
 from autoparallel.planner.evaluate import evaluate
 
 NUM_CASES = 200
-SAMPLE = 20
-"""Cases that are no slow tests."""
+SAMPLE = (1, 5, 6, 7, 10, 11, 14, 15, 17)
+"""Cases that are no slow tests, of every sort, whose brute force is quick."""
 
 SEEDS = [
-    *range(SAMPLE),
-    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(SAMPLE, NUM_CASES)),
+    *SAMPLE,
+    *(
+        pytest.param(seed, marks=pytest.mark.slow)
+        for seed in range(NUM_CASES)
+        if seed not in SAMPLE
+    ),
 ]
 
 MOST_MISSED, WORST_MISS, MEAN_MISS = 0.25, 0.15, 0.01
@@ -57,16 +61,22 @@ def test_the_plan_costs_what_it_says_and_fits(seed: int) -> None:
 
 def test_few_plans_are_not_the_best_and_none_by_much() -> None:
     """What the bound leaves open is far more than what is missed."""
-    known = [own for own in map(solved, range(SAMPLE)) if own.best is not None]
+    known = [own for own in map(solved, SAMPLE) if own.best is not None]
     missed = [max(own.seconds / own.best.step_seconds - 1, 0.0) for own in known if own.best]
-    assert len(known) > SAMPLE // 2
+    assert len(known) > len(SAMPLE) // 2
     assert sum(miss > SAME for miss in missed) <= MOST_MISSED * len(missed)
     assert max(missed) <= WORST_MISS
     assert mean(missed) <= MEAN_MISS
 
 
 @pytest.mark.parametrize(
-    ("seed", "shares"), [(20, (1, 3)), (24, (3, 5)), (38, (1, 3)), (12, (1, 1, 6))]
+    ("seed", "shares"),
+    [
+        (20, (1, 3)),
+        (12, (1, 1, 6)),
+        pytest.param(24, (3, 5), marks=pytest.mark.slow),
+        pytest.param(38, (1, 3), marks=pytest.mark.slow),
+    ],
 )
 def test_a_plan_with_unequal_shares_is_the_fastest_there_is(
     seed: int, shares: tuple[int, ...]
@@ -84,6 +94,12 @@ def test_a_plan_with_unequal_shares_is_the_fastest_there_is(
 
 def test_the_cases_are_of_every_sort() -> None:
     """Devices that differ, memory that binds, uneven hosts, shared weights, 2 to 5 blocks."""
+    sample = [random_case(seed) for seed in SAMPLE]
+    assert {case.cluster.num_devices for case in sample} == {1, 2, 3, 4}
+    assert {(case.is_mixed, case.memory_share is None) for case in sample} == {
+        (True, True), (True, False), (False, True), (False, False),
+    }  # fmt: skip
+    assert any(_shares_weights(case) for case in sample)
     cases = [random_case(seed) for seed in range(NUM_CASES)]
     assert sum(case.is_mixed for case in cases) >= 50
     assert sum(case.memory_share is not None for case in cases) >= 100

@@ -166,9 +166,9 @@ def test_no_time_is_a_time_limit_error() -> None:
 
 
 def test_the_alternatives_lost_for_a_reason() -> None:
-    graph, blocks = mlp(4, rows=64)
+    graph, blocks = mlp(4, rows=12)
     whole = Features(frozenset({"zb-h1", "zb-h2"}))
-    found = plan(graph, blocks, cluster(4), Request(64, features=whole))
+    found = plan(graph, blocks, cluster(3), Request(12, features=whole), is_bounded=True)
     assert found.alternatives
     for other in found.alternatives:
         assert other.step_seconds >= found.prediction.step_seconds
@@ -203,10 +203,10 @@ def _every_choice() -> list[Forced]:
 
 
 def test_stages_on_hosts_of_different_sizes_use_every_device() -> None:
-    graph, blocks = mlp(4, rows=8)
+    graph, blocks = mlp(4, rows=4)
     one = cluster(2).hosts[0]
     mixed = Cluster("mixed", (one, Host(one.device, 4, one.link)), cluster(2).inter_link)
-    found = plan(graph, blocks, mixed, Request(8))
+    found = plan(graph, blocks, mixed, Request(4))
     assert [rank for stage in found.stages for rank in stage.devices] == list(range(6))
 
 
@@ -222,8 +222,8 @@ def test_the_observer_hears_of_progress() -> None:
 
 def test_planning_is_repeatable() -> None:
     def found() -> Plan:
-        graph, blocks = mlp(3, rows=16)
-        result = plan(graph, blocks, cluster(4), Request(16))
+        graph, blocks = mlp(3, rows=8)
+        result = plan(graph, blocks, cluster(4), Request(8), is_bounded=True)
         return replace(result, solver=replace(result.solver, seconds={}))
 
     assert found() == found()
@@ -234,7 +234,7 @@ def test_the_winner_is_the_fastest_by_whole_steps_where_they_were_continued(
 ) -> None:
     """Steps that are continued from too few micro-batches are wrong; the winner's is not."""
     graph, blocks = mlp(6, rows=8, width=256, inner=1024)
-    on, request = cluster(4, num_hosts=4, bytes_per_second=2e9), Request(128, top=8)
+    on, request = cluster(2, num_hosts=4, bytes_per_second=2e9), Request(128, top=8)
     monkeypatch.setattr(candidates, "MOST_STEPS", 16)
     monkeypatch.setattr(candidates, "_simulated_numbers", lambda stages: (1, 2))
     job, found = ranked(graph, blocks, on, request)

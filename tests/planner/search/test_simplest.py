@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
+import one_stage
 import pytest
 from small_graphs import cluster, mlp
 
 from autoparallel.planner import rules
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, plan, run_proposers
+from autoparallel.planner.find_plan import plan, run_proposers
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.search.candidates import Candidate
 from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
 from autoparallel.planner.search.simplest import Shape, shape_of, simplest_of
 
-GRAPH, BLOCKS = mlp(6, rows=16)
+GRAPH, BLOCKS = mlp(6, rows=8)
 ON = cluster(2)
-REQUEST = Request(16)
+REQUEST = Request(8)
 
 
+@cache
 def planned(tolerance: float, forced: Forced | None = None) -> Plan:
     return plan(GRAPH, BLOCKS, ON, replace(REQUEST, tolerance=tolerance, forced=forced or Forced()))
 
@@ -36,14 +40,18 @@ def test_shapes_are_compared_by_their_weightiest_difference() -> None:
     assert sorted([looped, pipeline, plain]) == [plain, pipeline, looped]
 
 
+@cache
+def ranked() -> tuple[SearchContext, list[Candidate]]:
+    return one_stage.ranked(GRAPH, BLOCKS, ON, REQUEST)
+
+
 def pool_of(*steps_and_kinds: tuple[float, str]) -> tuple[SearchContext, CandidatePool]:
     """A pool of candidates that take so long, with one stage or a pipeline of two."""
-    job = SearchContext.of(GRAPH, BLOCKS, ON, REQUEST, rules=rules, basis=DEFAULT)
-    found = run_proposers(job, ONE_STAGE_PER_RANK)
+    job, found = ranked()
     by_kind = {"single": 1, "pipeline": 2}
     pool = CandidatePool(job)
     for seconds, kind in steps_and_kinds:
-        like = next(each for each in found.ranked() if len(each.stages) == by_kind[kind])
+        like = next(each for each in found if len(each.stages) == by_kind[kind])
         pool.add(replace(like, step_seconds=seconds))
     return job, pool
 
@@ -65,12 +73,17 @@ def test_of_equally_simple_ones_the_faster_is_chosen() -> None:
     assert why is None
 
 
+@cache
+def searched() -> tuple[SearchContext, CandidatePool]:
+    job = SearchContext.of(GRAPH, BLOCKS, ON, REQUEST, rules=rules, basis=DEFAULT)
+    return job, run_proposers(job)
+
+
 @pytest.mark.parametrize("tolerance", [0.02, 0.1, 0.5])
 def test_a_plan_is_no_slower_than_the_tolerance_allows_and_no_less_simple(
     tolerance: float,
 ) -> None:
-    job = SearchContext.of(GRAPH, BLOCKS, ON, REQUEST, rules=rules, basis=DEFAULT)
-    pool = run_proposers(job)
+    job, pool = searched()
     (fastest, _), (simple, why) = (simplest_of(job, pool, share) for share in (0.0, tolerance))
     assert simple.step_seconds <= fastest.step_seconds * (1 + tolerance)
     assert shape_of(simple) <= shape_of(fastest)
