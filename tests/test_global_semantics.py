@@ -56,22 +56,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp_mixer": ("examples/mlp_mixer.py", {"channels": 16, "n_layer": 2}),
 }
 FEW_LOSSES = ("mean", "weighted", "masked at random")
-MORE = [(m, "dp=2,pp=2,microbatches=4") for m in LOSSES if m not in FEW_LOSSES]
-"""Cases of four ranks that are slow."""
-
+RECOMPUTED = "tp=2,microbatches=2,recompute=full"
 CASES = {
-    2: [(model, "tp=2,microbatches=2,recompute=full") for model in LOSSES]
+    2: [(model, RECOMPUTED) for model in ("smoothed", "sum", "normalized", "nll", "masked")]
     + [(model, p) for model in ("average", "wide_resnet") for p in ("dp=2", "tp=2")]
-    + [("wide_resnet", "pp=2"), ("wide_resnet", "dp=2,recompute=full")]
-    + [("wide_resnet", "dp=2,microbatches=2"), ("average", "dp=2,microbatches=2")]
-    + [("diffusion", "dp=2,zero=3,microbatches=2")]
-    + [
-        (model, p) for model in ("unet", "diffusion", "mlp_mixer") for p in ("dp=2", "tp=2", "pp=2")
-    ],
+    + [("wide_resnet", "pp=2"), ("wide_resnet", "dp=2,microbatches=2")]
+    + [("diffusion", "dp=2,zero=3,microbatches=2"), ("mlp_mixer", "tp=2")]
+    + [("unet", p) for p in ("dp=2", "tp=2", "pp=2")],
     4: [(model, "dp=2,pp=2,microbatches=4") for model in FEW_LOSSES]
-    + [("wide_resnet", "dp=2,tp=2")]
-    + [(model, "dp=2,pp=2,microbatches=2") for model in ("unet", "diffusion")],
+    + [("wide_resnet", "dp=2,tp=2"), ("diffusion", "dp=2,pp=2,microbatches=2")],
 }
+MORE = {
+    2: [(model, RECOMPUTED) for model in ("mean", "weighted", "mean of random ones")]
+    + [("masked at random", RECOMPUTED), ("wide_resnet", "dp=2,recompute=full")]
+    + [("average", "dp=2,microbatches=2")]
+    + [(model, p) for model in ("diffusion", "mlp_mixer") for p in ("dp=2", "pp=2")]
+    + [("diffusion", "tp=2")],
+    4: [(m, "dp=2,pp=2,microbatches=4") for m in LOSSES if m not in FEW_LOSSES]
+    + [("unet", "dp=2,pp=2,microbatches=2")],
+}
+"""Cases that are slow."""
 
 
 def target(model: str) -> Target:
@@ -139,8 +143,8 @@ def results(num_ranks: int) -> dict[tuple[str, str], Verification]:
 
 
 @cache
-def more_results() -> dict[tuple[str, str], Verification]:
-    return verified(4, MORE)
+def more_results(num_ranks: int) -> dict[tuple[str, str], Verification]:
+    return verified(num_ranks, MORE[num_ranks])
 
 
 def verified(num_ranks: int, cases: list[tuple[str, str]]) -> dict[tuple[str, str], Verification]:
@@ -160,9 +164,14 @@ def test_a_plan_equals_one_device_on_the_whole_batch(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "parallel"), MORE)
-def test_a_plan_of_every_loss_on_four_ranks_equals_one_device(model: str, parallel: str) -> None:
-    check(more_results()[model, parallel])
+@pytest.mark.parametrize(
+    ("num_ranks", "model", "parallel"),
+    [(ranks, model, parallel) for ranks, cases in MORE.items() for model, parallel in cases],
+)
+def test_more_plans_equal_one_device_on_the_whole_batch(
+    num_ranks: int, model: str, parallel: str
+) -> None:
+    check(more_results(num_ranks)[model, parallel])
 
 
 def check(found: Verification) -> None:

@@ -7,6 +7,7 @@ as those of a GPU whose host runs far ahead.
 from __future__ import annotations
 
 import pytest
+from marks import slow
 from memory_cases import COUNTS, MODELS, SCHEDULES, measured, planned, predicted
 from processes import run_processes
 from schedule_cases import Case
@@ -51,7 +52,15 @@ def check(cases: list[Case], backend: str) -> int:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("backend", "cases"), [("gloo", SAMPLE[:2]), ("strict", SAMPLE[2:])])
+@pytest.mark.parametrize(
+    ("backend", "cases"),
+    [
+        ("gloo", SAMPLE[:1]),
+        ("strict", SAMPLE[4:]),
+        slow("gloo", SAMPLE[1:2]),
+        slow("strict", SAMPLE[2:4]),
+    ],
+)
 def test_some_schedules_hold_what_is_predicted(backend: str, cases: tuple[Case, ...]) -> None:
     assert check(list(cases), backend) == len(cases)
 
@@ -93,9 +102,9 @@ def counted(plan: Plan, case: Case) -> list[int]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("skip", "1f1b", 4),
+        slow(Case("skip", "1f1b", 4)),
         Case("skip", "zbv", 4, "pp=2,dp=2"),
-        Case("skip", "interleaved,chunks=2", 4, "pp=2,tp=2"),
+        slow(Case("skip", "interleaved,chunks=2", 4, "pp=2,tp=2")),
         Case("gpt", "chimera", 4),
     ],
     ids=str,

@@ -15,9 +15,7 @@ from strict_cases import COUNTS, MODELS, planned, run_cases
 
 SAMPLE = (
     Case("skip", "interleaved,chunks=2", 4),
-    Case("skip", "bfs,chunks=2", 4),
     Case("skip", "zbv", 16),
-    Case("skip", "interleaved,chunks=2", 4, "pp=2,dp=2"),
     Case("skip", "zb-h1", 4, hosts=(2, 1)),
 )
 FEWEST = {"chain": 40, "tied": 40, "skip": 40, "u-net": 20, "encoder-decoder": 20, "branches": 20}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from one_device import build_optimizer
 from processes import run_processes
 from schedule_cases import Case
@@ -189,7 +190,7 @@ def both(text: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "case",
-    [CASES[0], CASES[3], CASES[4], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[1:3])],
+    [CASES[0], CASES[3], *map(slow, (CASES[1], CASES[2], CASES[4]))],
     ids=lambda case: case.parallel,
 )
 def test_a_host_waits_only_for_the_figures_of_the_step_before(case: Case) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import slow
 from processes import RankError, run_processes
 from torch import Tensor, nn
 
@@ -106,7 +107,9 @@ def adopt(**how: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("parallel", ["dp=2,zero=0", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "pp=2"])
+@pytest.mark.parametrize(
+    "parallel", [slow("dp=2,zero=0"), slow("dp=2,zero=2"), "dp=2,zero=3", slow("tp=2"), "pp=2"]
+)
 def test_a_script_with_a_group_of_gpus_alone_trains_as_ever(parallel: str) -> None:
     expected = run_processes(1, adopt)[0]
     for losses in run_processes(2, _adopt, parallel, backend="strict"):

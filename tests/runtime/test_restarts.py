@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from commands import run_python
+from marks import slow
 
 from autoparallel.metrics import JsonLines
 from autoparallel.plan_io import load_plan, save_plan
@@ -102,7 +103,7 @@ def trained(
     return [{name: line[name] for name in names} for line in lines], outcome
 
 
-@pytest.mark.parametrize("executor", [pytest.param("zero3", marks=pytest.mark.slow), "zb-h1"])
+@pytest.mark.parametrize("executor", [slow("zero3"), "zb-h1"])
 def test_a_killed_run_gives_the_losses_of_an_unbroken_one(
     executor: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_rank_lost_while_a_checkpoint_is_written_is_no_full_disk(
     assert [path.name[-1] for path in complete_checkpoints(tmp_path / "run")] == ["1", "2", "3"]
 
 
+@pytest.mark.slow
 def test_a_restart_passes_over_checkpoints_of_an_earlier_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,6 +270,7 @@ def build_data(rank, world, *, global_batch, seed, start):
 """
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_again_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "killed_model.py").write_text(KILLED)
     for file in (MODEL,):

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import slow
 from test_failures import ALONE, check_waits, messages
 from test_torchrun_failures import torchrun_words
 
@@ -93,8 +94,11 @@ for _ in range(20):
 """
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("text", [ENDING, LAST_COLLECTIVE], ids=["watchdog", "collective"])
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [(LAST_COLLECTIVE, 1), slow(LAST_COLLECTIVE, 5), slow(ENDING, 5)],
+    ids=["collective", "collectives", "watchdog"],
+)
 def test_a_script_may_end_while_a_thread_is_at_work(tmp_path, text, count):
     """A thread that takes the lock of an ending interpreter aborted a third of the processes."""
     script = tmp_path / "ending.py"

@@ -59,6 +59,7 @@ def said(err: str) -> dict[int, str]:
     return messages(err.partition("torch.distributed.elastic.multiprocessing.errors")[0])
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_by_every_other_one(plan_path, tmp_path):  # noqa: F811
     err = run_until_failure(
         plan_path, tmp_path / "pids", rank=2, at="2B0: computing", sign=signal.SIGKILL

@@ -24,8 +24,8 @@ from autoparallel.planner.layout import Mesh
 CASES = cases()
 MESHES = {
     Mesh(("tp",), (2,)): sys.maxsize,
-    Mesh(("tp",), (3,)): sample_size(4, sys.maxsize),
-    Mesh(("dp", "tp"), (2, 2)): sample_size(4, 10),
+    Mesh(("tp",), (3,)): sample_size(2, sys.maxsize),
+    Mesh(("dp", "tp"), (2, 2)): sample_size(3, 10),
 }
 """The number of layouts of an op that are proven on each mesh."""
 
@@ -60,7 +60,7 @@ _NAMES = (
 )
 TRAINED_WITH = frozenset(_NAMES.split())
 SAMPLES = [case for case in CASES if case.op.split(".")[1] in TRAINED_WITH]
-LAYOUTS_PER_SAMPLE = 3
+LAYOUTS_PER_SAMPLE = sample_size(1, 5)
 
 
 def in_dtype(case: OpCase, dtype: torch.dtype) -> OpCase:

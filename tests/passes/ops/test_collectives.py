@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from communicator import ThreadCommunicator, run_ranks
+from marks import slow
 from sharding import assert_close, collect, distribute, gradient_layout
 
 from autoparallel.passes.ops.collectives import (
@@ -80,7 +81,7 @@ def test_a_conversion_on_one_axis_is_exact_both_ways_and_uses_the_collectives_it
         assert found == [[name] if name else [] for name in expected]
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 3)])
+@pytest.mark.parametrize("shape", [(2, 2), slow((2, 3))])
 def test_every_conversion_on_two_axes_is_exact_both_ways(shape: tuple[int, int]) -> None:
     """All pairs of layouts over (S(0), S(1), R, I, P), nested splits included."""
     mesh = Mesh(("dp", "tp"), shape)
