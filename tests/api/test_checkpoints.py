@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from commands import run_python, run_torchrun
 from forced_plans import settled
+from processes import run_processes
 from torch import nn
 
 import autoparallel
@@ -182,6 +184,32 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     autoparallel.load(tmp_path, model)
     assert torch.equal(torch.rand(3), expected[0])
     assert random.random() == expected[1]
+
+
+class Summed(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).sum()
+
+
+def restored_numbers(folder: str) -> tuple[list[float], list[float]]:
+    """On a rank: numbers drawn after a checkpoint was saved, and again after it was loaded."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+    model = autoparallel.parallelize(
+        Summed(), example_batch=(torch.ones(4, 4),), parallel=settled("dp=2"), profile="analytic"
+    )
+    torch.manual_seed(dist.get_rank())
+    autoparallel.save(folder, model, step=1)
+    drawn = torch.rand(3).tolist()
+    autoparallel.load(folder, model)
+    return drawn, torch.rand(3).tolist()
+
+
+def test_every_rank_draws_its_own_numbers_again(tmp_path: Path) -> None:
+    (first, again), (second, other) = run_processes(2, restored_numbers, str(tmp_path))
+    assert first == again
+    assert second == other
+    assert first != second
 
 
 def refusal(*arguments: Any, **named: Any) -> str:

@@ -116,7 +116,8 @@ def forking_context() -> ForkServerContext:
     context.set_forkserver_preload(PRELOADED)
     os.environ["OMP_NUM_THREADS"] = "1"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(HERE))  # where the server finds ``first_uses``
+        # Where the server finds ``first_uses``, and the package that this process has imported.
+        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
         ensure_running()
     return context
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.ops.activation import activate, describe
-from autoparallel.passes.ops.experts import run_experts
+from autoparallel.passes.ops.experts import run_experts, split_experts
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.rules import axis_strategies
 
@@ -62,6 +64,22 @@ def test_the_experts_from_some_one_on_add_their_share(first: int) -> None:
     weights = (up[part], down[part], up_bias[part], down_bias[part])
     found = run_experts(x, ids, scores, *weights, activation=text, transposed=False, first=first)
     torch.testing.assert_close(found, expected)
+
+
+def test_the_experts_of_ranks_on_two_axes_add_up_to_all() -> None:
+    """Of 2 x 2 ranks each has two of eight experts, in the order of their coordinates."""
+    torch.manual_seed(0)
+    x, scores = torch.randn(7, 4).double(), torch.rand(7, 2).double()
+    ids = torch.rand(7, 8).argsort(-1)[:, :2]
+    up, down = torch.randn(8, 6, 4).double(), torch.randn(8, 4, 6).double()
+    options = {"activation": describe(nn.Module(), torch.relu), "transposed": False}
+    total = torch.zeros(7, 4).double()
+    for number, place in enumerate(product(range(2), range(2))):
+        own = SimpleNamespace(size=lambda axis: 2, coordinate=lambda axis, at=place: at[axis])
+        part = slice(2 * number, 2 * number + 2)
+        rank: Any = SimpleNamespace(communicator=own)
+        total += split_experts(rank, x, ids, scores, up[part], down[part], axes=(0, 1), **options)
+    torch.testing.assert_close(total, run_experts(x, ids, scores, up, down, **options))
 
 
 def program_of(name: str, **settings: Any) -> Program:
