@@ -234,6 +234,7 @@ def build_data(rank, world, global_batch, start):
 """
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_degree_and_makes_each_row_once(tmp_path: Path) -> None:
     model, log = tmp_path / "model.py", tmp_path / "log.txt"
     model.write_text(f"LOG = {str(log)!r}\n{MODEL}")

@@ -36,6 +36,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_plan_trains_and_is_compared_with_its_prediction(plan_file: Path) -> None:
     done = command(plan_file.parent, "run", str(plan_file), "--steps", "4")
     assert done.returncode == 0, done.stderr
@@ -80,6 +81,7 @@ def test_resuming_from_a_folder_without_checkpoint_is_refused(
     assert "error[AP132]" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_is_verified_against_one_device(plan_file: Path) -> None:
     done = command(plan_file.parent, "verify", str(plan_file))
     assert done.returncode == 0, done.stderr
@@ -183,7 +185,7 @@ def test_a_script_gives_the_same_losses_alone_and_under_torchrun(tmp_path: Path)
     ("as_class", "parallel"),
     [
         (True, "dp=2,zero=3"),
-        (False, "tp=2"),
+        pytest.param(False, "tp=2", marks=pytest.mark.slow),
         pytest.param(True, "tp=2", marks=pytest.mark.slow),
         pytest.param(False, "dp=2,zero=3", marks=pytest.mark.slow),
     ],
