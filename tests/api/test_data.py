@@ -146,7 +146,7 @@ def read_all(case: Case, text: str) -> list[str]:
     [
         (2, DP),
         pytest.param(2, PP, marks=pytest.mark.slow),
-        (4, BOTH),
+        pytest.param(4, BOTH, marks=pytest.mark.slow),
         (4, "pp=4,microbatches=2"),
     ],
 )
@@ -170,6 +170,7 @@ def train_smaller(case: Case, text: str) -> list[str]:
     return [str(failure) for failure in found.failures]
 
 
+@pytest.mark.slow
 def test_ranks_without_data_run_a_smaller_batch_too() -> None:
     case = Case("mean", "pp=4,microbatches=2")
     assert run_processes(4, train_smaller, case, planned(case, 4)) == [[]] * 4

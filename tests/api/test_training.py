@@ -71,6 +71,7 @@ def test_options_of_saving_need_a_folder(plan_file: Path) -> None:
     assert "error[AP891]" in done.stderr
 
 
+@pytest.mark.slow
 def test_resuming_from_a_folder_without_checkpoint_is_refused(
     plan_file: Path, tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_plan_is_verified_against_one_device(plan_file: Path) -> None:
     assert "verified: " in done.stdout
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_changed_model_is_refused(plan_file: Path, tmp_path: Path) -> None:
     plan = load_plan(plan_file)
     stale = tmp_path / "stale.json"
