@@ -23,7 +23,7 @@ class Normed(nn.Module):
         self.layers = nn.Sequential(
             *(
                 layer
-                for _ in range(3)
+                for _ in range(2)
                 for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
             )
         )

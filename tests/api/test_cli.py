@@ -233,6 +233,7 @@ def test_a_model_that_cannot_be_captured_is_named_by_its_line_and_nothing_else_i
     assert all(line.startswith(("error", "  ")) for line in errors)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_told_by_how_much_and_what_would(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

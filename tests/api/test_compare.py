@@ -93,6 +93,7 @@ def test_a_baseline_is_priced_as_simulate_prices_it(
     assert found["choices"]["ZeRO"] == "2"
 
 
+@pytest.mark.slow
 def test_a_baseline_is_the_fastest_of_what_its_name_leaves_open(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

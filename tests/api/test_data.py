@@ -146,7 +146,7 @@ def read_all(case: Case, text: str) -> list[str]:
     [
         (2, DP),
         pytest.param(2, PP, marks=pytest.mark.slow),
-        (4, BOTH),
+        pytest.param(4, BOTH, marks=pytest.mark.slow),
         (4, "pp=4,microbatches=2"),
     ],
 )
@@ -170,6 +170,7 @@ def train_smaller(case: Case, text: str) -> list[str]:
     return [str(failure) for failure in found.failures]
 
 
+@pytest.mark.slow
 def test_ranks_without_data_run_a_smaller_batch_too() -> None:
     case = Case("mean", "pp=4,microbatches=2")
     assert run_processes(4, train_smaller, case, planned(case, 4)) == [[]] * 4
@@ -234,6 +235,7 @@ def build_data(rank, world, global_batch, start):
 """
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_degree_and_makes_each_row_once(tmp_path: Path) -> None:
     model, log = tmp_path / "model.py", tmp_path / "log.txt"
     model.write_text(f"LOG = {str(log)!r}\n{MODEL}")

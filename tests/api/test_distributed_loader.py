@@ -182,7 +182,8 @@ def plan_of(parallel: str) -> tuple[int, Case, str]:
 
 
 @pytest.mark.parametrize(
-    "parallel", ["dp=2", "tp=2", pytest.param("dp=2,pp=2", marks=pytest.mark.slow)]
+    "parallel",
+    ["dp=2", *(pytest.param(text, marks=pytest.mark.slow) for text in ("tp=2", "dp=2,pp=2"))],
 )
 def test_the_ranks_have_the_rows_of_one_device_s_batches(parallel: str) -> None:
     num_ranks, case, text = plan_of(parallel)

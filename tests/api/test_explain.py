@@ -98,10 +98,17 @@ def by_name(model: Recaptured, name: str) -> dict[str, Alternative]:
 @pytest.mark.parametrize(
     ("name", "alternative", "parallel"),
     [
-        ("zero", "ZeRO 0", "dp=4,zero=0,microbatches=2,recompute=none"),
+        pytest.param(
+            "zero", "ZeRO 0", "dp=4,zero=0,microbatches=2,recompute=none", marks=pytest.mark.slow
+        ),
         ("zero", "ZeRO 3", "dp=4,zero=3,microbatches=2,recompute=none"),
         ("recompute", "full", "dp=4,zero=1,microbatches=2,recompute=full"),
-        ("microbatches", "8 × 512", "dp=4,zero=1,microbatches=8,recompute=none"),
+        pytest.param(
+            "microbatches",
+            "8 × 512",
+            "dp=4,zero=1,microbatches=8,recompute=none",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_alternative_costs_what_a_plan_with_it_costs(

@@ -55,6 +55,7 @@ def test_the_most_tokens_per_dollar_are_those_of_the_best_part() -> None:
     assert loads(dumps(found)) == found
 
 
+@pytest.mark.slow
 def test_of_two_kinds_of_devices_the_price_decides() -> None:
     slow = toys(2)
     quick = replace(slow.hosts[0].device, name="quick", peak_flops={"float32": 4e11})

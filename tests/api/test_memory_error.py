@@ -67,6 +67,7 @@ def plan(folder: Path) -> Plan:
     return load_plan(folder / "plan.json")
 
 
+@pytest.mark.slow
 def test_a_run_says_what_was_held_and_its_advice_gives_a_smaller_plan(folder: Path) -> None:
     done = run_python(
         "-m", "autoparallel", "run", "plan.json", "--steps", "4", folder=folder

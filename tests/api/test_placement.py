@@ -101,6 +101,7 @@ def log_seconds(method: Method, num_cases: int, evaluations: int = 1000) -> Floa
     return np.array(found)
 
 
+@pytest.mark.slow
 def test_colocrl_beats_chance_by_more_than_three_standard_errors() -> None:
     """Paired by case, 500 pipelines priced by each."""
     gain = log_seconds("random", 8, 500) - log_seconds("colocrl", 8, 500)

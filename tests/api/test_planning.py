@@ -21,7 +21,7 @@ from autoparallel.planning import (
 )
 from autoparallel.targets import load_target
 
-GPT = load_target("examples/gpt.py", {"n_layer": 4, "d_model": 512, "n_head": 8, "seq": 512})
+GPT = load_target("examples/gpt.py", {"n_layer": 2, "d_model": 512, "n_head": 8, "seq": 512})
 OPTIONS = PlanOptions(
     global_batch=64,
     seq=512,

@@ -47,6 +47,7 @@ def unsolved(found: Plan) -> Plan:
     return replace(found, solver=SolverInfo(found.solver.gap, 0, {}, found.solver.bound_seconds))
 
 
+@pytest.mark.slow
 def test_a_plan_is_the_same_however_many_processes_search() -> None:
     assert unsolved(planned(2)) == unsolved(planned_alone())
     assert not multiprocessing.active_children()
@@ -55,7 +56,7 @@ def test_a_plan_is_the_same_however_many_processes_search() -> None:
 def test_each_micro_batch_size_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     own: list[tuple[int, ...]] = []
     asked: list[tuple[int, ...]] = []
-    explore, ask = pipelines._explored, Beside.ask
+    alone, explore, ask = planned_alone(), pipelines._explored, Beside.ask
 
     def explored(
         job: SearchContext, pool: CandidatePool, sizes: tuple[int, ...]
@@ -70,12 +71,12 @@ def test_each_micro_batch_size_is_searched_once(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(pipelines, "_explored", explored)
     monkeypatch.setattr(Beside, "ask", asking)
-    planned(2)
+    assert unsolved(planned(2)) == unsolved(alone)
     assert len(own) == len(asked) == 1
     assert sorted(own[0] + asked[0]) == [1, 2, 4, 8]
 
 
-@pytest.mark.parametrize("how", ["killed", "silent"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("silent", marks=pytest.mark.slow)])
 def test_what_a_lost_process_should_have_done_is_done_here(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ def test_from_pretrained_is_called_once_by_each_process_of_a_run(tmp_path: Path)
     assert builds(tmp_path) == {"planner": 1, "0": 1, "1": 1}
 
 
+@pytest.mark.slow
 def test_from_pretrained_is_called_once_by_each_process_and_verified(tmp_path: Path) -> None:
     write_llama(tmp_path)
     out = command("verify", *COMMON, "--parallel", settled("pp=2"), folder=tmp_path)

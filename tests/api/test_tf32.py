@@ -245,6 +245,7 @@ def outputs_of(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
 def test_the_processes_of_a_run_are_set_as_planned(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(SMALL)
     common = (
@@ -259,7 +260,7 @@ def test_the_processes_of_a_run_are_set_as_planned(tmp_path: Path) -> None:
     assert "as planned" not in done.stderr
 
 
-@pytest.mark.parametrize("setting", ["default", "high"])
+@pytest.mark.parametrize("setting", ["default", pytest.param("high", marks=pytest.mark.slow)])
 def test_a_script_under_torchrun_keeps_its_settings(tmp_path: Path, setting: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = outputs_of(

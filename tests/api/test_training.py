@@ -36,6 +36,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_plan_trains_and_is_compared_with_its_prediction(plan_file: Path) -> None:
     done = command(plan_file.parent, "run", str(plan_file), "--steps", "4")
     assert done.returncode == 0, done.stderr
@@ -70,6 +71,7 @@ def test_options_of_saving_need_a_folder(plan_file: Path) -> None:
     assert "error[AP891]" in done.stderr
 
 
+@pytest.mark.slow
 def test_resuming_from_a_folder_without_checkpoint_is_refused(
     plan_file: Path, tmp_path: Path
 ) -> None:
@@ -80,12 +82,14 @@ def test_resuming_from_a_folder_without_checkpoint_is_refused(
     assert "error[AP132]" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_is_verified_against_one_device(plan_file: Path) -> None:
     done = command(plan_file.parent, "verify", str(plan_file))
     assert done.returncode == 0, done.stderr
     assert "verified: " in done.stdout
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_changed_model_is_refused(plan_file: Path, tmp_path: Path) -> None:
     plan = load_plan(plan_file)
     stale = tmp_path / "stale.json"
@@ -183,7 +187,7 @@ def test_a_script_gives_the_same_losses_alone_and_under_torchrun(tmp_path: Path)
     ("as_class", "parallel"),
     [
         (True, "dp=2,zero=3"),
-        (False, "tp=2"),
+        pytest.param(False, "tp=2", marks=pytest.mark.slow),
         pytest.param(True, "tp=2", marks=pytest.mark.slow),
         pytest.param(False, "dp=2,zero=3", marks=pytest.mark.slow),
     ],

@@ -146,6 +146,7 @@ def test_an_export_runs_a_plan_beside_the_checkpoint_only_if_trusted(
     assert elsewhere.with_name("has_run").exists()
 
 
+@pytest.mark.slow
 def test_a_trusted_plan_runs_under_the_launcher_and_torchrun(plan: Plan, elsewhere: Path) -> None:
     save_plan(named(plan, elsewhere), "plan.json")
     arguments = ("run", str(Path("plan.json").absolute()), "--steps", "1")

@@ -47,7 +47,14 @@ def toml_of(name: str, folder: Path) -> dict[str, Any]:
     return tomllib.loads((folder / "out" / "train.toml").read_text())
 
 
-@pytest.mark.parametrize("name", CASES)
+KINDS = ("one dp axis", "3d", "cp", "zbv", "uneven stages")
+"""With every degree of torchtitan's but that of experts."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in CASES],
+)
 def test_names_are_those_of_the_job_config_and_degrees_multiply(name: str, tmp_path: Path) -> None:
     found = toml_of(name, tmp_path)
     assert all(set(values) <= NAMES[section] for section, values in found.items())
