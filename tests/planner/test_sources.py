@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 from one_stage import plan
@@ -72,9 +73,22 @@ def whole(shares: Iterable[float]) -> object:
     return pytest.approx(sum(shares))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("forced", [Forced(dp=2, tp=2), Forced(pp=2, zero=2), Forced(dp=4)])
+SHARES = list(
+    product(
+        (Forced(dp=2, tp=2), Forced(pp=2, zero=2), Forced(dp=4)), (True, False), (0.0, 0.3, 1.0)
+    )
+)
+QUICK_SHARES = (SHARES[1], SHARES[9], SHARES[14])
+"""A part of the ops with all transfers, none of the ops without them, and all with transfers."""
+
+
+@pytest.mark.parametrize(
+    ("forced", "links", "share"),
+    [
+        case if case in QUICK_SHARES else pytest.param(*case, marks=pytest.mark.slow)
+        for case in SHARES
+    ],
+)
 def test_the_shares_of_a_plan_add_up_to_one(share: float, links: bool, forced: Forced) -> None:
     profile = measured(wanted(), ops=share, links=links)
     prediction = planned(profile, forced=forced).prediction

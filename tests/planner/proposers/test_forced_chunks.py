@@ -30,7 +30,7 @@ def forced_plan(schedule: str, pp: int | None) -> Plan:
     return plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced))
 
 
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("pp", [4, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
 def test_what_is_forced_is_what_is_found_where_only_that_is_allowed(schedule: str, pp: int) -> None:
     graph, blocks = mlp(8, rows=8)
