@@ -110,6 +110,7 @@ def test_what_was_measured_is_what_the_plan_predicts() -> None:
     assert without.step_seconds < 0.5 * again.step_seconds  # 1 ms per op against microseconds
 
 
+@pytest.mark.slow
 def test_all_of_an_analytic_plan_is_from_specifications() -> None:
     profile = measured(wanted())
     without, ignored = analytic(), planned(profile, "analytic")
@@ -138,6 +139,7 @@ def test_measured_mode_names_what_is_missing_and_the_command_that_measures_it() 
     assert caught.value.fix.startswith("autoparallel profile model.py ")
 
 
+@pytest.mark.slow
 def test_measured_mode_plans_when_everything_was_measured() -> None:
     profile = measured(wanted())
     found = planned(profile, "measured")

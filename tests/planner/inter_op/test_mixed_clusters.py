@@ -14,8 +14,8 @@ from autoparallel.cost_model.cluster import Cluster
 from autoparallel.planner.errors import InfeasibleError
 
 SAME = 1e-9
-QUICK = (6, 20)
-"""Hosts of two devices and one with a limit of memory, hosts of two and two without."""
+QUICK = (6,)
+"""Hosts of two devices and one with a limit of memory."""
 
 SEEDS = tuple(
     seed if seed in QUICK else pytest.param(seed, marks=pytest.mark.slow) for seed in range(40)

@@ -58,7 +58,18 @@ def test_the_number_of_stages_per_rank_is_the_best_or_the_one_that_is_forced() -
     assert free <= min(seconds for _, seconds in every.values())
 
 
-@pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "interleaved",
+        "zbv",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in CHUNKED_SCHEDULES
+            if name not in ("interleaved", "zbv")
+        ),
+    ],
+)
 def test_the_number_of_ranks_is_the_best_where_none_is_forced(schedule: str) -> None:
     def step(pp: int | None) -> float:
         own = forced_plan(schedule, pp)

@@ -65,7 +65,7 @@ def test_a_cut_moves_by_one_block_and_no_stage_is_left_without() -> None:
     assert list(shifted((StageChoice(0, 4, 0, 2),))) == []
 
 
-@pytest.mark.parametrize("issue_seconds", [0.0, 1e-5])
+@pytest.mark.parametrize("issue_seconds", [1e-5, pytest.param(0.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", seeds(3))
 def test_no_schedule_takes_less_than_a_pipeline_may(seed: int, issue_seconds: float) -> None:
     """Without a limit of memory the stages are the same under every schedule."""

@@ -37,6 +37,7 @@ def test_a_plan_with_free_axes_costs_what_it_says_and_is_faster(seed: int) -> No
     assert found.prediction.step_seconds < kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", FASTER)
 def test_the_search_finds_it_whatever_else_it_has_found(seed: int) -> None:
     """Of one candidate or of many: they are tried as they are found."""

@@ -179,6 +179,7 @@ def test_the_alternatives_lost_for_a_reason() -> None:
     assert set(found.solver.seconds) >= {"costs", "ilp", "dp", "simulator", "total"}
 
 
+@pytest.mark.slow
 def test_the_plan_is_the_fastest_of_all_forced_ones() -> None:
     """The search equals the best of every degree, ZeRO stage, schedule and micro-batch forced."""
     graph, blocks = mlp(2, rows=8, width=64, inner=128)
@@ -202,6 +203,7 @@ def _every_choice() -> list[Forced]:
     return found
 
 
+@pytest.mark.slow
 def test_stages_on_hosts_of_different_sizes_use_every_device() -> None:
     graph, blocks = mlp(4, rows=4)
     one = cluster(2).hosts[0]
