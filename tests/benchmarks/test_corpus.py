@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forked_interpreters import ForkedInterpreter
 
+from benchmarks.corpus import checkouts
 from benchmarks.corpus.baseline import PLANS, records, reference
 from benchmarks.corpus.cases import CASES, QUICK
 from benchmarks.corpus.rows import Row, heading, is_worse, line, row_of, summary
@@ -105,7 +110,25 @@ def test_the_table_has_80_columns_and_the_summary_names_what_to_look_at() -> Non
     assert "not priced by evaluate as predicted: elsewhere" in text
 
 
-def test_a_case_is_planned_no_worse_than_before(capsys: pytest.CaptureFixture[str]) -> None:
+class ForkedWorker(ForkedInterpreter):
+    """An interpreter that is asked in lines of text."""
+
+    def __init__(self, args: Sequence[str], *, text: bool, **options: Any) -> None:
+        super().__init__(args, **options)
+        assert text
+        self.stdin, self.stdout = TextIOWrapper(self.stdin), TextIOWrapper(self.stdout)
+
+    def communicate(self) -> None:
+        self.stdin.close()
+        self.wait()
+        self.stdout.close()
+
+
+def test_a_case_is_planned_no_worse_than_before(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forking = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedWorker})
+    monkeypatch.setattr(checkouts, "subprocess", forking)
     exit_code = main(["--cases", "gpipe,refused-degrees", "--jobs", "1"])
     output = capsys.readouterr().out
     assert exit_code == 0, output

@@ -51,7 +51,7 @@ def priced(captured: int, depth: int, **options: Any) -> PricedStep:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("captured", [3, 4])
+@pytest.mark.parametrize("captured", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_few_layers_stand_for_a_deeper_model(captured: int, options: dict[str, Any]) -> None:
     few, many = priced(captured, 7, **options), priced(7, 7, **options)
     assert few.step_seconds == pytest.approx(many.step_seconds, rel=1e-12)

@@ -26,7 +26,7 @@ LARGE = Shape("gpt", 8192, 64, 64, 4 * 8192, 4, 2048, 51200, "unfused", 0.1)
 
 each_shape = pytest.mark.parametrize(
     "shape",
-    [*SHAPES, LARGE],
+    [*SHAPES, pytest.param(LARGE, marks=pytest.mark.slow)],
     ids=lambda shape: f"{shape.family}-{shape.attention}-{shape.fused}-{shape.hidden}",
 )
 

@@ -77,7 +77,7 @@ def on_rank(plan: str, seconds: float) -> Any:
     return train(dist.get_rank(), job)
 
 
-@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+@pytest.mark.parametrize("consistency", ["asp", pytest.param("bsp", marks=pytest.mark.slow)])
 def test_only_asp_lets_the_fast_worker_make_more_iterations(consistency: str) -> None:
     program, target = classifier()
     options = PlanOptions(

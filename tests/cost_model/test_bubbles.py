@@ -230,7 +230,14 @@ def test_published_rates_of_interleaved_1f1b_leave_out_messages(model, d, n):
     assert 0.0005 < rate(schedule, model) - published < 0.004
 
 
-@pytest.mark.parametrize(("model", "d", "n"), CASES)
+SEARCHED_CASES = [
+    case if case in CASES and case[1] < 32 else pytest.param(*case, marks=pytest.mark.slow)
+    for case in ((model, d, n) for (model, d), counts in PROFILED.items() for n in counts)
+]
+"""Orders for 32 stages are searched for long."""
+
+
+@pytest.mark.parametrize(("model", "d", "n"), SEARCHED_CASES)
 @pytest.mark.parametrize("memories", [1, 2])
 def test_published_rates_of_searched_orders_follow_from_the_profiled_times(memories, model, d, n):
     """ZB-1p and ZB-2p: the paper's search in once and twice the memory of 1F1B, then simulated."""

@@ -96,9 +96,9 @@ def assert_agrees(found: Plan, again: Evaluation) -> None:
 @pytest.mark.parametrize(
     "forced",
     [
-        Forced(),
         Forced(dp=2, tp=2, zero=3),
-        Forced(tp=2, pp=2),
+        pytest.param(Forced(), marks=pytest.mark.slow),
+        pytest.param(Forced(tp=2, pp=2), marks=pytest.mark.slow),
         Forced(pp=4, num_microbatches=8, schedule="gpipe"),
         Forced(pp=2, recompute="full"),
     ],

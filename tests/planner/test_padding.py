@@ -74,7 +74,9 @@ def captured(model: Callable[[], nn.Module]) -> Program:
     return capture(made, batch, dtype="float64")
 
 
-@pytest.mark.parametrize("length", [1, 5, SEQ - 1])
+@pytest.mark.parametrize(
+    "length", [5, *(pytest.param(length, marks=pytest.mark.slow) for length in (1, SEQ - 1))]
+)
 @pytest.mark.parametrize("loss", EXACT)
 def test_a_padded_batch_has_the_loss_and_gradients_of_the_shorter_one(loss, length) -> None:
     program = captured(lambda: Net(loss))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 from one_stage import plan
@@ -72,9 +73,22 @@ def whole(shares: Iterable[float]) -> object:
     return pytest.approx(sum(shares))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("forced", [Forced(dp=2, tp=2), Forced(pp=2, zero=2), Forced(dp=4)])
+SHARES = list(
+    product(
+        (Forced(dp=2, tp=2), Forced(pp=2, zero=2), Forced(dp=4)), (True, False), (0.0, 0.3, 1.0)
+    )
+)
+QUICK_SHARES = (SHARES[1], SHARES[9], SHARES[14])
+"""A part of the ops with all transfers, none of the ops without them, and all with transfers."""
+
+
+@pytest.mark.parametrize(
+    ("forced", "links", "share"),
+    [
+        case if case in QUICK_SHARES else pytest.param(*case, marks=pytest.mark.slow)
+        for case in SHARES
+    ],
+)
 def test_the_shares_of_a_plan_add_up_to_one(share: float, links: bool, forced: Forced) -> None:
     profile = measured(wanted(), ops=share, links=links)
     prediction = planned(profile, forced=forced).prediction
@@ -96,6 +110,7 @@ def test_what_was_measured_is_what_the_plan_predicts() -> None:
     assert without.step_seconds < 0.5 * again.step_seconds  # 1 ms per op against microseconds
 
 
+@pytest.mark.slow
 def test_all_of_an_analytic_plan_is_from_specifications() -> None:
     profile = measured(wanted())
     without, ignored = analytic(), planned(profile, "analytic")
@@ -124,6 +139,7 @@ def test_measured_mode_names_what_is_missing_and_the_command_that_measures_it() 
     assert caught.value.fix.startswith("autoparallel profile model.py ")
 
 
+@pytest.mark.slow
 def test_measured_mode_plans_when_everything_was_measured() -> None:
     profile = measured(wanted())
     found = planned(profile, "measured")

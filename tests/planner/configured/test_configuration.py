@@ -59,12 +59,12 @@ def priced(num_layers: int, num_devices: int, basis: Basis = DEFAULT, **options:
     "forced",
     [
         {"dp": 2, "pp": 2, "tp": 1},
-        {"dp": 4, "pp": 1, "tp": 1},
-        {"dp": 1, "pp": 4, "tp": 1},
-        {"dp": 4, "pp": 1, "tp": 1, "recompute": "selective"},
+        pytest.param({"dp": 4, "pp": 1, "tp": 1}, marks=pytest.mark.slow),
+        pytest.param({"dp": 1, "pp": 4, "tp": 1}, marks=pytest.mark.slow),
+        pytest.param({"dp": 4, "pp": 1, "tp": 1, "recompute": "selective"}, marks=pytest.mark.slow),
         {"dp": 4, "pp": 1, "tp": 1, "recompute": "full", "zero": 2},
         {"dp": 2, "pp": 2, "tp": 1, "recompute": "selective", "zero": 1},
-        {"dp": 2, "pp": 2, "tp": 1, "recompute": "full"},
+        pytest.param({"dp": 2, "pp": 2, "tp": 1, "recompute": "full"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -25,8 +25,8 @@ CASES = (
     # positions, rows, hosts, bytes per second: mesh
     (512, 1, 2, 1e8, {"cp": 2, "tp": 2}),
     (512, 2, 4, 1e8, {"dp": 2, "cp": 2, "tp": 2}),
-    (512, 2, 4, 1e10, {"dp": 2, "cp": 2, "tp": 2}),
-    (2048, 2, 4, 1e8, {"dp": 2, "cp": 2, "tp": 2}),
+    pytest.param(512, 2, 4, 1e10, {"dp": 2, "cp": 2, "tp": 2}, marks=pytest.mark.slow),
+    pytest.param(2048, 2, 4, 1e8, {"dp": 2, "cp": 2, "tp": 2}, marks=pytest.mark.slow),
     (512, 3, 4, 1e8, {"cp": 4, "tp": 2}),
 )
 

@@ -171,7 +171,7 @@ def test_a_plan_in_another_order_keeps_its_devices_kinds() -> None:
 
 def test_racks_that_are_far_apart_are_stages() -> None:
     """Within a rack any cut is free, between them only what a stage passes on is sent."""
-    graph, blocks = mlp(6, rows=8, width=64, inner=2048)
+    graph, blocks = mlp(3, rows=8, width=64, inner=2048)
     hosts = [host(1, rack=name) for name in "abab"]
     cluster = toys(*hosts, rack_link=SLOW)
     found = plan(graph, blocks, cluster, Request(8))

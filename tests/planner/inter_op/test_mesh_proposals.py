@@ -121,7 +121,9 @@ def best_of(program: Program, where: Cluster, request: Request, more: str) -> fl
     return min(found)
 
 
-@pytest.mark.parametrize("rows", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rows", [1, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 3))]
+)
 def test_the_best_mesh_with_cp_is_among_those_proposed(rows: int) -> None:
     """Fewer rows than hosts: with all meshes asked for by themselves nothing is faster."""
     program = attention(512)

@@ -36,7 +36,19 @@ def local_case(
     return op_case(node, inputs, outputs, work(node, inputs, outputs)), outputs
 
 
-@pytest.mark.parametrize("example", cases(), ids=str)
+EVERY = cases()
+FIRST = {each.op: each for each in reversed(EVERY)}
+"""Of every op the first example, which is no slow test."""
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        each if FIRST[each.op] is each else pytest.param(each, marks=pytest.mark.slow)
+        for each in EVERY
+    ],
+    ids=str,
+)
 def test_the_case_of_every_layout_runs_and_makes_the_local_output(example: Example) -> None:
     torch.manual_seed(0)
     graph, made = graph_of(example), 0

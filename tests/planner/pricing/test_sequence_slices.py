@@ -104,7 +104,10 @@ def leaves_of(program: Program) -> dict[str, Tensor]:
     return {**values, **constants, **program.literals}
 
 
-@pytest.mark.parametrize("slices", [(8,), (4, 4), (3, 1, 2, 2)])
+@pytest.mark.parametrize(
+    "slices",
+    [(3, 1, 2, 2), *(pytest.param(each, marks=pytest.mark.slow) for each in ((8,), (4, 4)))],
+)
 @pytest.mark.parametrize("loss", ["mean", "sum", "shifted", "square"])
 def test_the_slices_of_a_sequence_add_up_to_its_loss_and_gradients(
     loss: str, slices: tuple[int, ...]

@@ -21,7 +21,15 @@ def begins(found: Plan) -> list[str]:
     return [stage.blocks[0].name for stage in found.stages]
 
 
-@pytest.mark.parametrize("paths", [("layers.1",), ("layers.2",), ("layers.1", "layers.3"), ("in",)])
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ("in",),
+        ("layers.1", "layers.3"),
+        pytest.param(("layers.1",), marks=pytest.mark.slow),
+        pytest.param(("layers.2",), marks=pytest.mark.slow),
+    ],
+)
 def test_stages_begin_where_asked(paths: tuple[str, ...]) -> None:
     assert set(paths) <= set(begins(planned(*paths)))
 

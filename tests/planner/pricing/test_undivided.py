@@ -34,6 +34,6 @@ def test_what_divides_is_split_and_the_rest_is_named() -> None:
     assert loads(dumps(plan), "test").unsharded_ops == plan.unsharded_ops
 
 
-@pytest.mark.parametrize("n_head", [4, 8])
+@pytest.mark.parametrize("n_head", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_nothing_is_named_where_everything_divides(n_head: int) -> None:
     assert planned(n_head=n_head, vocab=256, seq=16, d_model=64).unsharded_ops == ()

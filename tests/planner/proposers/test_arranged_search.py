@@ -125,7 +125,9 @@ def test_slices_fill_the_pipeline_faster_than_whole_sequences() -> None:
     check_priced(causal(), own)
 
 
-@pytest.mark.parametrize(("model", "request_"), [(deep, PIPELINE), (causal, FEW)])
+@pytest.mark.parametrize(
+    ("model", "request_"), [(deep, PIPELINE), pytest.param(causal, FEW, marks=pytest.mark.slow)]
+)
 def test_more_schedules_are_never_slower(model, request_) -> None:
     steps = [
         found(model(), *ALL[:number], request=request_).prediction.step_seconds

@@ -30,7 +30,7 @@ def forced_plan(schedule: str, pp: int | None) -> Plan:
     return plan(*mlp(8, rows=8), SLOW, Request(8, forced=forced))
 
 
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("pp", [4, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
 def test_what_is_forced_is_what_is_found_where_only_that_is_allowed(schedule: str, pp: int) -> None:
     graph, blocks = mlp(8, rows=8)
@@ -58,7 +58,18 @@ def test_the_number_of_stages_per_rank_is_the_best_or_the_one_that_is_forced() -
     assert free <= min(seconds for _, seconds in every.values())
 
 
-@pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "interleaved",
+        "zbv",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in CHUNKED_SCHEDULES
+            if name not in ("interleaved", "zbv")
+        ),
+    ],
+)
 def test_the_number_of_ranks_is_the_best_where_none_is_forced(schedule: str) -> None:
     def step(pp: int | None) -> float:
         own = forced_plan(schedule, pp)

@@ -65,12 +65,14 @@ def test_what_is_chosen_costs_what_evaluate_says_and_keeps_its_bound(schedule: s
     assert 0 < own.solver.bound_seconds <= own.prediction.step_seconds * (1 + SAME)
 
 
+@pytest.mark.slow
 def test_more_schedules_are_never_slower() -> None:
     steps = [found(*ALL[:number]).prediction.step_seconds for number in (1, 3, 5, 6, len(ALL))]
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] < steps[0]
 
 
+@pytest.mark.slow
 def test_no_schedule_of_several_stages_is_below_the_bound_of_any() -> None:
     """The bound of one search holds for the forced plans of all schedules and chunks."""
     bound = found(*CHUNKED_SCHEDULES).solver.bound_seconds
@@ -112,7 +114,7 @@ def test_what_does_not_fit_is_not_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [1, 8, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 4))]
+    "count", [8, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2, 4))]
 )
 @pytest.mark.parametrize("schedule", CHUNKED_SCHEDULES)
 def test_no_plan_is_below_the_bound_of_its_micro_batches(schedule: str, count: int) -> None:
@@ -226,7 +228,7 @@ def test_candidates_cost_what_their_pipelines_do_when_cut_again(ranks: int, coun
     assert schedules >= {"interleaved", "bfs", "zbv"}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_candidates_that_must_recompute_cost_what_their_plans_do(ranks: int) -> None:
     """With less memory than the candidates take some blocks are recomputed."""
     _, _, options = options_of(ranks, 8, rows=64)
@@ -247,7 +249,7 @@ def test_candidates_that_must_recompute_cost_what_their_plans_do(ranks: int) -> 
     assert num_recomputed
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_candidate_takes_less_than_its_bound(ranks: int) -> None:
     ratios = []
     for count in (4, 8, 32):

@@ -17,10 +17,8 @@ from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
 
-FASTER = (50, 100, pytest.param(114, marks=pytest.mark.slow))
+FASTER = (100, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (50, 114)))
 """Seeds of hosts that are alike whose plans are faster so."""
-
-QUICK = (100, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (50, 114)))
 
 
 def seconds(seed: int, request: Request) -> float:
@@ -39,7 +37,8 @@ def test_a_plan_with_free_axes_costs_what_it_says_and_is_faster(seed: int) -> No
     assert found.prediction.step_seconds < kept
 
 
-@pytest.mark.parametrize("seed", QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", FASTER)
 def test_the_search_finds_it_whatever_else_it_has_found(seed: int) -> None:
     """Of one candidate or of many: they are tried as they are found."""
     request = random_case(seed).request
@@ -47,7 +46,7 @@ def test_the_search_finds_it_whatever_else_it_has_found(seed: int) -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("seed", QUICK)
+@pytest.mark.parametrize("seed", FASTER)
 def test_candidates_with_free_axes_fit_and_are_faster_than_those_without(seed: int) -> None:
     case = random_case(seed)
     free = plan(case.graph, case.blocks, case.cluster, case.request).prediction

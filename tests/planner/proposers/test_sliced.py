@@ -51,6 +51,7 @@ def test_slices_are_looked_at_that_layouts_of_positions_divide() -> None:
     assert own.step_seconds == pytest.approx(found.prediction.step_seconds, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_slices_of_one_position_take_layouts_that_split_none() -> None:
     found = planned(f"{DEGREES},schedule=terapipe,slices=16")
     assert found.slices == (1,) * 16

@@ -46,7 +46,17 @@ USES: dict[str, Callable[[Plan], bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", USES)
+COVERED = ("pp", "2d-mesh")
+"""Denied elsewhere too: one axis alone is one without pipelines, or without meshes of two."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in USES if name not in COVERED),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in COVERED),
+    ],
+)
 def test_what_is_denied_is_not_used_and_nothing_gets_faster(name: str) -> None:
     free, less = planned(), planned(deny=(name,))
     assert not USES[name](less)

@@ -84,7 +84,10 @@ def planned(program: Program, cluster: str, request: Request, basis: Basis = DEF
     return plan(program.graph, program.blocks, parse_cluster(cluster), request, basis=basis)
 
 
-@pytest.mark.parametrize(("num_layers", "tp"), [(1, 2), (2, 4), (3, 2)])
+@pytest.mark.parametrize(
+    ("num_layers", "tp"),
+    [(2, 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (3, 2)))],
+)
 def test_tensor_parallel_bert_takes_4l_minus_1_all_reduces(num_layers: int, tp: int) -> None:
     """Megatron-LM (Shoeybi et al. 2019, section 3); Alpa's test_auto_sharding_bert counts so.
 
@@ -203,7 +206,10 @@ Source: Zheng et al. 2022 (Alpa), artifact results_intra_ablation_ref.tsv.
 """
 
 
-@pytest.mark.parametrize(("num_devices", "hidden", "num_heads"), [(4, 4096, 32), (8, 5760, 40)])
+@pytest.mark.parametrize(
+    ("num_devices", "hidden", "num_heads"),
+    [(8, 5760, 40), pytest.param(4, 4096, 32, marks=pytest.mark.slow)],
+)
 def test_2d_meshes_lose_to_1d_meshes_on_one_nvlink_host(
     num_devices: int, hidden: int, num_heads: int
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
 import torch
 from one_stage import plan
 
@@ -74,6 +75,7 @@ def test_rows_that_are_left_are_split_before_positions() -> None:
     assert sizes(stage)["cp"] >= 2
 
 
+@pytest.mark.slow
 def test_many_wide_experts_lie_across_hosts_and_tokens_travel() -> None:
     """GShard (arXiv:2006.16668, section 3.3): experts one per device, tokens by all-to-all."""
     stage = one_stage(moe(8192, 8), "2x4xA100-80GB", 8)

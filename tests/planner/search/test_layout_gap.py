@@ -29,7 +29,9 @@ def program() -> Program:
     ("cluster", "limit", "forced"),
     [
         pytest.param("4xV100-16GB", 1.5e9, Forced(pp=1), marks=pytest.mark.slow),
-        ("2xV100-16GB", 2.2e9, Forced(pp=1, num_microbatches=4)),
+        pytest.param(
+            "2xV100-16GB", 2.2e9, Forced(pp=1, num_microbatches=4), marks=pytest.mark.slow
+        ),
         ("2xV100-16GB", 2.0e9, Forced(pp=2, num_microbatches=8)),
     ],
 )

@@ -143,6 +143,7 @@ def verified(text: str) -> Verification:
     ))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_both_on_one_axis_equal_one_device() -> None:
     options = PlanOptions(global_batch=SMALL_BATCH, micro_batch=SMALL_BATCH, precision="fp64",
                           optimizer="sgd", forced=parse_parallel("pp=1"))  # fmt: skip

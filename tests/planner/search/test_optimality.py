@@ -18,7 +18,7 @@ from solved_cases import SAME, Solved, assert_is_near, best_of_all, found_plan, 
 from autoparallel.planner.evaluate import evaluate
 
 NUM_CASES = 200
-SAMPLE = (1, 5, 6, 7, 10, 11, 14, 15, 17)
+SAMPLE = (1, 7, 10, 15, 17)
 """Cases that are no slow tests, of every sort, whose brute force is quick."""
 
 SEEDS = [
@@ -73,7 +73,7 @@ def test_few_plans_are_not_the_best_and_none_by_much() -> None:
     ("seed", "shares"),
     [
         (20, (1, 3)),
-        (12, (1, 1, 6)),
+        pytest.param(12, (1, 1, 6), marks=pytest.mark.slow),
         pytest.param(24, (3, 5), marks=pytest.mark.slow),
         pytest.param(38, (1, 3), marks=pytest.mark.slow),
     ],

@@ -29,10 +29,10 @@ def degrees(found: Plan) -> list[dict[str, int]]:
     [
         (2, Forced(dp=2), [{"dp": 2}]),
         (2, Forced(tp=2), [{"tp": 2}]),
-        (2, Forced(pp=2), [{"dp": 1}] * 2),
-        (4, Forced(dp=2, tp=2), [{"dp": 2, "tp": 2}]),
-        (4, Forced(dp=2, pp=2), [{"dp": 2}] * 2),
-        (4, Forced(tp=2, pp=2), [{"tp": 2}] * 2),
+        pytest.param(2, Forced(pp=2), [{"dp": 1}] * 2, marks=pytest.mark.slow),
+        pytest.param(4, Forced(dp=2, tp=2), [{"dp": 2, "tp": 2}], marks=pytest.mark.slow),
+        pytest.param(4, Forced(dp=2, pp=2), [{"dp": 2}] * 2, marks=pytest.mark.slow),
+        pytest.param(4, Forced(tp=2, pp=2), [{"tp": 2}] * 2, marks=pytest.mark.slow),
         (8, Forced(dp=2, tp=2, pp=2), [{"dp": 2, "tp": 2}] * 2),
         (4, Forced(pp=4, num_microbatches=8), [{"dp": 1}] * 4),
         (6, Forced(tp=3), None),
@@ -179,6 +179,7 @@ def test_the_alternatives_lost_for_a_reason() -> None:
     assert set(found.solver.seconds) >= {"costs", "ilp", "dp", "simulator", "total"}
 
 
+@pytest.mark.slow
 def test_the_plan_is_the_fastest_of_all_forced_ones() -> None:
     """The search equals the best of every degree, ZeRO stage, schedule and micro-batch forced."""
     graph, blocks = mlp(2, rows=8, width=64, inner=128)
@@ -202,6 +203,7 @@ def _every_choice() -> list[Forced]:
     return found
 
 
+@pytest.mark.slow
 def test_stages_on_hosts_of_different_sizes_use_every_device() -> None:
     graph, blocks = mlp(4, rows=4)
     one = cluster(2).hosts[0]
@@ -222,8 +224,8 @@ def test_the_observer_hears_of_progress() -> None:
 
 def test_planning_is_repeatable() -> None:
     def found() -> Plan:
-        graph, blocks = mlp(3, rows=8)
-        result = plan(graph, blocks, cluster(4), Request(8), is_bounded=True)
+        graph, blocks = mlp(2, rows=4)
+        result = plan(graph, blocks, cluster(4), Request(4), is_bounded=True)
         return replace(result, solver=replace(result.solver, seconds={}))
 
     assert found() == found()

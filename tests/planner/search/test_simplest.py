@@ -79,7 +79,7 @@ def searched() -> tuple[SearchContext, CandidatePool]:
     return job, run_proposers(job)
 
 
-@pytest.mark.parametrize("tolerance", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("tolerance", [0.02, 0.5, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_a_plan_is_no_slower_than_the_tolerance_allows_and_no_less_simple(
     tolerance: float,
 ) -> None:

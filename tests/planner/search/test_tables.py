@@ -17,7 +17,7 @@ from autoparallel.planner.search.tables import SharedTables
     ("seed", "method"),
     [
         (1, COARSE),
-        (3, COARSE),
+        pytest.param(3, COARSE, marks=pytest.mark.slow),
         pytest.param(0, COARSE, marks=pytest.mark.slow),
         pytest.param(2, COARSE, marks=pytest.mark.slow),
         pytest.param(0, SearchMethod(), marks=pytest.mark.slow),

@@ -23,7 +23,7 @@ from examples.gpt import GPT, example_batch
 SAME = 1 + 1e-9
 
 
-@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_no_plan_takes_less_than_its_ops_at_their_peaks(seed: int) -> None:
     """The plan is the best there is: the small space was gone through."""
     case = random_case(seed)
