@@ -150,6 +150,7 @@ def _planned(folder: Path, *options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_second_plan_reuses_the_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = _planned(folder)
     assert "reused 1 of 1 capture" not in capsys.readouterr().err

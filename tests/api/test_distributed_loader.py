@@ -206,7 +206,10 @@ def equal(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> boo
     )
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "workers" else ()) for name in LOADERS],
+)
 def test_outside_torchrun_the_batches_are_the_loaders_own(name: str) -> None:
     plain = epochs(name)
     after = torch.get_rng_state()

@@ -120,7 +120,7 @@ def test_the_least_memory_is_at_the_edge_of_what_fits() -> None:
 
 def test_what_is_infeasible_says_what_would_fit() -> None:
     """Weights are 4.3 MB with AdamW; forced whole on each device, they do not fit in 4.2 MB."""
-    forced = Forced(dp=4, zero=0, recompute="none")
+    forced = Forced(dp=4, zero=0, recompute="none", num_microbatches=2)
     with pytest.raises(InfeasibleError) as caught:
         planned(Goal(), forced=forced, memory_limit_bytes=4_200_000)
     error = caught.value

@@ -25,7 +25,7 @@ from autoparallel.planner.search.pool import CandidatePool
 from autoparallel.planner.search.workers import serial
 from autoparallel.search_processes import Beside, two_processes
 
-GRAPH, BLOCKS = mlp(6, rows=8, width=512, inner=2048)
+GRAPH, BLOCKS = mlp(4, rows=8, width=512, inner=2048)
 CLUSTER = cluster(4, num_hosts=2)
 FORCED = Forced(zero=0, recompute="none")
 """What is searched for besides, each process does as well."""
@@ -99,6 +99,7 @@ def test_what_a_lost_process_should_have_done_is_done_here(
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_where_no_process_can_be_had_one_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Beside, "start", staticmethod(lambda job: None))
     assert unsolved(planned(2)) == unsolved(planned_alone())

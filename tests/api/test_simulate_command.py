@@ -269,9 +269,15 @@ def test_slices_of_sequences_keep_more_than_whole_ones(
     """Keys and values of earlier slices, and masks; more slices keep more of them."""
     gpt = str(Path(__file__).parents[2] / "examples" / "gpt.py")
     held = [
-        figures(capsys, gpt, f"dp=4,pp=2,microbatches=4,schedule={schedule}", "--seq", "64")[
-            "memory_bytes"
-        ][0]["activations"]
+        figures(
+            capsys,
+            gpt,
+            f"dp=4,pp=2,microbatches=4,schedule={schedule}",
+            "--seq",
+            "64",
+            "--set",
+            "n_layer=4",
+        )["memory_bytes"][0]["activations"]
         for schedule in ("gpipe", "terapipe,slices=2", "terapipe,slices=4")
     ]
     assert held[0] < held[1] < held[2]

@@ -87,6 +87,7 @@ def test_a_step_takes_less_by_what_its_products_take_less(plans: dict[str, Plan]
         assert 0 < prediction.model_flops_utilization < 1
 
 
+@pytest.mark.slow
 def test_nothing_else_is_faster_in_tf32() -> None:
     half = [planned(precision="bf16", tf32=each) for each in ("none", "all")]
     assert half[0].prediction.step_seconds == half[1].prediction.step_seconds

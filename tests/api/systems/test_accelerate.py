@@ -23,6 +23,8 @@ KINDS = {
     "half gradients": "DEEPSPEED",
 }  # fmt: skip
 """What trains each case; a pipeline becomes FSDP."""
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name == "experts" else ()) for name in CASES]
+"""Experts need another model."""
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", kept)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("no_settings")
 def test_accelerate_launch_reads_it(name: str, tmp_path: Path) -> None:
     facts = written(case(name), "accelerate", tmp_path).facts
@@ -65,7 +67,7 @@ def test_accelerate_launch_reads_it(name: str, tmp_path: Path) -> None:
         assert (sizes.tp_size, sizes.cp_size) == (degrees["tp"], degrees["cp"])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_script_is_told_its_batches(name: str, tmp_path: Path) -> None:
     wrote = written(case(name), "accelerate", tmp_path)
     degrees = wrote.facts["degrees"]

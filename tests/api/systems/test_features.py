@@ -27,7 +27,7 @@ def names(plan: Plan) -> set[str]:
         ("3d", {"tp", "sp", "pp", "1f1b", "zero1"}),
         ("interleaved", {"pp", "interleaved"}),
         ("zero bubble", {"pp", "zb-h2"}),
-        ("experts", {"ep"}),
+        pytest.param("experts", {"ep"}, marks=pytest.mark.slow),
         ("cp", {"cp", "zero3"}),
         ("uneven stages", {"pp", "1f1b", "uneven-stages", "zero1"}),
         ("some layers", {"full", "mixed-recompute", "zero1"}),
@@ -130,7 +130,14 @@ def test_column_and_row_splits_over_tp_are_usual(
     assert ("weight-layouts" in found) == is_odd
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+QUICK = ("torchtitan", "megatron", "deepspeed")
+"""The other two write what DeepSpeed reads, or FSDP's options."""
+
+
+@pytest.mark.parametrize(
+    "system",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SYSTEMS],
+)
 def test_a_system_writes_what_no_configuration_has_and_lists_it(
     system: str, tmp_path: Path
 ) -> None:

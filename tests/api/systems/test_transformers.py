@@ -19,7 +19,11 @@ def read(arguments: dict[str, Any]) -> transformers.TrainingArguments:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [name for name in CASES if name != "experts"]
+    + [pytest.param("experts", marks=pytest.mark.slow)],
+)
 def test_training_arguments_are_made_of_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
