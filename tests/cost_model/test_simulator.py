@@ -252,7 +252,11 @@ def bubble_with_messages(num_stages: int, num_microbatches: int, send: float) ->
     return 1 - num_microbatches / simulate(schedule, costs).step_seconds
 
 
-@pytest.mark.parametrize("case", QI, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [case if case[0] < 16 else pytest.param(case, marks=pytest.mark.slow) for case in QI],
+    ids=str,
+)
 def test_published_bubbles_of_1f1b_follow_from_one_message_time(case):
     """The message time that explains the longest step predicts the other two within 0.005.
 

@@ -38,7 +38,10 @@ def test_handmade_plans_survive(made: Any) -> None:
     assert dumps(loads(dumps(original))) == dumps(original)
 
 
-@pytest.mark.parametrize("forced", [Forced(pp=2), Forced(dp=2, tp=2, zero=2)])
+@pytest.mark.parametrize(
+    "forced",
+    [Forced(pp=2), Forced(dp=2, tp=2, zero=2), pytest.param(Forced(), marks=pytest.mark.slow)],
+)
 def test_found_plans_survive(forced: Forced) -> None:
     graph, blocks = mlp(3, rows=8)
     found = plan(graph, blocks, cluster(4), Request(8, forced=forced, settings={"layers": 3}))

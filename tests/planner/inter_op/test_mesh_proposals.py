@@ -121,9 +121,8 @@ def best_of(program: Program, where: Cluster, request: Request, more: str) -> fl
     return min(found)
 
 
-@pytest.mark.parametrize(
-    "rows", [1, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 3))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2, 3])
 def test_the_best_mesh_with_cp_is_among_those_proposed(rows: int) -> None:
     """Fewer rows than hosts: with all meshes asked for by themselves nothing is faster."""
     program = attention(512)

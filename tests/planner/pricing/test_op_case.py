@@ -37,14 +37,16 @@ def local_case(
 
 
 EVERY = cases()
-FIRST = {each.op: each for each in reversed(EVERY)}
+FIRST = {each.op.rsplit(".", 1)[0]: each for each in reversed(EVERY)}
 """Of every op the first example, which is no slow test."""
 
 
 @pytest.mark.parametrize(
     "example",
     [
-        each if FIRST[each.op] is each else pytest.param(each, marks=pytest.mark.slow)
+        each
+        if FIRST[each.op.rsplit(".", 1)[0]] is each
+        else pytest.param(each, marks=pytest.mark.slow)
         for each in EVERY
     ],
     ids=str,

@@ -106,7 +106,7 @@ def test_a_name_means_what_its_alias_does() -> None:
     assert one.prediction == other.prediction
 
 
-@pytest.mark.parametrize("pp", [2, None])
+@pytest.mark.parametrize("pp", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_schedule_that_can_have_one_stage_per_rank_has_as_many_as_are_forced(
     pp: int | None,
 ) -> None:
@@ -150,7 +150,7 @@ def test_what_no_pipeline_can_run_is_named() -> None:
     assert caught.value.code == "AP546"
 
 
-@pytest.mark.parametrize("limit", [0.001, 0.05, 0.5])
+@pytest.mark.parametrize("limit", [0.001, 0.05, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_what_is_found_in_little_time_runs_as_it_was_forced_to(limit: float) -> None:
     forced = Forced(pp=2, schedule="interleaved")
     with suppress(TimeLimitError):  # where nothing was found in time that is said
