@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
+
+# Before torch is imported: on two busy cores the threads of its ops wait for each other longer
+# than they compute.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import gc
 import signal
 import sys
 from collections import defaultdict

@@ -7,12 +7,17 @@ for those of hypothesis. By default the examples of hypothesis are the same in e
 from __future__ import annotations
 
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 DEFAULT, NIGHTLY = "few", "nightly"
 NIGHTLY_CASES = 500
 
 settings.register_profile(DEFAULT, max_examples=25, deadline=None, derandomize=True)
 settings.register_profile(NIGHTLY, max_examples=NIGHTLY_CASES, deadline=None)
+
+# Hypothesis would parse every module that is loaded for constants to draw, for seconds, and draw
+# other examples where other modules are loaded.
+providers._get_local_constants = providers.Constants
 
 
 def sample_size(few: int, many: int) -> int:
