@@ -27,6 +27,8 @@ from xdist.scheduler import LoadFileScheduling
 
 HERE = Path(__file__).resolve().parent
 
+gc.disable()  # until all tests are collected: what is imported lives until the end
+
 # A job that a shell starts in the background ignores SIGINT, and so would what tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -78,9 +80,9 @@ def pytest_collection_finish() -> None:
 
     With fewer collections too, tests of the planner take a sixth less processor time.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from commands import run_python
 ROOT = Path(__file__).resolve().parents[1]
 ONE = ROOT / "benchmarks" / "zoo" / "one.py"
 PLANS = ("dp=2", "tp=2", "pp=2", "own")
-SAMPLE = ("t5",)
 ALL = sorted(path.parent.name for path in (ROOT / "tests" / "zoo").glob("*/config.json"))
 
 
@@ -28,11 +26,6 @@ def run(names: tuple[str, ...]) -> dict[str, Any]:
     return {result["name"]: result for result in results}
 
 
-@cache
-def sample() -> dict[str, Any]:
-    return run(SAMPLE)
-
-
 def check(result: dict[str, Any]) -> None:
     assert not result["error"]
     for plan in PLANS:
@@ -41,12 +34,7 @@ def check(result: dict[str, Any]) -> None:
         assert outcome["num_compared"] > 20
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_the_plans_of_an_architecture_equal_one_device(name: str) -> None:
-    check(sample()[name])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ALL if name not in SAMPLE])
+@pytest.mark.parametrize("name", ALL)
 def test_the_plans_of_every_architecture_equal_one_device(name: str) -> None:
     check(run((name,))[name])

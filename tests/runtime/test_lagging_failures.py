@@ -39,6 +39,7 @@ def test_each_stage_says_which_message_its_device_waits_for(tmp_path: Path) -> N
     assert "3RECV_F0: stage 3 waits in micro-batch 0 for 2SEND_F0 of rank 2" in found[3]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ranks_that_share_a_stage_say_at_which_action_their_devices_are(tmp_path: Path) -> None:
     found = run_until_failure(tmp_path / "pids", 2, "dp=4,zero=0")

@@ -103,6 +103,7 @@ def verify_all(cases: list[tuple[str, str]], buckets: tuple[int, ...] = ()) -> l
     return [verified(model, text, buckets) for model, text in cases]
 
 
+@pytest.mark.slow
 def test_shorter_batches_train_as_on_one_device() -> None:
     plans = [(model, planned(model, parallel)) for model, parallel in CASES]
     found = run_processes(2, verify_all, plans, timeout_seconds=280)[0]
