@@ -238,6 +238,17 @@ def test_outside_torchrun_a_loader_goes_on_in_the_middle_of_an_epoch(name: str) 
     assert resumed.state_dict()["epoch"] == 1
 
 
+def test_a_loader_goes_on_twice_in_one_epoch() -> None:
+    plain, state = epochs("shuffled"), None
+    for taken in range(3):
+        torch.manual_seed(5 if state is None else 77)
+        loader = autoparallel.distribute(LOADERS["shuffled"]())
+        if state is not None:
+            loader.load_state_dict(state)
+        assert equal([next(iter(loader))], plain[0][taken : taken + 1])
+        state = loader.state_dict()
+
+
 def test_a_state_of_before_the_first_epoch_is_a_beginning() -> None:
     loader = autoparallel.distribute(LOADERS["shuffled"]())
     loader.load_state_dict(autoparallel.distribute(LOADERS["shuffled"]()).state_dict())

@@ -52,6 +52,19 @@ def test_a_merged_weight_does_what_the_adapted_layer_does() -> None:
     assert torch.allclose(plain(x), expected, atol=1e-12)
 
 
+class WithHead(Net):
+    """Says which layer is its head, as models of transformers do."""
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_all_linear_layers_are_all_but_the_head() -> None:
+    model = add_lora(WithHead(), parse_lora("r=1,targets=all-linear"))
+    adapted = {name.partition(".")[0] for name, _ in model.named_parameters() if "lora" in name}
+    assert adapted == {"q_proj", "v_proj"}
+
+
 def test_all_linear_layers_can_be_named_at_once() -> None:
     model = add_lora(Net(), parse_lora("r=1,targets=all-linear"))
     assert sum("lora_A" in name for name, _ in model.named_parameters()) == 3

@@ -120,6 +120,15 @@ def test_training_goes_on_from_a_state_dict_as_if_unbroken() -> None:
     assert second.state_dict() == whole.state_dict()
 
 
+def test_a_state_counts_batches_and_updates() -> None:
+    """Random numbers of a batch follow from how many there were before it."""
+    step = autoparallel.Step(Net(), accumulate=2)
+    for _ in range(4):
+        step(batch())
+    state = step.state_dict()
+    assert (state["batches_begun"], state["updates"]) == (4, 2)
+
+
 def test_an_input_that_is_not_finite_is_named_with_its_row() -> None:
     step = autoparallel.Step(Net(), on_nan="stop")
     bad = batch()

@@ -166,6 +166,11 @@ def test_a_plan_of_schema_5_still_loads() -> None:
     assert loads(json.dumps(table)) == original
 
 
+def test_states_in_host_memory_survive() -> None:
+    plan = replace(flat_plan(), offload="optimizer")
+    assert loads(dumps(plan)) == plan
+
+
 def test_unequal_shares_of_the_batch_survive() -> None:
     original = flat_plan()
     stage = replace(original.stages[0], shares=(3, 5))

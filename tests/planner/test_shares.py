@@ -17,7 +17,7 @@ from autoparallel.planner.graph import Accumulation, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import SCHEDULES, Forced, Request
-from autoparallel.planner.shares import best_shares, why_not
+from autoparallel.planner.shares import best_shares, share_of, why_not
 
 WIRE = Link("wire", alpha_seconds=1e-9, bytes_per_second=1e15)
 
@@ -142,3 +142,8 @@ def test_a_graph_in_which_rows_meet_is_not_shared_out() -> None:
     assert why_not(apart, (), lambda name: None)
     mixing = replace(graph, accumulation=Accumulation(mixing=("stem",)))
     assert "stem" in why_not(mixing, (), lambda name: None)
+
+
+def test_a_part_without_rows_has_no_weight_in_a_mean() -> None:
+    parts = [share_of((0, 3, 5), coordinate) for coordinate in range(3)]
+    assert [part.weight for part in parts if part is not None] == [0.0, 9 / 8, 15 / 8]

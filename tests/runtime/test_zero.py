@@ -6,17 +6,21 @@ and every weight, relative to the tensor's largest magnitude.
 
 from __future__ import annotations
 
+import copy
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from forced_plans import settled
 from processes import run_processes
 from stages import global_batch, reference, relative_error, stage_program, summed, weights, whole
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import autoparallel
 from autoparallel.planner.layout import Layout, Mesh, shard
 from autoparallel.runtime import zero as zero_stages
 from autoparallel.runtime.communicator import ProcessCommunicator
@@ -267,3 +271,40 @@ def test_zero_3_gathers_a_group_ahead_and_waits_for_a_sum_after_the_next_product
         between = "".join(event[0] for event in backward).split("r")[1:]
         assert len(between) == 5
         assert all("p" in each[: each.index("w")] for each in between[:3])
+
+
+class Squared(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x)).square().mean()
+
+
+def looked_at(zero: int) -> tuple[float, float]:
+    """On a rank: the loss after an update before which the model was run without gradients, and
+    that of the plain model."""
+    torch.manual_seed(0)
+    x, plain = torch.randn(4, 8), Squared()
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+    model = autoparallel.parallelize(
+        copy.deepcopy(plain), example_batch=(x,), parallel=settled(f"dp=2,zero={zero}"),
+        profile="analytic",
+    )  # fmt: skip
+    losses = []
+    for each in (model, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each(x).backward()
+        with torch.no_grad():
+            each(x)
+        optimizer.step()
+        losses.append(each(x).item())
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_weights_gathered_before_an_update_are_not_used_after_it(zero: int) -> None:
+    for found, expected in run_processes(2, looked_at, zero):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -48,6 +48,21 @@ def test_an_axis_named_tp_that_splits_samples_is_data_parallel() -> None:
     assert axis_roles(case("tp"), case("tp").stages[0]).tp == 8
 
 
+def test_two_axes_that_split_samples_multiply() -> None:
+    plan = split_on(case("one dp axis"), 0)
+    (stage,) = plan.stages
+    layouts = {
+        name: NodeLayout(
+            tuple(layout * 2 for layout in node.inputs),
+            tuple(layout * 2 for layout in node.outputs),
+            node.labels * 2,
+        )
+        for name, node in stage.layouts.items()
+    }
+    both = replace(stage, mesh=Mesh(("dp", "tp"), (2, 4)), layouts=layouts)
+    assert axis_roles(replace(plan, stages=(both,)), both).dp == 8
+
+
 def test_stages_of_other_meshes_become_one_mesh_with_as_many_devices() -> None:
     """Six devices and two: four each, and the micro-batches still divide."""
     plan = case("1f1b")
