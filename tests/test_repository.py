@@ -357,8 +357,8 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/", 48296),
     ("words of CHANGELOG.md", 5146),
     ("words of README.md", 1369),
-    ("tests: lines", 55183),
-    ("tests: files", 381),
+    ("tests: lines", 55328),
+    ("tests: files", 382),
     ("tests: flat files", 20),
 )
 """Ceilings of the figures of tests/support/structure.py: name, ceiling, reason if it rose."""

@@ -312,7 +312,7 @@ def _run_all(plan: str, cases: tuple[Callable[[Adopt], Figures], ...]) -> dict[s
     "plan",
     [
         pytest.param("dp=2,zero=0", marks=pytest.mark.slow),
-        pytest.param("tp=2", marks=pytest.mark.slow),
+        "tp=2",
         "dp=2,zero=3",
         "dp=2,microbatches=2",
     ],

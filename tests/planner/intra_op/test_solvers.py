@@ -165,8 +165,6 @@ ENDS: dict[str, tuple[Callable[[], Program], Status]] = {
     "no solution in time": (lambda: market_split(can_miss=False), "time_limit"),
     "a solution in time": (lambda: market_split(can_miss=True), "feasible"),
 }
-LONG = ("no solution in time", CBC)
-"""Takes CBC a second, whatever its limit."""
 
 
 @pytest.mark.parametrize(
@@ -174,7 +172,6 @@ LONG = ("no solution in time", CBC)
     [
         pytest.param(
             name, solver, id=f"{name}-{solver.name}",
-            marks=[pytest.mark.slow] if (name, solver) == LONG else [],
         )
         for name in ENDS
         for solver in (HIGHS, CBC)

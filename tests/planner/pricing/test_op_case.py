@@ -37,20 +37,9 @@ def local_case(
 
 
 EVERY = cases()
-FIRST = {each.op.rsplit(".", 1)[0]: each for each in reversed(EVERY)}
-"""Of every op the first example, which is no slow test."""
 
 
-@pytest.mark.parametrize(
-    "example",
-    [
-        each
-        if FIRST[each.op.rsplit(".", 1)[0]] is each
-        else pytest.param(each, marks=pytest.mark.slow)
-        for each in EVERY
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("example", EVERY, ids=str)
 def test_the_case_of_every_layout_runs_and_makes_the_local_output(example: Example) -> None:
     torch.manual_seed(0)
     graph, made = graph_of(example), 0

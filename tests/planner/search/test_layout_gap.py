@@ -28,7 +28,7 @@ def program() -> Program:
 @pytest.mark.parametrize(
     ("cluster", "limit", "forced"),
     [
-        pytest.param("4xV100-16GB", 1.5e9, Forced(pp=1), marks=pytest.mark.slow),
+        ("4xV100-16GB", 1.5e9, Forced(pp=1)),
         pytest.param(
             "2xV100-16GB", 2.2e9, Forced(pp=1, num_microbatches=4), marks=pytest.mark.slow
         ),
