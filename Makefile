@@ -20,13 +20,13 @@ types:
 	MYPYPATH=$(TYPES) mypy -p autoparallel
 
 test:
-	$(PYTHON) -m pytest -n 2
+	$(PYTHON) -m pytest -n 3
 
 # The processor seconds of each test into build/durations.txt, and of each file into
 # tests/durations.txt, by which a session begins with the longest.
 durations:
 	mkdir -p build
-	$(PYTHON) -m pytest -n 2 --processor-seconds build/durations.txt
+	$(PYTHON) -m pytest -n 3 --processor-seconds build/durations.txt
 	$(PYTHON) tests/support/durations.py build/durations.txt
 
 # The lines of each package that the default suite runs, as a table.
@@ -38,14 +38,14 @@ structure:
 	$(PYTHON) tests/support/structure.py
 
 slow:
-	$(PYTHON) -m pytest -n 2 -m slow
+	$(PYTHON) -m pytest -n 3 -m slow
 
 # All tests, slow ones too; and all with the random suites at 500 cases each.
 everything:
-	$(PYTHON) -m pytest -n 2 -m "slow or not slow"
+	$(PYTHON) -m pytest -n 3 -m "slow or not slow"
 
 nightly:
-	$(PYTHON) -m pytest -n 2 -m "slow or not slow" --hypothesis-profile=nightly
+	$(PYTHON) -m pytest -n 3 -m "slow or not slow" --hypothesis-profile=nightly
 
 # The rules of NCCL and CUDA, without a GPU: every schedule on models of every shape, and the
 # runtime's own tests, on a process group that promises no more than these do.

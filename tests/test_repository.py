@@ -234,7 +234,7 @@ def test_the_links_of_documents_lead_to_files_and_headings() -> None:
 
 
 def test_the_ci_runs_the_readmes_test_command() -> None:
-    command = "pip install -c constraints.txt -e '.[dev]' && pytest -n 2"
+    command = "pip install -c constraints.txt -e '.[dev]' && pytest -n 3"
     assert f"\n{command}\n" in (ROOT / "README.md").read_text()
     assert command.replace(".[dev]", r"\.\[dev\]") in (ROOT / ".ci/run").read_text()
 
@@ -357,7 +357,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/", 48296),
     ("words of CHANGELOG.md", 5146),
     ("words of README.md", 1369),
-    ("tests: lines", 55328),
+    ("tests: lines", 55339),
     ("tests: files", 382),
     ("tests: flat files", 20),
 )

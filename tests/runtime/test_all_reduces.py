@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel.cost_model.algorithm_tables import ALGORITHMS, find_table
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.runtime.all_reduces import AllReduces, MessageAllReduce, SumLane
+from autoparallel.runtime.gradients import Bucket
 from autoparallel.runtime.groups import gloo_group_beside
 
 SIZES = (1, 5, 1000, 4097)
@@ -123,3 +126,13 @@ def _beside_in_different_numbers_of_groups() -> float:
 def test_ranks_that_are_in_different_numbers_of_groups_make_one_together() -> None:
     """Rank 1 is in a group that rank 2 is not in, as ranks of earlier plans are."""
     assert run_processes(3, _beside_in_different_numbers_of_groups) == [3.0, 3.0, 3.0]
+
+
+def test_gradients_are_placed_in_their_bucket_and_missing_ones_are_zero() -> None:
+    slots = {"missing": torch.ones(2), "elsewhere": torch.ones(2)}
+    missing = SimpleNamespace(name="missing", gradient=None)
+    elsewhere = SimpleNamespace(name="elsewhere", gradient=torch.full((2,), 3.0))
+    Bucket.place(SimpleNamespace(slots=slots), [missing, elsewhere])
+    assert slots["missing"].tolist() == [0.0, 0.0]
+    assert slots["elsewhere"].tolist() == [3.0, 3.0]
+    assert elsewhere.gradient.data_ptr() == slots["elsewhere"].data_ptr()

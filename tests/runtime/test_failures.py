@@ -125,7 +125,6 @@ def test_a_stopped_rank_is_named_by_every_other_one(plan_path, tmp_path, monkeyp
     assert not any(map(alive, pids))
 
 
-@pytest.mark.slow
 def test_a_killed_rank_is_named_by_every_other_one(plan_path, tmp_path, monkeypatch, capfd):
     with pytest.raises(WorkerError, match="rank 2 of 4 died") as caught:
         run_until_failure(

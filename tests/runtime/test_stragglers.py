@@ -143,7 +143,6 @@ def check_named(folder: Path, monkeypatch: Any, capfd: Any, plan: str, kind: str
     assert f"rank {SLOW} is slow: it waits for others " in capfd.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_rank_that_waits_for_its_data_is_named(tmp_path, monkeypatch, capfd):
     check_named(tmp_path, monkeypatch, capfd, "data", "data")
 

@@ -1,6 +1,6 @@
 """Line coverage of each package by the default suite, forked ranks and started processes included.
 
-``python tests/support/line_coverage.py [PYTEST ARGUMENTS]`` runs pytest with two workers under
+``python tests/support/line_coverage.py [PYTEST ARGUMENTS]`` runs pytest with three workers under
 coverage.py and prints a table in Markdown. Lines under ``if TYPE_CHECKING:`` do not count. The
 table of the whole suite is kept in ``benchmarks/suite/README.md``.
 """
@@ -35,7 +35,7 @@ def measure(folder: Path, arguments: Sequence[str]) -> tuple[int, coverage.Cover
     settings = folder / "settings"
     settings.write_text(SETTINGS.format(folder=folder, packages=packages))
     environment = {**os.environ, "COVERAGE_PROCESS_START": str(settings)}
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--timeout", "900", *arguments]
+    command = [sys.executable, "-m", "pytest", "-n", "3", "--timeout", "900", *arguments]
     code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     measured = coverage.Coverage(config_file=str(settings))
     files = [str(path) for path in folder.glob("data.*") if _is_complete(path)]

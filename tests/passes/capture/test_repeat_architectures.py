@@ -30,9 +30,8 @@ def deepened(config: dict[str, Any], depth: int) -> dict[str, Any]:
     return made
 
 
-ARCHITECTURES = {"llama": 5, "gpt2_dropout": 6, "mixtral": 5, "vit": 7}
+ARCHITECTURES = {"llama": 5, "gpt2_dropout": 6, "mixtral": 5, "vit": 7, "gemma2": 10}
 LARGER = {
-    "gemma2": 10,
     "bert": 5,
     "qwen3_moe": 6,
     "t5": 6,

@@ -272,6 +272,7 @@ def edited(old: str, new: str, *, name: str = "1f1b") -> Schedule:
         ("1RECV_F1 ", "", "1RECV_F1 is missing"),
         ("0SEND_F1 ", "", "1RECV_F1 waits for a message that is never sent"),
         ("1F0 1B0", "1B0 1F0", "1B0 comes before 1F0"),
+        ("1RECV_F1 1F1", "1F1 1RECV_F1", "rank 1 at 1F1"),
         ("0F1", "0F1 0F1", "0F1 appears twice"),
         ("0F1", "0F1 0F2", "0F2 names a micro-batch"),
         ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0", "0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1", "deadlock"),
