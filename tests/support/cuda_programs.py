@@ -333,3 +333,5 @@ def main(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(0)  # as autograd has threads of a device that is not there, which end badly
