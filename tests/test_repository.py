@@ -357,7 +357,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/", 48296),
     ("words of CHANGELOG.md", 5146),
     ("words of README.md", 1369),
-    ("tests: lines", 55342),
+    ("tests: lines", 55333),
     ("tests: files", 382),
     ("tests: flat files", 20),
 )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import adopted_scripts
 import pytest
-import torch.distributed as dist
 from forced_plans import settled
-from processes import run_processes
+from processes import run_processes, set_torchrun_variables
 from torch import nn
 
 import autoparallel
@@ -41,14 +39,8 @@ COMPILED = {
 }
 
 
-def launched() -> None:
-    """What torchrun puts into the environment."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
-
-
 def _adopted(script: str, plans: Sequence[str], arguments: Sequence[Any]) -> dict[str, Any]:
-    launched()
+    set_torchrun_variables()
     found = {}
     for plan in plans:
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from commands import run_python, run_torchrun
 from forced_plans import settled
-from processes import run_processes
+from processes import run_processes, set_torchrun_variables
 from torch import nn
 
 import autoparallel
@@ -193,8 +193,7 @@ class Summed(Plain):
 
 def restored_numbers(folder: str) -> tuple[list[float], list[float]]:
     """On a rank: numbers drawn after a checkpoint was saved, and again after it was loaded."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+    set_torchrun_variables()
     model = autoparallel.parallelize(
         Summed(), example_batch=(torch.ones(4, 4),), parallel=settled("dp=2"), profile="analytic"
     )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from processes import run_processes
+from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
 
 import autoparallel
@@ -32,8 +30,7 @@ def _after_failures() -> float:
     alone = Wide()
     x, y = torch.randn(2, 8, 2000)
     alone(x, y).backward()
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+    set_torchrun_variables()
     plan = "dp=2,zero=0,microbatches=1"
     model = autoparallel.parallelize(
         copy.deepcopy(alone),

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from forced_plans import settled
 from kept_captures import ranks_share_captures
-from processes import run_processes
+from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -296,8 +294,7 @@ def _adopting(plan: str) -> Adopt:
 
 
 def _run_all(plan: str, cases: tuple[Callable[[Adopt], Figures], ...]) -> dict[str, Figures]:
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+    set_torchrun_variables()
     found = {}
     for case in cases:
         torch.manual_seed(0)

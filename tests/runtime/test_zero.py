@@ -7,7 +7,6 @@ and every weight, relative to the tensor's largest magnitude.
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forced_plans import settled
-from processes import run_processes
+from processes import run_processes, set_torchrun_variables
 from stages import global_batch, reference, relative_error, stage_program, summed, weights, whole
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -287,8 +286,7 @@ def looked_at(zero: int) -> tuple[float, float]:
     that of the plain model."""
     torch.manual_seed(0)
     x, plain = torch.randn(4, 8), Squared()
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+    set_torchrun_variables()
     model = autoparallel.parallelize(
         copy.deepcopy(plain), example_batch=(x,), parallel=settled(f"dp=2,zero={zero}"),
         profile="analytic",

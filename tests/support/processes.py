@@ -122,6 +122,14 @@ def forking_context() -> ForkServerContext:
     return context
 
 
+def set_torchrun_variables() -> None:
+    """Set the variables by which torchrun tells a rank its place, on a rank of this machine."""
+    import torch.distributed as dist
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+
+
 def _collect(ends: list[Connection], deadline: float, may_die: Collection[int] = ()) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(ends):
