@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -121,6 +122,19 @@ def agents(folder: Path, spaces: Sequence[HostSpace] = ()) -> Iterator[Agents]:
         for process in found.processes:
             process.kill()
             process.wait(10.0)
+
+
+def wait_for_listener(port: int, timeout_seconds: float = 60.0) -> None:
+    """Waits until a process listens at a port of this host."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        else:
+            return
 
 
 def sums(worker: Worker, most: int) -> dict[str, float]:
@@ -314,7 +328,7 @@ def test_a_host_with_another_command_is_told_so(plan: Path) -> None:
     with agents(plan) as hosts:
         common = ("run", "dropout_model.json", "--nnodes", "2", "--join-timeout", "20")
         hosts.start(0, *common, "--steps", "3", port=PORT + 3)
-        time.sleep(2.0)
+        wait_for_listener(PORT + 3)
         hosts.start(1, *common, "--steps", "4", port=PORT + 3)
         assert hosts.processes[1].wait(60.0) == 2
         assert "error[AP157]" in hosts.said(1)

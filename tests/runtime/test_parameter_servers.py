@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -182,7 +181,6 @@ def test_bsp_goes_on_exactly_when_a_worker_or_server_is_killed(
                 assert torch.allclose(weight, expected.weights[name], rtol=1e-11, atol=1e-13)
 
 
-SLOW_SECONDS = 0.03
 LEAD_STEPS = 8
 
 
@@ -198,8 +196,9 @@ def lead_of(server: Server) -> int:
 def stale(cases: tuple[tuple[Case, str, int | None], ...]) -> tuple[list[float], int]:
     """A worker's losses on one batch, again and again, and the greatest lead at a server.
 
-    Rank 1 is slow, or is killed in its second iteration. Without a bound it begins when rank 0 has
-    made four steps, of which the servers have at least three pushes.
+    Rank 1 waits for rank 0, or is killed in its second iteration: under ssp it begins each step
+    when rank 0 has made the next one; without a bound it begins when rank 0 has made four steps,
+    of which the servers have at least three pushes.
     """
     ((case, text, victim),) = cases
     trainer = trainer_of(case, text)
@@ -219,14 +218,13 @@ def stale(cases: tuple[tuple[Case, str, int | None], ...]) -> tuple[list[float],
     if trainer.worker is not None:
         (batch, *_) = batches(case.model)
         store = dist.distributed_c10d._get_default_store()
-        if rank == 1 and case.servers.consistency == "asp":
-            store.wait(["four steps"])
+        lead = 2 if case.servers.consistency == "ssp" else 4
         for step in range(LEAD_STEPS):
-            if rank == 1:
-                time.sleep(SLOW_SECONDS)
+            if rank == 1 and step + lead <= LEAD_STEPS and (step == 0 or lead == 2):
+                store.wait([f"{step + lead} steps"])
             losses.append(float(trainer.step(batch).loss))
-            if rank == 0 and step == 3:
-                store.set("four steps", "")
+            if rank == 0:
+                store.set(f"{step + 1} steps", "")
     trainer.finish()
     return losses, max(leads)
 

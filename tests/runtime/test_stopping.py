@@ -8,8 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from processes import run_processes
 from autoparallel.options import parse_parallel, parse_settings
 from autoparallel.plan_io import save_plan
 from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.runtime import stopping
 from autoparallel.runtime.launch import launch
 from autoparallel.runtime.process import Worker
 from autoparallel.runtime.stopping import Stop
@@ -127,6 +130,13 @@ def test_without_checkpoints_a_signal_ends_the_command_at_once(
     assert command.ended()[0] == 128 + signal.SIGTERM
 
 
+def waits_for_sigterm(pid: str) -> bool:
+    """Whether a stopped process has got SIGTERM, which it handles when it goes on."""
+    found = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return bool(int(found[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_the_command_at_once(plan_path: Path, tmp_path: Path) -> None:
     """The ranks are stopped, so that no step ends any more."""
@@ -137,22 +147,33 @@ def test_a_second_signal_ends_the_command_at_once(plan_path: Path, tmp_path: Pat
     for child in children:
         os.kill(int(child), signal.SIGSTOP)
     os.kill(pid, signal.SIGTERM)
-    time.sleep(1.0)
-    assert command.process.poll() is None
+    while not any(map(waits_for_sigterm, children)):
+        assert command.process.poll() is None
+        time.sleep(0.01)
     os.kill(pid, signal.SIGTERM)
     assert command.ended()[0] == 128 + signal.SIGTERM
 
 
-def signalled(watchdog_ends: list[int], seconds: float) -> tuple[list[int], bool]:
-    """The exit codes with which a watchdog ends the process that gets two signals."""
-    watchdog = Watchdog(60.0, name="rank 0 of 1", report=lambda error: None,
-                        end=watchdog_ends.append)  # fmt: skip
+def signalled(seconds: float, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], bool]:
+    """The exit codes of a process that gets two signals, ``seconds`` apart, and whether it stops
+    after its step."""
+    now, heard = [100.0], threading.Semaphore(0)
+    codes: list[int] = []
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watchdog = Watchdog(60.0, name="rank 0 of 1", report=lambda error: None, end=codes.append)
+    terminate = watchdog.terminate
+
+    def terminate_and_tell() -> None:
+        terminate()
+        heard.release()
+
+    watchdog.terminate = terminate_and_tell  # type: ignore[method-assign]
     with Stop(watchdog, is_behind=False) as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(seconds)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.3)
-        return watchdog_ends, stop.is_agreed()
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard.acquire(timeout=60.0)
+            now[0] += seconds
+        return codes, stop.is_agreed()
 
 
 @pytest.fixture
@@ -163,9 +184,8 @@ def default_handling():
 
 
 def test_signals_that_come_together_are_one(default_handling, monkeypatch) -> None:
-    assert signalled([], 0.1) == ([], True)
-    monkeypatch.setattr("autoparallel.runtime.stopping.SAME_SECONDS", 0.1)
-    assert signalled([], 0.3)[0] == [21]
+    assert signalled(stopping.SAME_SECONDS - 0.1, monkeypatch) == ([], True)
+    assert signalled(stopping.SAME_SECONDS + 0.1, monkeypatch)[0] == [21]
 
 
 def votes(is_behind: bool) -> list[bool]:
