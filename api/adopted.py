@@ -35,7 +35,7 @@ from autoparallel.runtime.training_call import TrainingCall
 from autoparallel.runtime.whole_weights import WholeWeights
 from autoparallel.stale_optimizer import is_retired, retire
 from autoparallel.targets import Target
-from autoparallel.unchanged import Unchanged, check_backward_hooks, check_buffers
+from autoparallel.unchanged import Unchanged, check_backward_hooks
 from autoparallel.whole_module import WholeModule
 
 if TYPE_CHECKING:
@@ -108,13 +108,12 @@ class Adopted:
             model.train()
         try:
             modes = [module.training for module in model.modules()]
-            with _as_at_start():
+            with as_at_start():
                 trainer = join_training(model, job, plan, self.tell, buckets, self.timeout_seconds)
         finally:
             if not was_training:
                 model.eval()
             self.is_joining = False
-        check_buffers(trainer.program.graph)
         self.trainer = trainer
         self.job = replace(job, deferred=None)  # the weights are made
         self._has_loss_fn = job.target.loss_fn is not None
@@ -182,7 +181,7 @@ class Adopted:
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A call of the model, as its own ``forward`` is called."""
-        if self.is_joining or self.is_plain:
+        if self.is_joining or self.is_plain or torch.compiler.is_exporting():
             return self._forward(*args, **kwargs)
         model._join_once()  # type: ignore[operator]
         if not model.training:
@@ -353,7 +352,7 @@ def _take_over(master: nn.Parameter, old: nn.Parameter) -> None:
 
 
 @contextmanager
-def _as_at_start() -> Iterator[None]:
+def as_at_start() -> Iterator[None]:
     """Planning neither depends on the modes around a model's first use nor draws random numbers.
 
     All ranks go on with the random numbers that they had: a script that draws its batches draws

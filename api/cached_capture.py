@@ -140,7 +140,7 @@ def program_key(
     from autoparallel.register import registered_rules
 
     return (
-        target.name, sorted(target.settings.items()), options.precision,
+        target.name, sorted(target.settings.items()), options.precision, options.global_batch,
         options.autocasts, model_text(model),
         _batch_text(batch), sorted(registered_rules()), user_sources(),
         _versions({type(each).__module__.partition(".")[0] for each in model.modules()}),

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from autoparallel.adopted import Job
+from autoparallel.adopted import Job, as_at_start
 from autoparallel.cost_model.cluster import Cluster, ClusterError
 from autoparallel.cost_model.detect import threads_per_device
 from autoparallel.cost_model.joined import joined_cluster, own_process_device
@@ -21,6 +21,7 @@ from autoparallel.measured_first import (
     measure_together,
     under_torchrun_here,
 )
+from autoparallel.passes.capture.held_tensors import held_tensors
 from autoparallel.passes.initialization.deferred_init import Deferred
 from autoparallel.passes.programs.outputs import mean_inputs, mean_of_outputs
 from autoparallel.passes.programs.program import Program
@@ -73,6 +74,7 @@ def join_training(
     meet = partial(meeting_at_agent, os.environ)
     device = join(kind, int(os.environ.get("LOCAL_RANK", rank)), timeout_seconds, meet)
     weights = _initial_weights(model, job)
+    held = held_tensors(model)
     target, options = job.target, job.options
     if plan is not None:
         options = replace(
@@ -82,6 +84,7 @@ def join_training(
             global_batch=plan.model.global_batch,
         )
     program = _captured(model, target, options)
+    program = replace(program, recapture=partial(_captured_again, model, target, options, held))
     if program.returned:
         forced = replace(options.forced, num_microbatches=1, pp=1)
         options = replace(options, forced=forced)
@@ -146,26 +149,39 @@ def _initial_weights(model: nn.Module, job: Job) -> Weights:
     return weights
 
 
-def _captured(model: nn.Module, target: Target, options: PlanOptions) -> Program:
+def _captured_again(
+    model: nn.Module, target: Target, options: PlanOptions, held: Mapping[str, Tensor], rows: int
+) -> Program:
+    """The program of a model that trains already, for a global batch of ``rows``."""
+    with as_at_start():
+        return _captured(model, target, replace(options, global_batch=rows), held)
+
+
+def _captured(
+    model: nn.Module, target: Target, options: PlanOptions,
+    held: Mapping[str, Tensor] | None = None,
+) -> Program:  # fmt: skip
     """The model and its loss as a graph; of a model that gives none, with its outputs returned.
 
     The script then computes the loss from them.
     """
     try:
-        return _capture(model, target, options)
+        return _capture(model, target, options, held)
     except CaptureError as error:
         if error.code not in ("AP203", "AP204") or target.loss_fn is not None:
             raise
-    program = _capture(model, replace(target, loss_fn=mean_of_outputs), options)
+    program = _capture(model, replace(target, loss_fn=mean_of_outputs), options, held)
     assert program.outputs is not None
     count = sum(leaf.is_differentiable for leaf in program.outputs.leaves)
     return replace(program, returned=mean_inputs(program.graph, count))
 
 
-def _capture(model: nn.Module, target: Target, options: PlanOptions) -> Program:
+def _capture(
+    model: nn.Module, target: Target, options: PlanOptions, held: Mapping[str, Tensor] | None
+) -> Program:
     return capture_rows(
         target, model, global_batch=options.global_batch, seq=options.seq,
-        precision=options.precision, autocast=options.autocasts,
+        precision=options.precision, autocast=options.autocasts, held=held,
     )  # fmt: skip
 
 

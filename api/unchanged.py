@@ -17,7 +17,6 @@ from typing import Any
 from torch import nn
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.graph import Graph
 from autoparallel.runtime.parameters import StageParameter
 from autoparallel.whole_module import Slot
 
@@ -149,22 +148,6 @@ def check_backward_hooks(model: nn.Module) -> None:
                 f"{path} has a backward hook",
                 why="in training the plan's program runs instead of the submodules",
                 fix="put it on the model itself or on its parameters, or remove it",
-            )
-
-
-def check_buffers(graph: Graph) -> None:
-    """Raise UsageError AP937 for a buffer that training writes and never reads.
-
-    No stage holds it, so its value would be lost.
-    """
-    read = {ref.name for node in graph for ref in node.inputs}
-    for name in graph.updates:
-        if name not in read:
-            raise UsageError(
-                "AP937",
-                f"the forward writes buffer {name} and never reads it",
-                why="a plan's program keeps only the buffers that its results depend on",
-                fix="return the value, or compute it from the model's outputs",
             )
 
 

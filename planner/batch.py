@@ -82,7 +82,7 @@ def _dims(node: Node, labels: _Labels) -> tuple[int | None, ...]:
 def _accumulation(graph: Graph, labels: _Labels, totals: tuple[Ref, ...]) -> Accumulation:
     sums: list[str] = []
     counted: list[str] = []
-    mixing = [ref.name for ref in graph.updates.values()]
+    mixing = [ref.name for ref in graph.updates.values() if not is_steady(graph, ref)]
     for node in graph:
         if node.kind != "op":
             continue
@@ -128,6 +128,23 @@ def is_data(graph: Graph, ref: Ref) -> bool:
         is_changing = node.kind == "parameter" or node.name in graph.updates
         if is_changing or any(s.requires_grad for s in node.outputs):
             return False
+        pending.extend(source.name for source in node.inputs)
+    return True
+
+
+def is_steady(graph: Graph, ref: Ref) -> bool:
+    """Whether a buffer's new value is the same for every micro-batch of a step: a counter, a power
+    iteration. It depends on parameters, constants and such buffers alone."""
+    pending, seen = [ref.name], set[str]()
+    while pending:
+        node = graph[pending.pop()]
+        if node.name in seen:
+            continue
+        seen.add(node.name)
+        if node.kind == "input" or packet(node.op).startswith("counter_"):
+            return False
+        if node.name in graph.updates:
+            pending.append(graph.updates[node.name].name)
         pending.extend(source.name for source in node.inputs)
     return True
 

@@ -178,7 +178,7 @@ class BatchRunner:
         self.batches.check_shapes(padded, rows)
         self.shape = BatchShape(rows, length)
         if self.shape not in self._pipelines:
-            self._add(variant_of(self.model.program, self.batches.batch(rows).plan))
+            self._add(variant_of(self.model.program_of(rows), self.batches.batch(rows).plan))
         for index, executor in self.executors.items():
             executor.use(self._stage_variants[self.shape][index])
             if isinstance(padded, ShareBatch):

@@ -52,11 +52,11 @@ Constants = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 """Whole values by name: of a program's constants, and of the leaves of its counting. The two
 differ where a rank has rows of its own."""
 
-ReadConstants = Callable[[int, "StageProgram"], Constants]
-"""The constants of a program for micro-batches of so many rows."""
+ReadConstants = Callable[[int, int, "StageProgram"], Constants]
+"""The constants of a program for a global batch of so many rows, and micro-batches of so many."""
 
 
-def no_constants(microbatch_size: int, program: StageProgram) -> Constants:
+def no_constants(rows: int, microbatch_size: int, program: StageProgram) -> Constants:
     """Those of a model that has none."""
     return {}, {}
 
@@ -160,7 +160,7 @@ class StageExecutor:
         self.program = self.stage.programs[variant.parts[0]]
         if variant.rows not in self._constants_of:
             size = variant.rows // variant.num_microbatches
-            whole, counted = self._read_constants(size, self.program)
+            whole, counted = self._read_constants(variant.rows, size, self.program)
             counting = self.program.counting
             leaves = counting.leaves if counting is not None else ()  # no other stays whole
             counted = {name: counted[name] for name in leaves}

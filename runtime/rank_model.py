@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..passes.local.stage_program import StageProgram
+from ..passes.programs.program import Program
+from ..planner.errors import UsageError
 from ..planner.plan_schedule import splits_backward
 from ..planner.replicas import placed_stages
 from .checkpoint_state import persistent_shapes, untrained_names
@@ -51,6 +53,7 @@ class RankModel:
     ) -> None:
         """Collective over all ranks, unless the ``meshes`` of the stages are given."""
         self.planned, self.program, self.plan = planned, planned.program, planned.plan
+        self._programs = {self.plan.model.global_batch: self.program}
         self.device, self.rank = device, dist.get_rank()
         compiler = BlockCompiler() if self.plan.compiled else None
         if meshes is None:
@@ -110,9 +113,27 @@ class RankModel:
             seed=seed, versions=versions, sums=sums,
         )  # fmt: skip
 
-    def _constants(self, microbatch_size: int, stage: StageProgram) -> Constants:
+    def program_of(self, rows: int) -> Program:
+        """The program of a global batch of ``rows``.
+
+        Raises UsageError AP836 where the model takes another path for it.
+        """
+        if rows not in self._programs:
+            found = self.program.of_global_batch(rows)
+            if found is None:
+                raise UsageError(
+                    "AP836",
+                    f"a batch of {rows} samples cannot be run by a plan for "
+                    f"{self.plan.model.global_batch}",
+                    why="the model's code takes another path for so many samples",
+                    fix="drop such batches (drop_last=True of the DataLoader), or pad them",
+                )
+            self._programs[rows] = found
+        return self._programs[rows]
+
+    def _constants(self, rows: int, microbatch_size: int, stage: StageProgram) -> Constants:
         """The constants of a stage's program: for its blocks, and for what it counts."""
-        program = self.program.with_batch_size(microbatch_size)
+        program = self.program_of(rows).with_batch_size(microbatch_size)
         counted = constants_of(program, stage, self.leaves, str(self.device))
         if stage.share is None:
             return counted, counted

@@ -34,69 +34,103 @@ from .export import (
     export_repeats,
     tensor_keys,
 )
+from .held_tensors import with_held
 from .lower import Lowered, lower
 from .repeat_calls import RepeatError, Repeats
 from .repeat_graph import expand
 from .repeats import find_repeats
+from .row_numbers import has_all_rows, with_numbers
 from .tie import find_tied
 
 NUM_TRIES = 2
 """Captures of alike layers: with those not captured hidden, then with all in sight."""
 
+NO_LOSS = ("AP203", "AP204")
+"""Errors of a model that returns no scalar to train, whatever its rows."""
+
 PASSES: tuple[Pass, ...] = (Hoist(), AlignRows(), SimplifyMasks(), SplitFused(), Unfold())
 """The graph passes of a capture, in order; before them ``Autocast``, where it is asked for."""
 
 
-def capture(
+def capture(  # noqa: PLR0913 - one parameter per option
     model: nn.Module,
     batch: Batch,
     *,
+    all_rows: Batch | None = None,
     loss_fn: LossFn | None = None,
     dtype: Dtype = "float32",
     autocast: bool = False,
     buffers: Mapping[str, Tensor] | None = None,
     rules: Mapping[str, OpRule] | None = None,
+    held: Mapping[str, Tensor] | None = None,
     observe: Observe | None = None,
 ) -> Program:
     """The program of ``loss_fn(model(batch), batch)``.
 
     ``model`` is on ``meta`` (or real; its values are not read) and in the mode it trains
     in. ``batch`` is a dict (``model(**batch)``) or tuple (``model(*batch)``) of tensors,
-    best with 2 rows: any row count then follows by ``Program.with_batch_size``.
+    best with 2 rows: any row count then follows by ``Program.with_batch_size``. ``all_rows`` is
+    the batch that runs. Numbers that the model makes of the number of rows are those of that
+    batch (``row_numbers``), and if the model takes another path for it, or ``batch`` cannot be
+    captured, the program is that of ``all_rows``.
     With ``autocast`` the float32 ops of that list are in float32 (pass ``Autocast``).
     ``buffers`` are values of buffers that masks may be computed from, ``rules``
-    those of the user's own ops by their path.
+    those of the user's own ops by their path. ``held`` are the model's tensors by name, where its
+    own are no longer whole (``held_tensors``).
 
     Raises ``CaptureError`` naming the user's line.
     """
-    with uncollected():
-        return _captured(
-            model, batch, _Way(loss_fn, dtype, _rows(batch), rules or {}, autocast),
-            buffers=buffers or {}, observe=observe,
-        )  # fmt: skip
+    way = _Way(loss_fn, dtype, rules or {}, autocast)
+    with uncollected(), with_held(model, held or {}):
+        return _captured(model, batch, all_rows, way, buffers=buffers or {}, observe=observe)
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a model is captured: its loss, the dtype, the rows of the batch, the user's rules, and
-    whether autocast's float32 ops are in float32."""
+    """How a model is captured: its loss, the dtype, the user's rules, and whether autocast's
+    float32 ops are in float32."""
 
     loss_fn: LossFn | None
     dtype: Dtype
-    rows: int
     rules: Mapping[str, OpRule]
     autocast: bool
 
 
 def _captured(
-    model: nn.Module, batch: Batch, way: _Way, *, buffers: Mapping[str, Tensor],
-    observe: Observe | None,
+    model: nn.Module, batch: Batch, all_rows: Batch | None, way: _Way, *,
+    buffers: Mapping[str, Tensor], observe: Observe | None,
 ) -> Program:  # fmt: skip
+    """The program of ``batch`` with the numbers of ``all_rows``, or of ``all_rows`` alone."""
     timed = _Timer(observe)
-    exported, lowered = _lowered(model, batch, way)
+
+    def program(exported: Exported, lowered: Lowered) -> Program:
+        check(lowered.graph, "lower")
+        timed("export", lowered.graph)
+        return _program(model, exported, lowered, way, buffers=buffers, observe=observe)
+
+    try:
+        exported, few = _lowered(model, batch, way)
+    except CaptureError as error:
+        if all_rows is None or error.code in NO_LOSS:
+            raise
+        return program(*_lowered(model, all_rows, way))
+    if all_rows is None:
+        return program(exported, few)
+    whole = _lowered(model, all_rows, way)
+    merged = with_numbers(few, whole[1])
+    if merged is not None:
+        found = program(exported, merged[0])
+        if found.graph.batch_dims and has_all_rows(found.graph, merged[1], whole[1], buffers):
+            return found
+    return program(*whole)
+
+
+def _program(
+    model: nn.Module, exported: Exported, lowered: Lowered, way: _Way, *,
+    buffers: Mapping[str, Tensor], observe: Observe | None,
+) -> Program:  # fmt: skip
+    """The program of a lowered model: its graph after all passes, cut into blocks."""
     graph, literals = lowered.graph, lowered.literals
-    check(graph, "lower")
-    timed("export", graph)
     known = {**literals, **buffers}
     passes = tuple(
         replace(one, buffers=known) if isinstance(one, AlignRows | SimplifyMasks) else one
@@ -104,7 +138,7 @@ def _captured(
     )
     casts = (Autocast(way.dtype),) if way.autocast else ()
     graph = run_passes(graph, (*casts, *passes), observe)
-    timed.restart()
+    timed = _Timer(observe)
     graph = _with_batch(graph)
     timed("batch", graph)
     blocks = find_blocks(graph)
@@ -130,7 +164,7 @@ def _lowered(model: nn.Module, batch: Batch, way: _Way) -> tuple[Exported, Lower
     def lowered(exported: Exported) -> Lowered:
         return lower(
             exported.program, prefix=PREFIX, inputs=list(exported.inputs), tied=tied,
-            batch_size=way.rows, rules={**way.rules, **exported.rules},
+            batch_size=_rows(batch), rules={**way.rules, **exported.rules},
         )  # fmt: skip
 
     groups = find_repeats(model)

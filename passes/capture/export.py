@@ -30,7 +30,7 @@ from .functionalize import functionalize
 from .hf_experts import capturable_experts
 from .leaves import LeafError, widen
 from .locate import capture_error
-from .modes import explicit_casts, promote_to_float64
+from .modes import explicit_casts, inference_without_gradients, promote_to_float64
 from .opaque import annotated_modules, opaque_modules, whole_functions
 from .repeat_calls import Repeats
 
@@ -266,6 +266,7 @@ def _export(
         # torch.export prints its half-made graph to stderr before it raises.
         modes.enter_context(redirect_stderr(io.StringIO()))
         if not strict:
+            modes.enter_context(inference_without_gradients())
             modes.enter_context(explicit_casts())
             modes.enter_context(whole_functions())
         if dtype == "float64":

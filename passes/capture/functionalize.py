@@ -12,12 +12,14 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
 from ..ops.torch_ops import is_view, mutated_argument, path_of, resolve
+from .grad_regions import inline_regions
 
 _HARMLESS = frozenset({"aten.detach_.default"})
 
 
 def functionalize(exported: ExportedProgram) -> ExportedProgram:
-    """The same program with no writes but those to the model's buffers."""
+    """The same program with no writes but those to the model's buffers, and without regions."""
+    inline_regions(exported)
     for graph in [exported.graph, *(m.graph for m in _bodies(exported))]:
         for node in list(graph.nodes):
             if _writes(node) and not _replace(node):

@@ -1,10 +1,10 @@
 """An ``ExportedProgram`` to the planner's ``Graph``.
 
-Names become the user's (parameters by FQN, inputs by batch key), ``set_grad_enabled``
-regions are inlined, assertions and no-ops are dropped, tuple items become ``Ref`` indices,
-tied parameters become one node, and what a graph means no longer depends on the device or on
-torch's default dtype: sizes are written out, every factory says its dtype, and an op that takes
-integers and makes floats (``arange(n) / n``) takes them as floats of the dtype that it makes.
+Names become the user's (parameters by FQN, inputs by batch key), assertions and no-ops are
+dropped, tuple items become ``Ref`` indices, tied parameters become one node, and what a graph
+means no longer depends on the device or on torch's default dtype: sizes are written out, every
+factory says its dtype, and an op that takes integers and makes floats (``arange(n) / n``) takes
+them as floats of the dtype that it makes. A buffer that the forward writes is read by an op too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -37,12 +37,16 @@ LITERAL_ELEMENTS = 4096
 _DROPPED = frozenset({"aten._assert_tensor_metadata", "aten._assert_async", "aten.sym_constrain"})
 _ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift.default"})
 _BROADCAST = "aten.broadcast_tensors.default"
-_DETACHES = frozenset({"aten.detach.default", "aten.detach_.default"})
+_DETACHES = frozenset(
+    {"aten.detach.default", "aten.detach_.default", "autoparallel.without_gradient.default"}
+)
+_COPY = "aten.copy.default"
 _SIZED = {
     "aten.view.default": 1, "aten._unsafe_view.default": 1, "aten.reshape.default": 1,
     "aten.expand.default": 1,
 }  # fmt: skip
 _LIKE = {
+    "aten.empty_like.default": 0, "aten.new_empty.default": 0,
     "aten.zeros_like.default": 0, "aten.ones_like.default": 1, "aten.full_like.default": None,
     "aten.new_zeros.default": 0, "aten.new_ones.default": 1, "aten.new_full.default": None,
 }  # fmt: skip
@@ -63,7 +67,6 @@ class _Lowering:
     updates: dict[str, Ref] = field(default_factory=dict)
     names: Names = field(default_factory=Names)
     bases: dict[str, str] = field(default_factory=dict)
-    grad_enabled: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ def lower(
         else:
             _lower_node(state, node, exported.graph_module)
     assert isinstance(loss, Ref)
+    _read_written(state)
     used_ties = {name: first for name, first in tied.items() if first in state.nodes}
     nodes = tuple(state.nodes.values())
     updates = in_order(state.updates, nodes)
@@ -149,35 +153,17 @@ def _lower_node(state: _Lowering, node: fx.Node, owner: fx.GraphModule) -> None:
     elif isinstance(node.target, OpOverload):
         _lower_op(state, node)
     else:
-        _lower_region(state, node)
+        _refuse_region(node)
 
 
-def _lower_region(state: _Lowering, node: fx.Node) -> None:
-    """Inline a ``wrap_with_set_grad_enabled`` (or a disabled autocast) region."""
-    name = str(node.target)
-    if name == "wrap_with_set_grad_enabled":
-        enabled, body, *arguments = node.args
-        before, state.grad_enabled = state.grad_enabled, bool(enabled)
-    elif name == "wrap_with_autocast" and node.args[2] is False:
-        body, arguments = node.args[4], list(node.args[5:])
-        before = state.grad_enabled
-    else:
-        raise CaptureError(
-            "AP205",
-            f"the model uses {name}, which cannot be planned",
-            where=user_source(node.meta.get("stack_trace")),
-            fix="use `--precision` in place of autocast, and tensor operations in place of "
-            "torch.cond and torch.while_loop",
-        )
-    module = state.values[body]  # type: ignore[index]
-    for inner in module.graph.nodes:
-        if inner.op == "placeholder":
-            state.values[inner] = _arguments(state, arguments.pop(0))
-        elif inner.op == "output":
-            state.values[node] = _arguments(state, inner.args[0])
-        else:
-            _lower_node(state, inner, module)
-    state.grad_enabled = before
+def _refuse_region(node: fx.Node) -> NoReturn:
+    raise CaptureError(
+        "AP205",
+        f"the model uses {node.target}, which cannot be planned",
+        where=user_source(node.meta.get("stack_trace")),
+        fix="use `--precision` in place of autocast, and tensor operations in place of "
+        "torch.cond and torch.while_loop",
+    )
 
 
 def _lower_op(state: _Lowering, node: fx.Node) -> None:
@@ -197,9 +183,7 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
             state.values[node] = args[0]
             return
         path = "aten.detach.default"
-    requires_grad = (
-        state.grad_enabled and path != "aten.detach.default" and _any_grad(state, (args, kwargs))
-    )
+    requires_grad = path != "aten.detach.default" and _any_grad(state, (args, kwargs))
     value = node.meta["val"]
     outputs = tuple(
         _spec(item, requires_grad)
@@ -209,6 +193,9 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
     if not outputs:
         return
     path, args, kwargs = _canonical(path, args, kwargs, outputs[0])
+    if path == _COPY and (requires_grad or state.nodes[args[0].name].kind != "buffer"):
+        state.values[node] = _copied(state, node, args[1], outputs[0], source)
+        return
     if path in BATCH_NORMS:
         path, args, outputs = batch_norm_call(path, args, outputs, partial(_spec_of, state))
     made = Node(
@@ -227,6 +214,24 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
             _write(state, held, Ref(state.values[node].name, index))
 
 
+def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec, source: str) -> Ref:
+    """What a tensor holds after ``value`` was copied to it; ``aten.copy`` has no derivative."""
+
+    def step(base: str, op: str, args: tuple[Any, ...], spec: TensorSpec) -> Ref:
+        name = _op_name(state, base)
+        return _add(state, Node(
+            name, "op", op, args, {}, (spec,), module=_module(node, state.prefix), source=source
+        ))  # fmt: skip
+
+    found = _spec_of(state, value)
+    if found.dtype != wanted.dtype:
+        cast = replace(wanted, shape=found.shape)
+        value = step("to", "aten.to.dtype", (value, getattr(torch, wanted.dtype)), cast)
+    if found.shape != wanted.shape:
+        value = step("expand", "aten.expand.default", (value, list(wanted.shape)), wanted)
+    return value
+
+
 def _write(state: _Lowering, old: Any, new: Ref) -> None:
     """From here on ``old`` has the value ``new``; if it is a buffer, the model keeps that."""
     if not isinstance(old, Ref):
@@ -237,16 +242,48 @@ def _write(state: _Lowering, old: Any, new: Ref) -> None:
     for name, latest in state.updates.items():
         if latest == old:
             state.updates[name] = new
-    if state.nodes[old.name].kind == "buffer":
+    kind = state.nodes[old.name].kind
+    if kind == "parameter":
+        raise _written_parameter(old.name, state.nodes[new.name].source)
+    if kind == "buffer":
         state.updates[old.name] = new
+
+
+def _written_parameter(name: str, source: str) -> CaptureError:
+    return CaptureError(
+        "AP213",
+        f"the forward writes to the parameter {name}",
+        why="each rank has a part of it, and the optimizer alone may change it",
+        where=source,
+        fix="write to it after the optimizer's step, under torch.no_grad(), or compute with a "
+        "changed copy: weight = self.weight.clamp(0, 1); a weight that is not trained can be a "
+        "buffer",
+    )
 
 
 def _take_updates(state: _Lowering, results: Any) -> None:
     """The buffers whose new values the program returns, as ``torch.export`` functionalizes."""
     for spec, result in zip(state.exported.graph_signature.output_specs, results, strict=True):
+        target = str(spec.target).removeprefix(state.prefix + ".")
+        if spec.kind == OutputKind.PARAMETER_MUTATION:
+            made = _arguments(state, result)
+            raise _written_parameter(target, state.nodes[made.name].source)
         if spec.kind == OutputKind.BUFFER_MUTATION:
-            target = str(spec.target).removeprefix(state.prefix + ".")
             state.updates[state.tied.get(target, target)] = _arguments(state, result)
+
+
+def _read_written(state: _Lowering) -> None:
+    """Have an op read each buffer that the forward only writes: stages hold what they read."""
+    read = {ref.name for node in state.nodes.values() for ref in node.inputs}
+    for name, made in state.updates.items():
+        if name in read:
+            continue
+        maker, spec = state.nodes[made.name], _spec_of(state, Ref(name))
+        copy = Node(
+            _op_name(state, "copy"), "op", _COPY, (Ref(name), made), {}, (spec,),
+            module=maker.module, source=maker.source,
+        )  # fmt: skip
+        state.updates[name] = _add(state, copy)
 
 
 def _are_equal(state: _Lowering, refs: list[Ref]) -> bool:

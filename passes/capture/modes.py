@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...planner.errors import CaptureError
+
 _PROMOTED = {
     torch.float32: torch.float64,
     torch.bfloat16: torch.float64,
@@ -26,6 +28,9 @@ _CAST_METHODS: dict[Callable[..., Any], torch.dtype] = {
     torch.Tensor.bool: torch.bool,
 }
 _FLOAT_METHODS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
+
+_GET_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Promote(TorchFunctionMode):
@@ -66,7 +71,8 @@ def promote_to_float64() -> Iterator[None]:
 
 
 class explicit_casts(TorchFunctionMode):  # noqa: N801
-    """Casts become ops even where they change nothing; devices that a forward names are ignored.
+    """Casts become ops even where they change nothing; devices that a forward names are ignored;
+    ``tensor.data`` is a view without gradients, and assigning it a write.
 
     ``x.to(x.dtype)`` returns ``x`` itself, so a captured graph's wiring would depend on the
     dtype it was captured in; under this mode it does not.
@@ -80,6 +86,10 @@ class explicit_casts(TorchFunctionMode):  # noqa: N801
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func == _GET_DATA:
+            return args[0].detach()
+        if func == _SET_DATA:
+            return _assign(args[0], args[1])
         if func in _CAST_METHODS:
             return _cast(args[0], _CAST_METHODS[func])
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
@@ -94,9 +104,48 @@ class explicit_casts(TorchFunctionMode):  # noqa: N801
         return func(*args, **kwargs)
 
 
+@contextmanager
+def inference_without_gradients() -> Iterator[None]:
+    """While inside, ``torch.inference_mode`` turns gradients off as ``torch.no_grad`` does.
+
+    ``torch.export`` records the second alone.
+    """
+    kind = torch.inference_mode
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def entered(self: Any) -> None:
+        self.before = torch.is_grad_enabled()
+        torch.set_grad_enabled(not self.mode)
+
+    def left(self: Any, *error: object) -> None:
+        torch.set_grad_enabled(self.before)
+
+    kind.__enter__, kind.__exit__ = entered, left  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     result: Tensor = torch.ops.aten._to_copy.default(tensor, dtype=dtype)
     return result
+
+
+def _assign(tensor: Tensor, value: Tensor) -> None:
+    """Write ``value`` to a tensor, of which ``tensor.data = value`` would only change the memory.
+
+    Raises CaptureError AP208 where the value has another shape.
+    """
+    if value.shape != tensor.shape:
+        raise CaptureError(
+            "AP208",
+            "the forward changes the shape of a tensor by assigning its data",
+            why=f"it was {tuple(tensor.shape)} and becomes {tuple(value.shape)}",
+            fix="make the tensor with its final shape",
+        )
+    with torch.no_grad():
+        tensor.copy_(value)
 
 
 def _asked_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:

@@ -24,6 +24,8 @@ from .mask_comparisons import Meaning, conjunction_meaning
 
 SDPA = "aten.scaled_dot_product_attention.default"
 LIMIT_ELEMENTS = 2**28
+CHECKED_ELEMENTS = 2**24
+"""Up to this size the rows of a mask are compared at all rows of the batch too."""
 _HIDDEN = -1e30
 
 
@@ -60,11 +62,21 @@ def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
     return graph
 
 
-def can_evaluate(graph: Graph, name: str, buffers: Mapping[str, Tensor]) -> bool:
+def has_equal_rows(graph: Graph, name: str, dim: int, buffers: Mapping[str, Tensor]) -> bool:
+    """Whether the parts of a constant along ``dim`` are equal, as far as it can be evaluated."""
+    if not can_evaluate(graph, name, buffers, limit=CHECKED_ELEMENTS):
+        return True
+    value = evaluate_constants(graph, [name], device="cpu", buffers=buffers)[name]
+    return _equal_rows(value, dim)
+
+
+def can_evaluate(
+    graph: Graph, name: str, buffers: Mapping[str, Tensor], *, limit: int = LIMIT_ELEMENTS
+) -> bool:
     """Whether a constant's value can be had here: it is small, and all it reads is known."""
     nodes = [graph[ancestor] for ancestor in ancestors(graph, [name])]
     return all(
-        node.spec.numel <= LIMIT_ELEMENTS and (node.kind != "buffer" or node.name in buffers)
+        node.spec.numel <= limit and (node.kind != "buffer" or node.name in buffers)
         for node in nodes
     )
 
@@ -153,8 +165,7 @@ def _to_row(graph: Graph, node: Node, value: Tensor) -> Graph:
 
 
 def _equal_rows(value: Tensor, dim: int) -> bool:
-    first = value.select(dim, 0)
-    return all(torch.equal(value.select(dim, i), first) for i in range(1, value.shape[dim]))
+    return torch.equal(value, value.narrow(dim, 0, 1).expand_as(value))
 
 
 def _row_spec(spec: TensorSpec, dim: int) -> TensorSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -25,7 +25,8 @@ class Program:
     tensors that the model's code makes from Python numbers, as buffers of those names.
     ``unused`` are the parameters that the loss does not depend on. ``outputs`` is the form of
     what the model returns, None where that is not known; ``returned`` are the values that its
-    caller differentiates, where it returns no loss.
+    caller differentiates, where it returns no loss. ``recapture`` captures the model again, for a
+    global batch of so many rows.
     """
 
     graph: Graph
@@ -37,6 +38,7 @@ class Program:
     unused: tuple[str, ...] = ()
     outputs: OutputForm | None = None
     returned: tuple[Ref, ...] = ()
+    recapture: Callable[[int], Program] | None = field(default=None, compare=False, repr=False)
 
     @property
     def buffers(self) -> tuple[str, ...]:
@@ -47,6 +49,18 @@ class Program:
             if node.kind == "buffer" and node.name not in self.literals
         )
 
+    def of_global_batch(self, rows: int) -> Program | None:
+        """The program of a global batch of ``rows``, captured again: numbers may follow the rows.
+
+        None where the model takes another path for so many rows than the plan has.
+        """
+        if self.recapture is None:
+            return self
+        found = self.recapture(rows)
+        same = found.graph.batch_dims == self.graph.batch_dims
+        is_same = same and found.graph.fingerprint == self.graph.fingerprint
+        return replace(found, recapture=self.recapture) if is_same else None
+
     def with_batch_size(self, batch_size: int) -> Program:
-        """The same program for another batch (``Graph.with_batch_size``)."""
+        """The same program for micro-batches of ``batch_size`` rows of the same global batch."""
         return replace(self, graph=self.graph.with_batch_size(batch_size))

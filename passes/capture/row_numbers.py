@@ -1,0 +1,217 @@
+"""Numbers that follow the rows of a batch: those of the batch that runs, in a graph of two rows.
+
+In: the graph of a model captured with few rows, and that of the same model captured with all. Out:
+the first with the numbers of the second, and the dimensions that count rows; None where the two
+differ in anything else, because the model takes another path. ``x.sum() / x.shape[0]`` is a
+division by 2 in the first and by 64 in the second, though no tensor says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ...planner.graph import Graph, Node, Ref, TensorSpec
+from ...planner.rules.table import packet
+from ..graph_passes.hoist import hoist_constants
+from ..graph_passes.masks import has_equal_rows
+from ..ops.torch_ops import resolve
+from ..programs.interpret import LITERAL
+from .lower import Lowered
+
+RowDims = Mapping[str, tuple[frozenset[int], ...]]
+"""For each node the dimensions of each output that have more rows in the larger batch."""
+
+_SIZED = frozenset({
+    "view", "reshape", "_unsafe_view", "view_copy", "squeeze", "expand", "unflatten", "repeat",
+    "tile", "repeat_interleave", "one_hot", "zeros", "ones", "full", "empty", "new_zeros",
+    "new_ones", "new_full", "new_empty", "split", "split_with_sizes", "unsafe_split",
+})  # fmt: skip
+"""Ops whose sizes are taken from the shape of their output when they run."""
+
+_RANGES = frozenset({"arange", "linspace", "logspace", "eye"})
+_NUMBERS = ("number", "float", "Tensor")
+"""The types of arguments that hold numbers, in a schema; others hold sizes and positions."""
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+class _OtherPathError(Exception):
+    """The two graphs differ in more than rows and numbers."""
+
+
+def with_numbers(few: Lowered, all_rows: Lowered) -> tuple[Lowered, RowDims] | None:
+    """``few`` with the numbers of ``all_rows``; None where the model takes another path there."""
+    graph, other = few.graph, all_rows.graph
+    is_same = (
+        graph.loss == other.loss
+        and graph.updates == other.updates
+        and graph.tied == other.tied
+        and len(graph.nodes) == len(other.nodes)
+        and few.literals.keys() == all_rows.literals.keys()
+    )
+    if not is_same:
+        return None
+    rows = graph.batch_size, other.batch_size
+    try:
+        nodes = [_merged(graph, *pair, rows) for pair in zip(graph.nodes, other.nodes, strict=True)]
+        literals = {
+            name: _literal(value, all_rows.literals[name]) for name, value in few.literals.items()
+        }
+    except _OtherPathError:
+        return None
+    dims = {
+        node.name: tuple(
+            _row_dims(spec, larger) for spec, larger in zip(node.outputs, twin.outputs, strict=True)
+        )
+        for node, twin in zip(graph.nodes, other.nodes, strict=True)
+        if node.outputs != twin.outputs
+    }
+    changed = replace(graph, nodes=tuple(nodes))
+    return replace(few, graph=changed, literals=literals), dims
+
+
+def _merged(graph: Graph, node: Node, twin: Node, rows: tuple[int, int]) -> Node:
+    """A node with the numbers of its twin at more rows."""
+    head = node.name, node.kind, node.op, node.module, len(node.outputs)
+    if head != (twin.name, twin.kind, twin.op, twin.module, len(twin.outputs)):
+        raise _OtherPathError
+    for spec, larger in zip(node.outputs, twin.outputs, strict=True):
+        _check_spec(spec, larger, rows)
+    if node.op == LITERAL:
+        return twin if node.outputs == twin.outputs else _same(node, twin)
+    if node.args == twin.args and node.kwargs == twin.kwargs:
+        return node
+    taken = _Numbers(graph, node, twin)
+    return replace(node, args=taken.args(), kwargs=taken.kwargs())
+
+
+def _check_spec(spec: TensorSpec, larger: TensorSpec, rows: tuple[int, int]) -> None:
+    """Raise unless each dimension is the same or in proportion to the rows."""
+    if replace(larger, shape=spec.shape) != spec or len(spec.shape) != len(larger.shape):
+        raise _OtherPathError
+    for size, other in zip(spec.shape, larger.shape, strict=True):
+        if size != other and size * rows[1] != other * rows[0]:
+            raise _OtherPathError
+
+
+def _row_dims(spec: TensorSpec, larger: TensorSpec) -> frozenset[int]:
+    pairs = enumerate(zip(spec.shape, larger.shape, strict=True))
+    return frozenset(dim for dim, (size, other) in pairs if size != other)
+
+
+def _same(node: Node, twin: Node) -> Node:
+    if node.args != twin.args:
+        raise _OtherPathError
+    return node
+
+
+def _literal(value: Tensor, other: Tensor) -> Tensor:
+    if value.shape != other.shape or value.dtype != other.dtype:
+        raise _OtherPathError
+    return other
+
+
+class _Numbers:
+    """The arguments of a node with the numbers of its twin, but for sizes that follow a shape."""
+
+    def __init__(self, graph: Graph, node: Node, twin: Node) -> None:
+        self._node, self._twin = node, twin
+        name = packet(node.op)
+        is_grown = node.outputs != twin.outputs
+        self._keeps_all = name in _RANGES and is_grown
+        keeps_shape = _keeps_shape(graph, node)
+        self._keeps_sizes = name in _SIZED or (name == "narrow" and keeps_shape)
+        self._is_whole_slice = name == "slice" and keeps_shape
+        is_builtin = node.op.startswith("aten.")
+        self._arguments = resolve(node.op)._schema.arguments if is_builtin else ()
+
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments."""
+        pairs = zip(self._node.args, self._twin.args, strict=False)
+        if len(self._node.args) != len(self._twin.args):
+            raise _OtherPathError
+        types = [str(each.type) for each in self._arguments]
+        return tuple(
+            self._argument(types[place] if place < len(types) else "", value, other)
+            for place, (value, other) in enumerate(pairs)
+        )
+
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments by name."""
+        if self._node.kwargs.keys() != self._twin.kwargs.keys():
+            raise _OtherPathError
+        types = {each.name: str(each.type) for each in self._arguments}
+        return {
+            name: self._argument(types.get(name, ""), value, self._twin.kwargs[name])
+            for name, value in self._node.kwargs.items()
+        }
+
+    def _argument(self, kind: str, value: Any, other: Any) -> Any:
+        """An argument of the type ``kind``: ``value`` with few rows, ``other`` with all."""
+        if type(value) is not type(other):
+            raise _OtherPathError
+        if isinstance(value, tuple | list):
+            if len(value) != len(other):
+                raise _OtherPathError
+            pairs = zip(value, other, strict=True)
+            return type(value)(self._argument(kind, *pair) for pair in pairs)
+        if value == other or (value != value and other != other):
+            return value
+        if type(value) not in (int, float):
+            raise _OtherPathError
+        if self._is_whole_slice:
+            return sys.maxsize
+        if any(each in kind for each in _NUMBERS):
+            return value if self._keeps_all else other
+        if self._keeps_sizes or self._keeps_all:
+            return value
+        raise _OtherPathError
+
+
+def _keeps_shape(graph: Graph, node: Node) -> bool:
+    """Whether an op returns a tensor of the shape of its first argument."""
+    source = node.args[0] if node.args else None
+    return isinstance(source, Ref) and graph.spec(source).shape == node.spec.shape
+
+
+def has_all_rows(
+    program_graph: Graph, row_dims: RowDims, all_rows: Lowered, buffers: Mapping[str, Tensor]
+) -> bool:
+    """Whether the batch dimensions that were found are those which have more rows in the batch.
+
+    A constant may have others where its readers take its first row alone, and the rows are equal.
+    """
+    hoisted = hoist_constants(all_rows.graph)
+    known = {**all_rows.literals, **buffers}
+    for node in program_graph:
+        dims = program_graph.batch_dims[node.name]
+        own = tuple(_NONE if dim is None else frozenset((dim,)) for dim in dims)
+        found = row_dims.get(node.name, (_NONE,) * len(dims))
+        if found == own:
+            continue
+        rows = _rows_read(program_graph, node)
+        is_equal = (
+            len(found) == len(own) == 1
+            and found[0] == rows
+            and all(has_equal_rows(hoisted, node.name, dim, known) for dim in rows)
+        )
+        if not is_equal:
+            return False
+    return True
+
+
+def _rows_read(graph: Graph, node: Node) -> frozenset[int]:
+    """The dimensions of a constant of which all its readers take the first row alone."""
+    if node.kind != "constant":
+        return _NONE
+    found = []
+    for user in map(graph.__getitem__, graph.users[node.name]):
+        is_first = user.op == "aten.slice.Tensor" and user.args[2:] == (0, 1)
+        found.append(frozenset((user.args[1],)) if is_first else _NONE)
+    return frozenset.intersection(*found) if found else _NONE

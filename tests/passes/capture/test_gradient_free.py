@@ -1,0 +1,153 @@
+"""Regions of a forward that compute without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoparallel.passes.initialization.deferred_init import record_build
+from autoparallel.passes.programs.constants import evaluate
+from autoparallel.passes.programs.interpret import run
+from autoparallel.planner.errors import CaptureError
+from autoparallel.planning import capture_rows
+from autoparallel.python import make_target
+
+ROWS, WIDTH = 6, 5
+
+
+class Model(nn.Module):
+    def __init__(self, region: Callable[[Model, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.query = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.teacher = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.region = region
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x)
+        return (self.query(z) - self.region(self, z)).square().mean() + z.square().mean()
+
+    @torch.no_grad()
+    def decorated(self, z: Tensor) -> Tensor:
+        return self.teacher(z)
+
+    @torch.inference_mode()
+    def inferred(self, z: Tensor) -> Tensor:
+        return self.teacher(z)
+
+
+def no_grad(model: Model, z: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.teacher(z)
+
+
+def inference(model: Model, z: Tensor) -> Tensor:
+    with torch.inference_mode():
+        found = model.teacher(z)
+    return found.clone()
+
+
+def switched(model: Model, z: Tensor) -> Tensor:
+    torch.set_grad_enabled(False)
+    found = model.teacher(z)
+    torch.set_grad_enabled(True)
+    return found * model.scale
+
+
+def switched_context(model: Model, z: Tensor) -> Tensor:
+    with torch.set_grad_enabled(False):
+        return model.query(z) * 2
+
+
+def two_regions(model: Model, z: Tensor) -> Tensor:
+    with torch.no_grad():
+        found = model.teacher(z)
+    with torch.no_grad():
+        found = found + model.teacher(z * 2)
+    return found
+
+
+def enabled_inside(model: Model, z: Tensor) -> Tensor:
+    with torch.no_grad():
+        found = model.teacher(z)
+        with torch.enable_grad():
+            found = found * model.scale + model.query(z)
+    return found
+
+
+def written_inside(model: Model, z: Tensor) -> Tensor:
+    with torch.no_grad():
+        found = torch.zeros_like(z)
+        found.add_(model.teacher(z)).mul_(model.scale)
+        found[:, 0] = z[:, 1]
+    return found
+
+
+def viewed(model: Model, z: Tensor) -> Tensor:
+    with torch.no_grad():
+        found = z[:, :3]
+    return torch.cat([found, z[:, 3:]], 1) * model.scale
+
+
+def the_same_object(model: Model, z: Tensor) -> Tensor:
+    with torch.no_grad():
+        found = z.contiguous()
+    return found * model.scale
+
+
+def of_trained_weights(model: Model, z: Tensor) -> Tensor:
+    with torch.no_grad():
+        weight = model.query.weight / model.query.weight.norm()
+    return z @ weight
+
+
+REGIONS = {
+    each.__name__: each
+    for each in (
+        no_grad, inference, switched, switched_context, two_regions, enabled_inside,
+        written_inside, viewed, the_same_object, of_trained_weights, Model.decorated,
+    )
+}  # fmt: skip
+REGIONS["inferred"] = lambda model, z: model.inferred(z).clone()
+
+
+def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    names, values = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, values, allow_unused=True)
+    pairs = zip(names, values, found, strict=True)
+    return {name: torch.zeros_like(v) if g is None else g for name, v, g in pairs}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_program_has_the_gradients_of_the_model(name: str) -> None:
+    torch.manual_seed(0)
+    model = Model(REGIONS[name]).double()
+    x = torch.randn(ROWS, WIDTH).double()
+    target = make_target(lambda: Model(REGIONS[name]), (x,), None)
+    recorded = record_build(target.build_model, seed=0)
+    program = capture_rows(target, recorded.model, global_batch=ROWS, seq=None, precision="fp64")
+    found = program.with_batch_size(ROWS)
+    constants = evaluate(found, [node.name for node in found.graph if node.kind == "constant"])
+    (name_of_x,) = program.inputs
+    loss = run(found.graph, {**dict(model.named_parameters()), **constants, name_of_x: x})
+    expected = model(x)
+    assert torch.allclose(loss, expected, rtol=1e-12)
+    own, plain = gradients(loss, model), gradients(expected, model)
+    for name, value in plain.items():
+        assert torch.allclose(own[name], value, rtol=1e-9, atol=1e-14), name
+
+
+def test_a_write_to_a_trained_value_without_gradients_is_refused() -> None:
+    def region(model: Model, z: Tensor) -> Tensor:
+        found = z * 2
+        with torch.no_grad():
+            found.mul_(0.5)
+        return found
+
+    target = make_target(lambda: Model(region), (torch.randn(ROWS, WIDTH),), None)
+    recorded = record_build(target.build_model, seed=0)
+    with pytest.raises(CaptureError, match="AP212"):
+        capture_rows(target, recorded.model, global_batch=ROWS, seq=None, precision="fp64")
