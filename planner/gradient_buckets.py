@@ -35,7 +35,7 @@ class HeldGradient:
     """A trained parameter's gradient on one rank, to be summed over ``axes`` of the mesh.
 
     ``block`` is the position of the only block of the stage that uses it, None where there are
-    several. ``fully_sharded``: ZeRO shards it over axis "dp".
+    several. ``fully_sharded``: ZeRO shards it over axis "dp". Complex ones are summed apart.
     """
 
     name: str
@@ -43,6 +43,7 @@ class HeldGradient:
     axes: tuple[int, ...]
     fully_sharded: bool
     numel: int
+    is_complex: bool = False
 
     @property
     def done_with(self) -> int:
@@ -65,12 +66,13 @@ def make_buckets(
 ) -> tuple[BucketContents, ...]:
     """Gradients with the same axes, the last block's first: so the backward fills the buckets.
 
-    What several blocks share and what is ZeRO-sharded has buckets of its own, which come last.
+    What several blocks share, what is ZeRO-sharded and what is complex has buckets of its own.
     """
     groups: dict[tuple[Any, ...], list[HeldGradient]] = {}
     for gradient in sorted(gradients, key=lambda each: each.done_with, reverse=True):
         if gradient.axes:
-            key = (gradient.done_with >= 0, gradient.axes, gradient.fully_sharded)
+            key = (gradient.done_with >= 0, gradient.axes, gradient.fully_sharded,
+                   gradient.is_complex)  # fmt: skip
             groups.setdefault(key, []).append(gradient)
     buckets: list[list[HeldGradient]] = []
     for _, members in sorted(groups.items(), key=lambda item: item[0], reverse=True):
@@ -122,7 +124,7 @@ def held_gradients(
             )
             only = next(iter(positions)) if len(positions) == 1 else None
             shape = local_shape(spec.shape, layout, stage.mesh.shape)
-            found.append(HeldGradient(name, only, axes, False, prod(shape)))
+            found.append(HeldGradient(name, only, axes, False, prod(shape), spec.is_complex))
     return tuple(found)
 
 

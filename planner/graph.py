@@ -39,6 +39,10 @@ class TensorSpec:
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def is_complex(self) -> bool:
+        return self.dtype.startswith("complex")
+
+    @property
     def num_bytes(self) -> int:
         return self.numel * self.itemsize
 

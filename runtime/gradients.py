@@ -245,6 +245,8 @@ class GradientReducer:
             return
         assert bucket.flat is not None
         tensor, reduces = bucket.flat[part.start : part.stop], self._all_reduces
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor).view(-1)
         if reduces is not None and (self.in_order or part.algorithm != LIBRARY):
             part.is_in_lane = True
             part.work = reduces.start(part.algorithm, tensor, bucket.axes)
@@ -300,6 +302,7 @@ def _make_buckets(parameters: Mapping[str, StageParameter], *, by_block: bool) -
             parameter.reduce_axes,
             parameter.fully_sharded,
             prod(stop - start for start, stop in parameter.region),
+            parameter.spec.is_complex,
         )
         for parameter in parameters.values()
         if parameter.spec.requires_grad

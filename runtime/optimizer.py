@@ -263,7 +263,8 @@ def sum_of_all_squares(gradients: Sequence[Tensor], device: torch.device) -> Ten
     CPU sums large ones by ``sum_of_squares``.
     """
     if queue_of(device).runs_behind:
-        return _sum_of_norms(torch._foreach_norm(list(gradients), 2, torch.float64), device)
+        parts = [_as_real(gradient) for gradient in gradients]
+        return _sum_of_norms(torch._foreach_norm(parts, 2, torch.float64), device)
     small = [_summable(gradient) for gradient in gradients if gradient.numel() <= NORM_ROW]
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
@@ -292,8 +293,14 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     return total
 
 
+def _as_real(tensor: Tensor) -> Tensor:
+    """The real numbers of a tensor: of a complex one twice as many, over the same memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _summable(tensor: Tensor) -> Tensor:
     """In float32 what is in half precision, whose sums would be rounded to that."""
+    tensor = _as_real(tensor)
     return tensor.float() if tensor.itemsize < 4 else tensor
 
 
@@ -317,7 +324,7 @@ def published(parameters: Iterable[StageParameter]) -> list[Tensor]:
 
 
 def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply gradients of one device and dtype by a number of that device, in place."""
+    """Multiply gradients of one device and precision by a number of that device, in place."""
     if gradients:
-        factor = factor.to(gradients[0].device, gradients[0].dtype)
-        torch._foreach_mul_(list(gradients), factor)
+        parts = [_as_real(gradient) for gradient in gradients]
+        torch._foreach_mul_(parts, factor.to(parts[0].device, parts[0].dtype))

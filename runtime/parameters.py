@@ -203,12 +203,17 @@ def make_parameter(
     is_plain: bool,
 ) -> StageParameter:
     """The parameter ``name``: empty memory on ``device``, or meta where ZeRO will shard it.
-    Masters are in the host's memory where ``formats`` say so; of a sharded parameter, it is made
-    when ZeRO has sharded what is on the device.
+    Complex parameters are in the dtype that they are computed in, and ZeRO leaves them whole:
+    ``fully_shard`` takes parameters of one dtype. Masters are in the host's memory where
+    ``formats`` say so; of a sharded parameter, it is made when ZeRO has sharded what is on the
+    device.
 
     ``is_plain``: the stage splits nothing, its parameters are ordinary tensors.
     """
     spec, layout, mesh = declared.spec, declared.layout, program.mesh
+    if spec.is_complex:
+        dtype = getattr(torch, spec.dtype)
+        formats, zero = Formats(dtype, dtype, dtype, formats.offloads), 0
     sharded = is_fully_sharded(spec.shape, layout, mesh, zero)
     shape = local_shape(spec.shape, layout, mesh.shape)
     leaf = None

@@ -56,6 +56,7 @@ class WholeWeights:
                 held = self._held(index, name)
                 if held is not None:
                     is_cast = as_computed and name in self._model.parameters
+                    is_cast = is_cast and not held.is_complex()
                     value = _full(held.to(self._dtype) if is_cast else held)
                 else:
                     value = self._empty(name, as_computed=as_computed)
@@ -124,7 +125,7 @@ class WholeWeights:
     def _empty(self, name: str, *, as_computed: bool) -> Tensor:
         node = self._model.program.graph[name]
         dtype = getattr(torch, node.spec.dtype)
-        if node.kind == "parameter" and not as_computed:
+        if node.kind == "parameter" and not as_computed and dtype.is_floating_point:
             dtype = torch.float64 if dtype == torch.float64 else torch.float32
         return torch.empty(node.spec.shape, dtype=dtype, device=self._model.device)
 

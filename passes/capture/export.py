@@ -338,6 +338,8 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Te
     meta = tensor.detach().to("meta")
     if dtype is not None and meta.is_floating_point():
         meta = meta.to(dtype)
+    elif dtype is not None and meta.is_complex():
+        meta = meta.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
     fake = FakeTensor(mode, meta, torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)

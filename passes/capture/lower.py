@@ -41,6 +41,7 @@ _DETACHES = frozenset(
     {"aten.detach.default", "aten.detach_.default", "autoparallel.without_gradient.default"}
 )
 _COPY = "aten.copy.default"
+_SCATTERS = ("aten.slice_scatter.default", "aten.select_scatter.default")
 _SIZED = {
     "aten.view.default": 1, "aten._unsafe_view.default": 1, "aten.reshape.default": 1,
     "aten.expand.default": 1,
@@ -194,7 +195,10 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
         return
     path, args, kwargs = _canonical(path, args, kwargs, outputs[0])
     if path == _COPY and (requires_grad or state.nodes[args[0].name].kind != "buffer"):
-        state.values[node] = _copied(state, node, args[1], outputs[0], source)
+        state.values[node] = _copied(state, node, args[1], outputs[0])
+        return
+    if path in _SCATTERS and outputs[0].is_complex:
+        state.values[node] = _scattered_complex(state, node, path, args, outputs[0])
         return
     if path in BATCH_NORMS:
         path, args, outputs = batch_norm_call(path, args, outputs, partial(_spec_of, state))
@@ -214,22 +218,44 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
             _write(state, held, Ref(state.values[node].name, index))
 
 
-def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec, source: str) -> Ref:
+def _step(
+    state: _Lowering, node: fx.Node, base: str, args: tuple[Any, ...], spec: TensorSpec,
+    overload: str = "default",
+) -> Ref:  # fmt: skip
+    """A further op in the place of a traced one."""
+    return _add(state, Node(
+        _op_name(state, base), "op", f"aten.{base}.{overload}", args, {}, (spec,),
+        module=_module(node, state.prefix), source=user_source(node.meta.get("stack_trace")),
+    ))  # fmt: skip
+
+
+def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> Ref:
     """What a tensor holds after ``value`` was copied to it; ``aten.copy`` has no derivative."""
-
-    def step(base: str, op: str, args: tuple[Any, ...], spec: TensorSpec) -> Ref:
-        name = _op_name(state, base)
-        return _add(state, Node(
-            name, "op", op, args, {}, (spec,), module=_module(node, state.prefix), source=source
-        ))  # fmt: skip
-
     found = _spec_of(state, value)
     if found.dtype != wanted.dtype:
         cast = replace(wanted, shape=found.shape)
-        value = step("to", "aten.to.dtype", (value, getattr(torch, wanted.dtype)), cast)
+        value = _step(state, node, "to", (value, getattr(torch, wanted.dtype)), cast, "dtype")
     if found.shape != wanted.shape:
-        value = step("expand", "aten.expand.default", (value, list(wanted.shape)), wanted)
+        value = _step(state, node, "expand", (value, list(wanted.shape)), wanted)
     return value
+
+
+def _scattered_complex(
+    state: _Lowering, node: fx.Node, path: str, args: tuple[Any, ...], wanted: TensorSpec
+) -> Ref:
+    """A part of a complex tensor replaced, by real numbers: torch derives that of these alone."""
+    dtype = str(getattr(torch, wanted.dtype).to_real()).removeprefix("torch.")
+
+    def real(ref: Ref) -> Ref:
+        spec = _spec_of(state, ref)
+        spec = replace(spec, shape=(*spec.shape, 2), dtype=dtype)
+        return _step(state, node, "view_as_real", (ref,), spec)
+
+    dim = args[2] if len(args) > 2 else 0
+    spec = replace(wanted, shape=(*wanted.shape, 2), dtype=dtype)
+    parts = (real(args[0]), real(args[1]), dim % len(wanted.shape), *args[3:])
+    made = _step(state, node, path.split(".")[1], parts, spec, path.split(".")[2])
+    return _step(state, node, "view_as_complex", (made,), wanted)
 
 
 def _write(state: _Lowering, old: Any, new: Ref) -> None:

@@ -72,7 +72,8 @@ def promote_to_float64() -> Iterator[None]:
 
 class explicit_casts(TorchFunctionMode):  # noqa: N801
     """Casts become ops even where they change nothing; devices that a forward names are ignored;
-    ``tensor.data`` is a view without gradients, and assigning it a write.
+    ``tensor.data`` is a view without gradients, and assigning it a write; ``instance_norm`` says
+    what it writes to its running statistics.
 
     ``x.to(x.dtype)`` returns ``x`` itself, so a captured graph's wiring would depend on the
     dtype it was captured in; under this mode it does not.
@@ -90,6 +91,8 @@ class explicit_casts(TorchFunctionMode):  # noqa: N801
             return args[0].detach()
         if func == _SET_DATA:
             return _assign(args[0], args[1])
+        if func is torch.instance_norm:
+            return _instance_norm(*args, **kwargs)
         if func in _CAST_METHODS:
             return _cast(args[0], _CAST_METHODS[func])
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
@@ -146,6 +149,22 @@ def _assign(tensor: Tensor, value: Tensor) -> None:
         )
     with torch.no_grad():
         tensor.copy_(value)
+
+
+def _instance_norm(  # noqa: PLR0913 - those of torch.instance_norm
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None,
+    variance: Tensor | None, uses_input: bool, momentum: float, eps: float, cudnn: bool,
+) -> Tensor:  # fmt: skip
+    """``torch.instance_norm``, whose running statistics are the mean over the samples."""
+    if mean is None or variance is None or not uses_input:
+        return torch.instance_norm(
+            x, weight, bias, mean, variance, uses_input, momentum, eps, cudnn
+        )  # type: ignore[no-any-return, no-untyped-call]
+    with torch.no_grad():
+        samples = x.to(mean.dtype).flatten(2)
+        mean.mul_(1 - momentum).add_(samples.mean(2).mean(0), alpha=momentum)
+        variance.mul_(1 - momentum).add_(samples.var(2).mean(0), alpha=momentum)
+    return torch.instance_norm(x, weight, bias, None, None, True, momentum, eps, cudnn)
 
 
 def _asked_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:

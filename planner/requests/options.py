@@ -82,13 +82,18 @@ def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[i
 
 
 def _captured_rows(graph: Graph, request: Request) -> tuple[int, ...]:
-    if request.global_batch != graph.batch_size or request.forced.num_microbatches not in (None, 1):
+    count = request.forced.num_microbatches
+    if request.global_batch != graph.batch_size or count not in (None, 1):
+        is_batch = request.global_batch != graph.batch_size
+        fix = (
+            f"--global-batch {graph.batch_size}" if is_batch else "microbatches=1, or leave it out"
+        )
         raise UsageError(
             "AP125",
             f"this model can only be planned with its captured batch, "
             f"{graph.batch_size} samples in one micro-batch",
-            why="the batch dimension of some tensors could not be determined",
-            fix=f"--global-batch {graph.batch_size}",
+            why="samples meet before the loss, or the model takes another path for fewer of them",
+            fix=fix,
         )
     return (graph.batch_size,)
 

@@ -30,6 +30,8 @@ class Model(nn.Module):
         self.register_buffer("last", torch.zeros(WIDTH))
         self.spectral = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
         self.spectral_by_hook = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.instances = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+        self.frozen_instances = nn.InstanceNorm1d(3, track_running_stats=True).eval()
         self.table = nn.Embedding(7, WIDTH, max_norm=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +83,16 @@ def spectral_by_hook(model: Model, z: Tensor) -> Tensor:
     return model.spectral_by_hook(z)
 
 
+def instance_normalized(model: Model, z: Tensor) -> Tensor:
+    return model.instances(z[:, None] * torch.arange(1.0, 4.0)[:, None])[:, 0]
+
+
+def normalized_in_evaluation(model: Model, z: Tensor) -> Tensor:
+    return model.frozen_instances(z[:, None].expand(-1, 3, -1))[:, 0]
+
+
 BUFFERS = [
+    instance_normalized, normalized_in_evaluation,
     overwritten, spectral, spectral_by_hook, buffer_data, buffer_data_assigned, buffer_detached,
     buffer_part, slices, broadcast_slice,
 ]  # fmt: skip
