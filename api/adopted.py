@@ -218,6 +218,7 @@ class Adopted:
                 'or plan without one: parallel="pp=1"',
             )
         self._unchanged.check()
+        self._check_autocast()
         self._take_buffers()
         inputs = trainer.runner.fit(marked(self._arguments.inputs(args, kwargs)))
         if torch.is_grad_enabled() and any(value.requires_grad for value in inputs.values()):
@@ -231,16 +232,34 @@ class Adopted:
         is_share = isinstance(inputs, ShareBatch)
         if trainer.program.returned:
             assert form is not None
-            made = self._calls.outputs(inputs)
+            with torch.autocast(self.joined.model.device.type, enabled=False):
+                made = self._calls.outputs(inputs)
             return form.build(
                 None, _merged(made, form, _Again(self, args, kwargs, is_share=is_share))
             )
-        loss = self._calls.loss(inputs)
+        with torch.autocast(self.joined.model.device.type, enabled=False):
+            loss = self._calls.loss(inputs)
         if self._has_loss_fn or form is None:
             return loss
         if len(form.leaves) == 1:
             return form.build(loss, lambda position: loss)
         return form.build(loss, _Again(self, args, kwargs, is_share=is_share).leaf)
+
+    def _check_autocast(self) -> None:
+        """Raise where the script's autocast asks for another format than the plan computes in."""
+        device, precision = self.joined.model.device.type, self.joined.plan.model.precision
+        if not torch.is_autocast_enabled(device):
+            return
+        dtype = torch.get_autocast_dtype(device)
+        if COMPUTE_DTYPES[precision] == dtype:
+            return
+        wanted = next(name for name, each in COMPUTE_DTYPES.items() if each == dtype)
+        raise UsageError(
+            "AP941",
+            f"the model is called under torch.autocast in {dtype}, but the plan is for {precision}",
+            why="the plan's program has its casts built in",
+            fix=f'parallelize(..., precision="{wanted}"), or call it without torch.autocast',
+        )
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's own forward, with the weights of each layer gathered for it."""

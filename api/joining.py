@@ -43,7 +43,13 @@ from autoparallel.runtime.meeting import meeting_at_agent
 from autoparallel.runtime.membership import check_none_idle, join
 from autoparallel.runtime.pretrained import Pretrained, pretrained
 from autoparallel.runtime.profile_links import agree
-from autoparallel.runtime.shared import gather_values, share_in_place, share_tensor, share_text
+from autoparallel.runtime.shared import (
+    gather_values,
+    on_first,
+    share_in_place,
+    share_tensor,
+    share_text,
+)
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.served_planning import without_servers
 from autoparallel.targets import Target
@@ -89,7 +95,7 @@ def join_training(
         forced = replace(options.forced, num_microbatches=1, pp=1)
         options = replace(options, forced=forced)
     if plan is None:
-        plan = _planned(program, target, _cluster(job.cluster, device, rank), options, device)
+        plan = _planned(program, target, _cluster(job.cluster, device), options, device)
     check_not_served(plan)
     if not job.allow_idle:
         check_none_idle(plan)
@@ -119,18 +125,20 @@ def join_training(
     return trainer
 
 
-def _cluster(name: str, device: torch.device, rank: int) -> Cluster | None:
+def _cluster(name: str, device: torch.device) -> Cluster | None:
     """On rank 0 the cluster to plan for: ``local`` is what the launcher joined. Collective."""
     is_joined = name == "local"
     devices = gather_values(own_process_device(device.index)) if is_joined else []
-    if rank != 0:
-        return None
-    if not is_joined:
-        return find_cluster(name)
-    try:
-        return joined_cluster(devices)
-    except ClusterError as error:
-        raise UsageError("AP115", error.what, where=error.where, fix=error.fix) from error
+
+    def found() -> Cluster:
+        if not is_joined:
+            return find_cluster(name)
+        try:
+            return joined_cluster(devices)
+        except ClusterError as error:
+            raise UsageError("AP115", error.what, where=error.where, fix=error.fix) from error
+
+    return on_first(found)
 
 
 def _initial_weights(model: nn.Module, job: Job) -> Weights:
@@ -219,7 +227,7 @@ def _planned(
     Before that all ranks measure what it asks for, where torchrun started just the cluster's
     processes, on one machine.
     """
-    text, leader = None, None
+    leader = None
     if cluster is not None:
         cluster = with_choice(cluster, options.tf32)
     with ExitStack() as shown:
@@ -228,11 +236,15 @@ def _planned(
             leader = Leader(program, target, cluster, options, bar.advance)
         if agree(leader is not None, device):
             measure_together(leader, device=device, build=target.build_optimizer)
-    if cluster is not None:
-        if options.forced.gradients is None:  # a script's updates end with its steps
-            options = replace(options, forced=replace(options.forced, gradients="backward"))
-        text = dumps(plan_program(program, target, cluster, without_servers(options)))
-    return loads(share_text(text))
+
+    def planned() -> str:
+        assert cluster is not None
+        asked = options
+        if asked.forced.gradients is None:  # a script's updates end with its steps
+            asked = replace(asked, forced=replace(asked.forced, gradients="backward"))
+        return dumps(plan_program(program, target, cluster, without_servers(asked)))
+
+    return loads(share_text(on_first(planned)))
 
 
 def _check_length(plan: Plan, seq: int | None) -> None:

@@ -34,6 +34,7 @@ from autoparallel.environment import under_torchrun
 from autoparallel.module import adopt, parallel_class
 from autoparallel.passes.initialization.deferred_init import Deferred, record_build
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Precision
 from autoparallel.planning import PlanOptions, make_plan
 from autoparallel.progress import shown_to_callers
 from autoparallel.runtime.pretrained import load_pretrained
@@ -249,6 +250,9 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
     of the plain class. ``init="exact"`` gives these, bit for bit; each rank then draws the whole
     model's numbers. Either takes one number of torch's generator, whose state is the seed.
 
+    Without ``precision`` the plan computes in the dtype of the model's parameters, if they have
+    one.
+
     Raises UsageError AP850 for another ``init``, AP140 unless ``model`` is an nn.Module or a
     class of them, and AP860 to AP862 where the weights cannot be read or are not the model's.
     """
@@ -329,14 +333,32 @@ def _check_class(cls: type[nn.Module], original: type[nn.Module]) -> None:
         )
 
 
+PRECISIONS: dict[torch.dtype, Precision] = {
+    torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"
+}  # fmt: skip
+
+
+def _precision_of(model: nn.Module) -> SearchOptions:
+    """The number format that a model is written in, where that is not float32: as it trains alone.
+
+    That is the dtype of all its floating parameters.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    precision = PRECISIONS.get(next(iter(dtypes))) if len(dtypes) == 1 else None
+    return {} if precision is None else {"precision": precision, "float32_ops": "none"}
+
+
 def _job(
     build: Callable[[], nn.Module], given: ParallelOptions, deferred: Deferred | None = None
 ) -> Job:
+    search = given.search or {}
+    if "precision" not in search:
+        search = {**_precision_of(build()), **search}
     rows = given.global_batch or batch_rows(given.example_batch)
     return Job(
         target=make_target(build, given.example_batch, given.loss_fn),
         cluster=given.cluster,
-        options=plan_options(rows or 32, given.seq, given.search or {}),
+        options=plan_options(rows or 32, given.seq, search),
         deferred=deferred,
         weights=given.weights,
         weights_partial=given.weights_partial,

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from .optimizer import BuildOptimizer, sum_of_squares
+from .optimizer import BuildOptimizer, built, sum_of_squares
 from .profile_links import LinkTime, Meshes, agree, median_seconds
 
 TOTAL_BYTES = 1 << 26
@@ -46,7 +46,7 @@ def measure_updates(
             break
         count = max(1, min(MOST_TENSORS, TOTAL_BYTES // size))
         masters = [_master(max(1, size // _ITEM_BYTES), mesh, device) for _ in range(count)]
-        made = _optimizer(optimizer, masters) if build is None else build(masters)
+        made = _own(build, masters) or _optimizer(optimizer, masters)
         step = _update(made, masters, device)
         seconds, repeats = median_seconds(step, device=device, case_seconds=case_seconds)
         yield LinkTime(size, seconds / count, repeats)
@@ -56,10 +56,14 @@ def measure_updates(
 def own_name(build: BuildOptimizer) -> str:
     """A model's own optimizer by what its step's time depends on: its class and its switches.
 
+    "" where it cannot be made of other parameters than the model's.
+
     >>> own_name(lambda params: SGD(params, lr=0.1, momentum=0.9)).split()[::3]
     ['SGD', 'fused=None', 'nesterov=False']
     """
-    made = build([nn.Parameter(torch.zeros(1))])
+    made = _own(build, [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))])
+    if made is None:
+        return ""
     found = {
         name: value
         for name, value in made.defaults.items()
@@ -67,6 +71,19 @@ def own_name(build: BuildOptimizer) -> str:
     }
     found["momentum"] = bool(made.defaults.get("momentum"))
     return " ".join([type(made).__name__, *(f"{name}={found[name]}" for name in sorted(found))])
+
+
+def _own(build: BuildOptimizer | None, parameters: list[nn.Parameter]) -> Optimizer | None:
+    """The model's own optimizer of other parameters; None where it refuses these.
+
+    An optimizer may be for matrices only, or for parameters of certain names.
+    """
+    if build is None:
+        return None
+    try:
+        return built(build, [(f"{at}.weight", each) for at, each in enumerate(parameters)])
+    except Exception:  # noqa: BLE001 - whatever it is: the run shows it, of the model's parameters
+        return None
 
 
 def _master(numel: int, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..planner.errors import AutoparallelError
 from .groups import new_group
 
 T = TypeVar("T")
@@ -65,6 +66,26 @@ def share_text(text: str | None) -> str:
     return found
 
 
+def on_first(make: Callable[[], T]) -> T | None:
+    """What rank 0 makes, there; None on the other ranks, where its error is raised too.
+    Collective."""
+    value: T | None = None
+    error: Exception | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            value = make()
+        except Exception as found:  # noqa: BLE001 - raised below, after the others have it
+            error = found
+    is_ours = error is None or isinstance(error, AutoparallelError)
+    shown = error if is_ours else RuntimeError(f"rank 0 failed: {type(error).__name__}: {error}")
+    others = share_value(shown)
+    if error is not None:
+        raise error
+    if others is not None:
+        raise others
+    return value
+
+
 def share_tensor(tensor: Tensor) -> Tensor:
     """Rank 0's value of a tensor that every rank has. Collective."""
     shared = tensor.clone(memory_format=torch.contiguous_format)
@@ -74,7 +95,9 @@ def share_tensor(tensor: Tensor) -> Tensor:
 
 def share_in_place(tensor: Tensor) -> None:
     """Give a tensor that every rank has rank 0's value. Collective."""
-    if tensor.is_contiguous():
+    if tensor.layout != torch.strided:
+        tensor.copy_(share_value(tensor))
+    elif tensor.is_contiguous():
         dist.broadcast(tensor, src=0, group=group_for(tensor))
     else:
         tensor.copy_(share_tensor(tensor))

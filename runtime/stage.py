@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ..cost_model.memory import DEFAULT, StateOptions
+from ..passes.local.localize import held_path
 from ..passes.local.recomputing import Recomputing
 from ..passes.local.weight_gradients import WeightGradients, defer
 from ..passes.ops.collectives import local_tensor
@@ -254,8 +255,9 @@ class StageModule(nn.Module):
     @property
     def deferred(self) -> frozenset[str]:
         """The parameters of single blocks whose gradients are computed apart."""
+        names = {held_path(name): name for name in self.by_name}
         return frozenset(
-            name
+            names.get(name, name)
             for block in self.blocks
             if isinstance(block, StageBlock)
             for name in block.deferred
@@ -269,7 +271,7 @@ class StageModule(nn.Module):
                     continue
                 parameter = make(name, declared)
                 parameter.block = position
-                holder, attribute = get_by_path(block.module, name)
+                holder, attribute = get_by_path(block.module, held_path(name))
                 holder.register_parameter(attribute, _registered(parameter))
                 self.by_name[name] = parameter
         for index, (name, declared) in enumerate(self.program.parameters.items()):
@@ -290,7 +292,7 @@ class StageModule(nn.Module):
             shape = [stop - start for start, stop in region]
             memory = torch.zeros(shape, dtype=getattr(torch, held.spec.dtype), device=self.device)
             if name in owners:
-                holder, attribute = get_by_path(owners[name].module, name)
+                holder, attribute = get_by_path(owners[name].module, held_path(name))
                 holder.register_buffer(attribute, memory)
             else:
                 self._shared[name] = f"shared_buffer_{index}"
@@ -303,7 +305,7 @@ class StageModule(nn.Module):
         if name in self._shared:
             return self.get_buffer(self._shared[name])
         owner = next(block for block in self.program.blocks if name in block.buffers)
-        return owner.module.get_buffer(name)
+        return owner.module.get_buffer(held_path(name))
 
     def keep_buffers(self) -> None:
         """Write the buffers' new values, when no backward needs the old ones any more."""
@@ -333,7 +335,7 @@ class StageModule(nn.Module):
         parameter = self.by_name[name]
         if parameter.block is None:
             return self, self._shared[name]
-        return get_by_path(self.program.blocks[parameter.block].module, name)
+        return get_by_path(self.program.blocks[parameter.block].module, held_path(name))
 
     def add_program(self, program: StageProgram) -> int:
         """Have another program over the same parameters, cut into the same blocks; its number."""

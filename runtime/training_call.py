@@ -91,10 +91,12 @@ class TrainingCall:
             )
         made = self._differentiable(tuple(values[key] for key in program.kept))
         is_share = isinstance(batch, ShareBatch)
-        return tuple(
+        given = (
             self._as_given(key, value, is_share=is_share)
             for key, value in zip(program.kept, made, strict=True)
         )
+        # A script may write to an output in place, which autograd refuses for views of its own.
+        return tuple(value.clone() if value._is_view() else value for value in given)
 
     @property
     def _loss_key(self) -> str:

@@ -30,7 +30,12 @@ from .functionalize import functionalize
 from .hf_experts import capturable_experts
 from .leaves import LeafError, widen
 from .locate import capture_error
-from .modes import explicit_casts, inference_without_gradients, promote_to_float64
+from .modes import (
+    explicit_casts,
+    inference_without_gradients,
+    promote_to_float64,
+    undetected_causal_masks,
+)
 from .opaque import annotated_modules, opaque_modules, whole_functions
 from .repeat_calls import Repeats
 
@@ -265,6 +270,7 @@ def _export(
     with ExitStack() as modes:
         # torch.export prints its half-made graph to stderr before it raises.
         modes.enter_context(redirect_stderr(io.StringIO()))
+        modes.enter_context(undetected_causal_masks())
         if not strict:
             modes.enter_context(inference_without_gradients())
             modes.enter_context(explicit_casts())
@@ -311,7 +317,7 @@ def fake_parameters(
     """Put fake CPU tensors of ``dtype`` in the place of the model's parameters and buffers.
 
     Floating parameters are cast; floating buffers keep their dtype in mixed precision and
-    are cast with the rest in float64. Ties stay ties.
+    are cast with the rest in float64. Ties stay ties. Sparse buffers stay as they are.
     """
     made: dict[int, Tensor] = {}
     saved: list[tuple[Any, str, Tensor]] = []
@@ -321,7 +327,7 @@ def fake_parameters(
             slots: Any
             for slots, target in ((module._parameters, dtype), (module._buffers, buffer_dtype)):
                 for name, tensor in slots.items():
-                    if tensor is None:
+                    if tensor is None or tensor.layout != torch.strided:
                         continue
                     if id(tensor) not in made:
                         made[id(tensor)] = _fake(tensor, mode, target)

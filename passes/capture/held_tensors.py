@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -23,7 +24,8 @@ def held_tensors(model: nn.Module) -> dict[str, Tensor]:
     for _, tensor in named:
         if id(tensor) in made:
             continue
-        empty = tensor.detach().to("meta")
+        is_sparse = tensor.layout != torch.strided
+        empty = tensor.detach() if is_sparse else tensor.detach().to("meta")
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         made[id(tensor)] = empty

@@ -130,6 +130,27 @@ def inference_without_gradients() -> Iterator[None]:
         kind.__enter__, kind.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
+@contextmanager
+def undetected_causal_masks() -> Iterator[None]:
+    """While inside, ``nn.TransformerEncoder`` applies its mask as it is.
+
+    It would look at the mask's values, which a capture has not, to choose a kernel for causal ones.
+    """
+    library: Any = torch.nn.modules.transformer
+    detect = library._detect_is_causal_mask
+
+    def undetected(
+        mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
+    ) -> bool:
+        return is_causal is True
+
+    library._detect_is_causal_mask = undetected
+    try:
+        yield
+    finally:
+        library._detect_is_causal_mask = detect
+
+
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     result: Tensor = torch.ops.aten._to_copy.default(tensor, dtype=dtype)
     return result
@@ -159,7 +180,7 @@ def _instance_norm(  # noqa: PLR0913 - those of torch.instance_norm
     if mean is None or variance is None or not uses_input:
         return torch.instance_norm(
             x, weight, bias, mean, variance, uses_input, momentum, eps, cudnn
-        )  # type: ignore[no-any-return, no-untyped-call]
+        )
     with torch.no_grad():
         samples = x.to(mean.dtype).flatten(2)
         mean.mul_(1 - momentum).add_(samples.mean(2).mean(0), alpha=momentum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 
@@ -25,7 +26,7 @@ def find_tied(model: nn.Module) -> dict[str, str]:
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or tensor.layout != torch.strided:
         return (id(tensor),)
     storage = tensor.untyped_storage()._cdata
     return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())

@@ -12,6 +12,7 @@ Of a block that is recomputed what is not simply run again is marked (``replayed
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -122,7 +123,7 @@ def localize_block(
         ref = parse_key(key)
         values.made[ref] = (body.placeholder(_identifier(key)), layout)
     for name, layout in interface.parameters.items():
-        held = body.get_attr(name)
+        held = body.get_attr(held_path(name))
         part = body.create_node("call_function", local_tensor, (held,), name=_identifier(name))
         values.made[Ref(name)] = (part, layout)
     for key in interface.counts:
@@ -237,7 +238,24 @@ def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
 
 
 def _identifier(name: str) -> str:
-    return "".join(char if char.isalnum() else "_" for char in name).strip("_")
+    """A name for a value of the program: letters, digits and underscores, no digit first.
+
+    >>> _identifier("1.running_mean"), _identifier("a.weight")
+    ('_1_running_mean', 'a_weight')
+    """
+    found = re.sub(r"\W", "_", name, flags=re.ASCII).strip("_")
+    return found if found.isidentifier() else f"_{found}"
+
+
+def held_path(name: str) -> str:
+    """Where a block's module holds a parameter or buffer of the model.
+
+    Of the characters of its path that no attribute may have, the program has the numbers.
+
+    >>> held_path("layers.0.weight"), held_path('a"b.weight')
+    ('layers.0.weight', 'a_34_b.weight')
+    """
+    return re.sub(r"[^\w.]", lambda found: f"_{ord(found[0])}_", name, flags=re.ASCII)
 
 
 def _holder(graph: Graph, interface: BlockInterface, rank: Rank) -> nn.Module:
@@ -247,7 +265,7 @@ def _holder(graph: Graph, interface: BlockInterface, rank: Rank) -> nn.Module:
         node = graph[name]
         shape = local_shape(node.spec.shape, layout, rank.mesh.shape)
         tensor = torch.empty(shape, dtype=getattr(torch, node.spec.dtype), device="meta")
-        *path, leaf = name.split(".")
+        *path, leaf = held_path(name).split(".")
         owner = root
         for part in path:
             if not hasattr(owner, part):
