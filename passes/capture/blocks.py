@@ -2,8 +2,8 @@
 
 Layers are found by module path (``model.layers.0``, ``model.layers.1``, …): the outermost
 numbered modules of which at least two compute the same, then, in a model that has such,
-any other numbered modules. Their structure covers ops,
-shapes without the batch, literals, wiring by position and parameters, so equal blocks
+any other numbered modules. Their structure covers ops, shapes without the batch, literals, wiring
+by position, parameters, which of them other blocks use too, and what is copied, so equal blocks
 correspond node by node. A graph with no such layers is cut where few bytes cross
 (``passes/capture/cut.py``).
 """
@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...planner.graph import Block, Blocks, Graph, Node, Ref, flat_form
+from ...planner.rules.storage import Key, copy_of, storage_of
 from .branches import before_join, branches_apart
 from .cut import cut_points
 
@@ -209,14 +210,17 @@ def _named(graph: Graph, parts: list[_Part]) -> tuple[Block, ...]:
     owned: set[str] = set()
     blocks: list[Block] = []
     names = _base_kinds(parts)
-    kinds: dict[tuple[str, tuple[Any, ...]], str] = {}
+    owners = storage_of(graph)
+    uses = Counter(name for part in parts for name in _parameters(graph, part.nodes, set()))
+    kinds: dict[tuple[Any, ...], str] = {}
     used: Counter[str] = Counter()
     taken: set[str] = set()
     for part in parts:
         parameters = _parameters(graph, part.nodes, owned)
         owned.update(parameters)
         name, base = _name(graph, part, parts, names)
-        key = (base, structure(graph, part.nodes, parameters))
+        is_shared = tuple(uses[each] > 1 for each in parameters)
+        key = base, structure(graph, part.nodes, parameters), is_shared, _memory(part.nodes, owners)
         if key not in kinds:
             kinds[key] = f"{base}.{used[base]}" if used[base] else base
             used[base] += 1
@@ -225,6 +229,19 @@ def _named(graph: Graph, parts: list[_Part]) -> tuple[Block, ...]:
         taken.add(name)
         blocks.append(Block(name, kinds[key], tuple(n.name for n in part.nodes), parameters))
     return tuple(blocks)
+
+
+def _memory(nodes: Sequence[Node], owners: Mapping[Key, Key]) -> tuple[bool, ...]:
+    """Which ops of a run copy what they read, or return views, which the strides of what comes
+    from outside decide."""
+    return tuple(
+        key
+        for node in nodes
+        for key in (
+            *(copy_of(node.name, at) in owners for at in range(len(node.inputs))),
+            *(owners[node.name, at][0] == node.name for at in range(len(node.outputs))),
+        )
+    )
 
 
 def _base_kinds(parts: Sequence[_Part]) -> dict[str, str]:

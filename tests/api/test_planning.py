@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from handmade import pipeline_plan
+from torch import Tensor, nn
 
+import autoparallel
 from autoparallel.cache import NO_CACHE
 from autoparallel.options import parse_parallel
 from autoparallel.planner.plan import Plan
@@ -79,3 +83,48 @@ def test_the_search_goes_on_until_the_final_memory_keeps_the_limit(
     uncounted |= {900: 150, 840: 170, 830: 90}
     assert final(1000) == 920
     assert searched == [1000, 900, 850, 840, 830]
+
+
+class Shared(nn.Module):
+    """Three layers, of which the first and the last are one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 9), nn.Linear(9, 1)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(3))
+        self.layers[-1] = self.layers[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x)
+        for layer in self.layers:
+            z = z + layer(z)
+        return self.last(z).square().mean()
+
+
+class SequenceFirst(nn.Module):
+    """torch's own encoder, whose first layer reads a transposed value and the others do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0)
+        self.table, self.layers = nn.Embedding(20, 16), nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.table(x).transpose(0, 1)
+        return self.layers(z, src_key_padding_mask=x == 0).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("build", "batch", "asked"),
+    [
+        (Shared, (torch.empty(8, 4, device="meta"),), "pp=2"),
+        (SequenceFirst, (torch.empty(8, 7, dtype=torch.int64, device="meta"),), "tp=2"),
+        (SequenceFirst, (torch.empty(8, 7, dtype=torch.int64, device="meta"),), "dp=2"),
+    ],
+)
+def test_layers_that_differ_in_what_they_hold_or_copy_are_priced_apart(
+    build: Callable[[], nn.Module], batch: tuple[Tensor, ...], asked: str
+) -> None:
+    """Else the search and ``evaluate`` disagree on the plan's figures, which is AP999."""
+    found = autoparallel.plan(build, batch, cluster="cpu:2", parallel=asked, progress=False)
+    assert found.prediction.step_seconds > 0
