@@ -25,7 +25,7 @@ from autoparallel.passes.capture.counter_random import batch_dims, counter_rando
 from autoparallel.passes.programs.outputs import OutputForm, output_tensors
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
-from autoparallel.planning import CAPTURE_BATCH, PlanOptions
+from autoparallel.planning import PlanOptions
 from autoparallel.runtime.arriving import arriving
 from autoparallel.runtime.batches import marked
 from autoparallel.runtime.parameters import COMPUTE_DTYPES, get_by_path
@@ -34,8 +34,8 @@ from autoparallel.runtime.shared import share_in_place
 from autoparallel.runtime.training_call import TrainingCall
 from autoparallel.runtime.whole_weights import WholeWeights
 from autoparallel.stale_optimizer import is_retired, retire
-from autoparallel.targets import Target
-from autoparallel.unchanged import Unchanged, check_backward_hooks
+from autoparallel.targets import CAPTURE_BATCH, Target
+from autoparallel.unchanged import Unchanged, check_autocast, check_backward_hooks
 from autoparallel.whole_module import WholeModule
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class Adopted:
                 'or plan without one: parallel="pp=1"',
             )
         self._unchanged.check()
-        self._check_autocast()
+        check_autocast(trainer.model.device, trainer.plan.model.precision)
         self._take_buffers()
         inputs = trainer.runner.fit(marked(self._arguments.inputs(args, kwargs)))
         if torch.is_grad_enabled() and any(value.requires_grad for value in inputs.values()):
@@ -230,36 +230,19 @@ class Adopted:
             )
         form = trainer.program.outputs
         is_share = isinstance(inputs, ShareBatch)
+        run = self._calls.outputs if trainer.program.returned else self._calls.loss
+        with torch.autocast(trainer.model.device.type, enabled=False):
+            made: Any = run(inputs)
         if trainer.program.returned:
             assert form is not None
-            with torch.autocast(self.joined.model.device.type, enabled=False):
-                made = self._calls.outputs(inputs)
             return form.build(
                 None, _merged(made, form, _Again(self, args, kwargs, is_share=is_share))
             )
-        with torch.autocast(self.joined.model.device.type, enabled=False):
-            loss = self._calls.loss(inputs)
         if self._has_loss_fn or form is None:
-            return loss
+            return made
         if len(form.leaves) == 1:
-            return form.build(loss, lambda position: loss)
-        return form.build(loss, _Again(self, args, kwargs, is_share=is_share).leaf)
-
-    def _check_autocast(self) -> None:
-        """Raise where the script's autocast asks for another format than the plan computes in."""
-        device, precision = self.joined.model.device.type, self.joined.plan.model.precision
-        if not torch.is_autocast_enabled(device):
-            return
-        dtype = torch.get_autocast_dtype(device)
-        if COMPUTE_DTYPES[precision] == dtype:
-            return
-        wanted = next(name for name, each in COMPUTE_DTYPES.items() if each == dtype)
-        raise UsageError(
-            "AP941",
-            f"the model is called under torch.autocast in {dtype}, but the plan is for {precision}",
-            why="the plan's program has its casts built in",
-            fix=f'parallelize(..., precision="{wanted}"), or call it without torch.autocast',
-        )
+            return form.build(made, lambda position: made)
+        return form.build(made, _Again(self, args, kwargs, is_share=is_share).leaf)
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's own forward, with the weights of each layer gathered for it."""

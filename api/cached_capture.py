@@ -96,7 +96,7 @@ def kept_program(
     Only captures that can be rescaled to any batch are kept, and none with functions in it.
     """
     from autoparallel.passes.programs.program import Program
-    from autoparallel.planning import CAPTURE_BATCH
+    from autoparallel.targets import CAPTURE_BATCH
 
     if cache.shelf is None:
         return capture()

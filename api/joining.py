@@ -21,7 +21,7 @@ from autoparallel.measured_first import (
     measure_together,
     under_torchrun_here,
 )
-from autoparallel.passes.capture.held_tensors import held_tensors
+from autoparallel.passes.capture.export import held_tensors, with_held
 from autoparallel.passes.initialization.deferred_init import Deferred
 from autoparallel.passes.programs.outputs import mean_inputs, mean_of_outputs
 from autoparallel.passes.programs.program import Program
@@ -161,35 +161,30 @@ def _captured_again(
     model: nn.Module, target: Target, options: PlanOptions, held: Mapping[str, Tensor], rows: int
 ) -> Program:
     """The program of a model that trains already, for a global batch of ``rows``."""
-    with as_at_start():
-        return _captured(model, target, replace(options, global_batch=rows), held)
+    with as_at_start(), with_held(model, held):
+        return _captured(model, target, replace(options, global_batch=rows))
 
 
-def _captured(
-    model: nn.Module, target: Target, options: PlanOptions,
-    held: Mapping[str, Tensor] | None = None,
-) -> Program:  # fmt: skip
+def _captured(model: nn.Module, target: Target, options: PlanOptions) -> Program:
     """The model and its loss as a graph; of a model that gives none, with its outputs returned.
 
     The script then computes the loss from them.
     """
     try:
-        return _capture(model, target, options, held)
+        return _capture(model, target, options)
     except CaptureError as error:
         if error.code not in ("AP203", "AP204") or target.loss_fn is not None:
             raise
-    program = _capture(model, replace(target, loss_fn=mean_of_outputs), options, held)
+    program = _capture(model, replace(target, loss_fn=mean_of_outputs), options)
     assert program.outputs is not None
     count = sum(leaf.is_differentiable for leaf in program.outputs.leaves)
     return replace(program, returned=mean_inputs(program.graph, count))
 
 
-def _capture(
-    model: nn.Module, target: Target, options: PlanOptions, held: Mapping[str, Tensor] | None
-) -> Program:
+def _capture(model: nn.Module, target: Target, options: PlanOptions) -> Program:
     return capture_rows(
         target, model, global_batch=options.global_batch, seq=options.seq,
-        precision=options.precision, autocast=options.autocasts, held=held,
+        precision=options.precision, autocast=options.autocasts,
     )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from autoparallel.cache import NO_CACHE, Cache
 from autoparallel.collection import rare_collections
@@ -25,22 +25,16 @@ from autoparallel.planner.requests.request import Forced, Request, check_allowed
 from autoparallel.profiles import MODES, database_path, find_profile
 from autoparallel.progress import Observe, ignore
 from autoparallel.served_planning import can_be_served, without_servers
-from autoparallel.targets import Batch, LossFn, Target, building
+from autoparallel.targets import Batch, LossFn, Target, building, example_batches
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from autoparallel.cost_model.cluster import Cluster
     from autoparallel.passes.initialization.deferred_init import Deferred, Init
     from autoparallel.passes.programs.program import Program
     from autoparallel.planner.graph import Graph
     from autoparallel.planner.pricing.basis import Basis, Mode
-
-CAPTURE_BATCH = 2
-"""Rows of the batch that models are captured at; the graph is rescaled to what is planned."""
-
-WRITTEN_ROWS = 64
-"""Up to this many rows the global batch is the one that ``example_batch`` makes."""
 
 DTYPES: dict[Precision, Literal["float32", "bfloat16", "float16", "float64"]] = {
     "fp32": "float32",
@@ -414,52 +408,18 @@ def capture_program(
 
 def capture_rows(
     target: Target, model: nn.Module, *, global_batch: int, seq: int | None,
-    precision: Precision, autocast: bool = False, held: Mapping[str, Tensor] | None = None,
+    precision: Precision, autocast: bool = False,
 ) -> Program:  # fmt: skip
     """A target's model as a graph, of few rows where it can be rescaled to any number.
 
     Numbers that the model makes of the rows are those of the global batch. Where it cannot be
     rescaled (rows meet before the loss, as in a contrastive loss; it takes another path for few
     rows), it is captured with all rows of the global batch, which then is one micro-batch.
-    ``held``: see ``capture``.
     """
     batch, all_rows = example_batches(target, global_batch, seq)
     return capture_model(
-        model, batch, target.loss_fn, precision, all_rows=all_rows, autocast=autocast, held=held
+        model, batch, target.loss_fn, precision, all_rows=all_rows, autocast=autocast
     )
-
-
-def example_batches(
-    target: Target, global_batch: int, seq: int | None
-) -> tuple[Batch, Batch | None]:
-    """The batch of a target that is captured, and the global batch, None where that is the same.
-
-    Of more rows than ``WRITTEN_ROWS`` the shapes follow from those of batches of 2 and 3 rows, and
-    the tensors are on ``meta``: whole batches of images need not fit here.
-
-    Raises UsageError AP107 and AP108 where the target gives no such batches.
-    """
-    if global_batch == CAPTURE_BATCH:
-        return target.example_batch(CAPTURE_BATCH, seq), None
-    try:
-        few = target.example_batch(CAPTURE_BATCH, seq)
-        more = few if global_batch <= WRITTEN_ROWS else target.example_batch(CAPTURE_BATCH + 1, seq)
-    except UsageError:
-        return target.example_batch(global_batch, seq), None
-    if global_batch <= WRITTEN_ROWS:
-        return few, target.example_batch(global_batch, seq)
-
-    def grown(name: Any) -> Any:
-        part, larger = few[name], more[name]
-        if not hasattr(part, "shape") or part.shape == larger.shape:
-            return part
-        pairs = zip(part.shape, larger.shape, strict=True)
-        shape = [size + (global_batch - CAPTURE_BATCH) * (after - size) for size, after in pairs]
-        return part.new_empty(shape, device="meta")
-
-    if isinstance(few, Mapping):
-        return few, {name: grown(name) for name in few}
-    return few, tuple(map(grown, range(len(few))))
 
 
 def record_target(target: Target, seed: int = 0, init: Init = "exact") -> Deferred:
@@ -478,7 +438,6 @@ def record_target(target: Target, seed: int = 0, init: Init = "exact") -> Deferr
 def capture_model(
     model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: Precision,
     *, all_rows: Batch | None = None, autocast: bool = False,
-    held: Mapping[str, Tensor] | None = None,
 ) -> Program:  # fmt: skip
     """A model on ``meta`` as a graph, in the dtype that ``precision`` computes in.
 
@@ -490,7 +449,7 @@ def capture_model(
     rules = registered_rules()
     return capture(
         model, batch, all_rows=all_rows, loss_fn=loss_fn, dtype=DTYPES[precision], rules=rules,
-        autocast=autocast, held=held,
+        autocast=autocast,
     )  # fmt: skip
 
 

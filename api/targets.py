@@ -43,6 +43,13 @@ Batch = Any
 LossFn = Callable[[Any, Batch], "Tensor"]
 
 
+CAPTURE_BATCH = 2
+"""Rows of the batch that models are captured at; the graph is rescaled to what is planned."""
+
+WRITTEN_ROWS = 64
+"""Up to this many rows the global batch is the one that ``example_batch`` makes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """What a target holds. ``name`` and ``settings`` find it again in another process.
@@ -310,6 +317,39 @@ def checked_batches(
         return made
 
     return batch
+
+
+def example_batches(
+    target: Target, global_batch: int, seq: int | None
+) -> tuple[Batch, Batch | None]:
+    """The batch of a target that is captured, and the global batch, None where that is the same.
+
+    Of more rows than ``WRITTEN_ROWS`` the shapes follow from those of batches of 2 and 3 rows, and
+    the tensors are on ``meta``: whole batches of images need not fit here.
+
+    Raises UsageError AP107 and AP108 where the target gives no such batches.
+    """
+    if global_batch == CAPTURE_BATCH:
+        return target.example_batch(CAPTURE_BATCH, seq), None
+    try:
+        few = target.example_batch(CAPTURE_BATCH, seq)
+        more = few if global_batch <= WRITTEN_ROWS else target.example_batch(CAPTURE_BATCH + 1, seq)
+    except UsageError:
+        return target.example_batch(global_batch, seq), None
+    if global_batch <= WRITTEN_ROWS:
+        return few, target.example_batch(global_batch, seq)
+
+    def grown(name: Any) -> Any:
+        part, larger = few[name], more[name]
+        if not hasattr(part, "shape") or part.shape == larger.shape:
+            return part
+        pairs = zip(part.shape, larger.shape, strict=True)
+        shape = [size + (global_batch - CAPTURE_BATCH) * (after - size) for size, after in pairs]
+        return part.new_empty(shape, device="meta")
+
+    if isinstance(few, Mapping):
+        return few, {name: grown(name) for name in few}
+    return few, tuple(map(grown, range(len(few))))
 
 
 def batch_items(batch: Batch) -> list[tuple[str, Any]]:

@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.parameters import StageParameter
+from autoparallel.planner.plan import Precision
+from autoparallel.runtime.parameters import COMPUTE_DTYPES, StageParameter
 from autoparallel.whole_module import Slot
 
 _SETTINGS = (bool, int, float, str)
@@ -149,6 +151,22 @@ def check_backward_hooks(model: nn.Module) -> None:
                 why="in training the plan's program runs instead of the submodules",
                 fix="put it on the model itself or on its parameters, or remove it",
             )
+
+
+def check_autocast(device: torch.device, precision: Precision) -> None:
+    """Raise UsageError AP941 where autocast asks for another format than the plan computes in."""
+    if not torch.is_autocast_enabled(device.type):
+        return
+    dtype = torch.get_autocast_dtype(device.type)
+    if COMPUTE_DTYPES[precision] == dtype:
+        return
+    wanted = next(name for name, each in COMPUTE_DTYPES.items() if each == dtype)
+    raise UsageError(
+        "AP941",
+        f"the model is called under torch.autocast in {dtype}, but the plan is for {precision}",
+        why="the plan's program has its casts built in",
+        fix=f'parallelize(..., precision="{wanted}"), or call it without torch.autocast',
+    )
 
 
 def _storage(parameter: nn.Parameter) -> int:

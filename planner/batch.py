@@ -133,8 +133,8 @@ def is_data(graph: Graph, ref: Ref) -> bool:
 
 
 def is_steady(graph: Graph, ref: Ref) -> bool:
-    """Whether a buffer's new value is the same for every micro-batch of a step: a counter, a power
-    iteration. It depends on parameters, constants and such buffers alone."""
+    """Return whether a buffer gets the same value in every micro-batch of a step: a counter, a
+    power iteration. It depends on parameters, constants and such buffers alone."""
     pending, seen = [ref.name], set[str]()
     while pending:
         node = graph[pending.pop()]

@@ -67,7 +67,7 @@ def share_text(text: str | None) -> str:
 
 
 def on_first(make: Callable[[], T]) -> T | None:
-    """What rank 0 makes, there; None on the other ranks, where its error is raised too.
+    """Run ``make`` on rank 0: its result there, None on the other ranks, its error on all.
     Collective."""
     value: T | None = None
     error: Exception | None = None

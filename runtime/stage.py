@@ -356,8 +356,8 @@ class StageModule(nn.Module):
             known[name] = local_tensor(getattr(self, attribute))
             if name in self.program.updates:  # written before this forward's backward, maybe
                 known[name] = known[name].clone()
-        steady = self.program.steady
-        known.update({n: value for n, value in self._changed.items() if n not in steady})
+        if not self.program.updates_once:
+            known.update(self._changed)
         for position, block in enumerate(self.blocks):
             block.part = part  # type: ignore[assignment]
             self.before_block(position)

@@ -232,8 +232,7 @@ def _named(graph: Graph, parts: list[_Part]) -> tuple[Block, ...]:
 
 
 def _memory(nodes: Sequence[Node], owners: Mapping[Key, Key]) -> tuple[bool, ...]:
-    """Which ops of a run copy what they read, or return views, which the strides of what comes
-    from outside decide."""
+    """List which ops of a run copy their inputs or return views: strides from outside decide."""
     return tuple(
         key
         for node in nodes

@@ -6,11 +6,10 @@ The way: ``export`` (torch.export, forward and loss) → ``lower`` (to ``Graph``
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...planner.batch import find_batch
 from ...planner.errors import CaptureError
@@ -20,7 +19,7 @@ from ..graph_passes.fused import SplitFused
 from ..graph_passes.hoist import Hoist
 from ..graph_passes.masks import SimplifyMasks
 from ..graph_passes.rows import AlignRows
-from ..graph_passes.runner import Observe, Pass, check, run_passes
+from ..graph_passes.runner import Pass, check, run_passes
 from ..graph_passes.unfold import Unfold
 from ..initialization.uncollected import uncollected
 from ..programs.program import Dtype, Program
@@ -34,7 +33,6 @@ from .export import (
     export_repeats,
     tensor_keys,
 )
-from .held_tensors import with_held
 from .lower import Lowered, lower
 from .repeat_calls import RepeatError, Repeats
 from .repeat_graph import expand
@@ -52,7 +50,7 @@ PASSES: tuple[Pass, ...] = (Hoist(), AlignRows(), SimplifyMasks(), SplitFused(),
 """The graph passes of a capture, in order; before them ``Autocast``, where it is asked for."""
 
 
-def capture(  # noqa: PLR0913 - one parameter per option
+def capture(
     model: nn.Module,
     batch: Batch,
     *,
@@ -60,10 +58,7 @@ def capture(  # noqa: PLR0913 - one parameter per option
     loss_fn: LossFn | None = None,
     dtype: Dtype = "float32",
     autocast: bool = False,
-    buffers: Mapping[str, Tensor] | None = None,
     rules: Mapping[str, OpRule] | None = None,
-    held: Mapping[str, Tensor] | None = None,
-    observe: Observe | None = None,
 ) -> Program:
     """The program of ``loss_fn(model(batch), batch)``.
 
@@ -74,21 +69,18 @@ def capture(  # noqa: PLR0913 - one parameter per option
     batch (``row_numbers``), and if the model takes another path for it, or ``batch`` cannot be
     captured, the program is that of ``all_rows``.
     With ``autocast`` the float32 ops of that list are in float32 (pass ``Autocast``).
-    ``buffers`` are values of buffers that masks may be computed from, ``rules``
-    those of the user's own ops by their path. ``held`` are the model's tensors by name, where its
-    own are no longer whole (``held_tensors``).
+    ``rules`` are those of the user's own ops by their path.
 
     Raises ``CaptureError`` naming the user's line.
     """
     way = _Way(loss_fn, dtype, rules or {}, autocast)
-    with uncollected(), with_held(model, held or {}):
-        return _captured(model, batch, all_rows, way, buffers=buffers or {}, observe=observe)
+    with uncollected():
+        return _captured(model, batch, all_rows, way)
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a model is captured: its loss, the dtype, the user's rules, and whether autocast's
-    float32 ops are in float32."""
+    """The options of a capture; with ``autocast`` the float32 ops of that list are in float32."""
 
     loss_fn: LossFn | None
     dtype: Dtype
@@ -96,53 +88,36 @@ class _Way:
     autocast: bool
 
 
-def _captured(
-    model: nn.Module, batch: Batch, all_rows: Batch | None, way: _Way, *,
-    buffers: Mapping[str, Tensor], observe: Observe | None,
-) -> Program:  # fmt: skip
-    """The program of ``batch`` with the numbers of ``all_rows``, or of ``all_rows`` alone."""
-    timed = _Timer(observe)
-
-    def program(exported: Exported, lowered: Lowered) -> Program:
-        check(lowered.graph, "lower")
-        timed("export", lowered.graph)
-        return _program(model, exported, lowered, way, buffers=buffers, observe=observe)
-
+def _captured(model: nn.Module, batch: Batch, all_rows: Batch | None, way: _Way) -> Program:
+    """Return the program of ``batch`` with the numbers of ``all_rows``, or of the latter alone."""
     try:
         exported, few = _lowered(model, batch, way)
     except CaptureError as error:
         if all_rows is None or error.code in NO_LOSS:
             raise
-        return program(*_lowered(model, all_rows, way))
+        return _program(model, *_lowered(model, all_rows, way), way)
     if all_rows is None:
-        return program(exported, few)
+        return _program(model, exported, few, way)
     whole = _lowered(model, all_rows, way)
     merged = with_numbers(few, whole[1])
     if merged is not None:
-        found = program(exported, merged[0])
-        if found.graph.batch_dims and has_all_rows(found.graph, merged[1], whole[1], buffers):
+        found = _program(model, exported, merged[0], way)
+        if found.graph.batch_dims and has_all_rows(found.graph, merged[1], whole[1]):
             return found
-    return program(*whole)
+    return _program(model, *whole, way)
 
 
-def _program(
-    model: nn.Module, exported: Exported, lowered: Lowered, way: _Way, *,
-    buffers: Mapping[str, Tensor], observe: Observe | None,
-) -> Program:  # fmt: skip
-    """The program of a lowered model: its graph after all passes, cut into blocks."""
+def _program(model: nn.Module, exported: Exported, lowered: Lowered, way: _Way) -> Program:
+    """Make the program of a lowered model: its graph after all passes, cut into blocks."""
     graph, literals = lowered.graph, lowered.literals
-    known = {**literals, **buffers}
+    check(graph, "lower")
     passes = tuple(
-        replace(one, buffers=known) if isinstance(one, AlignRows | SimplifyMasks) else one
+        replace(one, buffers=literals) if isinstance(one, AlignRows | SimplifyMasks) else one
         for one in PASSES
     )
     casts = (Autocast(way.dtype),) if way.autocast else ()
-    graph = run_passes(graph, (*casts, *passes), observe)
-    timed = _Timer(observe)
-    graph = _with_batch(graph)
-    timed("batch", graph)
+    graph = _with_batch(run_passes(graph, (*casts, *passes)))
     blocks = find_blocks(graph)
-    timed("blocks", graph)
     names = {node.name for node in graph.nodes}
     return Program(
         graph=graph,
@@ -203,19 +178,3 @@ def _with_batch(graph: Graph) -> Graph:
         return graph
     batch_dims, accumulation = found
     return replace(graph, batch_dims=batch_dims, accumulation=accumulation)
-
-
-class _Timer:
-    """Reports the seconds since the last report."""
-
-    def __init__(self, observe: Observe | None) -> None:
-        self._observe = observe
-        self.restart()
-
-    def restart(self) -> None:
-        self._start = time.perf_counter()
-
-    def __call__(self, name: str, graph: Graph) -> None:
-        if self._observe is not None:
-            self._observe(name, graph, time.perf_counter() - self._start)
-        self.restart()

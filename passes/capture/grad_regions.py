@@ -54,7 +54,7 @@ def inline_regions(exported: ExportedProgram) -> None:
 
 
 def is_region(node: fx.Node) -> bool:
-    """Whether a node is a region of ops that are to be inlined."""
+    """Return whether a node is a region of ops that are to be inlined."""
     name = str(node.target)
     return name == SWITCH or (name == AUTOCAST and node.args[2] is False)
 
@@ -117,7 +117,7 @@ class _Inlining:
         raise AssertionError("a region without an output")
 
     def see(self, node: fx.Node, *, is_enabled: bool) -> None:
-        """Note whether a value has a gradient; where gradients are off, cut what it reads."""
+        """Note whether a value has a gradient; where gradients are off, cut its inputs."""
         if node.op != "call_function":
             return
         path = path_of(node.target) if isinstance(node.target, OpOverload) else ""
@@ -144,7 +144,7 @@ class _Inlining:
             self._has_gradient.add(self._base_of(written))
 
     def has_gradient(self, node: fx.Node) -> bool:
-        """Whether a value, or what it is a view of, has a gradient."""
+        """Return whether a value, or the base of a view, has a gradient."""
         value = node.meta.get("val")
         is_float = not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
         return is_float and self._base_of(node) in self._has_gradient
@@ -159,7 +159,7 @@ class _Inlining:
         return cut
 
     def _check_written(self, value: fx.Node) -> None:
-        """Raise for a write to what has a gradient, unless it is a parameter (AP213)."""
+        """Raise for a write to a value with a gradient, unless it is a parameter (AP213)."""
         if self._base_of(value).op != "placeholder":
             raise CaptureError(
                 "AP212",
@@ -171,7 +171,7 @@ class _Inlining:
 
 
 def _returns_argument(node: fx.Node, path: str) -> bool:
-    """Whether an op gives back its argument itself, which then keeps its gradient."""
+    """Return whether an op gives back its argument itself, which then keeps its gradient."""
     source = node.args[0] if node.args else None
     if path not in ("aten.contiguous.default", "aten._to_copy.default") or not isinstance(
         source, fx.Node

@@ -230,7 +230,7 @@ def _step(
 
 
 def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> Ref:
-    """What a tensor holds after ``value`` was copied to it; ``aten.copy`` has no derivative."""
+    """Return ``value`` as a copy to a tensor leaves it; ``aten.copy`` has no derivative."""
     found = _spec_of(state, value)
     if found.dtype != wanted.dtype:
         cast = replace(wanted, shape=found.shape)
@@ -299,7 +299,7 @@ def _take_updates(state: _Lowering, results: Any) -> None:
 
 
 def _read_written(state: _Lowering) -> None:
-    """Have an op read each buffer that the forward only writes: stages hold what they read."""
+    """Have an op read each buffer that the forward only writes, so that a stage holds it."""
     read = {ref.name for node in state.nodes.values() for ref in node.inputs}
     for name, made in state.updates.items():
         if name in read:

@@ -172,15 +172,13 @@ def _assign(tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(value)
 
 
-def _instance_norm(  # noqa: PLR0913 - those of torch.instance_norm
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None,
-    variance: Tensor | None, uses_input: bool, momentum: float, eps: float, cudnn: bool,
-) -> Tensor:  # fmt: skip
-    """``torch.instance_norm``, whose running statistics are the mean over the samples."""
+def _instance_norm(
+    x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, *options: Any
+) -> Tensor:
+    """Call ``torch.instance_norm``, whose running statistics are the mean over the samples."""
+    uses_input, momentum, eps, cudnn = options
     if mean is None or variance is None or not uses_input:
-        return torch.instance_norm(
-            x, weight, bias, mean, variance, uses_input, momentum, eps, cudnn
-        )
+        return torch.instance_norm(x, weight, bias, mean, variance, *options)
     with torch.no_grad():
         samples = x.to(mean.dtype).flatten(2)
         mean.mul_(1 - momentum).add_(samples.mean(2).mean(0), alpha=momentum)

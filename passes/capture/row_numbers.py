@@ -175,31 +175,28 @@ class _Numbers:
 
 
 def _keeps_shape(graph: Graph, node: Node) -> bool:
-    """Whether an op returns a tensor of the shape of its first argument."""
+    """Return whether an op gives a tensor of the shape of its first argument."""
     source = node.args[0] if node.args else None
     return isinstance(source, Ref) and graph.spec(source).shape == node.spec.shape
 
 
-def has_all_rows(
-    program_graph: Graph, row_dims: RowDims, all_rows: Lowered, buffers: Mapping[str, Tensor]
-) -> bool:
-    """Whether the batch dimensions that were found are those which have more rows in the batch.
+def has_all_rows(graph: Graph, row_dims: RowDims, all_rows: Lowered) -> bool:
+    """Return whether the batch dimensions of ``graph`` are those that have more rows in the batch.
 
     A constant may have others where its readers take its first row alone, and the rows are equal.
     """
     hoisted = hoist_constants(all_rows.graph)
-    known = {**all_rows.literals, **buffers}
-    for node in program_graph:
-        dims = program_graph.batch_dims[node.name]
+    for node in graph:
+        dims = graph.batch_dims[node.name]
         own = tuple(_NONE if dim is None else frozenset((dim,)) for dim in dims)
         found = row_dims.get(node.name, (_NONE,) * len(dims))
         if found == own:
             continue
-        rows = _rows_read(program_graph, node)
+        rows = _rows_read(graph, node)
         is_equal = (
             len(found) == len(own) == 1
             and found[0] == rows
-            and all(has_equal_rows(hoisted, node.name, dim, known) for dim in rows)
+            and all(has_equal_rows(hoisted, node.name, dim, all_rows.literals) for dim in rows)
         )
         if not is_equal:
             return False

@@ -63,7 +63,7 @@ def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
 
 
 def has_equal_rows(graph: Graph, name: str, dim: int, buffers: Mapping[str, Tensor]) -> bool:
-    """Whether the parts of a constant along ``dim`` are equal, as far as it can be evaluated."""
+    """Return whether a constant's parts along ``dim`` are equal, as far as it can be evaluated."""
     if not can_evaluate(graph, name, buffers, limit=CHECKED_ELEMENTS):
         return True
     value = evaluate_constants(graph, [name], device="cpu", buffers=buffers)[name]

@@ -248,7 +248,7 @@ def _identifier(name: str) -> str:
 
 
 def held_path(name: str) -> str:
-    """Where a block's module holds a parameter or buffer of the model.
+    """Return the path at which a block's module holds a parameter or buffer of the model.
 
     Of the characters of its path that no attribute may have, the program has the numbers.
 

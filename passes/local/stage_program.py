@@ -87,8 +87,8 @@ class StageProgram:
     I: nobody waits for its sum in the middle of a step.
     ``draws`` says what the blocks' random ops draw for; the executor keeps it up to date.
     ``updates`` maps each buffer that a forward changes to the key of its new value, laid out
-    as the buffer is held; such buffers are shared. Of them the ``steady`` have one new value in
-    all micro-batches of a step, each of which reads the old one. ``counting`` gives what blocks
+    as the buffer is held; such buffers are shared. With ``updates_once`` every micro-batch of a
+    step reads the old value and gives the same new one. ``counting`` gives what blocks
     take that depends on all rows of a step. ``kept`` are the keys of values that leave the stage
     though no other stage receives them: what the next slice of the sequences needs, or outputs of
     the model that its caller differentiates. ``share``: this rank's rows of a micro-batch, where
@@ -110,7 +110,7 @@ class StageProgram:
     loss: str | None
     draws: Draws = field(default_factory=Draws)
     updates: Mapping[str, str] = field(default_factory=dict)
-    steady: frozenset[str] = frozenset()
+    updates_once: bool = False
     counting: Counting | None = None
     share: RowShare | None = None
     kept: tuple[str, ...] = ()
@@ -227,11 +227,7 @@ def build_stage(
         counting=build_counting(whole if of_slice is None else of_slice.whole,
                                 stage.counts(nodes), plan.num_microbatches, draws),
         updates={name: value_key(ref) for name, ref in graph.updates.items() if name in leaves},
-        steady=frozenset(
-            name for name, ref in graph.updates.items()
-            if ref.name not in graph.accumulation.mixing
-        ),
-        kept=kept, share=share,
+        kept=kept, share=share, updates_once=not graph.accumulation.mixing,
     )  # fmt: skip
 
 

@@ -87,16 +87,13 @@ def ranks_share_captures(*key: object) -> Iterator[None]:
             _plans[found] = plan_program(program, target, *asked)
         return _plans[found]
 
-    def kept(
-        target: Target, model: nn.Module, *, seq: int | None, held: Any = None, **asked: Any
-    ) -> Program:
+    def kept(target: Target, model: nn.Module, *, seq: int | None, **asked: Any) -> Program:
         def captured() -> Program:
-            program = capture_rows(target, model, seq=seq, held=held, **asked)
+            program = capture_rows(target, model, seq=seq, **asked)
             return replace(program, model=nn.Identity())  # in whose place is each one's own
 
-        has_hooks = any(m._forward_hooks or m._backward_hooks for m in model.modules())
-        if has_hooks or held is not None:  # with held, its own tensors are not whole
-            return capture_rows(target, model, seq=seq, held=held, **asked)
+        if any(module._forward_hooks or module._backward_hooks for module in model.modules()):
+            return capture_rows(target, model, seq=seq, **asked)
         loss = getattr(target.loss_fn, "__qualname__", "")
         shapes = _shapes(target.example_batch(2, seq))
         made = _once(captured, *key, model_text(model), loss, shapes, sorted(asked.items()))
