@@ -6,6 +6,7 @@ takes each rank longer than the steps of a test.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.py"
@@ -17,5 +18,7 @@ def save_gpt(folder: Path) -> Path:
     text = EXAMPLE.read_text()
     assert ALL in text
     path = folder / "brief_gpt.py"  # another one than the example, which may be loaded
-    path.write_text(text.replace(ALL, FEW))
+    partial = path.with_suffix(f".{os.getpid()}")  # ranks that share a folder save it at once
+    partial.write_text(text.replace(ALL, FEW))
+    partial.rename(path)
     return path
