@@ -372,6 +372,7 @@ def abandon_backward(stage: StageModule) -> None:
     stage.reductions.forget()
     for group in _parameter_groups(stage):
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # torch 2.15 has it in ``grad``
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None

@@ -362,7 +362,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/", 48351, NUMBERS_AND_REGIONS),
     ("words of CHANGELOG.md", 5187, NUMBERS_AND_REGIONS),
     ("words of README.md", 1369),
-    ("tests: lines", 55901, NUMBERS_AND_REGIONS),
+    ("tests: lines", 55904, NUMBERS_AND_REGIONS),
     ("tests: files", 385, NUMBERS_AND_REGIONS),
     ("tests: flat files", 20),
 )
