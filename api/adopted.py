@@ -34,7 +34,7 @@ from autoparallel.runtime.shared import share_in_place
 from autoparallel.runtime.training_call import TrainingCall
 from autoparallel.runtime.whole_weights import WholeWeights
 from autoparallel.stale_optimizer import is_retired, retire
-from autoparallel.targets import CAPTURE_BATCH, Target
+from autoparallel.targets import Target, captured_batch
 from autoparallel.unchanged import Unchanged, check_autocast, check_backward_hooks
 from autoparallel.whole_module import WholeModule
 
@@ -122,7 +122,7 @@ class Adopted:
         self._whole = WholeModule(model, self._weights, tied)
         self._fixed = [(name, *get_by_path(model, name)) for name in trainer.model.fixed_buffers()]
         self._marks: dict[str, tuple[int, int]] = {}
-        example = job.target.example_batch(CAPTURE_BATCH, job.options.seq)
+        example = captured_batch(job.target, job.options.global_batch, job.options.seq)
         self._arguments = CallArguments(
             self._forward, example, trainer.program.inputs, extra=self._has_loss_fn
         )

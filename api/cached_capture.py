@@ -96,11 +96,11 @@ def kept_program(
     Only captures that can be rescaled to any batch are kept, and none with functions in it.
     """
     from autoparallel.passes.programs.program import Program
-    from autoparallel.targets import CAPTURE_BATCH
+    from autoparallel.targets import captured_batch
 
     if cache.shelf is None:
         return capture()
-    batch = target.example_batch(CAPTURE_BATCH, options.seq)
+    batch = captured_batch(target, options.global_batch, options.seq)
     key = program_key(target, model, batch, options)
     found = cache.get(CAPTURE, _programs(), *key)
     if found is MISSING:

@@ -319,24 +319,36 @@ def checked_batches(
     return batch
 
 
+def captured_batch(target: Target, global_batch: int, seq: int | None) -> Batch:
+    """Make the batch that a target is captured with: of ``CAPTURE_BATCH`` rows, or of all rows
+    where the target makes no such batch.
+
+    Raises UsageError AP107 and AP108 where the target makes neither.
+    """
+    try:
+        return target.example_batch(CAPTURE_BATCH, seq)
+    except UsageError:
+        return target.example_batch(global_batch, seq)
+
+
 def example_batches(
     target: Target, global_batch: int, seq: int | None
 ) -> tuple[Batch, Batch | None]:
-    """The batch of a target that is captured, and the global batch, None where that is the same.
+    """Make the batch that a target is captured with, and the global batch: None if it is as large.
 
     Of more rows than ``WRITTEN_ROWS`` the shapes follow from those of batches of 2 and 3 rows, and
     the tensors are on ``meta``: whole batches of images need not fit here.
 
-    Raises UsageError AP107 and AP108 where the target gives no such batches.
+    Raises UsageError AP107 and AP108 where the target makes no such batches.
     """
+    few = captured_batch(target, global_batch, seq)
     if global_batch == CAPTURE_BATCH:
-        return target.example_batch(CAPTURE_BATCH, seq), None
-    try:
-        few = target.example_batch(CAPTURE_BATCH, seq)
-        more = few if global_batch <= WRITTEN_ROWS else target.example_batch(CAPTURE_BATCH + 1, seq)
-    except UsageError:
-        return target.example_batch(global_batch, seq), None
+        return few, None
     if global_batch <= WRITTEN_ROWS:
+        return few, target.example_batch(global_batch, seq)
+    try:
+        more = target.example_batch(CAPTURE_BATCH + 1, seq)
+    except UsageError:
         return few, target.example_batch(global_batch, seq)
 
     def grown(name: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,8 @@ from handmade import pipeline_plan
 from torch import Tensor, nn
 
 import autoparallel
-from autoparallel.cache import NO_CACHE
+from autoparallel.cache import NO_CACHE, Cache
+from autoparallel.cache_shelf import FileShelf
 from autoparallel.options import parse_parallel
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import (
@@ -23,6 +25,7 @@ from autoparallel.planning import (
     plan_program,
     within_limit,
 )
+from autoparallel.python import make_target
 from autoparallel.targets import load_target
 
 GPT = load_target("examples/gpt.py", {"n_layer": 2, "d_model": 512, "n_head": 8, "seq": 512})
@@ -114,6 +117,23 @@ class SequenceFirst(nn.Module):
         return self.layers(z, src_key_padding_mask=x == 0).square().mean()
 
 
+def test_a_model_is_planned_whose_batches_all_have_the_same_rows(tmp_path: Path) -> None:
+    """Two rows are captured where there are such batches; else the global batch alone is."""
+
+    def example_batch(global_batch: int) -> tuple[Tensor]:
+        if global_batch != 8:
+            raise ValueError("all graphs of the data are one batch of 8")
+        return (torch.empty(8, 4, device="meta"),)
+
+    target = make_target(Shared, example_batch, None)
+    options = PlanOptions(global_batch=8, profile="analytic")
+    cache = Cache(FileShelf(tmp_path / "cache.sqlite", "here", 10**9))
+    for reused in (0, 1):
+        program = capture_target(target, options, cache=cache)
+        assert program.graph.inputs[0].spec.shape == (8, 4)
+        assert cache.reused["capture"] == reused
+
+
 @pytest.mark.parametrize(
     ("build", "batch", "asked"),
     [
@@ -125,6 +145,6 @@ class SequenceFirst(nn.Module):
 def test_layers_that_differ_in_what_they_hold_or_copy_are_priced_apart(
     build: Callable[[], nn.Module], batch: tuple[Tensor, ...], asked: str
 ) -> None:
-    """Else the search and ``evaluate`` disagree on the plan's figures, which is AP999."""
+    """If the search priced such layers alike, ``evaluate`` would differ and end it with AP999."""
     found = autoparallel.plan(build, batch, cluster="cpu:2", parallel=asked, progress=False)
     assert found.prediction.step_seconds > 0
