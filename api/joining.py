@@ -21,8 +21,9 @@ from autoparallel.measured_first import (
     measure_together,
     under_torchrun_here,
 )
+from autoparallel.passes.capture.capture_model import NO_LOSS
 from autoparallel.passes.capture.export import held_tensors, with_held
-from autoparallel.passes.initialization.deferred_init import Deferred
+from autoparallel.passes.initialization.deferred_init import Deferred, named_tensors
 from autoparallel.passes.programs.outputs import mean_inputs, mean_of_outputs
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import CaptureError, UsageError
@@ -80,7 +81,6 @@ def join_training(
     meet = partial(meeting_at_agent, os.environ)
     device = join(kind, int(os.environ.get("LOCAL_RANK", rank)), timeout_seconds, meet)
     weights = _initial_weights(model, job)
-    held = held_tensors(model)
     target, options = job.target, job.options
     if plan is not None:
         options = replace(
@@ -89,8 +89,8 @@ def join_training(
             float32_ops=plan.model.float32_ops,
             global_batch=plan.model.global_batch,
         )
-    program = _captured(model, target, options)
-    program = replace(program, recapture=partial(_captured_again, model, target, options, held))
+    again = partial(_captured_again, model, target, options, held_tensors(model))
+    program = replace(_captured(model, target, options), recapture=again)
     if program.returned:
         forced = replace(options.forced, num_microbatches=1, pp=1)
         options = replace(options, forced=forced)
@@ -150,10 +150,9 @@ def _initial_weights(model: nn.Module, job: Job) -> Weights:
             return drawn
         return pretrained(job.weights, model, drawn, partial=job.weights_partial)
     weights: dict[str, Tensor] = {}
-    for method in (model.named_parameters, model.named_buffers):
-        for name, tensor in method(remove_duplicate=False):
-            weights[name] = tensor.detach()
-            share_in_place(weights[name])
+    for name, tensor in named_tensors(model):
+        weights[name] = tensor.detach()
+        share_in_place(weights[name])
     return weights
 
 
@@ -173,7 +172,7 @@ def _captured(model: nn.Module, target: Target, options: PlanOptions) -> Program
     try:
         return _capture(model, target, options)
     except CaptureError as error:
-        if error.code not in ("AP203", "AP204") or target.loss_fn is not None:
+        if error.code not in NO_LOSS or target.loss_fn is not None:
             raise
     program = _capture(model, replace(target, loss_fn=mean_of_outputs), options)
     assert program.outputs is not None

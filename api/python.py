@@ -34,9 +34,9 @@ from autoparallel.environment import under_torchrun
 from autoparallel.module import adopt, parallel_class
 from autoparallel.passes.initialization.deferred_init import Deferred, record_build
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.plan import Precision
 from autoparallel.planning import PlanOptions, make_plan
 from autoparallel.progress import shown_to_callers
+from autoparallel.runtime.parameters import precision_of
 from autoparallel.runtime.pretrained import load_pretrained
 from autoparallel.shown_plan import ShownPlan, shown
 from autoparallel.targets import (
@@ -250,8 +250,8 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
     of the plain class. ``init="exact"`` gives these, bit for bit; each rank then draws the whole
     model's numbers. Either takes one number of torch's generator, whose state is the seed.
 
-    Without ``precision`` the plan computes in the dtype of the model's parameters, if they have
-    one.
+    Without ``precision`` the plan computes in the dtype of the model's floating parameters, if all
+    have the same, else in float32.
 
     Raises UsageError AP850 for another ``init``, AP140 unless ``model`` is an nn.Module or a
     class of them, and AP860 to AP862 where the weights cannot be read or are not the model's.
@@ -333,19 +333,16 @@ def _check_class(cls: type[nn.Module], original: type[nn.Module]) -> None:
         )
 
 
-PRECISIONS: dict[torch.dtype, Precision] = {
-    torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"
-}  # fmt: skip
-
-
 def _precision_of(model: nn.Module) -> SearchOptions:
-    """The number format that a model is written in, where that is not float32: as it trains alone.
+    """Return the options with which a plan computes in the dtype of the model's parameters.
 
-    That is the dtype of all its floating parameters.
+    None are needed for float32, or where the floating parameters have several dtypes.
     """
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    precision = PRECISIONS.get(next(iter(dtypes))) if len(dtypes) == 1 else None
-    return {} if precision is None else {"precision": precision, "float32_ops": "none"}
+    precision = precision_of(dtypes.pop()) if len(dtypes) == 1 else None
+    if precision is None or precision == "fp32":
+        return {}
+    return {"precision": precision, "float32_ops": "none"}
 
 
 def _job(

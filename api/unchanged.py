@@ -19,7 +19,7 @@ from torch import nn
 
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Precision
-from autoparallel.runtime.parameters import COMPUTE_DTYPES, StageParameter
+from autoparallel.runtime.parameters import COMPUTE_DTYPES, StageParameter, precision_of
 from autoparallel.whole_module import Slot
 
 _SETTINGS = (bool, int, float, str)
@@ -160,7 +160,7 @@ def check_autocast(device: torch.device, precision: Precision) -> None:
     dtype = torch.get_autocast_dtype(device.type)
     if COMPUTE_DTYPES[precision] == dtype:
         return
-    wanted = next(name for name, each in COMPUTE_DTYPES.items() if each == dtype)
+    wanted = precision_of(dtype)
     raise UsageError(
         "AP941",
         f"the model is called under torch.autocast in {dtype}, but the plan is for {precision}",

@@ -10,7 +10,7 @@ in any other way has no batch dimension to scale.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .graph import Accumulation, Graph, Node, Ref
@@ -119,34 +119,35 @@ def _has_classes(graph: Graph, node: Node) -> bool:
 def is_data(graph: Graph, ref: Ref) -> bool:
     """Whether a value depends on the batch, constants and counted random numbers alone, and has
     no gradient."""
-    pending, seen = [ref.name], set[str]()
-    while pending:
-        node = graph[pending.pop()]
-        if node.name in seen:
-            continue
-        seen.add(node.name)
-        is_changing = node.kind == "parameter" or node.name in graph.updates
-        if is_changing or any(s.requires_grad for s in node.outputs):
-            return False
-        pending.extend(source.name for source in node.inputs)
-    return True
+    return not any(
+        node.kind == "parameter"
+        or node.name in graph.updates
+        or any(spec.requires_grad for spec in node.outputs)
+        for node in _sources(graph, ref)
+    )
 
 
 def is_steady(graph: Graph, ref: Ref) -> bool:
     """Return whether a buffer gets the same value in every micro-batch of a step: a counter, a
     power iteration. It depends on parameters, constants and such buffers alone."""
+    return not any(
+        node.kind == "input" or packet(node.op).startswith("counter_")
+        for node in _sources(graph, ref)
+    )
+
+
+def _sources(graph: Graph, ref: Ref) -> Iterator[Node]:
+    """Iterate over the nodes that a value depends on, itself and new values of buffers included."""
     pending, seen = [ref.name], set[str]()
     while pending:
         node = graph[pending.pop()]
         if node.name in seen:
             continue
         seen.add(node.name)
-        if node.kind == "input" or packet(node.op).startswith("counter_"):
-            return False
+        yield node
         if node.name in graph.updates:
             pending.append(graph.updates[node.name].name)
         pending.extend(source.name for source in node.inputs)
-    return True
 
 
 class _Propagation:

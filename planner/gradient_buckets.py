@@ -35,7 +35,7 @@ class HeldGradient:
     """A trained parameter's gradient on one rank, to be summed over ``axes`` of the mesh.
 
     ``block`` is the position of the only block of the stage that uses it, None where there are
-    several. ``fully_sharded``: ZeRO shards it over axis "dp". Complex ones are summed apart.
+    several. ``fully_sharded``: ZeRO shards it over axis "dp".
     """
 
     name: str
@@ -66,7 +66,8 @@ def make_buckets(
 ) -> tuple[BucketContents, ...]:
     """Gradients with the same axes, the last block's first: so the backward fills the buckets.
 
-    What several blocks share, what is ZeRO-sharded and what is complex has buckets of its own.
+    Gradients that several blocks share, and those that ZeRO shards, have buckets of their own,
+    which come last. No bucket holds complex and real gradients.
     """
     groups: dict[tuple[Any, ...], list[HeldGradient]] = {}
     for gradient in sorted(gradients, key=lambda each: each.done_with, reverse=True):

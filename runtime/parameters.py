@@ -37,7 +37,7 @@ from .shards import is_fully_sharded, placements, shard_region
 if TYPE_CHECKING:
     from ..passes.local.stage_program import ParameterProgram, StageProgram
 
-COMPUTE_DTYPES = {
+COMPUTE_DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
     "fp8": torch.bfloat16,
 }  # fmt: skip
@@ -45,6 +45,15 @@ MASTER_DTYPES = COMPUTE_DTYPES | dict.fromkeys(("bf16", "fp16", "fp8"), torch.fl
 
 
 HOST = torch.device("cpu")
+
+
+def precision_of(dtype: torch.dtype) -> Precision | None:
+    """Return the precision whose plans compute in ``dtype``, None where there is none.
+
+    >>> precision_of(torch.bfloat16), precision_of(torch.int64)
+    ('bf16', None)
+    """
+    return next((name for name, each in COMPUTE_DTYPES.items() if each == dtype), None)
 
 
 @dataclass(frozen=True, slots=True)

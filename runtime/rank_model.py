@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..passes.local.stage_program import StageProgram
 from ..passes.programs.program import Program
-from ..planner.errors import UsageError
 from ..planner.plan_schedule import splits_backward
 from ..planner.replicas import placed_stages
 from .checkpoint_state import persistent_shapes, untrained_names
@@ -27,6 +26,7 @@ from .gradients import PlannedSums
 from .initial_values import Weights, constants_of, fill_stages, whole_tensors
 from .mesh import build_meshes, stages_of_rank
 from .parameters import StageParameter
+from .smaller import refused_batch
 from .stage import StageModule
 from .tied import find_tied
 from .variants import Variant, stage_programs
@@ -114,20 +114,15 @@ class RankModel:
         )  # fmt: skip
 
     def program_of(self, rows: int) -> Program:
-        """The program of a global batch of ``rows``.
+        """Return the program of a global batch of ``rows``, which is captured once.
 
         Raises UsageError AP836 where the model takes another path for it.
         """
         if rows not in self._programs:
             found = self.program.of_global_batch(rows)
             if found is None:
-                raise UsageError(
-                    "AP836",
-                    f"a batch of {rows} samples cannot be run by a plan for "
-                    f"{self.plan.model.global_batch}",
-                    why="the model's code takes another path for so many samples",
-                    fix="drop such batches (drop_last=True of the DataLoader), or pad them",
-                )
+                why = "the model's code takes another path for so many samples"
+                raise refused_batch(self.plan, rows, why)
             self._programs[rows] = found
         return self._programs[rows]
 

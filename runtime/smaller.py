@@ -49,10 +49,17 @@ def smaller_batch(program: Program, plan: Plan, rows: int) -> SmallerBatch:
         if found is not None and _can_be_scheduled(found, crossing):
             graph = program.graph.with_batch_size(size)
             return SmallerBatch(found, rows_of_stages(graph, program.blocks, found, counts=True))
-    raise UsageError(
+    raise refused_batch(
+        plan, rows, why or f"the plan's layouts do not divide the samples, and {uneven}"
+    )
+
+
+def refused_batch(plan: Plan, rows: int, why: str) -> UsageError:
+    """Make the error of a batch of ``rows`` that a plan cannot run."""
+    return UsageError(
         "AP836",
         f"a batch of {rows} samples cannot be run by a plan for {plan.model.global_batch}",
-        why=why or f"the plan's layouts do not divide the samples, and {uneven}",
+        why=why,
         fix="drop such batches (drop_last=True of the DataLoader), or pad them",
     )
 

@@ -95,7 +95,7 @@ class TrainingCall:
             self._as_given(key, value, is_share=is_share)
             for key, value in zip(program.kept, made, strict=True)
         )
-        # A script may write to an output in place, which autograd refuses for views of its own.
+        # Scripts write to outputs in place; autograd refuses that for a custom Function's views.
         return tuple(value.clone() if value._is_view() else value for value in given)
 
     @property

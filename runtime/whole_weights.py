@@ -55,9 +55,8 @@ class WholeWeights:
                 index = self._stage_of[name]
                 held = self._held(index, name)
                 if held is not None:
-                    is_cast = as_computed and name in self._model.parameters
-                    is_cast = is_cast and not held.is_complex()
-                    value = _full(held.to(self._dtype) if is_cast else held)
+                    is_float = name in self._model.parameters and held.is_floating_point()
+                    value = _full(held.to(self._dtype) if as_computed and is_float else held)
                 else:
                     value = self._empty(name, as_computed=as_computed)
                 if not self._is_everywhere[index]:

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ...planner.errors import CaptureError, UsageError
 from ...planner.graph import OpRule
+from ..initialization.deferred_init import named_tensors
 from ..programs.outputs import OutputForm, output_form, scalar_losses
 from ..programs.program import BatchKey, Dtype
 from .counter_random import counter_random
@@ -31,7 +32,7 @@ from .hf_experts import capturable_experts
 from .leaves import LeafError, widen
 from .locate import capture_error
 from .modes import (
-    explicit_casts,
+    explicit_ops,
     inference_without_gradients,
     promote_to_float64,
     undetected_causal_masks,
@@ -273,7 +274,7 @@ def _export(
         modes.enter_context(undetected_causal_masks())
         if not strict:
             modes.enter_context(inference_without_gradients())
-            modes.enter_context(explicit_casts())
+            modes.enter_context(explicit_ops())
             modes.enter_context(whole_functions())
         if dtype == "float64":
             modes.enter_context(promote_to_float64())
@@ -311,12 +312,9 @@ def _filled(template: Batch, tensors: Mapping[BatchKey, Tensor]) -> Any:
 
 
 def held_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a model by every name, on ``meta``; ties stay ties."""
+    """Copy a model's parameters and buffers to ``meta``, by every name; ties stay ties."""
     made: dict[int, Tensor] = {}
-    named = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
+    named = named_tensors(model)
     for _, tensor in named:
         if id(tensor) in made:
             continue
@@ -330,7 +328,7 @@ def held_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def with_held(model: nn.Module, held: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put the tensors ``held`` in the places of the model's own, for a while."""
+    """Replace the model's parameters and buffers by the tensors ``held``, within the context."""
     saved: list[tuple[Any, str, Tensor | None]] = []
     for name, tensor in held.items():
         path, _, attribute = name.rpartition(".")

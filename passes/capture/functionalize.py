@@ -18,22 +18,13 @@ _HARMLESS = frozenset({"aten.detach_.default"})
 
 
 def functionalize(exported: ExportedProgram) -> ExportedProgram:
-    """The same program with no writes but those to the model's buffers, and without regions."""
+    """Return the program without regions, and with no writes but those to the model's buffers."""
     inline_regions(exported)
-    for graph in [exported.graph, *(m.graph for m in _bodies(exported))]:
-        for node in list(graph.nodes):
-            if _writes(node) and not _replace(node):
-                decomposed: ExportedProgram = exported.run_decompositions({})
-                return decomposed
+    for node in list(exported.graph.nodes):
+        if _writes(node) and not _replace(node):
+            decomposed: ExportedProgram = exported.run_decompositions({})
+            return decomposed
     return exported
-
-
-def _bodies(exported: ExportedProgram) -> list[fx.GraphModule]:
-    return [
-        module
-        for module in exported.graph_module.modules()
-        if isinstance(module, fx.GraphModule) and module is not exported.graph_module
-    ]
 
 
 def _writes(node: fx.Node) -> bool:

@@ -1,8 +1,9 @@
 """Regions of a forward that compute without gradients, written as ops that cut them.
 
-In: an exported program, in which ``torch.no_grad`` and the like are regions. Out: the same without
-regions. A value with a gradient that such a region reads goes through ``without_gradient`` first.
-That is done before anything else, as decompositions forget the regions.
+In: an exported program, in which the code under ``torch.no_grad`` and the like is a region, a graph
+of its own. Out: the program with the ops of its regions in their places. Where such an op reads a
+value that has a gradient, it reads ``without_gradient`` of the value. This is done before
+decompositions, which drop the regions but keep their ops.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ WITHOUT_GRADIENT: OpOverload = torch.ops.autoparallel.without_gradient.default
 def inline_regions(exported: ExportedProgram) -> None:
     """Replace the regions of a program by their ops. Changes ``exported``.
 
-    Raises CaptureError AP205 for regions under autocast, AP212 for a write to a value that has a
-    gradient where gradients are off.
+    Regions of other kinds stay (autocast that is on, conditions); ``lower`` refuses them.
+
+    Raises CaptureError AP212 for a write to a value that has a gradient where gradients are off.
     """
     state = _Inlining(exported)
     for node in list(exported.graph.nodes):
@@ -60,10 +62,10 @@ def is_region(node: fx.Node) -> bool:
 
 
 class _Inlining:
-    """One walk over a program, which knows for each value whether it has a gradient.
+    """Inlines the regions of a program, and tracks which of its values have a gradient.
 
-    ``_base`` is what a view is a view of. A view that is made where gradients are off has none,
-    though its base may: whatever reads it reads it cut.
+    ``_base`` maps a view to the value whose memory it shows. A view that is made where gradients
+    are off has no gradient, though its base may have one: its readers read it cut.
     """
 
     def __init__(self, exported: ExportedProgram) -> None:

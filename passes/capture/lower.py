@@ -101,7 +101,7 @@ def lower(
             loss = state.values[node.args[0][_loss_position(exported)]]
             _take_updates(state, node.args[0])
         else:
-            _lower_node(state, node, exported.graph_module)
+            _lower_node(state, node)
     assert isinstance(loss, Ref)
     _read_written(state)
     used_ties = {name: first for name, first in tied.items() if first in state.nodes}
@@ -144,10 +144,10 @@ def _literal(name: str, tensor: Tensor) -> Node:
     )  # fmt: skip
 
 
-def _lower_node(state: _Lowering, node: fx.Node, owner: fx.GraphModule) -> None:
+def _lower_node(state: _Lowering, node: fx.Node) -> None:
     if node.op == "get_attr":
-        state.values[node] = owner.get_submodule(str(node.target))
-    elif node.target is operator.getitem:
+        return  # the body of a region, which is inlined by now or refused below
+    if node.target is operator.getitem:
         held = _arguments(state, node.args[0])
         index = int(node.args[1])  # type: ignore[arg-type]
         state.values[node] = Ref(held.name, index) if isinstance(held, Ref) else held[index]
@@ -222,7 +222,7 @@ def _step(
     state: _Lowering, node: fx.Node, base: str, args: tuple[Any, ...], spec: TensorSpec,
     overload: str = "default",
 ) -> Ref:  # fmt: skip
-    """A further op in the place of a traced one."""
+    """Add an op in the place of a traced one."""
     return _add(state, Node(
         _op_name(state, base), "op", f"aten.{base}.{overload}", args, {}, (spec,),
         module=_module(node, state.prefix), source=user_source(node.meta.get("stack_trace")),
@@ -230,7 +230,8 @@ def _step(
 
 
 def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> Ref:
-    """Return ``value`` as a copy to a tensor leaves it; ``aten.copy`` has no derivative."""
+    """Cast and expand ``value`` to the tensor that it is copied to: ``aten.copy`` has no
+    derivative."""
     found = _spec_of(state, value)
     if found.dtype != wanted.dtype:
         cast = replace(wanted, shape=found.shape)
@@ -243,7 +244,7 @@ def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> 
 def _scattered_complex(
     state: _Lowering, node: fx.Node, path: str, args: tuple[Any, ...], wanted: TensorSpec
 ) -> Ref:
-    """A part of a complex tensor replaced, by real numbers: torch derives that of these alone."""
+    """Replace a part of a complex tensor by ops on real numbers, which alone torch derives."""
     dtype = str(getattr(torch, wanted.dtype).to_real()).removeprefix("torch.")
 
     def real(ref: Ref) -> Ref:

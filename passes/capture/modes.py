@@ -1,4 +1,4 @@
-"""Modes that a model's forward runs under: float64 everywhere, and casts that are always ops."""
+"""Modes that a model's forward runs under while it is captured."""
 
 from __future__ import annotations
 
@@ -70,13 +70,14 @@ def promote_to_float64() -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
-class explicit_casts(TorchFunctionMode):  # noqa: N801
-    """Casts become ops even where they change nothing; devices that a forward names are ignored;
-    ``tensor.data`` is a view without gradients, and assigning it a write; ``instance_norm`` says
-    what it writes to its running statistics.
+class explicit_ops(TorchFunctionMode):  # noqa: N801
+    """Makes ops of the effects of calls that ``torch.export`` does not record.
 
-    ``x.to(x.dtype)`` returns ``x`` itself, so a captured graph's wiring would depend on the
-    dtype it was captured in; under this mode it does not.
+    - A cast is an op even where it changes nothing. ``x.to(x.dtype)`` returns ``x`` itself, so the
+      wiring of a captured graph would depend on the dtype that it was captured in.
+    - ``tensor.data`` is a view without gradients, and assigning to it is a write.
+    - ``instance_norm`` writes its running statistics by ops of their own.
+    - Devices that a forward names are ignored.
     """
 
     def __torch_function__(
@@ -109,9 +110,9 @@ class explicit_casts(TorchFunctionMode):  # noqa: N801
 
 @contextmanager
 def inference_without_gradients() -> Iterator[None]:
-    """While inside, ``torch.inference_mode`` turns gradients off as ``torch.no_grad`` does.
+    """Have ``torch.inference_mode`` turn gradients off as ``torch.no_grad`` does.
 
-    ``torch.export`` records the second alone.
+    ``torch.export`` records ``torch.no_grad`` alone.
     """
     kind = torch.inference_mode
     enter, leave = kind.__enter__, kind.__exit__
@@ -132,9 +133,9 @@ def inference_without_gradients() -> Iterator[None]:
 
 @contextmanager
 def undetected_causal_masks() -> Iterator[None]:
-    """While inside, ``nn.TransformerEncoder`` applies its mask as it is.
+    """Have ``nn.TransformerEncoder`` apply its mask without a look at the mask's values.
 
-    It would look at the mask's values, which a capture has not, to choose a kernel for causal ones.
+    It looks for a causal mask, for which there are faster kernels; a capture has no values.
     """
     library: Any = torch.nn.modules.transformer
     detect = library._detect_is_causal_mask
@@ -157,7 +158,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _assign(tensor: Tensor, value: Tensor) -> None:
-    """Write ``value`` to a tensor, of which ``tensor.data = value`` would only change the memory.
+    """Write ``value`` to ``tensor``, in place of ``tensor.data = value``.
 
     Raises CaptureError AP208 where the value has another shape.
     """

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from ...planner.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
+from ..initialization.deferred_init import named_tensors
 from ..ops.names import Names
 from ..ops.random_ops import DROPOUT, UNIFORM
 from .lower import in_order
@@ -315,11 +316,7 @@ def _all_leaves(leaves: Sequence[Node], calls: Sequence[Call], model: nn.Module)
             for node in by_path[like]:
                 name = call.path + node.name[len(like) :]
                 held.setdefault(name, replace(node, name=name))
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    ordered = {name: held[name] for name, _ in named if name in held}
+    ordered = {name: held[name] for name, _ in named_tensors(model) if name in held}
     return [*ordered.values(), *(node for name, node in held.items() if name not in ordered)]
 
 

@@ -1,9 +1,10 @@
-"""Numbers that follow the rows of a batch: those of the batch that runs, in a graph of two rows.
+"""Numbers that a model makes of the rows of its batch, as they are in the batch that runs.
 
 In: the graph of a model captured with few rows, and that of the same model captured with all. Out:
-the first with the numbers of the second, and the dimensions that count rows; None where the two
-differ in anything else, because the model takes another path. ``x.sum() / x.shape[0]`` is a
-division by 2 in the first and by 64 in the second, though no tensor says so.
+the first graph with the numbers of the second, and the dimensions that grow with the rows; None
+where the graphs differ in anything else, because the model takes another path.
+``x.sum() / x.shape[0]`` is a division by 2 in the first and by 64 in the second, though no tensor
+says so.
 """
 
 from __future__ import annotations
@@ -19,19 +20,12 @@ from ...planner.graph import Graph, Node, Ref, TensorSpec
 from ...planner.rules.table import packet
 from ..graph_passes.hoist import hoist_constants
 from ..graph_passes.masks import has_equal_rows
-from ..ops.torch_ops import resolve
+from ..ops.torch_ops import SIZED_BY_OUTPUT, resolve
 from ..programs.interpret import LITERAL
 from .lower import Lowered
 
 RowDims = Mapping[str, tuple[frozenset[int], ...]]
-"""For each node the dimensions of each output that have more rows in the larger batch."""
-
-_SIZED = frozenset({
-    "view", "reshape", "_unsafe_view", "view_copy", "squeeze", "expand", "unflatten", "repeat",
-    "tile", "repeat_interleave", "one_hot", "zeros", "ones", "full", "empty", "new_zeros",
-    "new_ones", "new_full", "new_empty", "split", "split_with_sizes", "unsafe_split",
-})  # fmt: skip
-"""Ops whose sizes are taken from the shape of their output when they run."""
+"""By node, and for each of its outputs, the dimensions that grow with the rows of the batch."""
 
 _RANGES = frozenset({"arange", "linspace", "logspace", "eye"})
 _NUMBERS = ("number", "float", "Tensor")
@@ -46,7 +40,7 @@ class _OtherPathError(Exception):
 
 
 def with_numbers(few: Lowered, all_rows: Lowered) -> tuple[Lowered, RowDims] | None:
-    """``few`` with the numbers of ``all_rows``; None where the model takes another path there."""
+    """Return ``few`` with the numbers of ``all_rows``; None where the graphs differ in more."""
     graph, other = few.graph, all_rows.graph
     is_same = (
         graph.loss == other.loss
@@ -77,7 +71,7 @@ def with_numbers(few: Lowered, all_rows: Lowered) -> tuple[Lowered, RowDims] | N
 
 
 def _merged(graph: Graph, node: Node, twin: Node, rows: tuple[int, int]) -> Node:
-    """A node with the numbers of its twin at more rows."""
+    """Return a node with the numbers of its twin, the node at all rows."""
     head = node.name, node.kind, node.op, node.module, len(node.outputs)
     if head != (twin.name, twin.kind, twin.op, twin.module, len(twin.outputs)):
         raise _OtherPathError
@@ -126,7 +120,7 @@ class _Numbers:
         is_grown = node.outputs != twin.outputs
         self._keeps_all = name in _RANGES and is_grown
         keeps_shape = _keeps_shape(graph, node)
-        self._keeps_sizes = name in _SIZED or (name == "narrow" and keeps_shape)
+        self._keeps_sizes = name in SIZED_BY_OUTPUT or (name == "narrow" and keeps_shape)
         self._is_whole_slice = name == "slice" and keeps_shape
         is_builtin = node.op.startswith("aten.")
         self._arguments = resolve(node.op)._schema.arguments if is_builtin else ()
@@ -181,30 +175,33 @@ def _keeps_shape(graph: Graph, node: Node) -> bool:
 
 
 def has_all_rows(graph: Graph, row_dims: RowDims, all_rows: Lowered) -> bool:
-    """Return whether the batch dimensions of ``graph`` are those that have more rows in the batch.
+    """Return whether the batch dimensions of ``graph`` are exactly those that grow with the rows.
 
-    A constant may have others where its readers take its first row alone, and the rows are equal.
+    A constant may grow in a further dimension if all its readers take only its first row there,
+    and its rows are equal in the whole batch. Nodes that graph passes made are not looked at:
+    they follow from the others.
     """
-    hoisted = hoist_constants(all_rows.graph)
+    originals = all_rows.graph.by_name
+    read: dict[str, frozenset[int]] = {}
     for node in graph:
         dims = graph.batch_dims[node.name]
         own = tuple(_NONE if dim is None else frozenset((dim,)) for dim in dims)
         found = row_dims.get(node.name, (_NONE,) * len(dims))
-        if found == own:
+        if node.name not in originals or found == own:
             continue
-        rows = _rows_read(graph, node)
-        is_equal = (
-            len(found) == len(own) == 1
-            and found[0] == rows
-            and all(has_equal_rows(hoisted, node.name, dim, all_rows.literals) for dim in rows)
-        )
-        if not is_equal:
+        read[node.name] = _rows_read(graph, node)
+        if not read[node.name] or found != (read[node.name],):
             return False
-    return True
+    hoisted = hoist_constants(all_rows.graph) if read else all_rows.graph
+    return all(
+        has_equal_rows(hoisted, name, dim, all_rows.literals)
+        for name, dims in read.items()
+        for dim in dims
+    )
 
 
 def _rows_read(graph: Graph, node: Node) -> frozenset[int]:
-    """The dimensions of a constant of which all its readers take the first row alone."""
+    """Find the dimensions of a constant in which all its readers take only the first row."""
     if node.kind != "constant":
         return _NONE
     found = []

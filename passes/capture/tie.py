@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..initialization.deferred_init import named_tensors
+
 
 def find_tied(model: nn.Module) -> dict[str, str]:
     """Each further name of a tied parameter or buffer, mapped to its first name.
@@ -14,11 +16,7 @@ def find_tied(model: nn.Module) -> dict[str, str]:
     """
     first: dict[tuple[object, ...], str] = {}
     tied: dict[str, str] = {}
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in named:
+    for name, tensor in named_tensors(model):
         canonical = first.setdefault(_identity(tensor), name)
         if canonical != name:
             tied[name] = canonical

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 from ...planner.graph import Graph
@@ -18,23 +17,17 @@ class Pass(Protocol):
     def __call__(self, graph: Graph) -> Graph: ...
 
 
-Observe = Callable[[str, Graph, float], None]
-"""Called after each pass with its name, the graph it made and the seconds it took."""
-
-
 class BrokenGraphError(AssertionError):
     """A pass made a graph that breaks the rules of ``Graph``: a bug of this package."""
 
 
-def run_passes(graph: Graph, passes: Iterable[Pass], observe: Observe | None = None) -> Graph:
-    """``graph`` after every pass, each result checked."""
+def run_passes(graph: Graph, passes: Iterable[Pass]) -> Graph:
+    """Run the passes in order, and check the graph after each that changes it."""
     for one in passes:
-        start, before = time.perf_counter(), graph
+        before = graph
         graph = one(graph)
         if graph is not before:
             check(graph, one.name)
-        if observe is not None:
-            observe(one.name, graph, time.perf_counter() - start)
     return graph
 
 

@@ -83,7 +83,7 @@ def record_build(
     try:
         with seeded(seed), uncollected():
             model, log = record(build)
-        tensors = _named_tensors(model)
+        tensors = _adopted_tensors(model)
         slots = {name: _slot(log, name, tensor) for name, tensor in tensors}
     except Exception as error:  # noqa: BLE001
         model, built = _build_empty(build, seed, isinstance(error, NeedsValuesError))
@@ -144,7 +144,7 @@ def materialize_boxes(
     if log is None:
         if not deferred.built:
             model = plain_build(deferred.build, deferred.seed)
-            deferred.built.update(_named_tensors(model))
+            deferred.built.update(_adopted_tensors(model))
         for name in boxes:
             tick()
             cut(name, deferred.built[name])
@@ -181,12 +181,17 @@ def adopt_tensors(model: nn.Module) -> None:
                 module.register_buffer(name, value, persistent=False)
 
 
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    adopt_tensors(model)
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """List a model's parameters and then its buffers, a tied one under each of its names."""
     return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
+
+
+def _adopted_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    adopt_tensors(model)
+    return named_tensors(model)
 
 
 def _slot(log: Log, name: str, tensor: Tensor) -> int:
@@ -236,7 +241,7 @@ def _build_empty(
             model = build()
     except (RuntimeError, NotImplementedError):
         model = plain_build(build, seed)
-    named = dict(_named_tensors(model))
+    named = dict(_adopted_tensors(model))
     is_real = not any(tensor.is_meta for tensor in named.values())
     _to_meta(model)
     return model, named if is_real else {}

@@ -28,7 +28,7 @@ from ..ops.eight_bits import eight_bit_linear
 from ..ops.experts import split_experts
 from ..ops.local_loss import MEAN, cross_entropy, nll_loss
 from ..ops.random_ops import DROPOUT, UNIFORM, dropout_part, uniform_part
-from ..ops.torch_ops import resolve
+from ..ops.torch_ops import FILLED, RESHAPED, SPLIT, resolve
 from .local_functions import (
     balanced_causal_attention,
     exchanged_split,
@@ -304,12 +304,6 @@ _MEANS = (
     "mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
     "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss",
 )  # fmt: skip
-_SIZED = (
-    "expand", "zeros", "ones", "full", "empty",
-    "new_zeros", "new_ones", "new_full", "new_empty",
-)  # fmt: skip
-_VIEWS = ("view", "reshape", "_unsafe_view", "view_copy", "squeeze")
-_SPLITS = ("split", "split_with_sizes", "unsafe_split")
 _CONVOLUTIONS = (
     "convolution",
     *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)),
@@ -317,9 +311,9 @@ _CONVOLUTIONS = (
 
 RULES: Mapping[str, Rule] = {
     **{f"aten.{name}": _mean for name in _MEANS},
-    **{f"aten.{name}": _size_of_output for name in _SIZED},
-    **{f"aten.{name}": _view for name in _VIEWS},
-    **{f"aten.{name}": _split for name in _SPLITS},
+    **{f"aten.{name}": _size_of_output for name in FILLED},
+    **{f"aten.{name}": _view for name in RESHAPED},
+    **{f"aten.{name}": _split for name in SPLIT},
     **{f"aten.{name}": _nll_loss for name in ("nll_loss", "nll_loss_nd")},
     **{f"aten.{name}": _convolution for name in _CONVOLUTIONS},
     "aten.to": _to,

@@ -9,6 +9,17 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+FILLED = (
+    "expand", "zeros", "ones", "full", "empty",
+    "new_zeros", "new_ones", "new_full", "new_empty",
+)  # fmt: skip
+RESHAPED = ("view", "reshape", "_unsafe_view", "view_copy", "squeeze")
+SPLIT = ("split", "split_with_sizes", "unsafe_split")
+SIZED_BY_OUTPUT = frozenset(
+    (*FILLED, *RESHAPED, *SPLIT, "unflatten", "repeat", "tile", "one_hot", "repeat_interleave")
+)
+"""Ops whose sizes are taken from the shape of their output when they run."""
+
 
 @cache
 def resolve(path: str) -> OpOverload:

@@ -50,17 +50,18 @@ class Program:
         )
 
     def of_global_batch(self, rows: int) -> Program | None:
-        """The program of a global batch of ``rows``, captured again: numbers may follow the rows.
+        """Capture the model for a global batch of ``rows``: its numbers may follow the rows.
 
-        None where the model takes another path for so many rows than the plan has.
+        Returns None where the model takes another path for ``rows`` than for the planned batch.
         """
         if self.recapture is None:
             return self
-        found = self.recapture(rows)
-        same = found.graph.batch_dims == self.graph.batch_dims
-        is_same = same and found.graph.fingerprint == self.graph.fingerprint
+        found, planned = self.recapture(rows), self.graph
+        is_same = found.graph.batch_dims == planned.batch_dims
+        is_same = is_same and found.graph.fingerprint == planned.fingerprint
         return replace(found, recapture=self.recapture) if is_same else None
 
     def with_batch_size(self, batch_size: int) -> Program:
-        """The same program for micro-batches of ``batch_size`` rows of the same global batch."""
+        """Rescale the program to micro-batches of ``batch_size`` rows; its numbers stay those of
+        its global batch."""
         return replace(self, graph=self.graph.with_batch_size(batch_size))

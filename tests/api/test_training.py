@@ -61,6 +61,7 @@ def test_training_resumes_under_another_plan_as_if_it_had_not_stopped(
     saving = ("--save", saved, "--save-every", "1", "--keep", "1", "--save-async")
     first = losses(str(plan_file), "--steps", "2", *saving)
     assert [path.name for path in Path(saved).glob("step-*")] == ["step-00000002"]
+    assert Path(saved, "plan.json").exists()
     rest = losses(*GPT, "--parallel", "dp=2,zero=3", "--steps", "2", "--resume", saved)
     assert first + rest == whole
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from autoparallel.passes.initialization.deferred_init import record_build
+from autoparallel.passes.programs.program import Program
+from autoparallel.planning import capture_rows
+from autoparallel.python import make_target
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +27,13 @@ def example(name: str = "gpt") -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def program_of(build: Callable[[], nn.Module], batch: tuple[Tensor, ...]) -> Program:
+    """Capture a model for a batch, in float64, as planning does."""
+    target = make_target(build, batch, None)
+    model = record_build(target.build_model, seed=0).model
+    return capture_rows(target, model, global_batch=len(batch[0]), seq=None, precision="fp64")
 
 
 GPT_SETTINGS = {"n_layer": 3, "d_model": 32, "n_head": 4, "seq": 16, "vocab": 64}

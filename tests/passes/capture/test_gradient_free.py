@@ -6,14 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from capture_models import program_of
 from torch import Tensor, nn
 
-from autoparallel.passes.initialization.deferred_init import record_build
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import run
 from autoparallel.planner.errors import CaptureError
-from autoparallel.planning import capture_rows
-from autoparallel.python import make_target
 
 ROWS, WIDTH = 6, 5
 
@@ -126,9 +124,7 @@ def test_a_program_has_the_gradients_of_the_model(name: str) -> None:
     torch.manual_seed(0)
     model = Model(REGIONS[name]).double()
     x = torch.randn(ROWS, WIDTH).double()
-    target = make_target(lambda: Model(REGIONS[name]), (x,), None)
-    recorded = record_build(target.build_model, seed=0)
-    program = capture_rows(target, recorded.model, global_batch=ROWS, seq=None, precision="fp64")
+    program = program_of(lambda: Model(REGIONS[name]), (x,))
     found = program.with_batch_size(ROWS)
     constants = evaluate(found, [node.name for node in found.graph if node.kind == "constant"])
     (name_of_x,) = program.inputs
@@ -147,7 +143,5 @@ def test_a_write_to_a_trained_value_without_gradients_is_refused() -> None:
             found.mul_(0.5)
         return found
 
-    target = make_target(lambda: Model(region), (torch.randn(ROWS, WIDTH),), None)
-    recorded = record_build(target.build_model, seed=0)
     with pytest.raises(CaptureError, match="AP212"):
-        capture_rows(target, recorded.model, global_batch=ROWS, seq=None, precision="fp64")
+        program_of(lambda: Model(region), (torch.randn(ROWS, WIDTH),))

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from capture_models import program_of
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoparallel.passes.initialization.deferred_init import record_build
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import run
-from autoparallel.planning import capture_rows
-from autoparallel.python import make_target
 
 ROWS, WIDTH = 12, 6
 
@@ -117,10 +115,7 @@ def captured(build: Callable[[], nn.Module], rows: int = ROWS) -> tuple[nn.Modul
     torch.manual_seed(0)
     model = build().double()
     batch = torch.randn(rows, WIDTH).double(), torch.randn(rows, WIDTH).double()
-    target = make_target(build, batch, None)
-    recorded = record_build(target.build_model, seed=0)
-    program = capture_rows(target, recorded.model, global_batch=rows, seq=None, precision="fp64")
-    return model, batch, program
+    return model, batch, program_of(build, batch)
 
 
 def loss_of(program: Any, model: nn.Module, batch: tuple[Tensor, Tensor], count: int) -> Tensor:

@@ -7,15 +7,13 @@ from operator import attrgetter
 
 import pytest
 import torch
+from capture_models import program_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from autoparallel.passes.initialization.deferred_init import record_build
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import run_nodes
 from autoparallel.planner.errors import CaptureError
-from autoparallel.planning import capture_rows
-from autoparallel.python import make_target
 
 ROWS, WIDTH = 6, 5
 Write = Callable[["Model", Tensor], "Tensor | None"]
@@ -103,9 +101,7 @@ def test_a_program_writes_what_the_model_writes(write: Write) -> None:
     torch.manual_seed(0)
     model = Model(write).double()
     x = torch.randn(ROWS, WIDTH).double()
-    target = make_target(lambda: Model(write), (x,), None)
-    recorded = record_build(target.build_model, seed=0)
-    program = capture_rows(target, recorded.model, global_batch=ROWS, seq=None, precision="fp64")
+    program = program_of(lambda: Model(write), (x,))
     graph = program.with_batch_size(ROWS).graph
     names = [node.name for node in graph if node.kind == "constant"]
     names_held = [node.name for node in graph if node.kind == "buffer"]
@@ -173,8 +169,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("write", REFUSED)
 def test_a_write_to_a_parameter_is_refused_by_name(write: Write) -> None:
-    target = make_target(lambda: Model(write), (torch.randn(ROWS, WIDTH),), None)
-    recorded = record_build(target.build_model, seed=0)
     with pytest.raises(CaptureError, match="AP213") as caught:
-        capture_rows(target, recorded.model, global_batch=ROWS, seq=None, precision="fp64")
+        program_of(lambda: Model(write), (torch.randn(ROWS, WIDTH),))
     assert REFUSED[write] in caught.value.what
