@@ -8,7 +8,6 @@ refused, with what to do instead.
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from autoparallel.at_start import as_at_start
 from autoparallel.call_arguments import CallArguments
 from autoparallel.passes.capture.counter_random import batch_dims, counter_random
 from autoparallel.passes.programs.outputs import OutputForm, output_tensors
@@ -109,7 +109,9 @@ class Adopted:
         try:
             modes = [module.training for module in model.modules()]
             with as_at_start():
-                trainer = join_training(model, job, plan, self.tell, buckets, self.timeout_seconds)
+                trainer, self._following = join_training(
+                    model, job, plan, self.tell, buckets, self.timeout_seconds
+                )
         finally:
             if not was_training:
                 model.eval()
@@ -137,6 +139,12 @@ class Adopted:
             if tied.get(name, name) not in self._whole.slots
         )
         self._unchanged = Unchanged(model, modes, trainer.model.parameters, self._whole.slots)
+        trainer.runner.captures = self._capture_now
+
+    def _capture_now(self, rows: int) -> int:
+        """The number of the capture that a batch is computed by, as the model is now."""
+        self._unchanged.check()
+        return self._following(rows)
 
     def _put_shards(self, model: nn.Module) -> None:
         """The masters in the places of the model's parameters, changing buffers in theirs."""
@@ -217,7 +225,6 @@ class Adopted:
                 fix="step = autoparallel.Step(model); loss = step(batch), "
                 'or plan without one: parallel="pp=1"',
             )
-        self._unchanged.check()
         check_autocast(trainer.model.device, trainer.plan.model.precision)
         self._take_buffers()
         inputs = trainer.runner.fit(marked(self._arguments.inputs(args, kwargs)))
@@ -272,7 +279,7 @@ class Adopted:
         try:
             with (
                 torch.no_grad(),
-                self._unchanged.own_forward(),
+                self._following.own_forward(),
                 self._whole.gathered_by_layer(keeps_buffers=keeps_buffers),
             ):
                 return self._forward(*args, **kwargs)
@@ -351,27 +358,6 @@ def _take_over(master: nn.Parameter, old: nn.Parameter) -> None:
             setattr(master, hooks, getattr(old, hooks))
     for name, value in old.__dict__.items():
         master.__dict__.setdefault(name, value)
-
-
-@contextmanager
-def as_at_start() -> Iterator[None]:
-    """Planning neither depends on the modes around a model's first use nor draws random numbers.
-
-    All ranks go on with the random numbers that they had: a script that draws its batches draws
-    the same ones on every rank, and those that it draws alone.
-    """
-    state = random.getstate()
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False),
-            torch.random.fork_rng(),
-        ):
-            yield
-    finally:
-        random.setstate(state)
 
 
 def _merged(made: Sequence[Tensor], form: OutputForm, again: _Again) -> Callable[[int], Tensor]:

@@ -11,10 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from autoparallel.adopted import Job, as_at_start
+from autoparallel.adopted import Job
+from autoparallel.at_start import as_at_start
 from autoparallel.cost_model.cluster import Cluster, ClusterError
 from autoparallel.cost_model.detect import threads_per_device
 from autoparallel.cost_model.joined import joined_cluster, own_process_device
+from autoparallel.following import Following, followed
 from autoparallel.measured_first import (
     Leader,
     is_wanted,
@@ -23,10 +25,11 @@ from autoparallel.measured_first import (
 )
 from autoparallel.passes.capture.capture_model import NO_LOSS
 from autoparallel.passes.capture.export import held_tensors, with_held
+from autoparallel.passes.capture.python_state import PythonState
 from autoparallel.passes.initialization.deferred_init import Deferred, named_tensors
 from autoparallel.passes.programs.outputs import mean_inputs, mean_of_outputs
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.errors import CaptureError, UsageError
+from autoparallel.planner.errors import AutoparallelError, CaptureError, UsageError
 from autoparallel.planner.parameter_servers import check_not_served
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
@@ -64,8 +67,10 @@ def join_training(
     progress: Callable[..., None] | None = None,
     buckets: Sequence[int] = (),
     timeout_seconds: float | None = None,
-) -> Trainer:
-    """The trainer of this rank for ``model``. Collective over all ranks.
+) -> tuple[Trainer, Following]:
+    """Make the trainer of this rank for ``model``, and what follows changes of the model's code.
+
+    Collective over all ranks.
 
     Without ``plan`` rank 0 makes one for the processes that torchrun started, and all use it.
     Initial weights are rank 0's: its model's, or those that its generator's state makes. So
@@ -89,8 +94,12 @@ def join_training(
             float32_ops=plan.model.float32_ops,
             global_batch=plan.model.global_batch,
         )
-    again = partial(_captured_again, model, target, options, held_tensors(model))
-    program = replace(_captured(model, target, options), recapture=again)
+    held = held_tensors(model)
+    again = partial(_captured_again, model, target, options, held)
+    state = PythonState(model, target.loss_fn)
+    with state.repeated():
+        program = _captured(model, target, options)
+    program = replace(program, recapture=again)
     if program.returned:
         forced = replace(options.forced, num_microbatches=1, pp=1)
         options = replace(options, forced=forced)
@@ -120,9 +129,14 @@ def join_training(
         program, plan, weights, device=device, progress=progress, seed=seed, buckets=buckets
     )
     trainer.runner.publish_later(False)
+    traced = replace(target, loss_fn=mean_of_outputs) if program.returned else target
+    following = followed(
+        trainer, state, traced, options.seq, again, partial(with_held, model, held),
+        partial(_planned_again, target, options, plan, device),
+    )  # fmt: skip
     if not isinstance(weights, Mapping):
         _fill_the_rest(model, weights, program, device)
-    return trainer
+    return trainer, following
 
 
 def _cluster(name: str, device: torch.device) -> Cluster | None:
@@ -239,6 +253,29 @@ def _planned(
         return dumps(plan_program(program, target, cluster, without_servers(asked)))
 
     return loads(share_text(on_first(planned)))
+
+
+def _planned_again(
+    target: Target, options: PlanOptions, plan: Plan, device: torch.device, program: Program
+) -> Plan | None:
+    """Return a plan of the devices and degrees of ``plan`` for another program of its model.
+
+    None where it has stages of several meshes, or nothing can be planned so. Collective.
+    """
+    meshes = {stage.mesh for stage in plan.stages}
+    degrees = dict(zip(plan.stages[0].mesh.axes, plan.stages[0].mesh.shape, strict=True))
+    if len(meshes) > 1 or plan.stages[0].shares:
+        return None
+    forced = replace(
+        options.forced, dp=degrees.get("dp"), tp=degrees.get("tp"), cp=degrees.get("cp"),
+        ep=degrees.get("ep"), zero=plan.stages[0].zero, schedule=plan.schedule or None,
+        num_microbatches=plan.num_microbatches, pp=len(plan.stages),
+    )  # fmt: skip
+    asked = replace(options, forced=forced, measure_seconds=0.0)
+    try:
+        return _planned(program, target, plan.cluster, asked, device)
+    except AutoparallelError:
+        return None
 
 
 def _check_length(plan: Plan, seq: int | None) -> None:

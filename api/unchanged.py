@@ -7,12 +7,7 @@ or a setting that the program has built in. Without that the change would do not
 
 from __future__ import annotations
 
-import inspect
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import CodeType
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -21,8 +16,6 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Precision
 from autoparallel.runtime.parameters import COMPUTE_DTYPES, StageParameter, precision_of
 from autoparallel.whole_module import Slot
-
-_SETTINGS = (bool, int, float, str)
 
 
 class Unchanged:
@@ -48,12 +41,6 @@ class Unchanged:
             for module, attribute in places
         ]
         self._storages = [(name, p.master, _storage(p.master)) for name, p in parameters.items()]
-        read = _names_read(type(module) for module, _ in self._modules)
-        self._settings = [
-            (module, [name for name in vars(module) if name in read and name != "training"])
-            for module, _ in self._modules
-        ]
-        self._values = self._read_settings()
 
     def check(self) -> None:
         """Raise UsageError AP922, AP923, AP929 or AP936 for what the program knows nothing of."""
@@ -83,26 +70,6 @@ class Unchanged:
                     "planned",
                     fix="set requires_grad before parallelize; parameters may be frozen later",
                 )
-        for (module, names), before, now in zip(
-            self._settings, self._values, self._read_settings(), strict=True
-        ):
-            if all(map(operator.is_, before, now)):
-                continue
-            for name, old, new in zip(names, before, now, strict=True):
-                if old is not new and isinstance(new, _SETTINGS) and old != new:
-                    raise _changed(f"{name} of {self._path(module)}", f"with {name}={old!r}")
-
-    @contextmanager
-    def own_forward(self) -> Iterator[None]:
-        """While inside, the model's own forward runs: it may change settings as it likes."""
-        before = self._read_settings()
-        try:
-            yield
-        finally:
-            self._values = [
-                [new if new is not old else planned for planned, old, new in zip(*of, strict=True)]
-                for of in zip(self._values, before, self._read_settings(), strict=True)
-            ]
 
     def check_data(self) -> None:
         """Raise UsageError AP936 for a parameter whose ``data`` was assigned.
@@ -125,9 +92,6 @@ class Unchanged:
         for module, attribute, master in self._held:
             if module._parameters.get(attribute) is not master:
                 raise _changed(f"{attribute} of {self._path(module)}", "of the one before")
-
-    def _read_settings(self) -> list[list[Any]]:
-        return [[vars(module).get(name) for name in names] for module, names in self._settings]
 
     def _count_hooks(self) -> int:
         return sum(
@@ -183,31 +147,3 @@ def _changed(what: str, planned: str) -> UsageError:
         fix="change it before parallelize, or store the changing value in a buffer and write to "
         "that",
     )
-
-
-def _names_read(classes: Iterable[type]) -> frozenset[str]:
-    """The names that the code of forwards, and of the methods that they call, uses."""
-    found: set[str] = set()
-    for cls in {*classes}:
-        pending, done = ["forward"], set[str]()
-        while pending:
-            name = pending.pop()
-            if name in done:
-                continue
-            done.add(name)
-            for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-                function = inspect.unwrap(base.__dict__[name]) if name in base.__dict__ else None
-                for code in _codes(getattr(function, "__code__", None)):
-                    found.update(code.co_names)
-                    pending.extend(code.co_names)
-    return frozenset(found)
-
-
-def _codes(code: CodeType | None) -> Iterator[CodeType]:
-    """A function's code and that of the functions inside of it."""
-    if code is None:
-        return
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)

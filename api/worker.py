@@ -20,11 +20,13 @@ from autoparallel.attempts import begin_attempt
 from autoparallel.cost_model.profile.torch_tf32 import set_torch
 from autoparallel.data import TrainingData
 from autoparallel.elastic_plan import plan_for_ranks
+from autoparallel.following import followed
 from autoparallel.measurement import keep_measurement
 from autoparallel.memory_error import explained_memory_errors
 from autoparallel.passes.capture.counter_random import batch_dims
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.capture.python_state import PythonState
 from autoparallel.passes.initialization.deferred_init import Deferred, Init, plain_build
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.plan_io import PLAN, load_plan, save_plan
@@ -289,16 +291,15 @@ def make_trainer(
     tell = worker.watchdog.progress
     tell("capturing the model")
     deferred = record_target(target, seed, init)
+    state = PythonState(deferred.model, target.loss_fn)
     if is_given:
         deferred = deferred.without(name for name, _ in deferred.model.named_parameters())
-    program = capture_program(
-        target,
-        deferred,
-        global_batch=plan.model.global_batch,
-        seq=batch_seq(plan, target),
-        precision=plan.model.precision,
-        autocast=plan.model.float32_ops == "autocast",
-    )
+    capture = partial(
+        capture_program, target, deferred, seq=batch_seq(plan, target),
+        precision=plan.model.precision, autocast=plan.model.float32_ops == "autocast",
+    )  # fmt: skip
+    with state.repeated():
+        program = capture(global_batch=plan.model.global_batch)
     weights = deferred if start is None else start(program.model, deferred)
     if isinstance(weights, Pretrained) and worker.rank == 0:
         print(weights.summary(), flush=True)
@@ -310,6 +311,11 @@ def make_trainer(
         program, plan, weights, device=device, build=target.build_optimizer, progress=tell,
         seed=seed,
     )  # fmt: skip
+    if isinstance(trainer, Trainer):
+        trainer.runner.captures = followed(
+            trainer, state, target, batch_seq(plan, target),
+            lambda rows: capture(global_batch=rows), nullcontext, lambda program: None,
+        )  # fmt: skip
     return trainer, memory
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..passes.local.live_numbers import LiveNumbers
 from ..planner.errors import AutoparallelError
 from ..planner.replicas import placed_stages
 from .arriving import Pending, Progress, end_before_exit
@@ -33,7 +34,7 @@ from .padded import SequencePadding
 from .pipeline import Hooks, PipelineRunner, StepMoments
 from .rank_model import RankModel
 from .share_batch import ShareBatch, gather_whole
-from .shared import group_for
+from .shared import gather_values, group_for
 from .training_step import Used
 from .variants import BatchShape, Variant, bucket_of, variant_of
 
@@ -60,6 +61,8 @@ class BatchRunner:
         self.executors = {index: model.executor(index, seed) for index in model.stages}
         self.model, self.device, self.progress = model, model.device, progress
         self._step_optimizer = step_optimizer
+        self.captures: Callable[[int], int] = lambda rows: 0
+        """Tells which capture of the model a batch of so many rows is computed by."""
         self._deferred: DeferredUpdate | None = None
         self._lanes = Lanes(model.device)
         self._pad = SequencePadding(model.program.graph)
@@ -68,14 +71,21 @@ class BatchRunner:
         self._stage_variants: dict[BatchShape, Mapping[int, StageVariant]] = {self.shape: own}
         self._pipelines = {self.shape: self._make_pipeline(planned)}
         for bucket in buckets:
-            self._add(bucket)
+            self.add(bucket)
 
-    def _add(self, variant: Variant) -> None:
-        """Have batches run by another variant too. Collective over all ranks."""
+    def add(self, variant: Variant, numbers: LiveNumbers | None = None) -> bool:
+        """Have batches run by another variant too, which reads its ``numbers`` anew each time.
+
+        Returns False where some rank's stage cannot read them so. Collective over all ranks.
+        """
+        found = {index: self.model.add_variant(variant, index, numbers) for index in self.executors}
+        if numbers is not None and not all(gather_values(None not in found.values())):
+            return False
         self._stage_variants[variant.shape] = {
-            index: self.model.add_variant(variant, index) for index in self.executors
+            index: each for index, each in found.items() if each is not None
         }
         self._pipelines[variant.shape] = self._make_pipeline(variant)
+        return True
 
     def _make_pipeline(self, variant: Variant) -> PipelineRunner:
         """What runs a variant's steps. Collective over all ranks; raises as ``check_lanes``."""
@@ -171,14 +181,16 @@ class BatchRunner:
         """
         batch, rows = self.batches.take(inputs)
         is_smaller = rows != self.batches.global_rows
-        length = None if is_smaller else bucket_of(self._lengths, self._length(batch))
+        capture = self.captures(rows)
+        is_planned = not (is_smaller or capture)
+        length = bucket_of(self._lengths, self._length(batch)) if is_planned else None
         padded = self._pad(batch)
         if isinstance(batch, ShareBatch):
             padded = ShareBatch(padded, batch.held, batch.dims)
         self.batches.check_shapes(padded, rows)
-        self.shape = BatchShape(rows, length)
+        self.shape = BatchShape(rows, length, capture)
         if self.shape not in self._pipelines:
-            self._add(variant_of(self.model.program_of(rows), self.batches.batch(rows).plan))
+            self.add(variant_of(self.model.program_of(rows), self.batches.batch(rows).plan))
         for index, executor in self.executors.items():
             executor.use(self._stage_variants[self.shape][index])
             if isinstance(padded, ShareBatch):
@@ -211,6 +223,11 @@ class BatchRunner:
         """Compute with the constants as the model's buffers now make them."""
         for executor in self.executors.values():
             executor.refresh_constants()
+
+    def forget_constants(self, rows: int, capture: int) -> None:
+        """Have the constants of a capture computed again when it runs next."""
+        for executor in self.executors.values():
+            executor.forget_constants(rows, capture)
 
     def publish_later(self, later: bool) -> None:
         """Whether the caller publishes gradients that the optimizer gets as copies."""

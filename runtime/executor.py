@@ -52,12 +52,12 @@ Constants = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 """Whole values by name: of a program's constants, and of the leaves of its counting. The two
 differ where a rank has rows of its own."""
 
-ReadConstants = Callable[[int, int, "StageProgram"], Constants]
-"""The constants of a program for a global batch of so many rows, and micro-batches of so many."""
+ReadConstants = Callable[["StageVariant", "StageProgram"], Constants]
+"""The constants of a stage's program in a variant of the step."""
 
 
-def no_constants(rows: int, microbatch_size: int, program: StageProgram) -> Constants:
-    """Those of a model that has none."""
+def no_constants(variant: StageVariant, program: StageProgram) -> Constants:
+    """Return the constants of a model that has none."""
     return {}, {}
 
 
@@ -66,14 +66,16 @@ class StageVariant:
     """What a stage runs in one variant of the step (``runtime.variants``).
 
     ``parts`` are the numbers of the stage's programs that run a micro-batch, one after another;
-    ``carried`` goes from each to the next. ``rows`` are those of the global batch: variants with
-    as many rows have the same constants. Asynchronous schedules make ``num_updates`` in a step.
+    ``carried`` goes from each to the next. ``rows`` are those of the global batch and ``capture``
+    the number of the model's capture: where both are equal the constants are.
+    Asynchronous schedules make ``num_updates`` in a step.
     """
 
     num_microbatches: int
     parts: tuple[int, ...] = (0,)
     carried: tuple[Carried, ...] = ()
     rows: int = 0
+    capture: int = 0
     num_updates: int = 1
 
     @property
@@ -140,7 +142,7 @@ class StageExecutor:
         self.publishes_later = False
         self.parameters = stage.by_name
         self._read_constants = read_constants
-        self._constants_of: dict[int, Constants] = {}
+        self._constants_of: dict[tuple[int, int], Constants] = {}
         self._planned = planned
         self.use(planned)
         self._counts: list[Mapping[str, Tensor | None]] = []
@@ -158,14 +160,14 @@ class StageExecutor:
         """Have the next steps run ``variant``, whose programs the stage has."""
         self.variant = variant
         self.program = self.stage.programs[variant.parts[0]]
-        if variant.rows not in self._constants_of:
-            size = variant.rows // variant.num_microbatches
-            whole, counted = self._read_constants(variant.rows, size, self.program)
+        key = variant.rows, variant.capture
+        if key not in self._constants_of:
+            whole, counted = self._read_constants(variant, self.program)
             counting = self.program.counting
             leaves = counting.leaves if counting is not None else ()  # no other stays whole
             counted = {name: counted[name] for name in leaves}
-            self._constants_of[variant.rows] = self._local_constants(whole), counted
-        self._constants, self._whole = self._constants_of[variant.rows]
+            self._constants_of[key] = self._local_constants(whole), counted
+        self._constants, self._whole = self._constants_of[key]
 
     @property
     def num_microbatches(self) -> int:
@@ -175,6 +177,10 @@ class StageExecutor:
         """Read the constants again, which may have changed; steps run the planned variant."""
         self._constants_of.clear()
         self.use(self._planned)
+
+    def forget_constants(self, rows: int, capture: int) -> None:
+        """Have the constants of a capture read again when a batch of ``rows`` runs by it."""
+        self._constants_of.pop((rows, capture), None)
 
     def _local_constants(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mesh, coordinates = self.program.mesh, self.program.coordinates

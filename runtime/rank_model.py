@@ -8,14 +8,17 @@ comparisons read of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..passes.local.live_numbers import LiveNumbers, make_live
 from ..passes.local.stage_program import StageProgram
 from ..passes.programs.program import Program
+from ..planner.plan import Plan
 from ..planner.plan_schedule import splits_backward
 from ..planner.replicas import placed_stages
 from .checkpoint_state import persistent_shapes, untrained_names
@@ -53,7 +56,7 @@ class RankModel:
     ) -> None:
         """Collective over all ranks, unless the ``meshes`` of the stages are given."""
         self.planned, self.program, self.plan = planned, planned.program, planned.plan
-        self._programs = {self.plan.model.global_batch: self.program}
+        self._programs = {(self.plan.model.global_batch, 0): self.program}
         self.device, self.rank = device, dist.get_rank()
         compiler = BlockCompiler() if self.plan.compiled else None
         if meshes is None:
@@ -91,13 +94,23 @@ class RankModel:
             stage.add_program(program)
         return stage
 
-    def add_variant(self, variant: Variant, index: int) -> StageVariant:
-        """Have a stage run another variant too, over the same parameters."""
+    def add_variant(
+        self, variant: Variant, index: int, numbers: LiveNumbers | None = None
+    ) -> StageVariant | None:
+        """Have a stage run another variant too, over the same parameters.
+
+        Returns None where the stage holds other shards than it wants, or where it computes with a
+        consequence of one of its ``numbers``.
+        """
         stage = self.stages[index]
         programs = stage_programs(
             variant, index, communicator=ProcessCommunicator(stage.device_mesh),
             coordinates=stage.program.coordinates, draws=stage.program.draws,
         )  # fmt: skip
+        if not all(_is_over_same(stage.program, each) for each in programs):
+            return None
+        if numbers is not None and not make_live(programs, variant.program.graph, numbers):
+            return None
         return _stage_variant(variant, index, tuple(map(stage.add_program, programs)))
 
     def executor(self, index: int, seed: int) -> StageExecutor:
@@ -113,22 +126,36 @@ class RankModel:
             seed=seed, versions=versions, sums=sums,
         )  # fmt: skip
 
-    def program_of(self, rows: int) -> Program:
+    def program_of(self, rows: int, capture: int = 0) -> Program:
         """Return the program of a global batch of ``rows``, which is captured once.
 
         Raises UsageError AP836 where the model takes another path for it.
         """
-        if rows not in self._programs:
+        if (rows, capture) not in self._programs:
             found = self.program.of_global_batch(rows)
             if found is None:
                 why = "the model's code takes another path for so many samples"
                 raise refused_batch(self.plan, rows, why)
-            self._programs[rows] = found
-        return self._programs[rows]
+            self._programs[rows, capture] = found
+        return self._programs[rows, capture]
 
-    def _constants(self, rows: int, microbatch_size: int, stage: StageProgram) -> Constants:
+    def can_run(self, plan: Plan) -> bool:
+        """Return whether the stages, micro-batches and schedule of a plan are this model's."""
+
+        def form(plan: Plan) -> tuple[Any, ...]:
+            stages = [(s.devices, s.mesh, s.zero, len(s.blocks)) for s in plan.stages]
+            return stages, plan.num_microbatches, plan.schedule
+
+        return form(plan) == form(self.plan)
+
+    def take_program(self, rows: int, capture: int, program: Program) -> None:
+        """Hold the program of another capture of the model, or another form of it."""
+        self._programs[rows, capture] = program
+
+    def _constants(self, variant: StageVariant, stage: StageProgram) -> Constants:
         """The constants of a stage's program: for its blocks, and for what it counts."""
-        program = self.program_of(rows).with_batch_size(microbatch_size)
+        size = variant.rows // variant.num_microbatches
+        program = self.program_of(variant.rows, variant.capture).with_batch_size(size)
         counted = constants_of(program, stage, self.leaves, str(self.device))
         if stage.share is None:
             return counted, counted
@@ -182,9 +209,23 @@ class RankModel:
                 stage.buffer(name).copy_(buffers[name].detach()[box])
 
 
+def _is_over_same(one: StageProgram, other: StageProgram) -> bool:
+    """Return whether two programs of a stage hold the same shards in the same blocks."""
+    blocks = [
+        [(block.parameters, block.buffers, block.recompute) for block in program.blocks]
+        for program in (one, other)
+    ]
+    return (
+        one.parameters == other.parameters
+        and one.buffers == other.buffers
+        and one.updates.keys() == other.updates.keys()
+        and blocks[0] == blocks[1]
+    )
+
+
 def _stage_variant(variant: Variant, index: int, parts: tuple[int, ...]) -> StageVariant:
     count, schedule = variant.plan.num_microbatches, variant.schedule
     return StageVariant(
         count, parts, variant.slices[-1].carried[schedule.part(index)], variant.shape.rows,
-        num_updates=count // schedule.per_update,
+        variant.shape.capture, count // schedule.per_update,
     )  # fmt: skip

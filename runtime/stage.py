@@ -226,16 +226,11 @@ class StageModule(nn.Module):
         self._register_parameters(make)
         self.buffer_regions = self._register_buffers()
         self.reductions = apply_zero(self, formats)
-        self._leaving = tuple(
-            dict.fromkeys(
-                [*program.kept, *(boundary.key for boundary in program.sends)]
-                + ([program.loss] if program.loss is not None else [])
-            )
-        )
         self._changed: dict[str, Tensor] = {}
         self.before_block: Callable[[int], None] = lambda block: None
         """Is called in the forward before each block, which then reads its parameters."""
-        self._last_use = _last_uses(program, (*self._leaving, *program.updates.values()))
+        self._leaving = [_leaving(program)]
+        self._last_use = [_last_uses(program)]
 
     def _make_blocks(self, compiler: BlockCompiler | None) -> Iterator[StageBlock]:
         program, store = self.program, self.weight_gradients
@@ -343,6 +338,8 @@ class StageModule(nn.Module):
             assert isinstance(block, StageBlock)
             block.add_program(own)
         self.programs.append(program)
+        self._leaving.append(_leaving(program))
+        self._last_use.append(_last_uses(program))
         return len(self.programs) - 1
 
     def forward(self, values: Mapping[str, Tensor], part: int = 0) -> dict[str, Tensor]:
@@ -350,7 +347,8 @@ class StageModule(nn.Module):
 
         ``part`` is the number of the program that is run.
         """
-        known, programs = dict(values), self.programs[part].blocks
+        known, program = dict(values), self.programs[part]
+        last_use = self._last_use[part]
         self.before_block(0)
         for name, attribute in self._shared.items():
             known[name] = local_tensor(getattr(self, attribute))
@@ -361,13 +359,13 @@ class StageModule(nn.Module):
         for position, block in enumerate(self.blocks):
             block.part = part  # type: ignore[assignment]
             self.before_block(position)
-            outputs = block(*(known[key] for key in programs[position].inputs))
-            known.update(zip(programs[position].outputs, outputs, strict=True))
-            for key in self._last_use.get(position, ()):
+            own = program.blocks[position]
+            known.update(zip(own.outputs, block(*(known[key] for key in own.inputs)), strict=True))
+            for key in last_use.get(position, ()):
                 known.pop(key, None)
-        for name, key in self.program.updates.items():
+        for name, key in program.updates.items():
             self._changed[name] = known[key].detach()
-        return {key: known[key] for key in self._leaving}
+        return {key: known[key] for key in self._leaving[part]}
 
 
 def _registered(parameter: StageParameter) -> nn.Parameter:
@@ -380,8 +378,15 @@ def _is_split(program: StageProgram) -> bool:
     return any(placement.is_shard for each in held for placement in each.layout)
 
 
-def _last_uses(program: StageProgram, kept: tuple[str, ...]) -> dict[int, list[str]]:
+def _leaving(program: StageProgram) -> tuple[str, ...]:
+    """Return the keys of the values that leave a stage."""
+    sent = [*program.kept, *(boundary.key for boundary in program.sends)]
+    return tuple(dict.fromkeys([*sent, *([] if program.loss is None else [program.loss])]))
+
+
+def _last_uses(program: StageProgram) -> dict[int, list[str]]:
     """For each block position the keys that nobody needs after it, but those to be kept."""
+    kept = {*_leaving(program), *program.updates.values()}
     last = {
         key: position
         for position, block in enumerate(program.blocks)

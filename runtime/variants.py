@@ -38,10 +38,14 @@ from ..planner.sequence_places import find_places
 
 
 class BatchShape(NamedTuple):
-    """The rows of a global batch, and its positions where they are those of a bucket."""
+    """The rows of a global batch, and its positions where they are those of a bucket.
+
+    ``capture`` numbers the captures of the model, whose code may have changed since planning.
+    """
 
     rows: int
     length: int | None = None
+    capture: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,10 @@ def crossing_pairs(program: Program, plan: Plan) -> frozenset[tuple[int, int]]:
     return frozenset((b.source_stage, b.target_stage) for b in found)
 
 
-def variant_of(program: Program, plan: Plan) -> Variant:
+def variant_of(program: Program, plan: Plan, capture: int = 0) -> Variant:
     """The step of a plan on the batch that the plan is for: the planned one, or a smaller.
+
+    ``capture`` is the number of the program among the captures of the model.
 
     Raises PlanError AP547 and AP548 where replicas or slices would not give the same result, and
     UsageError AP158 where an asynchronous schedule cannot run it.
@@ -95,7 +101,8 @@ def variant_of(program: Program, plan: Plan) -> Variant:
             sequence_slice(graph, blocks, step, places, bounds)
             for bounds in slice_bounds(plan.slices)
         )
-    return Variant(BatchShape(plan.model.global_batch), program, plan, schedule, slices)
+    shape = BatchShape(plan.model.global_batch, capture=capture)
+    return Variant(shape, program, plan, schedule, slices)
 
 
 def bucket_variants(planned: Variant, lengths: Sequence[int]) -> tuple[Variant, ...]:

@@ -24,6 +24,7 @@ from ..graph_passes.unfold import Unfold
 from ..initialization.uncollected import uncollected
 from ..programs.program import Dtype, Program
 from .blocks import find_blocks
+from .call_trace import replaces_values
 from .export import (
     PREFIX,
     Batch,
@@ -142,7 +143,7 @@ def _lowered(model: nn.Module, batch: Batch, way: _Way) -> tuple[Exported, Lower
             batch_size=_rows(batch), rules={**way.rules, **exported.rules},
         )  # fmt: skip
 
-    groups = find_repeats(model)
+    groups = [] if replaces_values() else find_repeats(model)
     is_hidden = bool(groups)
     for _ in range(NUM_TRIES if groups else 0):
         repeats = Repeats(model, groups, is_hidden=is_hidden)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from ...planner.graph import OpRule
 from ..initialization.deferred_init import named_tensors
 from ..programs.outputs import OutputForm, output_form, scalar_losses
 from ..programs.program import BatchKey, Dtype
+from .call_trace import traced_if_wanted
 from .counter_random import counter_random
 from .functionalize import functionalize
 from .hf_experts import capturable_experts
@@ -82,7 +83,9 @@ class _WithLoss(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = _filled(self._template, dict(zip(self._keys, tensors, strict=True)))
-        with nullcontext() if torch.compiler.is_dynamo_compiling() else counter_random():
+        if torch.compiler.is_dynamo_compiling():
+            return self._loss(batch)
+        with counter_random(), traced_if_wanted():
             return self._loss(batch)
 
     def _loss(self, batch: Any) -> Tensor:
@@ -141,7 +144,7 @@ class _WithMarks(_WithLoss):
 
     def forward(self, *tensors: Tensor) -> Any:
         batch = _filled(self._template, dict(zip(self._keys, tensors, strict=True)))
-        with counter_random() as draws:
+        with counter_random() as draws, traced_if_wanted():
             self._repeats.start(draws)
             return self._loss(batch), *self._repeats.marks
 
@@ -241,6 +244,33 @@ def export_repeats(
     return Exported(program, {input_name(key): key for key in keys}, rules, wrapped.noted.outputs)
 
 
+def trace_loss(model: nn.Module, batch: Batch, *, loss_fn: LossFn | None, dtype: Dtype) -> None:
+    """Run ``loss(model(batch))`` on fake tensors in the modes of an export, without its graph."""
+    keys = tensor_keys(batch)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    target = getattr(torch, dtype)
+    with fake_parameters(model, mode, dtype=target), capturable_experts():
+        wrapped = _WithLoss(model, batch, keys, loss_fn)
+        tensors = tuple(_fake(_item(batch, key), mode, target) for key in keys)
+        with _modes(strict=False, dtype=dtype), _exporting(), mode:
+            wrapped(*tensors)
+
+
+@contextmanager
+def _exporting() -> Iterator[None]:
+    """Have code that asks ``torch.compiler`` take the path that it takes in an export."""
+    flags: Any = torch.compiler
+    names = ("_is_exporting_flag", "_is_compiling_flag")
+    before = [getattr(flags, name) for name in names]
+    try:
+        for name in names:
+            setattr(flags, name, True)
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(flags, name, value)
+
+
 def _climb(
     wrapped: nn.Module, tensors: tuple[Tensor, ...], dtype: Dtype, first: Exception,
     rules: dict[str, OpRule],
@@ -268,9 +298,15 @@ def _climb(
 def _export(
     wrapped: nn.Module, tensors: tuple[Tensor, ...], *, strict: bool, dtype: Dtype
 ) -> ExportedProgram:
+    # torch.export prints its half-made graph to stderr before it raises.
+    with _modes(strict=strict, dtype=dtype), redirect_stderr(io.StringIO()):
+        return functionalize(torch.export.export(wrapped, tensors, strict=strict))
+
+
+@contextmanager
+def _modes(*, strict: bool, dtype: Dtype) -> Iterator[None]:
+    """The modes that a forward runs under while it is captured."""
     with ExitStack() as modes:
-        # torch.export prints its half-made graph to stderr before it raises.
-        modes.enter_context(redirect_stderr(io.StringIO()))
         modes.enter_context(undetected_causal_masks())
         if not strict:
             modes.enter_context(inference_without_gradients())
@@ -278,7 +314,7 @@ def _export(
             modes.enter_context(whole_functions())
         if dtype == "float64":
             modes.enter_context(promote_to_float64())
-        return functionalize(torch.export.export(wrapped, tensors, strict=strict))
+        yield
 
 
 def input_name(key: BatchKey) -> str:

@@ -51,7 +51,11 @@ class _Promote(TorchFunctionMode):
 
 
 def _promoted(value: Any) -> Any:
-    return _PROMOTED.get(value, value) if isinstance(value, torch.dtype) else value
+    """A dtype, or a tensor that the model's code holds beside its state, in float64."""
+    if isinstance(value, torch.dtype):
+        return _PROMOTED.get(value, value)
+    is_held = type(value) is Tensor and value.dtype in _PROMOTED
+    return value.to(_PROMOTED[value.dtype]) if is_held else value
 
 
 @contextmanager

@@ -389,8 +389,6 @@ def refusals(adopt: Adopt) -> Figures:
     handle = model.a.register_forward_hook(lambda *given: None)
     found.append(("hook", _refused(lambda: model(*batch))))
     handle.remove()
-    found.append(("attribute", _change(model, "power", 2.0)))
-    found.append(("dropout", _change(model, "drop.p", 0.5)))
     found.append(("parameter", _change(model, "a.weight", nn.Parameter(torch.zeros(16, 8)))))
     found.append(("module", _change(model, "a", nn.Linear(8, 16))))
     model.frozen.requires_grad_(True)
@@ -455,8 +453,6 @@ EXPECTED = {
     "evaluation": "AP921 a backward in evaluation mode",
     "mode": "AP922 the mode of drop changed after the model was planned",
     "hook": "AP923 a hook was put on a submodule after the model was planned",
-    "attribute": "AP936 power of the model was changed",
-    "dropout": "AP936 p of drop was changed",
     "parameter": "AP936 weight of a was changed",
     "module": "AP936 a module in the model was changed",
     "frozen": "AP929 frozen requires a gradient, but was frozen when the model was planned",

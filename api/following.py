@@ -1,0 +1,295 @@
+"""Training computes what the model's code is now, not what it was when the model was planned.
+
+In: a model that trains by a plan, and before each batch what its code reads of Python
+(``python_state``). Out: the number of the capture that the batch is computed by. Where a value has
+changed, or the forward draws random numbers of Python or NumPy, the forward's calls are traced
+again: the same calls with other numbers are the same program with these, and other calls are
+another capture, if the plan's layouts hold for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autoparallel.at_start import in_modes_of_training
+from autoparallel.passes.capture.call_trace import CallTrace, tracing_calls
+from autoparallel.passes.capture.python_state import (
+    Generators,
+    PythonState,
+    Reading,
+    Replaced,
+)
+from autoparallel.passes.capture.retrace import (
+    LiveProgram,
+    capture_live,
+    is_same_but_numbers,
+    trace_calls,
+    with_values,
+)
+from autoparallel.passes.local.live_numbers import LiveNumbers
+from autoparallel.passes.programs.program import Program
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan
+from autoparallel.runtime.shared import gather_values, share_value
+from autoparallel.runtime.variants import variant_of
+from autoparallel.targets import Target, example_batches
+
+if TYPE_CHECKING:
+    from autoparallel.runtime.trainer import Trainer
+
+MOST_CAPTURES = 16
+"""Captures of a model that are kept for batches of one size."""
+
+
+@dataclass
+class _Kept:
+    """A capture with its number; ``numbers`` are those that its programs read."""
+
+    capture: int
+    live: LiveProgram
+    numbers: LiveNumbers
+
+
+@dataclass(frozen=True)
+class Sources:
+    """How a model is traced and captured for a global batch of so many rows.
+
+    ``trace(rows, before, watched)`` calls ``before`` in front of the forward and notes the source
+    of the call number ``watched``. ``plan`` makes a plan of another program of the model that is
+    like the one it trains by, with the same number of devices of each kind; None where it cannot.
+    """
+
+    trace: Callable[[int, Callable[[], None], int | None], CallTrace]
+    capture: Callable[[int], Program]
+    plan: Callable[[Program], Plan | None]
+
+
+class Following:
+    """The captures of one model on this rank."""
+
+    def __init__(self, trainer: Trainer, state: PythonState, sources: Sources) -> None:
+        """Trace the planned program. Raises as the model's code does."""
+        self._trainer, self._state, self._sources = trainer, state, sources
+        self._kept: dict[int, list[_Kept]] = defaultdict(list)
+        self._current: dict[int, int] = {}
+        self._fixed: set[tuple[int, int]] = set()
+        self._num_captures = 0
+        self._caches: list[Replaced] = []
+        self._has_changed = False
+        self._read, drawn = state.read(), Generators.now()
+        rows = trainer.plan.model.global_batch
+        trace = sources.trace(rows, lambda: None, None)
+        draws = not drawn.is_same(Generators.now())
+        state.forget_fakes(self._read)
+        self._draws, self._moves = draws, bool(state.changes(self._read, state.read()))
+        self._return_to(self._read, drawn)
+        if not (self._draws or self._moves):  # else the planned numbers are of no step
+            planned = LiveProgram(trainer.program, trace, {}, {})
+            self._kept[rows].append(_Kept(0, planned, LiveNumbers(frozenset())))
+
+    def __call__(self, rows: int) -> int:
+        """Return the number of the capture that a batch of ``rows`` is computed by.
+
+        Collective where values have changed. Raises UsageError AP936 where the plan has no
+        layouts for the model as it is now, AP942 where it differs between ranks.
+        """
+        with self._without_caches():
+            return self._found(rows)
+
+    @contextmanager
+    def own_forward(self) -> Iterator[None]:
+        """While inside, the model's own forward runs: tensors that it keeps on the model for later
+        calls change nothing that training computes."""
+        before = self._state.read()
+        try:
+            yield
+        finally:
+            self._caches += self._state.new_tensors(before)
+
+    @contextmanager
+    def _without_caches(self) -> Iterator[None]:
+        self._caches = [each for each in self._caches if each.is_there()]
+        for each in self._caches:
+            each.take_away()
+        try:
+            yield
+        finally:
+            for each in self._caches:
+                each.put_back()
+
+    def _found(self, rows: int) -> int:
+        now = self._state.read()
+        changed = self._state.changes(self._read, now)
+        if changed:
+            self._current.clear()
+            self._has_changed = True
+        elif not (self._draws or self._moves):
+            if not self._has_changed:
+                return 0
+            if rows in self._current:
+                return self._current[rows]
+        drawn = Generators.now()
+        shared = share_value(drawn) if self._draws else drawn
+        before = self._before(now, shared)
+        trace = self._sources.trace(rows, before, None)
+        self._state.forget_fakes(now)
+        after, last = self._state.read(), Generators.now()
+        _check_equal(trace, changed)
+        try:
+            self._current[rows] = self._choose(rows, trace, before, changed)
+        finally:
+            self._return_to(after, last if shared.is_same(drawn) else drawn)
+            self._read = self._state.read()
+        return self._current[rows]
+
+    def _before(self, reading: Reading, generators: Generators) -> Callable[[], None]:
+        return lambda: self._return_to(reading, generators)
+
+    def _return_to(self, reading: Reading, generators: Generators) -> None:
+        self._state.restore(reading)
+        if not generators.is_same(Generators.now()):
+            generators.restore()
+
+    def _choose(
+        self, rows: int, trace: CallTrace, before: Callable[[], None], changed: Collection[str]
+    ) -> int:
+        like = [each for each in self._kept[rows] if each.live.trace.is_like(trace)]
+        for each in like:
+            live = each.live
+            is_covered = live.trace.changed_numbers(trace) <= live.stand_ins.keys()
+            if is_covered and live.trace.changed_tensors(trace) <= live.tensors.keys():
+                self._set_values(rows, each, trace)
+                return each.capture
+        kept = None
+        if like:
+            places = set().union(*(each.live.trace.changed_numbers(trace) for each in like))
+            tensors = set().union(*(each.live.trace.changed_tensors(trace) for each in like))
+            kept = self._capture_live(rows, trace, places, tensors, before)
+        if kept is None:
+            if len(self._kept[rows]) >= MOST_CAPTURES:
+                raise self._refused(rows, trace, before, changed, f"it has {MOST_CAPTURES} forms")
+            program = self._captured(rows, before)
+            kept = self._add(rows, LiveProgram(program, trace, {}, {}))
+        if kept is None:
+            raise self._refused(
+                rows, trace, before, changed,
+                "it now takes another path, for which the plan has no layouts",
+            )  # fmt: skip
+        return kept.capture
+
+    def _captured(self, rows: int, before: Callable[[], None]) -> Program:
+        with tracing_calls(before=before):
+            return self._sources.capture(rows)
+
+    def _capture_live(
+        self, rows: int, trace: CallTrace, places: set[tuple[int, int]], tensors: set[int],
+        before: Callable[[], None],
+    ) -> _Kept | None:  # fmt: skip
+        places -= self._fixed
+        if not places and not tensors:
+            return None
+        live = capture_live(
+            lambda: self._sources.capture(rows), trace, places, tensors, before
+        )  # fmt: skip
+        found = None if live is None else self._add(rows, live)
+        if found is None:
+            self._fixed |= places
+            return None
+        self._set_values(rows, found, trace)
+        return found
+
+    def _add(self, rows: int, live: LiveProgram) -> _Kept | None:
+        """Have batches run by another capture; None where the plan does not fit it. Collective."""
+        trainer, planned = self._trainer, self._trainer.program.graph
+        program = live.program
+        if program.graph.batch_dims:
+            program = program.with_batch_size(planned.batch_size)
+        self._num_captures += 1
+        capture = self._num_captures
+        numbers = LiveNumbers(frozenset(live.stand_ins.values()))
+        plan: Plan | None = trainer.runner.batches.batch(rows).plan
+        if not is_same_but_numbers(program.graph, planned):
+            is_planned = rows == trainer.plan.model.global_batch
+            plan = self._sources.plan(live.program) if is_planned else None
+        if plan is None or not trainer.model.can_run(plan):
+            return None
+        numbers.values.update((each, each) for each in numbers.stand_ins)
+        trainer.model.take_program(rows, capture, live.program)
+        if not trainer.runner.add(variant_of(live.program, plan, capture), numbers):
+            return None
+        kept = _Kept(capture, live, numbers)
+        self._kept[rows].append(kept)
+        return kept
+
+    def _set_values(self, rows: int, kept: _Kept, trace: CallTrace) -> None:
+        live, trainer = kept.live, self._trainer
+        values = {each: trace.numbers[place] for place, each in live.stand_ins.items()}
+        kept.numbers.values.update(values)
+        if not kept.capture:
+            return
+        trainer.model.take_program(rows, kept.capture, with_values(live, values, trace))
+        trainer.runner.forget_constants(rows, kept.capture)
+
+    def _refused(
+        self, rows: int, trace: CallTrace, before: Callable[[], None], changed: Collection[str],
+        why: str,
+    ) -> UsageError:  # fmt: skip
+        at = max(
+            (_first_difference(each.live.trace, trace) for each in self._kept[rows]), default=0
+        )
+        source = self._sources.trace(rows, before, at).source
+        what = ", ".join(sorted(changed)[:3])
+        return UsageError(
+            "AP936",
+            f"{what} was changed after the model was planned" if what
+            else "the forward draws random numbers that decide which ops it computes",
+            why=f"the model's code reads it, and {why}",
+            where=source,
+            fix="change it before parallelize, or compute with it as a number with a fraction or "
+            "a buffer, so that the ops stay the same",
+        )  # fmt: skip
+
+
+def followed(
+    trainer: Trainer, state: PythonState, target: Target, seq: int | None,
+    capture: Callable[[int], Program], ready: Callable[[], AbstractContextManager[Any]],
+    plan: Callable[[Program], Plan | None],
+) -> Following:  # fmt: skip
+    """Follow a target's model, which is traced in the context that ``ready`` gives."""
+    model, dtype = trainer.program.model, trainer.program.dtype
+
+    def trace(rows: int, before: Callable[[], None], watched: int | None) -> CallTrace:
+        few, every = example_batches(target, rows, seq)
+        with in_modes_of_training(), ready():
+            batch = few if every is None else every
+            return trace_calls(model, batch, target.loss_fn, dtype, before, watched)
+
+    return Following(trainer, state, Sources(trace, capture, plan))
+
+
+def _first_difference(one: CallTrace, other: CallTrace) -> int:
+    pairs = zip(one.calls, other.calls, strict=False)
+    shorter = min(len(one.calls), len(other.calls))
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
+
+
+def _check_equal(trace: CallTrace, changed: Collection[str]) -> None:
+    """Raise UsageError AP942 where ranks would compute with different values. Collective."""
+    parts = hashlib.sha256(repr(sorted(trace.numbers.items())).encode())
+    parts.update(str(len(trace.calls)).encode())
+    for tensor in trace.tensors:
+        parts.update(tensor.tobytes())
+    found = gather_values(parts.hexdigest())
+    if len(set(found)) > 1:
+        names = ", ".join(sorted(changed)[:3]) or "a value that the model's code reads"
+        raise UsageError(
+            "AP942",
+            f"{names} differs between ranks",
+            why="all ranks compute one step, whose numbers must be the same on all of them",
+            fix="give it the same value on every rank, such as rank 0's",
+        )

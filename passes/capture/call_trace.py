@@ -1,0 +1,257 @@
+"""The calls of torch that a forward makes, with the numbers and tensors that it makes itself.
+
+In: a model, its batch and its loss. Out: a ``CallTrace``: every call of a function of torch in
+order, without the values of tensors that come from the batch or the model. Two forwards with equal
+traces are the same program. A number with a fraction stands apart from the rest of its call, and
+so does a tensor that the model's code makes of numbers (``torch.tensor(mask)``): where two traces
+differ in these alone they are the same program with other values.
+
+The forward runs on fake tensors, so that a trace costs the time of its Python code.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from .locate import user_source
+
+Place = tuple[int, int]
+"""A number's call, and its position among the numbers of that call."""
+
+_MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_DATA = ("data", "obj")
+_ARITHMETIC = frozenset({
+    "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__",
+    "div", "__truediv__", "__rtruediv__",
+})  # fmt: skip
+_OWN_PATHS = frozenset({0.0, 1.0, -1.0})
+"""Numbers for which functions of torch have paths of their own (``p=0.0``, ``alpha=1.0``)."""
+_NUMBER, _TENSOR = "a number", "a tensor"
+
+
+@dataclass
+class CallTrace:
+    """``calls`` are the functions and all that decides what they compute, but for the ``numbers``
+    (by place) and the values of ``tensors``, which the model's code makes."""
+
+    calls: list[Any] = field(default_factory=list)
+    numbers: dict[Place, float] = field(default_factory=dict)
+    tensors: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    source: str = ""
+    """The user's line of the call that ``tracing_calls`` was asked to watch."""
+
+    def is_like(self, other: CallTrace) -> bool:
+        """Return whether two traces differ in numbers and in the values of tensors at most."""
+        return (
+            self.calls == other.calls
+            and self.numbers.keys() == other.numbers.keys()
+            and list(map(_form, self.tensors)) == list(map(_form, other.tensors))
+        )
+
+    def changed_numbers(self, other: CallTrace) -> set[Place]:
+        """Return the places of the numbers that differ from those of a trace like this one."""
+        return {place for place, value in self.numbers.items() if other.numbers[place] != value}
+
+    def changed_tensors(self, other: CallTrace) -> set[int]:
+        """Return the positions of the tensors that differ from those of a trace like this one."""
+        pairs = enumerate(zip(self.tensors, other.tensors, strict=True))
+        return {at for at, (one, another) in pairs if one.tobytes() != another.tobytes()}
+
+
+def _form(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    return array.shape, array.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A trace that is filled by the next forward, and the values that it computes with."""
+
+    trace: CallTrace
+    numbers: Mapping[Place, float]
+    tensors: Mapping[int, np.ndarray[Any, Any]]
+    before: Callable[[], None]
+    watched: int | None
+
+
+_WANTED: ContextVar[_Wanted | None] = ContextVar("wanted trace", default=None)
+
+
+@contextmanager
+def tracing_calls(
+    numbers: Mapping[Place, float] | None = None,
+    tensors: Mapping[int, np.ndarray[Any, Any]] | None = None,
+    before: Callable[[], None] = lambda: None,
+    watched: int | None = None,
+) -> Iterator[CallTrace]:
+    """Have forwards inside fill a trace, each anew, and compute with other values.
+
+    These are ``numbers`` by place and ``tensors`` by position; ``before`` is called before each
+    forward. The source of the call number ``watched`` is noted.
+    """
+    trace = CallTrace()
+    token = _WANTED.set(_Wanted(trace, numbers or {}, tensors or {}, before, watched))
+    try:
+        yield trace
+    finally:
+        _WANTED.reset(token)
+
+
+@contextmanager
+def traced_if_wanted() -> Iterator[None]:
+    """Trace the forward inside, where ``tracing_calls`` asks for it."""
+    wanted = _WANTED.get()
+    if wanted is None:
+        yield
+        return
+    wanted.trace.calls.clear()
+    wanted.trace.numbers.clear()
+    wanted.trace.tensors.clear()
+    wanted.before()
+    with _Recorder(wanted):
+        yield
+
+
+def replaces_values() -> bool:
+    """Return whether forwards compute with other values than those of the model's code."""
+    wanted = _WANTED.get()
+    return wanted is not None and bool(wanted.numbers or wanted.tensors)
+
+
+class _Recorder(TorchFunctionMode):
+    """Fills a trace, and puts other values in the places that are asked for."""
+
+    def __init__(self, wanted: _Wanted) -> None:
+        super().__init__()
+        self._wanted, self._trace = wanted, wanted.trace
+        self._numbers: list[float] = []
+        self._positions: dict[int, int] = {}
+        self._swapped: dict[int, Tensor] = {}
+        self._held: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _MAKERS and (data := _data(args, kwargs)) is not None:
+            return self._make(func, data, args, kwargs)
+        self._numbers = []
+        takes_any = getattr(func, "__name__", "") in _ARITHMETIC
+        found = func, self._form(args, takes_any), self._form(kwargs, takes_any)
+        call = len(self._trace.calls)
+        if call == self._wanted.watched:
+            self._trace.source = user_source("".join(traceback.format_stack()))
+        self._trace.calls.append((*found, torch.is_grad_enabled()))
+        numbers = {(call, at): value for at, value in enumerate(self._numbers)}
+        self._trace.numbers.update(numbers)
+        if not self._wanted.numbers.keys().isdisjoint(numbers):
+            given = self._wanted.numbers
+            values = iter([given.get(place, value) for place, value in numbers.items()])
+            args, kwargs = _with_numbers((args, kwargs), values, takes_any)
+        if self._swapped:
+            args, kwargs = tree_map_only(
+                Tensor, lambda each: self._swapped.get(id(each), each), (args, kwargs)
+            )
+        return func(*args, **kwargs)
+
+    def _make(
+        self, func: Callable[..., Any], data: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Make a tensor of numbers, with the values that are asked for."""
+        position = len(self._trace.tensors)
+        value = np.asarray(data)
+        if position in self._wanted.tensors:
+            other = self._wanted.tensors[position]
+            data = other if isinstance(data, np.ndarray) else other.tolist()
+            kwargs = {key: each for key, each in kwargs.items() if key not in _DATA}
+            args = (data, *args[1:])
+        made = func(*args, **kwargs)
+        self._hold(made, value)
+        return made
+
+    def _hold(self, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
+        self._positions[id(tensor)] = len(self._trace.tensors)
+        self._held.append(tensor)  # so that no other gets its id
+        self._trace.tensors.append(value.copy())
+
+    def _form(self, value: Any, takes_any: bool) -> Any:
+        """An argument as it is compared; numbers with a fraction are put aside."""
+        kind = type(value)
+        if kind is float:
+            if not _is_free(value, takes_any):
+                return kind, repr(value)
+            self._numbers.append(value)
+            return _NUMBER
+        if isinstance(value, Tensor):
+            if not isinstance(value, FakeTensor) and id(value) not in self._positions:
+                self._hold_real(value)
+            return self._positions.get(id(value), _TENSOR)
+        if kind in (list, tuple):
+            return kind, *(self._form(each, takes_any) for each in value)
+        if kind is dict:
+            return tuple((key, self._form(each, takes_any)) for key, each in value.items())
+        if kind is slice:
+            return kind, self._form((value.start, value.stop, value.step), takes_any)
+        if kind is np.ndarray:
+            return kind, value.dtype.str, value.shape, value.tobytes()
+        return kind, value
+
+    def _hold_real(self, tensor: Tensor) -> None:
+        """A tensor with values that belongs neither to the batch nor to the model's state."""
+        if tensor.is_meta or tensor.layout != torch.strided:
+            return
+        position = len(self._trace.tensors)
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+            plain = tensor.detach().cpu()
+            plain = plain.float() if plain.dtype == torch.bfloat16 else plain
+            self._hold(tensor, plain.numpy())
+            if position in self._wanted.tensors:
+                other = torch.from_numpy(self._wanted.tensors[position].copy())
+                self._swapped[id(tensor)] = other.to(tensor.dtype)
+
+
+def _data(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the numbers that a tensor is made of; None where tensors are among them."""
+    data = args[0] if args else next((kwargs[key] for key in _DATA if key in kwargs), None)
+    return None if isinstance(data, Tensor) or _holds_tensors(data) else data
+
+
+def _is_free(value: float, takes_any: bool) -> bool:
+    """Return whether a number may take other values without another path in torch's functions."""
+    return math.isfinite(value) and (takes_any or value not in _OWN_PATHS)
+
+
+def _holds_tensors(data: Any) -> bool:
+    return isinstance(data, list | tuple) and any(
+        isinstance(each, Tensor) or _holds_tensors(each) for each in data
+    )
+
+
+def _with_numbers(value: Any, numbers: Iterator[float], takes_any: bool) -> Any:
+    """Return an argument with ``numbers`` in place of its own, in the order of ``_form``."""
+    kind = type(value)
+    if kind is float and _is_free(value, takes_any):
+        return next(numbers)
+    if kind in (list, tuple):
+        return kind(_with_numbers(each, numbers, takes_any) for each in value)
+    if kind is dict:
+        return {key: _with_numbers(each, numbers, takes_any) for key, each in value.items()}
+    if kind is slice:
+        return slice(*_with_numbers((value.start, value.stop, value.step), numbers, takes_any))
+    return value

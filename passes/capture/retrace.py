@@ -1,0 +1,194 @@
+"""A model's forward and loss again, as its Python is now: the trace of its calls, its program.
+
+In: a model, its batch, its loss. Out: a ``CallTrace`` in the time of a forward on fake tensors, and
+where numbers have changed a ``Program`` whose numbers are stand-ins: each occurs at one place of
+the trace, so that the nodes which compute with it are known. A second capture with other stand-ins
+shows whether anything else follows from them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...planner.graph import Graph
+from ..programs.interpret import LITERAL
+from ..programs.program import Dtype, Program
+from .call_trace import CallTrace, Place, tracing_calls
+from .export import Batch, LossFn, trace_loss
+
+Capture = Callable[[], Program]
+
+
+@dataclass(frozen=True)
+class LiveProgram:
+    """A program whose numbers may change: ``stand_ins`` are those in it by their places, and
+    ``tensors`` the nodes that are made of a trace's tensors, by position.
+
+    ``trace`` is that which the program was captured at.
+    """
+
+    program: Program
+    trace: CallTrace
+    stand_ins: Mapping[Place, float]
+    tensors: Mapping[int, tuple[str, ...]]
+
+
+def trace_calls(
+    model: nn.Module, batch: Batch, loss_fn: LossFn | None, dtype: Dtype,
+    before: Callable[[], None], watched: int | None = None,
+) -> CallTrace:  # fmt: skip
+    """Run ``loss_fn(model(batch))`` on fake tensors; return its calls.
+
+    ``before`` is called first, where the forward runs. The source of the call number ``watched``
+    is noted.
+    """
+    with tracing_calls(before=before, watched=watched) as trace:
+        trace_loss(model, batch, loss_fn=loss_fn, dtype=dtype)
+    return trace
+
+
+def capture_live(
+    capture: Capture, trace: CallTrace, places: Iterable[Place], tensors: Iterable[int],
+    before: Callable[[], None],
+) -> LiveProgram | None:  # fmt: skip
+    """Capture with stand-ins at ``places`` and random values in the ``tensors``.
+
+    Returns None where a number decides about more than itself: a function of torch computes
+    another one from it, or takes another path.
+    """
+    found = []
+    for seed in (1, 2):
+        draw = random.Random(seed)
+        numbers = {place: _stand_in(trace.numbers[place], draw) for place in places}
+        arrays = {at: _shuffled(trace.tensors[at], draw) for at in tensors}
+        with tracing_calls(numbers, arrays, before) as again:
+            program = capture()
+        if not again.is_like(trace):
+            return None
+        found.append((program, numbers, arrays))
+    (first, numbers, arrays), (second, others, other_arrays) = found
+    tokens = {value: place for place, value in numbers.items()}
+    other_tokens = {value: place for place, value in others.items()}
+    nodes = _nodes_of(first.graph, arrays), _nodes_of(second.graph, other_arrays)
+    if nodes[0] is None or nodes[0] != nodes[1]:
+        return None
+    of_arrays = {name for names in nodes[0].values() for name in names}
+    if _described(first, tokens, of_arrays) != _described(second, other_tokens, of_arrays):
+        return None
+    return LiveProgram(first, trace, numbers, nodes[0])
+
+
+def _stand_in(value: float, draw: random.Random) -> float:
+    """A number near ``value`` that occurs nowhere else, with the same sign."""
+    return value * (1 + draw.uniform(1e-7, 2e-7)) if value else draw.uniform(1e-9, 2e-9)
+
+
+def _shuffled(array: np.ndarray[Any, Any], draw: random.Random) -> Any:
+    """Values of the same type and range."""
+    numbers = np.random.RandomState(draw.randrange(2**31))
+    if array.dtype == bool:
+        return np.less(numbers.rand(*array.shape), 0.5)
+    if array.size == 0:
+        return array
+    low, high = array.min(), array.max()
+    if np.issubdtype(array.dtype, np.integer):
+        return numbers.randint(low, int(high) + 1, array.shape).astype(array.dtype)
+    return numbers.uniform(low, high + 1e-9, array.shape).astype(array.dtype)
+
+
+def _nodes_of(
+    graph: Graph, arrays: Mapping[int, np.ndarray[Any, Any]]
+) -> dict[int, tuple[str, ...]] | None:
+    """The literals that hold each of ``arrays``; None where one is not there alone."""
+    found: dict[int, tuple[str, ...]] = {}
+    taken: set[str] = set()
+    for at, array in arrays.items():
+        names = tuple(node.name for node in graph if node.op == LITERAL and _is_value(node, array))
+        if len(names) != 1 or taken & {*names}:
+            return None
+        taken.update(names)
+        found[at] = names
+    return found
+
+
+def _is_value(node: Any, array: np.ndarray[Any, Any]) -> bool:
+    value = torch.tensor(node.args[0], **node.kwargs)
+    if value.shape != array.shape:
+        return False
+    return torch.equal(value, torch.tensor(array).to(value.dtype))
+
+
+def _described(
+    program: Program, tokens: Mapping[float, Place], literals: set[str]
+) -> list[tuple[Any, ...]]:
+    """All that a program's nodes compute, with places instead of stand-ins."""
+
+    def marked(value: Any) -> Any:
+        if type(value) is float:
+            return tokens.get(value, repr(value))
+        if isinstance(value, list | tuple):
+            return tuple(map(marked, value))
+        return value
+
+    return [
+        (node.name, node.kind, node.op, node.outputs,
+         None if node.name in literals
+         else (marked(node.args), tuple((key, marked(v)) for key, v in node.kwargs.items())))
+        for node in program.graph
+    ]  # fmt: skip
+
+
+def is_same_but_numbers(graph: Graph, other: Graph) -> bool:
+    """Return whether two graphs differ in numbers with a fraction and in literals at most, so that
+    the layouts of the one are right for the other."""
+
+    def plain(value: Any) -> Any:
+        if type(value) is float:
+            return float
+        if isinstance(value, list | tuple):
+            return tuple(map(plain, value))
+        return value
+
+    def described(node: Any) -> tuple[Any, ...]:
+        head = node.name, node.kind, node.op, node.outputs
+        if node.op == LITERAL:
+            return head
+        return *head, plain(node.args), {key: plain(v) for key, v in node.kwargs.items()}
+
+    return (
+        len(graph.nodes) == len(other.nodes)
+        and graph.batch_dims == other.batch_dims
+        and graph.accumulation == other.accumulation
+        and graph.updates == other.updates
+        and graph.loss == other.loss
+        and all(described(a) == described(b) for a, b in zip(graph.nodes, other.nodes, strict=True))
+    )
+
+
+def with_values(live: LiveProgram, values: Mapping[float, float], trace: CallTrace) -> Program:
+    """Return the program with literals as they are in ``trace``, and numbers in its constants."""
+    arrays = {name: trace.tensors[at] for at, names in live.tensors.items() for name in names}
+    graph = live.program.graph
+
+    def written(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(written, value))
+        return values.get(value, value) if type(value) is float else value
+
+    nodes = []
+    for node in graph.nodes:
+        if node.name in arrays:
+            dtype = node.kwargs["dtype"]
+            node = replace(node, args=(torch.tensor(arrays[node.name]).to(dtype).tolist(),))
+        elif node.kind == "constant":
+            kwargs = {key: written(each) for key, each in node.kwargs.items()}
+            node = replace(node, args=written(node.args), kwargs=kwargs)
+        nodes.append(node)
+    return replace(live.program, graph=replace(graph, nodes=tuple(nodes)))
