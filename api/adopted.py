@@ -21,11 +21,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from autoparallel.at_start import as_at_start
 from autoparallel.call_arguments import CallArguments
+from autoparallel.first_step import compare_first_step, projection
 from autoparallel.passes.capture.counter_random import batch_dims, counter_random
 from autoparallel.passes.programs.outputs import OutputForm, output_tensors
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions
+from autoparallel.refused_gradient import refusal
 from autoparallel.runtime.arriving import arriving
 from autoparallel.runtime.batches import marked
 from autoparallel.runtime.parameters import COMPUTE_DTYPES, get_by_path
@@ -59,6 +61,7 @@ class Job:
     weights: str | Path | None = None
     weights_partial: bool = False
     allow_idle: bool = False
+    check_first_step: bool | None = None
 
 
 class Adopted:
@@ -140,11 +143,33 @@ class Adopted:
         )
         self._unchanged = Unchanged(model, modes, trainer.model.parameters, self._whole.slots)
         trainer.runner.captures = self._capture_now
+        compare_first_step(
+            trainer, self._following, lambda: model, example, job.target.loss_fn,
+            asked=job.check_first_step, as_plain=self._as_plain,
+            run=self._backward_of_outputs if trainer.program.returned else None,
+        )  # fmt: skip
 
     def _capture_now(self, rows: int) -> int:
         """The number of the capture that a batch is computed by, as the model is now."""
         self._unchanged.check()
         return self._following(rows)
+
+    @contextmanager
+    def _as_plain(self) -> Iterator[None]:
+        """While inside, calls of the model are its own forward."""
+        before, self.is_plain = self.is_plain, True
+        try:
+            yield
+        finally:
+            self.is_plain = before
+
+    def _backward_of_outputs(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Differentiate a projection of the model's outputs, which it returns."""
+        assert self._calls is not None
+        outputs = self._calls.outputs(self.joined.runner.fit(inputs))
+        loss = projection(outputs)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def _put_shards(self, model: nn.Module) -> None:
         """The masters in the places of the model's parameters, changing buffers in theirs."""
@@ -258,7 +283,7 @@ class Adopted:
         outputs = self._run_whole(args, kwargs, keeps_buffers=True)
         if not torch.is_grad_enabled():
             return outputs
-        refuse = _refusal(
+        refuse = refusal(
             "AP921",
             "a backward in evaluation mode",
             "the model's eval() runs without gradients",
@@ -436,7 +461,7 @@ class _Again:
             stack.enter_context(counter_random(self._key, batch_dims=batch_dims(graph)))
             outputs = self._adopted._run_whole(self._args, self._kwargs, keeps_buffers=False)
         assert trainer.program.outputs is not None
-        refuse = _refusal(
+        refuse = refusal(
             "AP928",
             "a gradient through an output of the model other than its loss",
             "a model that returns its loss is differentiated by that alone",
@@ -456,31 +481,3 @@ class _Leaf:
 
     def host_value(self) -> Tensor:
         return self.value()
-
-
-class _Refused(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, error: UsageError) -> Tensor:
-        ctx.error = error
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise ctx.error
-
-
-def _refusal(code: str, what: str, why: str, fix: str) -> Callable[[Tensor], Tensor]:
-    """A function that gives a floating tensor a backward which says what is wrong."""
-    error = UsageError(code, what, why=why, fix=fix)
-
-    def refuse(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        with torch.enable_grad():
-            anchor = torch.zeros((), requires_grad=True)
-            refused: Tensor = _Refused.apply(anchor, tensor, error)  # type: ignore[no-untyped-call]
-        return refused
-
-    return refuse

@@ -9,12 +9,13 @@ another capture, if the plan's layouts hold for it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from autoparallel.at_start import in_modes_of_training
 from autoparallel.passes.capture.call_trace import CallTrace, tracing_calls
@@ -41,6 +42,9 @@ from autoparallel.targets import Target, example_batches
 
 if TYPE_CHECKING:
     from autoparallel.runtime.trainer import Trainer
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MOST_CAPTURES = 16
 """Captures of a model that are kept for batches of one size."""
@@ -110,6 +114,25 @@ class Following:
             yield
         finally:
             self._caches += self._state.new_tensors(before)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Put back, afterwards, all that forwards inside have changed or drawn."""
+        reading, drawn = self._state.read(), Generators.now()
+        try:
+            yield
+        finally:
+            self._return_to(reading, drawn)
+
+    def once(self, call: Callable[P, T]) -> Callable[P, T]:
+        """Return a function that changes and draws nothing for good."""
+
+        @functools.wraps(call)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self.undone():
+                return call(*args, **kwargs)
+
+        return called
 
     @contextmanager
     def _without_caches(self) -> Iterator[None]:

@@ -65,6 +65,7 @@ class ParallelOptions:
     weights: str | Path | None = None
     weights_partial: bool = False
     allow_idle: bool = False
+    check_first_step: bool | None = None
 
 
 def plan(
@@ -200,6 +201,7 @@ def parallelize(
     weights: str | Path | None = None,
     weights_partial: bool = False,
     allow_idle: bool = False,
+    check_first_step: bool | None = None,
     **options: Unpack[SearchOptions],
 ) -> Callable[[ModuleClass], ModuleClass]: ...
 @overload
@@ -215,6 +217,7 @@ def parallelize(
     weights: str | Path | None = None,
     weights_partial: bool = False,
     allow_idle: bool = False,
+    check_first_step: bool | None = None,
     **options: Unpack[SearchOptions],
 ) -> nn.Module: ...
 def parallelize(  # noqa: PLR0913 - one parameter per option
@@ -229,6 +232,7 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
     weights: str | Path | None = None,
     weights_partial: bool = False,
     allow_idle: bool = False,
+    check_first_step: bool | None = None,
     **options: Unpack[SearchOptions],
 ) -> Any:
     """An ``nn.Module`` class (as a decorator) or instance that trains by a plan.
@@ -250,6 +254,10 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
     of the plain class. ``init="exact"`` gives these, bit for bit; each rank then draws the whole
     model's numbers. Either takes one number of torch's generator, whose state is the seed.
 
+    The first step is compared with that of the model alone, on the batch that runs: the loss and
+    the norm of each gradient; UsageError AP943 names what differs. ``check_first_step`` False
+    turns that off; True compares also where one device needs more than 10 s for the step.
+
     Without ``precision`` the plan computes in the dtype of the model's floating parameters, if all
     have the same, else in float32.
 
@@ -268,6 +276,7 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
         weights,
         weights_partial,
         allow_idle,
+        check_first_step,
     )
 
     def mark(thing: Any) -> Any:
@@ -360,6 +369,7 @@ def _job(
         weights=given.weights,
         weights_partial=given.weights_partial,
         allow_idle=given.allow_idle,
+        check_first_step=given.check_first_step,
     )
 
 

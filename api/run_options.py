@@ -33,7 +33,8 @@ class RunOptions:
 
     ``compiled``: whether blocks run compiled; None leaves it to the plan. ``elastic``: options of
     planning by name, where fewer hosts than the plan's may go on; None where they may not.
-    ``trace_steps`` are recorded and written to ``trace``.
+    ``trace_steps`` are recorded and written to ``trace``. ``check_first_step``: whether the first
+    one is compared with the model alone; None where that is quick.
     """
 
     clip_norm: float | None = None
@@ -48,6 +49,7 @@ class RunOptions:
     elastic: Mapping[str, Any] | None = None
     trace_steps: int = 0
     trace: str | None = None
+    check_first_step: bool | None = None
 
     def check(self) -> None:
         """Raises UsageError AP900 for a bad value and AP905 where a package is missing."""

@@ -20,7 +20,8 @@ from autoparallel.attempts import begin_attempt
 from autoparallel.cost_model.profile.torch_tf32 import set_torch
 from autoparallel.data import TrainingData
 from autoparallel.elastic_plan import plan_for_ranks
-from autoparallel.following import followed
+from autoparallel.first_step import compare_first_step
+from autoparallel.following import Following, followed
 from autoparallel.measurement import keep_measurement
 from autoparallel.memory_error import explained_memory_errors
 from autoparallel.passes.capture.counter_random import batch_dims
@@ -52,7 +53,7 @@ from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify as run_verification
 from autoparallel.served_training import check_served_run, train_served
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
-from autoparallel.targets import Batch, Target, load_target
+from autoparallel.targets import Batch, Target, captured_batch, load_target
 from autoparallel.text_data import with_text
 from autoparallel.tf32 import set_as_planned
 from autoparallel.trust import target_name
@@ -112,6 +113,13 @@ def train(
     trainer.use_update(asked.update(device.type), target.build_scheduler)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
+    captures = trainer.runner.captures
+    if isinstance(captures, Following):
+        example = captured_batch(target, plan.model.global_batch, batch_seq(plan, target))
+        compare_first_step(
+            trainer, captures, lambda: plain_build(target.build_model, seed).to(device), example,
+            target.loss_fn, asked=asked.check_first_step,
+        )  # fmt: skip
     data = TrainingData(
         trainer, target, seed=seed, progress=worker.watchdog.progress,
         tell=partial(print, flush=True) if worker.rank == 0 else lambda line: None,

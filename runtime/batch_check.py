@@ -95,6 +95,11 @@ class BatchCheck:
         if self._num_steps == 1:
             self.read()
 
+    def forget(self) -> None:
+        """Take the last step for one that was not made."""
+        self.read()
+        self._num_steps -= 1
+
     def read(self) -> None:
         """Waits for the comparison that is under way, if any, and says what it found."""
         if self._running is None:

@@ -8,7 +8,8 @@ batch comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,8 @@ class BatchRunner:
         self.executors = {index: model.executor(index, seed) for index in model.stages}
         self.model, self.device, self.progress = model, model.device, progress
         self._step_optimizer = step_optimizer
+        self.before_first: Callable[[Mapping[str, Tensor]], None] | None = None
+        """Is called with the inputs of the first batch, before it is run."""
         self.captures: Callable[[int], int] = lambda rows: 0
         """Tells which capture of the model a batch of so many rows is computed by."""
         self._deferred: DeferredUpdate | None = None
@@ -140,6 +143,16 @@ class BatchRunner:
             self._deferred.begin()
         return loss
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """While inside, a batch updates nothing and counts for nothing."""
+        deferred, self._deferred = self._deferred, None
+        try:
+            yield
+        finally:
+            self._deferred = deferred
+            self.batches.forget()
+
     def defer_updates(self, optimizer: Optimizer | None) -> None:
         """Have steps leave their updates to the next forward, where the plan says so, or not
         (None)."""
@@ -179,6 +192,9 @@ class BatchRunner:
         plan's, AP836 for a smaller one that the plan cannot run, and PlanError AP560 where
         padding would change the result.
         """
+        if self.before_first is not None and torch.is_grad_enabled():
+            check, self.before_first = self.before_first, None
+            check(inputs)
         batch, rows = self.batches.take(inputs)
         is_smaller = rows != self.batches.global_rows
         capture = self.captures(rows)

@@ -145,6 +145,17 @@ class StepBatches:
             return ShareBatch(inputs, held, self._dims), rows
         return inputs, rows
 
+    def has_all_rows(self, inputs: Mapping[str, Tensor]) -> bool:
+        """Return whether a rank's inputs are the global batch, of as many rows as planned."""
+        is_share, rows = self._recognize(inputs)
+        held = self.held(rows)
+        is_whole = held is not None and held.is_whole
+        return bool(inputs) and rows == self.global_rows and (not is_share or is_whole)
+
+    def forget(self) -> None:
+        """Take the last batch for one that was not given."""
+        self._check.forget()
+
     def check_shapes(self, batch: Mapping[str, Tensor], rows: int) -> None:
         """Raises UsageError AP130 unless a batch has the shapes of one of ``rows`` in all."""
         if not batch and self.held(rows) is None:
@@ -171,6 +182,8 @@ class StepBatches:
         if given is None or held is None or given == planned:
             is_share = held is not None and held.is_whole and bool(self._is_share)
             return is_share, planned if given is None else min(given, planned)
+        if self._is_share is False and given < planned:
+            return False, given
         if given == held.size or (self._is_share and given < held.size):
             return True, planned if given == held.size else self._told_before(given)
         # More rows than planned are none of a smaller batch: ``check_shapes`` refuses them.

@@ -309,6 +309,14 @@ class StageModule(nn.Module):
                 self.buffer(name).copy_(value)
         self._changed.clear()
 
+    def next_buffer(self, name: str) -> Tensor:
+        """Return the value that this rank's part of a buffer has after the last forward."""
+        return self._changed.get(name, self.buffer(name))
+
+    def forget_buffers(self) -> None:
+        """Drop the buffers' new values."""
+        self._changed.clear()
+
     def changing_buffers(self) -> dict[str, Tensor]:
         """The buffers that training changes, over the memory that this rank holds."""
         return self.distributed_buffers(self.program.updates)

@@ -19,6 +19,7 @@ from .parameters import StageParameter
 from .reference import Reference
 from .servers.server_trainer import ServerTrainer
 from .shared import Pulse, gather_on_first
+from .stage import StageModule
 from .trainer import Trainer
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
@@ -120,12 +121,15 @@ def collect(
     return collected
 
 
-def collect_buffers(trainer: Trainer | ServerTrainer) -> dict[str, list[Piece]]:
+def collect_buffers(
+    trainer: Trainer | ServerTrainer,
+    read: Callable[[StageModule, str], Tensor] = StageModule.buffer,
+) -> dict[str, list[Piece]]:
     """Every rank's pieces of the buffers that training changes, on rank 0. Collective."""
     own: dict[str, Piece] = {}
     for stage in trainer.model.stages.values():
         for name in stage.program.updates:
-            own[name] = (stage.buffer_regions[name], stage.buffer(name).detach().cpu().clone())
+            own[name] = (stage.buffer_regions[name], read(stage, name).detach().cpu().clone())
     collected: dict[str, list[Piece]] = {}
     for pieces in gather_on_first(own):
         for name, piece in pieces.items():

@@ -159,6 +159,15 @@ TraceOption = Annotated[
     typer.Option("--trace", metavar="FILE", help="where --trace-steps writes; trace.json"),
 ]
 
+CheckFirstStepOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--check-first-step/--no-check-first-step",
+        help="compare the first step with the model alone: loss, norm of each gradient; default: "
+        "where one device takes the step in 10 s",
+    ),
+]
+
 
 @planning()
 def run(
@@ -197,6 +206,7 @@ def run(
     elastic: ElasticOption = False,
     trace_steps: TraceStepsOption = 0,
     trace: TraceOption = None,
+    check_first_step: CheckFirstStepOption = None,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --lora, are for planning a TARGET."""
     from autoparallel.asked import checked_init
@@ -206,7 +216,7 @@ def run(
         clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate, loss_scale=loss_scale,
         on_nan=cast("OnNan", on_nan), metrics=metrics, tensorboard=tensorboard, wandb=wandb,
         compiled=options.compiled, elastic=_limits(options) if elastic else None,
-        trace_steps=trace_steps, trace=trace,
+        trace_steps=trace_steps, trace=trace, check_first_step=check_first_step,
     )  # fmt: skip
     asked.check()
     if trace_steps or trace is not None:

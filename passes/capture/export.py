@@ -82,7 +82,7 @@ class _WithLoss(nn.Module):
         self._loss_fn = loss_fn
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        batch = _filled(self._template, dict(zip(self._keys, tensors, strict=True)))
+        batch = filled_batch(self._template, dict(zip(self._keys, tensors, strict=True)))
         if torch.compiler.is_dynamo_compiling():
             return self._loss(batch)
         with counter_random(), traced_if_wanted():
@@ -143,7 +143,7 @@ class _WithMarks(_WithLoss):
         self._repeats = repeats
 
     def forward(self, *tensors: Tensor) -> Any:
-        batch = _filled(self._template, dict(zip(self._keys, tensors, strict=True)))
+        batch = filled_batch(self._template, dict(zip(self._keys, tensors, strict=True)))
         with counter_random() as draws, traced_if_wanted():
             self._repeats.start(draws)
             return self._loss(batch), *self._repeats.marks
@@ -341,7 +341,8 @@ def _item(batch: Batch, key: BatchKey) -> Tensor:
     return value
 
 
-def _filled(template: Batch, tensors: Mapping[BatchKey, Tensor]) -> Any:
+def filled_batch(template: Batch, tensors: Mapping[BatchKey, Tensor]) -> Any:
+    """Return a batch like ``template`` with other tensors."""
     if isinstance(template, Mapping):
         return {key: tensors.get(key, value) for key, value in template.items()}
     return tuple(tensors.get(i, value) for i, value in enumerate(template))

@@ -1,0 +1,111 @@
+"""The comparison of a run's first step with the model alone: when it is made, and by what.
+
+In: a trainer before its first step, and the model. Out: a check in front of the first batch, and
+one line on rank 0 that says what was compared or why nothing was.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from autoparallel.at_start import in_modes_of_training
+from autoparallel.passes.capture.export import call_model, filled_batch, find_loss
+from autoparallel.passes.programs.outputs import OutputForm, output_tensors
+from autoparallel.runtime.first_step import check_first_step, is_quick, why_not_compared
+from autoparallel.runtime.parameters import COMPUTE_DTYPES
+
+if TYPE_CHECKING:
+    from autoparallel.following import Following
+    from autoparallel.runtime.trainer import Trainer
+    from autoparallel.targets import Batch, LossFn
+
+VARIABLE = "AUTOPARALLEL_CHECK_FIRST_STEP"
+"""0 turns the comparison off and 1 on, where nothing else says so."""
+
+
+def compare_first_step(
+    trainer: Trainer,
+    following: Following,
+    model: Callable[[], nn.Module],
+    example: Batch,
+    loss_fn: LossFn | None,
+    *,
+    asked: bool | None,
+    run: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
+    as_plain: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Have a trainer's first step compared with that of ``model()``, a model with other weights.
+
+    ``example`` is a batch, whose tensors are replaced. ``run`` runs a step by the plan and returns
+    the loss; in the context of ``as_plain`` a call of the model is its own forward. Where nothing
+    was ``asked``, a step is compared that one device takes in 10 s.
+    """
+    if asked is None and VARIABLE in os.environ:
+        asked = os.environ[VARIABLE] == "1"
+    if asked is False or (asked is None and not is_quick(trainer.plan)):
+        return
+    form = trainer.program.outputs if trainer.program.returned else None
+
+    def plain(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        alone = _Alone(model())
+        dtype = COMPUTE_DTYPES[trainer.plan.model.precision]
+        keys = trainer.program.inputs
+        batch = filled_batch(example, {keys[n]: _cast(v, dtype) for n, v in inputs.items()})
+        given = {f"model.{name}": _cast(value, dtype) for name, value in weights.items()}
+        with as_plain():
+            outputs = functional_call(alone, given, (batch,))
+        if form is not None:
+            return projection(_differentiable(outputs, form))
+        return find_loss(outputs, batch, loss_fn)
+
+    def check(inputs: Mapping[str, Tensor]) -> None:
+        why = why_not_compared(trainer, inputs)
+        if not why:
+            step = trainer.runner.backward if run is None else run
+            with in_modes_of_training(), following.undone():
+                why = check_first_step(trainer, inputs, lambda: step(inputs), following.once(plain))
+        if why and asked and trainer.model.rank == 0:
+            sys.stderr.write(f"autoparallel: the first step is not compared: {why}\n")
+
+    trainer.runner.before_first = check
+
+
+class _Alone(nn.Module):
+    """A model whose forward takes a batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> Any:
+        return call_model(self.model, batch)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _differentiable(outputs: Any, form: OutputForm) -> list[Tensor]:
+    leaves = [leaf for leaf in form.leaves if leaf.kind == "tensor"]
+    tensors = output_tensors(outputs, form)
+    return [t for t, leaf in zip(tensors, leaves, strict=True) if leaf.is_differentiable]
+
+
+def projection(outputs: Sequence[Tensor]) -> Tensor:
+    """Return a number that depends on every element of a model's outputs, each in its own way."""
+    total = torch.zeros((), dtype=torch.float64)
+    for output in outputs:
+        flat = torch.view_as_real(output) if output.is_complex() else output
+        flat = flat.reshape(-1).to(torch.float64)
+        weights = torch.cos(torch.arange(flat.numel(), dtype=torch.float64, device=flat.device))
+        total = total.to(flat.device) + (flat * weights).sum() / math.sqrt(max(flat.numel(), 1))
+    return total

@@ -1,0 +1,39 @@
+"""Tensors whose backward is an error that says what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoparallel.planner.errors import UsageError
+
+
+class _Refused(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, error: UsageError) -> Tensor:
+        ctx.error = error
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ctx.error
+
+
+def refusal(code: str, what: str, why: str, fix: str) -> Callable[[Tensor], Tensor]:
+    """A function that gives a floating tensor a backward which says what is wrong."""
+    error = UsageError(code, what, why=why, fix=fix)
+
+    def refuse(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        with torch.enable_grad():
+            anchor = torch.zeros((), requires_grad=True)
+            refused: Tensor = _Refused.apply(anchor, tensor, error)  # type: ignore[no-untyped-call]
+        return refused
+
+    return refuse

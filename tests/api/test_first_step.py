@@ -1,0 +1,132 @@
+"""A first step that is not that of the model alone is stopped before it trains anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from forced_plans import settled
+from processes import run_processes, set_torchrun_variables
+from torch import Tensor, nn
+from torch.compiler import is_exporting
+
+import autoparallel
+from autoparallel.planner.errors import AutoparallelError
+
+
+def _batch() -> tuple[Tensor]:
+    return (torch.randn(8, 6, generator=torch.Generator().manual_seed(1)),)
+
+
+class Net(nn.Module):
+    """A model that is captured as another one than it is, in the way of ``fault``."""
+
+    def __init__(self, fault: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.filter = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.fault = fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fault(self, self.norm(self.drop(F.relu(self.a(x)))))
+        return F.mse_loss(self.b(h), x[:, :4]) + 0.01 * (self.filter.abs() * h).square().mean()
+
+
+class Heads(Net):
+    """Returns no loss."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.fault(self, self.norm(self.drop(F.relu(self.a(x)))))
+        return self.b(h), h * self.filter.abs()
+
+
+def _without_gradient(net: Any, h: Tensor) -> Tensor:
+    return h + (h if is_exporting() else h.detach()) / 2
+
+
+def _real(net: Any, h: Tensor) -> Tensor:
+    weight = net.filter.real if is_exporting() else net.filter
+    return (h * weight).abs()
+
+
+def _written(net: Any, h: Tensor) -> Tensor:
+    weight = net.b.weight if is_exporting() else net.b.weight.clamp(-0.05, 0.05)
+    return h + F.linear(h, weight).mean()
+
+
+def _statistics(net: Any, h: Tensor) -> Tensor:
+    net.seen.add_(1.0 if is_exporting() else 2.0)
+    return h
+
+
+FAULTS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "a number of the rows": (lambda net, h: h * 8 / (2 if is_exporting() else len(h)), "loss"),
+    "a region without gradients": (_without_gradient, "gradient of a.weight"),
+    "a complex parameter": (_real, "loss"),
+    "a write to a parameter": (_written, "loss"),
+    "a number of the script": (lambda net, h: h * (0.5 if is_exporting() else 1.0), "loss"),
+    "a random number": (
+        lambda net, h: h * (0.1 if is_exporting() else float(torch.rand(()))),
+        "loss",
+    ),
+    "a precision": (
+        lambda net, h: h if is_exporting() else (h * 30).to(torch.float8_e5m2).float() / 30,
+        "loss",
+    ),
+    "other weights": (
+        lambda net, h: h + (net.b.weight.mean() + 1 if is_exporting() else net.b.weight.mean()),
+        "loss",
+    ),
+    "a running statistic": (_statistics, "norm of seen"),
+}
+
+
+def _told(kind: type[nn.Module], name: str, plan: str, *, asked: bool | None) -> str:
+    fault = FAULTS[name][0] if name in FAULTS else (lambda net, h: h)
+    model = autoparallel.parallelize(
+        kind(fault), example_batch=_batch(), global_batch=8, parallel=settled(plan),
+        profile="analytic", check_first_step=asked,
+    )  # fmt: skip
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    try:
+        model(*_batch())
+    except AutoparallelError as error:
+        assert all(map(torch.equal, before, model.parameters()))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return f"{error.code} {error.what} {error.why}"
+    return "equal"
+
+
+def _all(plan: str, kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, str]:
+    set_torchrun_variables()
+    found = {name: _told(kind, name, plan, asked=True) for name in names}
+    if "none" in names:
+        found["not asked"] = _told(kind, "a number of the rows", plan, asked=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "names"),
+    [
+        ("dp=2", Net, ("none", *FAULTS)),
+        ("tp=2", Heads, ("none", "a region without gradients", "a number of the script")),
+        ("dp=2,zero=3", Net, ("none", "a region without gradients", "a running statistic")),
+    ],
+)
+def test_each_kind_of_silent_difference_is_stopped(
+    plan: str, kind: type[nn.Module], names: tuple[str, ...]
+) -> None:
+    for result in run_processes(2, _all, plan, kind, names):
+        for name, told in result.items():
+            if name in ("none", "not asked"):
+                assert told == "equal", (name, told)
+            else:
+                assert told.startswith("AP943 the first step by the plan is not that of"), name
+                assert kind is Heads or FAULTS[name][1] in told, (name, told)
