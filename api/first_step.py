@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,14 +56,15 @@ def compare_first_step(
         return
     form = trainer.program.outputs if trainer.program.returned else None
 
+    alone = cache(model)
+
     def plain(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        alone = _Alone(model())
         dtype = COMPUTE_DTYPES[trainer.plan.model.precision]
         keys = trainer.program.inputs
         batch = filled_batch(example, {keys[n]: _cast(v, dtype) for n, v in inputs.items()})
         given = {f"model.{name}": _cast(value, dtype) for name, value in weights.items()}
         with as_plain():
-            outputs = functional_call(alone, given, (batch,))
+            outputs = functional_call(_Alone(alone()), given, (batch,))
         if form is not None:
             return projection(_differentiable(outputs, form))
         return find_loss(outputs, batch, loss_fn)
@@ -72,7 +74,10 @@ def compare_first_step(
         if not why:
             step = trainer.runner.backward if run is None else run
             with in_modes_of_training(), following.undone():
-                why = check_first_step(trainer, inputs, lambda: step(inputs), following.once(plain))
+                why = check_first_step(
+                    trainer, inputs, lambda: step(inputs), following.once(plain),
+                    lambda: dict(alone().named_buffers()),
+                )  # fmt: skip
         if why and asked and trainer.model.rank == 0:
             sys.stderr.write(f"autoparallel: the first step is not compared: {why}\n")
 

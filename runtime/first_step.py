@@ -45,7 +45,7 @@ SMALL = 1e-3
 Weights = Mapping[str, Tensor]
 Inputs = Mapping[str, Tensor]
 PlainLoss = Callable[[Weights, Inputs], Tensor]
-"""The loss of the plain model with these weights, by name, on a batch, by input."""
+"""The loss of the plain model with these weights and buffers, by name, on a batch, by input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,14 @@ def why_not_compared(trainer: Trainer, inputs: Inputs) -> str:
 
 
 def check_first_step(
-    trainer: Trainer, inputs: Inputs, own: Callable[[], Tensor], plain: PlainLoss
-) -> str:
+    trainer: Trainer, inputs: Inputs, own: Callable[[], Tensor], plain: PlainLoss,
+    buffers: Callable[[], Weights],
+) -> str:  # fmt: skip
     """Compare the first step by the plan with the plain model's.
 
     ``own`` runs the step on ``inputs``, the global batch; the gradients are then complete, and its
-    result is the loss. Returns why nothing was compared, if so. Collective over all ranks.
+    result is the loss. ``buffers`` are those that the plain model has by itself, asked for on
+    rank 0. Returns why nothing was compared, if so. Collective over all ranks.
 
     Raises UsageError AP943 where the two differ.
     """
@@ -97,8 +99,13 @@ def check_first_step(
     whole = WholeWeights(trainer.model)
     weights = {name: whole.gather((name,), as_computed=False)[name].clone() for name in whole.names}
 
+    fixed: dict[str, float] = {}
+
     def alone() -> FirstStep | str:
         try:
+            for name, value in buffers().items():
+                weights.setdefault(name, value.detach().clone())
+                fixed[name] = float(value.abs().double().norm())
             return _plain_step(trainer, weights, inputs, plain, key)
         except Exception as error:  # noqa: BLE001 - of the model's own code; training goes on
             return f"the model alone ends with {type(error).__name__}: {error}"
@@ -117,7 +124,7 @@ def check_first_step(
         found = FirstStep(
             loss,
             {name: _norm(held) for name, held in pieces.items()},
-            {name: _norm(held) for name, held in changed.items()},
+            {**fixed, **{name: _norm(held) for name, held in changed.items()}},
         )
         error = _difference(expected, found, trainer.plan.model.precision)
         if error is not None:
@@ -142,7 +149,8 @@ def _plain_step(
         name: value.requires_grad_() if name in trained else value
         for name, value in weights.items()
     }
-    before = {name: leaves[name].clone() for name in graph.updates if name in leaves}
+    parameters = {node.name for node in graph.parameters}
+    before = {name: value.clone() for name, value in leaves.items() if name not in parameters}
     parts, total = reference_split(trainer.model.planned, inputs), 0.0
     with torch.enable_grad():
         for index, part in enumerate(parts):
@@ -218,6 +226,11 @@ def _apart(trainer: Trainer) -> Iterator[None]:
     """While inside, a step leaves no gradient, calls no hook and is not counted."""
     runner, parameters = trainer.runner, trainer.model.all_parameters()
     begun, held = runner.batches_begun, _taken(parameters)
+    buffers = [
+        (buffer, buffer.clone())
+        for stage in trainer.model.stages.values()
+        for buffer in map(stage.buffer, stage.program.updates)
+    ]
     try:
         with runner.uncounted():
             yield
@@ -230,6 +243,8 @@ def _apart(trainer: Trainer) -> Iterator[None]:
         runner.batches_begun = begun
         for stage in trainer.model.stages.values():
             stage.forget_buffers()
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
 
 def _taken(parameters: Sequence[StageParameter]) -> list[tuple[Tensor | None, dict[str, object]]]:

@@ -157,6 +157,17 @@ def _lower_node(state: _Lowering, node: fx.Node) -> None:
         _refuse_region(node)
 
 
+def _of_unknown_size(path: str, source: str) -> CaptureError:
+    return CaptureError(
+        "AP202",
+        f"the shape of a result of {path} depends on the values of tensors",
+        why="ranks and micro-batches would have to agree on it in the middle of a step",
+        where=source,
+        fix="keep every element and give those that do not count no weight: for x[mask].mean() "
+        "write torch.where(mask, x, 0).sum() / mask.sum()",
+    )
+
+
 def _refuse_region(node: fx.Node) -> NoReturn:
     raise CaptureError(
         "AP205",
@@ -186,11 +197,14 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
         path = "aten.detach.default"
     requires_grad = path != "aten.detach.default" and _any_grad(state, (args, kwargs))
     value = node.meta["val"]
-    outputs = tuple(
-        _spec(item, requires_grad)
+    tensors = [
+        item
         for item in (value if isinstance(value, tuple | list) else (value,))
         if isinstance(item, Tensor)
-    )
+    ]
+    if any(not isinstance(size, int) for tensor in tensors for size in tensor.shape):
+        raise _of_unknown_size(path, source)
+    outputs = tuple(_spec(item, requires_grad) for item in tensors)
     if not outputs:
         return
     path, args, kwargs = _canonical(path, args, kwargs, outputs[0])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ...planner.errors import CaptureError
@@ -96,7 +97,7 @@ class explicit_ops(TorchFunctionMode):  # noqa: N801
             return args[0].detach()
         if func == _SET_DATA:
             return _assign(args[0], args[1])
-        if func is torch.instance_norm:
+        if func is functional.instance_norm:
             return _instance_norm(*args, **kwargs)
         if func in _CAST_METHODS:
             return _cast(args[0], _CAST_METHODS[func])
@@ -178,17 +179,26 @@ def _assign(tensor: Tensor, value: Tensor) -> None:
 
 
 def _instance_norm(
-    x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, *options: Any
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
 ) -> Tensor:
-    """Call ``torch.instance_norm``, whose running statistics are the mean over the samples."""
-    uses_input, momentum, eps, cudnn = options
-    if mean is None or variance is None or not uses_input:
-        return torch.instance_norm(x, weight, bias, mean, variance, *options)
-    with torch.no_grad():
-        samples = x.to(mean.dtype).flatten(2)
-        mean.mul_(1 - momentum).add_(samples.mean(2).mean(0), alpha=momentum)
-        variance.mul_(1 - momentum).add_(samples.var(2).mean(0), alpha=momentum)
-    return torch.instance_norm(x, weight, bias, None, None, True, momentum, eps, cudnn)
+    """Call ``instance_norm``, whose running statistics are the mean over the samples."""
+    mean, variance = running_mean, running_var
+    if mean is not None and variance is not None and use_input_stats:
+        with torch.no_grad():
+            samples = input.to(mean.dtype).flatten(2)
+            mean.mul_(1 - momentum).add_(samples.mean(2).mean(0), alpha=momentum)
+            variance.mul_(1 - momentum).add_(samples.var(2).mean(0), alpha=momentum)
+        mean = variance = None
+    return functional.instance_norm(
+        input, mean, variance, weight, bias, use_input_stats, momentum, eps
+    )
 
 
 def _asked_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:

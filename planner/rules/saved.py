@@ -23,6 +23,9 @@ OTHERS, INPUT, INPUTS, REST, OUTPUT, BOTH, INDICES, NOTHING = (
     "others", "input", "inputs", "rest", "output", "both", "indices", "nothing"
 )  # fmt: skip
 
+_CHOOSING = ("max", "min", "median")
+"""Ops that keep what they chose where there is one output, and where they chose it where two."""
+
 _KEPT = {
     OTHERS: (
         "linear matmul mm bmm mv dot outer einsum addmm baddbmm mul multiply addcmul _grouped_mm "
@@ -44,7 +47,7 @@ _KEPT = {
         "soft_margin_loss clamp clip experts"
     ),
     REST: "embedding index index_select cross_entropy_loss masked_fill kl_div addcdiv",
-    INDICES: "sort topk cummax median",
+    INDICES: "sort topk cummax",
     NOTHING: (
         "add sub subtract rsub neg positive alias clone contiguous detach to _to_copy dropout "
         "counter_dropout counter_uniform "
@@ -96,7 +99,7 @@ def saved_inputs(node: Node, inputs: Sequence[TensorSpec] | None, *, count: int)
     name = packet(node.op)
     rule = _RULE.get(name, INPUT) if name else INPUTS
     everything = tuple(range(count))
-    if name in ("max", "min"):
+    if name in _CHOOSING:
         return everything if count > 1 else (0,)[: len(node.outputs) == 1]
     if name in ("div", "divide", "true_divide"):
         return (*((0,) if wants[-1] and count > 1 else ()), *((1,) if count > 1 else ()))
@@ -119,9 +122,9 @@ def saved_outputs(node: Node) -> tuple[int, ...]:
     """The indices of the node's outputs that its own backward reads."""
     name = packet(node.op)
     rule = _RULE.get(name, INPUT)
-    if rule == INDICES or (name in ("max", "min") and len(node.outputs) > 1):
+    if rule == INDICES or (name in _CHOOSING and len(node.outputs) > 1):
         return (1,)
-    if name in ("max", "min"):
+    if name in _CHOOSING:
         return (0,) if len(node.inputs) == 1 else ()
     if name == "pow":
         return (0,) if is_exponential(node) else ()
