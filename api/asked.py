@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, get_args
 
 from autoparallel.cost_model.memory import GradientDtype
 from autoparallel.cost_model.tf32 import Tf32
@@ -31,7 +31,7 @@ MEASURE_SECONDS = 10.0
 """To measure what a plan for this machine asks for, where nothing is said."""
 
 MEASURE_VARIABLE = "AUTOPARALLEL_MEASURE_SECONDS"
-Init = Literal["sharded", "exact"]
+Init = Literal["auto", "sharded", "exact"]
 """How initial values are drawn; see ``passes.initialization.deferred_init``."""
 
 Texts = str | Sequence[str] | None
@@ -145,13 +145,14 @@ def checked_init(init: str) -> Init:
     >>> checked_init("exact")
     'exact'
     """
-    known: dict[str, Init] = {"sharded": "sharded", "exact": "exact"}
+    known: dict[str, Init] = {name: name for name in get_args(Init)}
     if init in known:
         return known[init]
     raise UsageError(
         "AP850",
         f"unknown initialization {init!r}",
-        fix="sharded (each rank draws its own shards) or exact (the values of a plain build)",
+        fix="exact (the values of a plain build), sharded (each rank draws its own shards) or auto "
+        "(exact where that takes a rank less than 10 s)",
     )
 
 

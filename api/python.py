@@ -31,8 +31,13 @@ from torch import Tensor, nn
 from autoparallel.adopted import Job
 from autoparallel.asked import Init, SearchOptions, checked_init, options_of
 from autoparallel.environment import under_torchrun
+from autoparallel.initial_weights import say_if_drawn_apart
 from autoparallel.module import adopt, parallel_class
-from autoparallel.passes.initialization.deferred_init import Deferred, record_build
+from autoparallel.passes.initialization.deferred_init import (
+    Deferred,
+    record_build,
+    state_after,
+)
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning import PlanOptions, make_plan
 from autoparallel.progress import shown_to_callers
@@ -61,7 +66,7 @@ class ParallelOptions:
     seq: int | None = None
     loss_fn: LossFn | None = None
     search: SearchOptions | None = None
-    init: Init = "sharded"
+    init: Init = "auto"
     weights: str | Path | None = None
     weights_partial: bool = False
     allow_idle: bool = False
@@ -197,7 +202,7 @@ def parallelize(
     global_batch: int | None = None,
     seq: int | None = None,
     loss_fn: LossFn | None = None,
-    init: Init = "sharded",
+    init: Init = "auto",
     weights: str | Path | None = None,
     weights_partial: bool = False,
     allow_idle: bool = False,
@@ -213,7 +218,7 @@ def parallelize(
     global_batch: int | None = None,
     seq: int | None = None,
     loss_fn: LossFn | None = None,
-    init: Init = "sharded",
+    init: Init = "auto",
     weights: str | Path | None = None,
     weights_partial: bool = False,
     allow_idle: bool = False,
@@ -228,7 +233,7 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
     global_batch: int | None = None,
     seq: int | None = None,
     loss_fn: LossFn | None = None,
-    init: Init = "sharded",
+    init: Init = "auto",
     weights: str | Path | None = None,
     weights_partial: bool = False,
     allow_idle: bool = False,
@@ -249,10 +254,11 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
     that leaves some of them nothing to do is refused (MachineError AP412) without ``allow_idle``,
     which takes ``Step``.
 
-    Weights that a class's constructor draws are, by ``init="sharded"``, drawn by each rank for
-    what it holds: the same for every plan, distributed as the constructor says, but not those
-    of the plain class. ``init="exact"`` gives these, bit for bit; each rank then draws the whole
-    model's numbers. Either takes one number of torch's generator, whose state is the seed.
+    Weights that a class's constructor draws are, by ``init="exact"``, those of the plain class, bit
+    for bit, and torch's generator goes on as after it; each rank then draws the whole model's
+    numbers. By ``init="sharded"`` each rank draws what it holds: the same for every plan,
+    distributed as the constructor says, but not those of the plain class. The default is exact
+    where that takes a rank less than 10 s (a billion numbers); else rank 0 says so.
 
     The first step is compared with that of the model alone, on the batch that runs: the loss and
     the norm of each gradient; UsageError AP943 names what differs. ``check_first_step`` False
@@ -316,6 +322,10 @@ def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[n
         state = torch.get_rng_state()
         torch.rand(())  # So that the next model of the script does not start from this state.
         deferred = record_build(lambda: original(*args, **kwargs), state, given.init)
+        after = state_after(deferred) if deferred.init == "exact" else None
+        if after is not None:
+            torch.set_rng_state(after)
+        say_if_drawn_apart(deferred, given.init)
         job = _job(lambda: deferred.model, given, deferred)
         return adopt(deferred.model, job, cls)
 

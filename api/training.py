@@ -38,7 +38,7 @@ class Sources:
     weights: str | None = None
     weights_partial: bool = False
     data: str | None = None
-    init: str = "sharded"
+    init: str = "auto"
 
     def resolved(self) -> Sources:
         """With absolute paths, for processes that may have another folder."""

@@ -22,6 +22,7 @@ from autoparallel.data import TrainingData
 from autoparallel.elastic_plan import plan_for_ranks
 from autoparallel.first_step import compare_first_step
 from autoparallel.following import Following, followed
+from autoparallel.initial_weights import say_if_drawn_apart
 from autoparallel.measurement import keep_measurement
 from autoparallel.memory_error import explained_memory_errors
 from autoparallel.passes.capture.counter_random import batch_dims
@@ -101,7 +102,7 @@ def train(
     if resume is None and given.get("weights") is not None:
         start = partial(pretrained, given["weights"], partial=given["weights_partial"])
     trainer, memory = make_trainer(
-        plan, target, worker, device=device, seed=seed, init=given.get("init", "sharded"),
+        plan, target, worker, device=device, seed=seed, init=given.get("init", "auto"),
         is_given=resume is not None, start=start,
     )  # fmt: skip
     set_as_planned(plan, worker.rank)
@@ -299,6 +300,8 @@ def make_trainer(
     tell = worker.watchdog.progress
     tell("capturing the model")
     deferred = record_target(target, seed, init)
+    if not is_given and start is None:
+        say_if_drawn_apart(deferred, init, worker.rank)
     state = PythonState(deferred.model, target.loss_fn)
     if is_given:
         deferred = deferred.without(name for name, _ in deferred.model.named_parameters())

@@ -66,8 +66,8 @@ InitOption = Annotated[
     str,
     typer.Option(
         "--init",
-        help="initial weights: sharded (each rank draws its own shards) or exact (those of a "
-        "plain build, for which each rank draws the whole model's)",
+        help="initial weights: exact (those of a plain build, for which each rank draws the whole "
+        "model's), sharded (each rank draws its own shards) or auto (exact up to 10 s)",
     ),
 ]
 WeightsOption = Annotated[
@@ -188,7 +188,7 @@ def run(
     keep: KeepOption = None,
     save_async: SaveAsyncOption = False,
     resume: ResumeOption = None,
-    init: InitOption = "sharded",
+    init: InitOption = "auto",
     timeout: TimeoutOption = 600.0,
     clip_norm: ClipNormOption = None,
     clip_value: ClipValueOption = None,

@@ -20,12 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...planner.layout import Region
 from .build_log import Log, NeedsValuesError, UnrecordableError
-from .exact_replay import exact_replay
+from .exact_replay import draw_all, exact_replay, num_drawn
 from .recording import record
 from .sharded_replay import full_box, sharded_replay
 from .uncollected import uncollected
 
-Init = Literal["sharded", "exact"]
+Init = Literal["auto", "sharded", "exact"]
+"""``auto`` is ``exact`` up to ``MOST_DRAWN`` random numbers."""
+
+MOST_DRAWN = 1_000_000_000
+"""Random numbers that a rank draws in about 10 s."""
+
 OnTensor = Callable[[str, Tensor], None]
 OnPart = Callable[[str, Region, Tensor], None]
 
@@ -89,7 +94,18 @@ def record_build(
         model, built = _build_empty(build, seed, isinstance(error, NeedsValuesError))
         return Deferred(model, build, seed, None, {}, _reason(error), init, built=built)
     _to_meta(model)
+    if init == "auto":
+        init = "exact" if num_drawn(log) <= MOST_DRAWN else "sharded"
     return Deferred(model, build, seed, log, slots, init=init)
+
+
+def state_after(deferred: Deferred) -> Tensor | None:
+    """Return the state of torch's generator after a plain build; None where it is not known."""
+    if deferred.log is None:
+        return None
+    with seeded(deferred.seed), torch.no_grad():
+        draw_all(deferred.log)
+        return torch.random.get_rng_state()
 
 
 def plain_build(build: Callable[[], nn.Module], seed: int | Tensor) -> nn.Module:

@@ -46,6 +46,20 @@ def exact_replay(
         _Replay(log, wanted, on_tensor, tick).run()
 
 
+def draw_all(log: Log) -> None:
+    """Advance the default generator as the build does."""
+    replay = _Replay(log, {}, lambda _, tensor: None, lambda: None)
+    for call in log.calls:
+        if call.is_random:
+            replay.draw(call)
+
+
+def num_drawn(log: Log) -> int:
+    """Return how many random numbers a build draws."""
+    slots = [(*call.written, *call.outputs)[:1] for call in log.calls if call.is_random]
+    return sum(log.tensors[slot].numel() for own in slots for slot in own)
+
+
 def deterministic_value(log: Log, slot: int) -> Tensor:
     """The value of a slot as the log stands. Raises UnrecordableError if it is random."""
     found: list[Tensor] = []
@@ -136,7 +150,7 @@ class _Replay:
                     self._finish(index, call, by_storage, handed)
             elif call.is_random and index < self.last_draw:
                 self.tick()
-                self._draw(call)
+                self.draw(call)
         self._hand_over([name for name in self.wanted if name not in handed], handed)
 
     def _value(self, slot: int) -> Tensor:
@@ -167,7 +181,7 @@ class _Replay:
             self.copies[storage] = copied(self.log.constants[storage])
         return self.log.constant(slot, self.copies[storage])
 
-    def _draw(self, call: Call) -> None:
+    def draw(self, call: Call) -> None:
         """Advance the generator as ``call`` would, on scratch memory of the same shape."""
 
         def scratch(leaf: Any) -> Any:
