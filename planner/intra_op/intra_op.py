@@ -47,6 +47,9 @@ EXPOSED = (1.0, 0.5)
 PRICES = (0.03, 0.3, 3.0, 100.0)
 """λ that solutions are sought for, in a stage's seconds per its bytes."""
 
+HIGH_PRICES = (3e3, 1e6)
+"""λ where nothing fits at those: slow links make bytes that a fast device saves cost that much."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -213,6 +216,8 @@ class IntraOp:
             is_wanting = self._gap(run, num_microbatches, found) > self.limits.gap
             if is_wanting and widen(run, num_microbatches, in_flight, found is None):
                 found = pool.cheapest(run, num_microbatches, in_flight, limit)
+        if found is None and self._save_bytes(run, num_microbatches, in_flight):
+            found = pool.cheapest(run, num_microbatches, in_flight, limit)
         return self._stage_answer(run, num_microbatches, found)
 
     def _gap(self, run: Run, num_microbatches: int, best: Found | None) -> float:
@@ -277,6 +282,26 @@ class IntraOp:
             if solved is not None:
                 self._take(pool, solved)
             elif nothing_fits:
+                self._thriftiest_program(run, rates, in_flight)
+        return len(pool.entries) > before
+
+    def _save_bytes(self, run: Run, num_microbatches: int, in_flight: int) -> bool:
+        """Add the solutions that take the fewest bytes; return whether there were any to add."""
+        key = (run.family, num_microbatches, in_flight, run.num_blocks.bit_length())
+        if key in self._thrifty or self.budget.left_seconds <= 0:
+            return False
+        self._thrifty.add(key)
+        pool = self._pool(run)
+        unit = closing.rounded(self._price_unit(run, num_microbatches))
+        before = len(pool.entries)
+        zeros = tuple(dict.fromkeys((self.zeros[0], self.zeros[-1])))
+        for mode in self.modes:
+            prices = [unit * price for price in HIGH_PRICES]
+            rates = closing.priced(num_microbatches, in_flight, mode, zeros, prices)
+            solved = self._solve((run,), rates)
+            if solved is not None:
+                self._take(pool, solved)
+            else:
                 self._thriftiest_program(run, rates, in_flight)
         return len(pool.entries) > before
 
