@@ -160,10 +160,8 @@ def test_the_full_planner_needs_as_many_devices(tmp_path: Path) -> None:
     two. The full planner takes all proposers, schedules and stages of any size. The model has as
     many parameters as ``LLAMA``, in layers of which three cards hold eight, but not two large ones.
     """
-    smaller = {
-        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 8,
-        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
-    }  # fmt: skip
+    smaller = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 8}
+    smaller |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | smaller))
     llama = f"hf:{tmp_path}"
 
