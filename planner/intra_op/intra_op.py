@@ -275,9 +275,13 @@ class IntraOp:
         return self._add_priced(run, num_microbatches, in_flight, HIGH_PRICES, nothing_fits)
 
     def _add_priced(
-        self, run: Run, num_microbatches: int, in_flight: int, prices: tuple[float, ...],
+        self,
+        run: Run,
+        num_microbatches: int,
+        in_flight: int,
+        prices: tuple[float, ...],
         nothing_fits: bool,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Add the solutions for some prices of a byte, once; return whether any is new."""
         key = (run.family, num_microbatches, in_flight, run.num_blocks.bit_length(), prices)
         if key in self._thrifty or self.budget.left_seconds <= 0:
