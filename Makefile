@@ -1,6 +1,7 @@
 # What CI runs, by name. `make check` is everything.
 PYTHON ?= python
 TYPES := build/types
+EVERYTHING := build/durations_of_all.txt
 
 .PHONY: check lint types test durations coverage structure slow everything nightly strict package \
     versions zoo corpus faults failures gpu regret soak docs picture
@@ -23,11 +24,14 @@ test:
 	$(PYTHON) -m pytest -n 3
 
 # The processor seconds of each test into build/durations.txt, and of each file into
-# tests/durations.txt, by which a session begins with the longest.
+# tests/durations.txt, by which a session begins with the longest; for a session with slow tests
+# into tests/durations_of_all.txt what the last `make everything` measured, if it ran here.
 durations:
 	mkdir -p build
 	$(PYTHON) -m pytest -n 3 --processor-seconds build/durations.txt
 	$(PYTHON) tests/support/durations.py build/durations.txt
+	[ ! -e $(EVERYTHING) ] || \
+	    $(PYTHON) tests/support/durations.py $(EVERYTHING) tests/durations_of_all.txt
 
 # The lines of each package that the default suite runs, as a table.
 coverage:
@@ -42,7 +46,8 @@ slow:
 
 # All tests, slow ones too; and all with the random suites at 500 cases each.
 everything:
-	$(PYTHON) -m pytest -n 3 -m "slow or not slow"
+	mkdir -p build
+	$(PYTHON) -m pytest -n 3 -m "slow or not slow" --processor-seconds $(EVERYTHING)
 
 nightly:
 	$(PYTHON) -m pytest -n 3 -m "slow or not slow" --hypothesis-profile=nightly

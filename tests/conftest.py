@@ -21,7 +21,7 @@ import processor_seconds
 import pytest
 import random_suites
 import torch
-from durations import FILE, read_durations
+from durations import FILE, FILE_OF_ALL, read_durations
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
@@ -85,10 +85,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests that need a GPU where there is none, and begin with the longest files."""
     scopes: dict[str, float] = defaultdict(float)
-    for name, seconds in read_durations(FILE).items():
+    is_default = config.getoption("markexpr") == "not slow"
+    durations = {} if is_default else read_durations(FILE_OF_ALL)
+    for name, seconds in (durations or read_durations(FILE)).items():
         if "::" not in name:
             scopes[scope_of(name)] += seconds
     items.sort(key=lambda item: -scopes[scope_of(item.nodeid)])

@@ -47,6 +47,9 @@ EXPOSED = (1.0, 0.5)
 PRICES = (0.03, 0.3, 3.0, 100.0)
 """λ that solutions are sought for, in a stage's seconds per its bytes."""
 
+HIGH_PRICES = (3e3, 1e6)
+"""λ where nothing fits at those: slow links make bytes that a fast device saves cost that much."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -209,7 +212,7 @@ class IntraOp:
         """The best of the pool, and where memory binds of what else is found for it."""
         pool, limit = self._pool(run), self.limits.memory_bytes
         found = pool.cheapest(run, num_microbatches, in_flight, limit)
-        for widen in (self._expose, self._make_fit):
+        for widen in (self._expose, self._make_fit, self._save_bytes):
             is_wanting = self._gap(run, num_microbatches, found) > self.limits.gap
             if is_wanting and widen(run, num_microbatches, in_flight, found is None):
                 found = pool.cheapest(run, num_microbatches, in_flight, limit)
@@ -260,19 +263,38 @@ class IntraOp:
         Those that are best when a byte has a price, with all blocks recomputed in the same way;
         once per family and per power of two of blocks and of micro-batches in flight.
         """
-        near = (in_flight.bit_length(), run.num_blocks.bit_length())
-        key = (run.family, num_microbatches, near)
+        in_flight = 1 << (in_flight.bit_length() - 1)
+        return self._add_priced(run, num_microbatches, in_flight, PRICES, nothing_fits)
+
+    def _save_bytes(
+        self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
+    ) -> bool:
+        """Add the solutions of the fewest bytes if nothing fits; return whether any is new."""
+        if not nothing_fits:
+            return False
+        return self._add_priced(run, num_microbatches, in_flight, HIGH_PRICES, nothing_fits)
+
+    def _add_priced(
+        self,
+        run: Run,
+        num_microbatches: int,
+        in_flight: int,
+        prices: tuple[float, ...],
+        nothing_fits: bool,
+    ) -> bool:
+        """Add the solutions for some prices of a byte, once; return whether any is new."""
+        key = (run.family, num_microbatches, in_flight, run.num_blocks.bit_length(), prices)
         if key in self._thrifty or self.budget.left_seconds <= 0:
             return False
         self._thrifty.add(key)
         pool = self._pool(run)
         unit = closing.rounded(self._price_unit(run, num_microbatches))
-        in_flight = 1 << (in_flight.bit_length() - 1)
         before = len(pool.entries)
         zeros = tuple(dict.fromkeys((self.zeros[0], self.zeros[-1])))  # all are tried with them
         for mode in self.modes:
-            prices = [unit * price for price in PRICES]
-            rates = closing.priced(num_microbatches, in_flight, mode, zeros, prices)
+            rates = closing.priced(
+                num_microbatches, in_flight, mode, zeros, [unit * price for price in prices]
+            )
             solved = self._solve((run,), rates)
             if solved is not None:
                 self._take(pool, solved)

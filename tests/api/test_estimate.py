@@ -154,9 +154,16 @@ def test_hosts_are_filled_before_there_are_more_of_them() -> None:
 
 
 @pytest.mark.slow
-def test_the_full_planner_needs_as_many_devices(llama: str) -> None:
+@pytest.mark.timeout(1200)
+def test_the_full_planner_needs_as_many_devices(tmp_path: Path) -> None:
     """30.1 GB of states, on cards of which two have 30.9 GB for all: three are needed, no power of
-    two. The full planner takes all proposers, schedules and stages of any size."""
+    two. The full planner takes all proposers, schedules and stages of any size. The model has as
+    many parameters as ``LLAMA``, in layers of which three cards hold eight, but not two large ones.
+    """
+    smaller = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 8}
+    smaller |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | smaller))
+    llama = f"hf:{tmp_path}"
 
     def fits(count: int) -> bool:
         try:

@@ -75,7 +75,7 @@ def train(cases: list[tuple[str, int | None, str]]) -> list[int]:
         deferred = record(target, 0)
         program = capture_program(
             target, deferred, global_batch=plan.model.global_batch, seq=seq,
-            precision=plan.model.precision,
+            precision=plan.model.precision, autocast=plan.model.float32_ops == "autocast",
         )  # fmt: skip
         trainer = Trainer(program, plan, deferred, device=torch.device("cpu"))
         batch = random_batch(program.graph.with_batch_size(plan.model.global_batch), seed=0)

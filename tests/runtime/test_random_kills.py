@@ -61,9 +61,14 @@ def saves_until_killed(folder: str, first: int, seed: int) -> None:
 
 
 def told(folder: str, value: float) -> None:
-    """A save has returned: from now on it must not be lost."""
+    """A save has returned: from now on it must not be lost.
+
+    The file appears at once, as the rank may be killed while it writes.
+    """
     if dist.get_rank() == 0:
-        Path(f"{folder}.told").write_text(str(value))
+        new = Path(f"{folder}.new")
+        new.write_text(str(value))
+        new.replace(f"{folder}.told")
 
 
 @pytest.mark.parametrize(

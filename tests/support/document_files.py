@@ -32,7 +32,8 @@ SETUP: dict[str, tuple[str, ...]] = {
     "docs/training.md": (NET,),
 }  # fmt: skip
 
-_TORCH = "import torch, autoparallel\n"
+_TORCH = "import torch, autoparallel\ntorch.manual_seed(0)\n"
+"""The seed is for batches that are the same on every rank: torch begins with a random one."""
 _GPT = (
     _TORCH
     + """
@@ -99,7 +100,6 @@ PRELUDES: dict[tuple[str, str], str] = {
     ("docs/data.md", "loader = DataLoader(dataset, batch_size=256, shuffle=True, "
                      "num_workers=4)"): _TORCH + (
         "from torch.utils.data import DataLoader\n"
-        "torch.manual_seed(0)\n"
         "dataset = [(torch.randn(16), torch.randn(1)) for _ in range(512)]\n"
         "class Model(torch.nn.Linear):\n"
         "    def forward(self, x, y):\n"
@@ -130,7 +130,6 @@ PRELUDES: dict[tuple[str, str], str] = {
         "    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,\n"
         "    num_attention_heads=4, num_key_value_heads=4)\n"
         "model = transformers.LlamaForCausalLM(config)\n"
-        "torch.manual_seed(0)\n"
         "rows = torch.randint(64, (16, 8))\n"
         "data = [{'input_ids': row, 'labels': row} for row in rows]\n"
         "batch = {'input_ids': rows[:8], 'labels': rows[:8],\n"

@@ -1,9 +1,10 @@
 """Processor seconds of the test files, as measured before: ``tests/durations.txt``.
 
-``python tests/support/durations.py MEASURED`` writes that file from the file that
-``pytest --processor-seconds MEASURED`` has written: a line for each test file, and one for each
-test that takes a second or more, the most expensive first. The test session reads it to begin
-with the longest files, so that no worker is left with one at the end.
+``python tests/support/durations.py MEASURED [FILE]`` writes that file, or another, from the file
+that ``pytest --processor-seconds MEASURED`` has written: a line for each test file, and one for
+each test that takes a second or more, the most expensive first. The test session reads it to begin
+with the longest files, so that no worker is left with one at the end. A session that takes slow
+tests too reads ``tests/durations_of_all.txt``, if there is one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 FILE = Path(__file__).resolve().parents[1] / "durations.txt"
+FILE_OF_ALL = FILE.with_name("durations_of_all.txt")
 LEAST_SECONDS = 1.0
 """Tests that take less are not listed on their own."""
 
@@ -40,4 +42,5 @@ def summarize(seconds: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(summarize(read_durations(Path(sys.argv[1]))))
+    measured, *files = map(Path, sys.argv[1:])
+    (files or [FILE])[0].write_text(summarize(read_durations(measured)))

@@ -81,7 +81,7 @@ def run_processes(
     """What ``function(*args)`` returns on each of ``num_ranks`` ranks, in rank order.
 
     ``function`` is a module-level function; it runs with the default process group made and
-    one thread. The first rank that fails ends the others and its traceback is raised as
+    one thread. The first ranks that fail end the others and their tracebacks are raised as
     RankError; so does running out of time. Of a rank that ``may_die``, and does, None is returned.
     """
     context = forking_context()
@@ -138,6 +138,7 @@ def _collect(ends: list[Connection], deadline: float, may_die: Collection[int] =
         if not ready:
             silent = [rank for rank in range(len(ends)) if rank not in results]
             raise RankError(f"no answer in time from ranks {silent}")
+        failures = []
         for end in ready:
             assert isinstance(end, Connection)
             rank = ends.index(end)
@@ -146,11 +147,15 @@ def _collect(ends: list[Connection], deadline: float, may_die: Collection[int] =
             except EOFError:
                 if rank in may_die:
                     results[rank] = None
-                    continue
-                raise RankError(f"rank {rank} died") from None
-            if not succeeded:
-                raise RankError(f"rank {rank} failed\n{value}")
-            results[rank] = value
+                else:
+                    failures.append(f"rank {rank} died")
+                continue
+            if succeeded:
+                results[rank] = value
+            else:
+                failures.append(f"rank {rank} failed\n{value}")
+        if failures:  # on a busy machine those too that the first one made fail
+            raise RankError("\n".join(failures))
     return [results[rank] for rank in range(len(ends))]
 
 

@@ -75,3 +75,9 @@ def test_a_faster_host_never_slows_a_plan_down(seed: int, index: int) -> None:
         after = seconds(case, with_faster_host(case.cluster, index, factor))
         assert after <= before * (1 + SAME)
         before = after
+
+
+def test_a_plan_that_fits_is_found_however_fast_a_host_is() -> None:
+    """Of the fast host's stage, layouts that fit take thousands of times its compute to send."""
+    case = limited(19)
+    assert seconds(case, with_faster_host(case.cluster, 1, 8.0)) < math.inf
