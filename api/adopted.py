@@ -30,6 +30,7 @@ from autoparallel.planning import PlanOptions
 from autoparallel.refused_gradient import refusal
 from autoparallel.runtime.arriving import arriving
 from autoparallel.runtime.batches import marked
+from autoparallel.runtime.global_values import read_whole_values
 from autoparallel.runtime.parameters import COMPUTE_DTYPES, get_by_path
 from autoparallel.runtime.share_batch import ShareBatch
 from autoparallel.runtime.shared import share_in_place
@@ -136,6 +137,7 @@ class Adopted:
             (executor,) = trainer.runner.executors.values()
             self._calls = TrainingCall(executor, self.tell)
         self._put_shards(model)
+        read_whole_values()
         trainer.model.beside.update(
             (name, parameter)
             for name, parameter in model.named_parameters()

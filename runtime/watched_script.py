@@ -17,6 +17,7 @@ from functools import cache
 from types import TracebackType
 
 from .process import Worker, current_worker, describe, lost_rank
+from .script_advice import advice_for
 from .termination import LAST_WORDS_SECONDS, on_termination
 from .watchdog import BETWEEN_STEPS, STARTING
 
@@ -73,6 +74,9 @@ def _say_at_errors(worker: Worker, say: Callable[[Exception], None]) -> None:
         before(kind, error, trace)
         if not isinstance(error, Exception):
             return
+        advice = advice_for(error)
+        if advice is not None:
+            say(advice)
         ours = lost_rank(describe(error, worker.rank, worker.world_size), worker)
         if ours.code == "AP820":
             # first the words: the launcher's SIGTERM may come at any moment
