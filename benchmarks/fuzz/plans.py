@@ -6,11 +6,15 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 
 from benchmarks.fuzz.draw import Model
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")
+
+MICROBATCHES = re.compile(r",microbatches=\d+")
+"""Batch norm takes its statistics from each micro-batch if micro-batches are asked for."""
 
 TWO = ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2")
 FOUR = ("dp=4", "dp=4,zero=1", "dp=4,zero=2", "dp=4,zero=3", "dp=2,tp=2", "dp=2,tp=2,zero=3", "tp=4")  # fmt: skip
@@ -59,6 +63,8 @@ def draw_plan(seed: int | str, model: Model, num_ranks: int) -> Plan:
             parallel += f",schedule={rng.choice(SCHEDULES)}"
     else:
         parallel = None
+    if parallel is not None and "BatchNorm" in model.source():
+        parallel = MICROBATCHES.sub("", parallel)
     if parallel is not None and rng.random() < 0.2:
         parallel += f",recompute={rng.choice(('full', 'selective'))}"
     stepped = kind == "pipeline" or rng.random() < 0.35

@@ -27,6 +27,8 @@ TRIAL_SECONDS = 90.0
 GRACE_SECONDS = 6.0
 """For so long the other ranks are waited for once one has failed."""
 MOST_DRAWS = 40
+PRODUCT = re.compile(r"^(?!.*site-packages/torch).*/(?=(?:api|cost_model|passes|planner|runtime)/)")
+"""What stands before the path of a file of the product, installed or not."""
 BRIEF_SECONDS = 0.003
 """For so long each of a CPU's rates is measured, once in a process; plans need no exact rates."""
 
@@ -69,10 +71,11 @@ def draw_trial(seed: int, num_ranks: int) -> Trial:
 def run_trial(trial: Trial) -> Result:
     """Return how a trial ends on this rank."""
     from autoparallel import AutoparallelError
-    from benchmarks.fuzz.training import difference, train_parallel, train_plain
+    from benchmarks.fuzz.training import allowances, difference, train_parallel, train_plain
 
     try:
         plain = train_plain(trial.model, trial.plan, trial.seed)
+        allowed = allowances(trial.model, trial.plan, trial.seed, plain)
     except Exception as error:  # noqa: BLE001 - a model that was cut down may be none
         return Result("void", "", f"{type(error).__name__}: {error}")
     try:
@@ -82,10 +85,18 @@ def run_trial(trial: Trial) -> Result:
         is_refusal = bool(code) and code != "AP999" and not code.startswith("AP8")
         return Result("refused" if is_refusal else "crash", code, str(error))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
-        where = traceback.format_exc()
-        return Result("crash", type(error).__name__, where)
-    off = difference(plain, parallel, trial.plan.dtype)
+        return Result("crash", f"{type(error).__name__} {_place(error)}", traceback.format_exc())
+    off = difference(plain, parallel, allowed)
     return Result("different" if off else "equal", "", off)
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line of autoparallel in an error's traceback, as file:line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if PRODUCT.search(frame.filename)]
+    if not own:
+        return "outside autoparallel"
+    return f"{PRODUCT.split(own[-1].filename)[-1]}:{own[-1].lineno}"
 
 
 def _rank(end: Connection, folder: str, rank: int, num_ranks: int) -> None:

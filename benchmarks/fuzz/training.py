@@ -7,7 +7,6 @@ return ``Figures``.
 from __future__ import annotations
 
 import linecache
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +20,11 @@ from benchmarks.fuzz.plans import Plan
 
 NUM_STEPS = 3
 LEARNING_RATE = 0.05
-TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 0.08}
+TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 0.02}
 """The largest difference that counts as equal, relative to the largest element of a tensor."""
+
+NOISE_FACTOR = 5.0
+"""Plans may differ from the plain run by so many times what that differs from float64."""
 
 LEAST_SCALE = 1e-3
 """Differences of smaller tensors, such as gradients that cancel, are relative to this."""
@@ -225,11 +227,14 @@ def _loss(model: Model, criterion: Any) -> Callable[[Any, Batch], Tensor]:
     return lambda out, batch: criterion(out, **{name: batch[name] for name in needs})
 
 
-def train_plain(model: Model, plan: Plan, seed: int) -> Figures:
-    """Return the figures of plain PyTorch on one process."""
+def train_plain(model: Model, plan: Plan, seed: int, *, is_exact: bool = False) -> Figures:
+    """Return the figures of plain PyTorch on one process; ``is_exact``: computed in float64."""
     dtype = getattr(torch, plan.dtype)
     net, criterion = _built(model, seed, dtype)
     batches = make_batches(model, seed, dtype, NUM_STEPS * plan.accumulate + 1)
+    if is_exact:
+        net = net.double()
+        batches = [{n: t.double() if t.is_floating_point() else t for n, t in b.items()} for b in batches]
     figures = Figures()
     train = _train_plain_steps if plan.stepped else _train_by_loop
     train(net, _loss(model, criterion), model, plan, batches, figures)
@@ -268,28 +273,43 @@ def is_finite(figures: Figures) -> bool:
     )
 
 
-def difference(plain: Figures, parallel: Figures, dtype: str) -> str:
-    """Return the first figure that differs and by how much, "" if all are equal."""
-    tolerance = TOLERANCE[dtype]
-    worst: list[str] = []
+def difference(plain: Figures, parallel: Figures, allowed: Mapping[str, float]) -> str:
+    """Return the first figures that differ and by how much, "" if all are equal."""
+    wrong: list[str] = []
     for name, value in plain.values.items():
         other = parallel.values.get(name)
         if other is None:
-            if name.startswith("gradient") and not value.any():
-                continue
-            worst.append(f"{name} is missing")
-            continue
-        if value.shape != other.shape:
-            worst.append(f"{name} has shape {tuple(other.shape)}, not {tuple(value.shape)}")
-            continue
-        if not value.numel():
-            continue
-        a, b = value.double(), other.double()
-        scale = max(float(a.abs().max()), LEAST_SCALE)
-        off = float((a - b).abs().max()) / scale
-        if math.isnan(off) or off > tolerance:
-            worst.append(f"{name} differs by {off:.1e} of {scale:.2e}")
+            if not (name.startswith("gradient") and not value.any()):
+                wrong.append(f"{name} is missing")
+        elif value.shape != other.shape:
+            wrong.append(f"{name} has shape {tuple(other.shape)}, not {tuple(value.shape)}")
+        elif not (off := relative(value, other)) <= allowed[name]:
+            wrong.append(f"{name} differs by {off:.1e} of {float(value.abs().max()):.2e}")
     for name, value in parallel.values.items():
         if name not in plain.values and value.any() and not name.startswith("state"):
-            worst.append(f"{name} is not in the plain run")
-    return "; ".join(worst[:3]) + (f" and {len(worst) - 3} more" if len(worst) > 3 else "")
+            wrong.append(f"{name} is not in the plain run")
+    return "; ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+
+
+def relative(value: Tensor, other: Tensor) -> float:
+    """Return the largest difference of two tensors by the largest element; nan for a nan."""
+    if not value.numel():
+        return 0.0
+    a, b = value.double(), other.double()
+    return float((a - b).abs().max()) / max(float(a.abs().max()), LEAST_SCALE)
+
+
+def allowances(model: Model, plan: Plan, seed: int, plain: Figures) -> dict[str, float]:
+    """Return by how much each figure may differ: the tolerance, or a multiple of its noise.
+
+    The noise of a kind of figures ("gradient", "state") is their largest difference from float64.
+    """
+    tolerance = TOLERANCE[plan.dtype]
+    if plan.dtype == "float64":
+        return dict.fromkeys(plain.values, tolerance)
+    exact = train_plain(model, plan, seed, is_exact=True)
+    noise: dict[str, float] = {}
+    for name, value in plain.values.items():
+        kind = name.split()[0]
+        noise[kind] = max(noise.get(kind, 0.0), relative(exact.values.get(name, value), value))
+    return {name: max(tolerance, NOISE_FACTOR * noise[name.split()[0]]) for name in plain.values}
