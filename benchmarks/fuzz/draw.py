@@ -10,9 +10,18 @@ import random
 import re
 from dataclasses import dataclass, field, replace
 
-from benchmarks.fuzz.glue import GLUE, REGIONS
-from benchmarks.fuzz.losses import PIXELS, POSITIONS, ROWS
-from benchmarks.fuzz.snippets import IMAGES, LAYERS, NORMS, SEQUENCE, Snippet
+from benchmarks.fuzz.snippets import (
+    GLUE,
+    IMAGES,
+    LAYERS,
+    NORMS,
+    PIXELS,
+    POSITIONS,
+    REGIONS,
+    ROWS,
+    SEQUENCE,
+    Snippet,
+)
 
 ALTERNATIVES = re.compile(r"\{([^{}]*\|[^{}]*)\}")
 NUMBER = re.compile(r"(?<=\w)@")
@@ -67,7 +76,9 @@ class Model:
     def arguments(self) -> tuple[str, ...]:
         """The names of the forward's arguments."""
         target = "t" if not re.search(r"\by\b", self.loss) else "y"
-        both = ("y", "t") if re.search(r"\by\b", self.loss) and "t" in _names(self.loss) else (target,)
+        both = (
+            ("y", "t") if re.search(r"\by\b", self.loss) and "t" in _names(self.loss) else (target,)
+        )
         given = ["tokens" if self.inputs == "tokens" else "numbers"]
         given += ["mask"] if self.domain == "seq" else []
         return (*given, *(both if self.returns_loss else ()))
@@ -87,7 +98,9 @@ class Model:
         parts.append(_class("Net", inits, self.arguments, lines))
         if not self.returns_loss:
             given = "o, y, t, mask=None" if self.domain == "seq" else "o, y, t"
-            parts.append(f"def criterion({given}):\n    return {self.loss.replace('WEIGHTS', _WEIGHTS)}\n")
+            parts.append(
+                f"def criterion({given}):\n    return {self.loss.replace('WEIGHTS', _CAST)}\n"
+            )
         return "\n\n".join(parts)
 
     def _ends(self) -> tuple[tuple[list[str], list[str]], tuple[list[str], list[str]]]:
@@ -106,7 +119,10 @@ class Model:
         out = f"nn.Linear({width}, K)"
         before = []
         if self.head == "tied":
-            last += ["self.head = nn.Linear(D, V, bias=False)", "self.head.weight = self.embed.weight"]
+            last += [
+                "self.head = nn.Linear(D, V, bias=False)",
+                "self.head.weight = self.embed.weight",
+            ]
             out, before = "", ["o = self.head(x)[..., :K]"]
         elif self.head == "dense":
             out, before = "nn.Conv2d(C, K, 1)", ["o = self.head(x)"]
@@ -117,10 +133,8 @@ class Model:
         loss = self.loss
         if self.returns_loss and "WEIGHTS" in loss:
             if self.weights_are_buffer:
-                last.append(f"self.register_buffer('weights', {_WEIGHTS.replace('dtype=o.dtype', 'dtype=torch.get_default_dtype()')})")
-                loss = loss.replace("WEIGHTS", "self.weights")
-            else:
-                loss = loss.replace("WEIGHTS", _WEIGHTS)
+                last.append(f"self.register_buffer('weights', {_WEIGHTS})")
+            loss = loss.replace("WEIGHTS", "self.weights" if self.weights_are_buffer else _CAST)
         if not self.returns_loss:
             return (first, last), ([start], [*before, "return o"])
         uses_aux = any(_uses_aux(part) for part in self.trunk)
@@ -129,7 +143,8 @@ class Model:
         return (first, last), ([start], before)
 
 
-_WEIGHTS = "torch.linspace(0.3, 2.0, K, dtype=o.dtype)"
+_WEIGHTS = "torch.linspace(0.3, 2.0, K)"
+_CAST = f"{_WEIGHTS}.to(o.dtype)"
 
 
 def _names(text: str) -> set[str]:
@@ -204,7 +219,9 @@ class _Writer:
         name = f"Block{number}"
         self.classes.append(_class(name, self.init, arguments, [*start, *body, *end]))
         self.init = outer
-        self.init.append(f"self.layers{number} = nn.ModuleList({name}() for _ in range({part.copies}))")
+        self.init.append(
+            f"self.layers{number} = nn.ModuleList({name}() for _ in range({part.copies}))"
+        )
         call = f"layer({', '.join(arguments)})"
         inside = [f"x, a = {call}", "aux = aux + a"] if has_aux else [f"x = {call}"]
         return [f"for layer in self.layers{number}:", *_indented(inside, 4)]
@@ -216,7 +233,12 @@ def draw_model(seed: int | str) -> Model:
     domain = rng.choices(("seq", "vec", "img"), (5, 2.5, 2.5))[0]
     sizes = {"B": rng.choice((4, 4, 8, 8, 8, 6)), "K": rng.choice((3, 5))}
     if domain == "seq":
-        sizes |= {"L": rng.choice((4, 6, 7, 8)), "D": rng.choice((8, 8, 12)), "H": 2, "V": rng.choice((11, 16))}
+        sizes |= {
+            "L": rng.choice((4, 6, 7, 8)),
+            "D": rng.choice((8, 8, 12)),
+            "H": 2,
+            "V": rng.choice((11, 16)),
+        }
     elif domain == "vec":
         sizes |= {"D": rng.choice((6, 8, 12)), "V": 16}
     else:
@@ -233,7 +255,12 @@ def draw_model(seed: int | str) -> Model:
     elif rng.random() < 0.5:
         head, losses = "dense", PIXELS
     else:
-        head, losses = rng.choice(("x.mean((2, 3))", "x.amax((-1, -2))", "F.adaptive_avg_pool2d(x, 1).flatten(1)")), ROWS
+        head, losses = (
+            rng.choice(
+                ("x.mean((2, 3))", "x.amax((-1, -2))", "F.adaptive_avg_pool2d(x, 1).flatten(1)")
+            ),
+            ROWS,
+        )
     loss = _chosen(rng.choice(losses), rng)
     form = rng.choices(
         ("loss", "loss, o", "o, loss", "dict(loss=loss, logits=o)", "outputs"), (4, 2, 1, 2, 2)
@@ -260,7 +287,9 @@ def _part(rng: random.Random, domain: str, depth: int) -> Part:
     table = rng.choices([each for each, _ in tables], [weight for _, weight in tables])[0]
     fitting = [each for each in table if domain in each.domains]
     snippet: Snippet = rng.choices(fitting, [each.weight for each in fitting])[0]
-    first = _parts(rng, domain, rng.choice((1, 1, 2)), depth - 1) if "FIRST" in snippet.forward else ()
+    first = (
+        _parts(rng, domain, rng.choice((1, 1, 2)), depth - 1) if "FIRST" in snippet.forward else ()
+    )
     second = _parts(rng, domain, 1, depth - 1) if "SECOND" in snippet.forward else ()
     init, forward = _chosen(snippet.init, rng), _chosen(snippet.forward, rng)
     return Part(snippet.name, init, forward, first, second)

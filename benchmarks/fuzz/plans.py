@@ -17,7 +17,9 @@ MICROBATCHES = re.compile(r",microbatches=\d+")
 """Batch norm takes its statistics from each micro-batch if micro-batches are asked for."""
 
 TWO = ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2")
-FOUR = ("dp=4", "dp=4,zero=1", "dp=4,zero=2", "dp=4,zero=3", "dp=2,tp=2", "dp=2,tp=2,zero=3", "tp=4")  # fmt: skip
+FOUR = (
+    "dp=4", "dp=4,zero=1", "dp=4,zero=2", "dp=4,zero=3", "dp=2,tp=2", "dp=2,tp=2,zero=3", "tp=4",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,9 @@ def draw_plan(seed: int | str, model: Model, num_ranks: int) -> Plan:
     elif kind == "micro":
         parallel = rng.choice(simple) + f",microbatches={rng.choice((2, 2, 4))}"
     elif kind == "context":
-        parallel = rng.choice(("cp=2", "cp=2,zero=3") if n == 2 else ("cp=2,dp=2", "cp=4", "cp=2,tp=2"))
+        parallel = rng.choice(
+            ("cp=2", "cp=2,zero=3") if n == 2 else ("cp=2,dp=2", "cp=4", "cp=2,tp=2")
+        )
     elif kind == "pipeline":
         ranks = ("pp=2",) if n == 2 else ("pp=2,dp=2", "pp=2,dp=2,zero=1", "pp=2,tp=2", "pp=4")
         parallel = f"{rng.choice(ranks)},microbatches={rng.choice((2, 2, 4))}"

@@ -53,7 +53,6 @@ class Result:
 
 def draw_trial(seed: int, num_ranks: int) -> Trial:
     """Return the trial of a seed: the first drawn model that plain PyTorch trains."""
-    import torch
 
     from benchmarks.fuzz.training import is_finite, train_plain
 
@@ -104,8 +103,9 @@ def _rank(end: Connection, folder: str, rank: int, num_ranks: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
-        OMP_NUM_THREADS="1", AUTOPARALLEL_MEASURE_SECONDS="0", AUTOPARALLEL_CACHE=f"{folder}/cache",
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks), OMP_NUM_THREADS="1", AUTOPARALLEL_MEASURE_SECONDS="0",
+        AUTOPARALLEL_CACHE=f"{folder}/cache",
     )  # fmt: skip
     import torch
     import torch.distributed as dist
@@ -162,7 +162,19 @@ class Pool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            ["torch", "torch.distributed.tensor", "torch.export._trace", "benchmarks.fuzz.training", "autoparallel.module", "autoparallel.step", "autoparallel.planning", "autoparallel.goals", "autoparallel.joining", "autoparallel.python", "autoparallel.passes.capture.capture_model"]
+            [
+                "torch",
+                "torch.distributed.tensor",
+                "torch.export._trace",
+                "benchmarks.fuzz.training",
+                "autoparallel.module",
+                "autoparallel.step",
+                "autoparallel.planning",
+                "autoparallel.goals",
+                "autoparallel.joining",
+                "autoparallel.python",
+                "autoparallel.passes.capture.capture_model",
+            ]
         )
         self._folder = tempfile.mkdtemp(prefix="fuzz-")
         self.num_starts += 1
@@ -224,5 +236,9 @@ def _worst(found: list[Result], num_ranks: int, text: str) -> Result:
     if len(found) < num_ranks:
         code = next(iter(re.findall(r"AP8\d\d", text)), "no answer")
         first = rest[0].text if rest else ""
-        return Result("crash", code, f"{num_ranks - len(found)} ranks gave no answer; {first}\n{text}")
-    return Result("crash", "ranks differ", " / ".join(f"{r.kind} {r.code} {r.text[:300]}" for r in found))
+        return Result(
+            "crash", code, f"{num_ranks - len(found)} ranks gave no answer; {first}\n{text}"
+        )
+    return Result(
+        "crash", "ranks differ", " / ".join(f"{r.kind} {r.code} {r.text[:300]}" for r in found)
+    )

@@ -30,10 +30,16 @@ def shrink(pool: Pool, trial: Trial, result: Result) -> tuple[Trial, Result]:
 def _smaller(trial: Trial) -> list[Trial]:
     found = [replace(trial, model=model) for model in without(trial.model)]
     plan = trial.plan
-    simpler = [replace(plan, accumulate=1), replace(plan, max_norm=None), replace(plan, optimizer="sgd")]
+    simpler = [
+        replace(plan, accumulate=1),
+        replace(plan, max_norm=None),
+        replace(plan, optimizer="sgd"),
+    ]
     if plan.parallel:
         words = plan.parallel.split(",")
-        simpler += [replace(plan, parallel=",".join(w for w in words if w != word)) for word in words[1:]]
+        simpler += [
+            replace(plan, parallel=",".join(w for w in words if w != word)) for word in words[1:]
+        ]
     if plan.stepped and "pp=" not in (plan.parallel or "pp="):
         simpler.append(replace(plan, stepped=False))
     return found + [replace(trial, plan=each) for each in simpler if each != plan]

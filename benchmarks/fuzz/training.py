@@ -63,7 +63,11 @@ def make_batches(model: Model, seed: int, dtype: torch.dtype, count: int) -> lis
     sizes = model.shapes
     rows, length, classes = sizes["B"], sizes.get("L", 0), sizes["K"]
     places = {"seq": (length,), "vec": (), "img": (sizes.get("S", 0),) * 2}[model.domain]
-    if model.domain == "seq" and not model.head.startswith("x.") and not model.head.startswith("x["):
+    if (
+        model.domain == "seq"
+        and not model.head.startswith("x.")
+        and not model.head.startswith("x[")
+    ):
         targets: tuple[int, ...] = (rows, length)
     elif model.head == "dense":
         targets = (rows, *places)
@@ -81,7 +85,9 @@ def make_batches(model: Model, seed: int, dtype: torch.dtype, count: int) -> lis
         if model.inputs == "tokens":
             batch["tokens"] = torch.randint(0, sizes["V"], (rows, length), generator=generator)
         else:
-            shape = {"seq": (rows, length, 5), "vec": (rows, 5), "img": (rows, 3, *places)}[model.domain]
+            shape = {"seq": (rows, length, 5), "vec": (rows, 5), "img": (rows, 3, *places)}[
+                model.domain
+            ]
             batch["numbers"] = torch.randn(shape, generator=generator).to(dtype)
         y = torch.randint(0, classes, targets, generator=generator)
         if len(targets) == 2:
@@ -89,7 +95,10 @@ def make_batches(model: Model, seed: int, dtype: torch.dtype, count: int) -> lis
         elif "ignore_index=1" not in model.loss and len(targets) == 1:
             y[torch.rand(rows, generator=generator) < 0.15] = -100
         elif len(targets) == 3:
-            y[torch.rand(targets, generator=generator) < torch.linspace(0, 0.6, rows)[:, None, None]] = -100
+            y[
+                torch.rand(targets, generator=generator)
+                < torch.linspace(0, 0.6, rows)[:, None, None]
+            ] = -100
         batch["y"] = y
         batch["t"] = torch.randn(targets, generator=generator).to(dtype)
         found.append(batch)
@@ -208,7 +217,13 @@ def _finish(net: nn.Module, model: Model, batches: list[Batch], figures: Figures
     net.eval()
     with torch.no_grad():
         out = net(**inputs_of(model, batches[-1]))
-    values = list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, tuple) else [out]
+    values = (
+        list(out.values())
+        if isinstance(out, Mapping)
+        else list(out)
+        if isinstance(out, tuple)
+        else [out]
+    )
     for i, value in enumerate(values):
         figures.add(f"output {i} in evaluation", value)
 
@@ -234,7 +249,9 @@ def train_plain(model: Model, plan: Plan, seed: int, *, is_exact: bool = False) 
     batches = make_batches(model, seed, dtype, NUM_STEPS * plan.accumulate + 1)
     if is_exact:
         net = net.double()
-        batches = [{n: t.double() if t.is_floating_point() else t for n, t in b.items()} for b in batches]
+        batches = [
+            {n: t.double() if t.is_floating_point() else t for n, t in b.items()} for b in batches
+        ]
     figures = Figures()
     train = _train_plain_steps if plan.stepped else _train_by_loop
     train(net, _loss(model, criterion), model, plan, batches, figures)
