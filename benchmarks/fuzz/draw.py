@@ -26,6 +26,9 @@ from benchmarks.fuzz.snippets import (
 ALTERNATIVES = re.compile(r"\{([^{}]*\|[^{}]*)\}")
 NUMBER = re.compile(r"(?<=\w)@")
 
+TARGETS = ("y", "t", "count", "share")
+"""What a batch has for losses; ``count`` are all targets, ``share`` weights of rows."""
+
 HEADER = """import torch
 import torch.utils.checkpoint
 import torch.nn.functional as F
@@ -75,13 +78,10 @@ class Model:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The names of the forward's arguments."""
-        target = "t" if not re.search(r"\by\b", self.loss) else "y"
-        both = (
-            ("y", "t") if re.search(r"\by\b", self.loss) and "t" in _names(self.loss) else (target,)
-        )
         given = ["tokens" if self.inputs == "tokens" else "numbers"]
         given += ["mask"] if self.domain == "seq" else []
-        return (*given, *(both if self.returns_loss else ()))
+        needed = [name for name in TARGETS if name in _names(self.loss)] or ["t"]
+        return (*given, *(needed if self.returns_loss else ()))
 
     def source(self) -> str:
         """Return the model as a module of Python."""
@@ -97,7 +97,7 @@ class Model:
         parts = [HEADER + f"{names} = {values}\n", *writer.classes]
         parts.append(_class("Net", inits, self.arguments, lines))
         if not self.returns_loss:
-            given = "o, y, t, mask=None" if self.domain == "seq" else "o, y, t"
+            given = ", ".join(("o", *TARGETS, *(["mask"] if self.domain == "seq" else [])))
             parts.append(
                 f"def criterion({given}):\n    return {self.loss.replace('WEIGHTS', _CAST)}\n"
             )

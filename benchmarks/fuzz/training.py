@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import autoparallel
-from benchmarks.fuzz.draw import Model
+from benchmarks.fuzz.draw import TARGETS, Model
 from benchmarks.fuzz.plans import Plan
 
 NUM_STEPS = 3
@@ -101,6 +101,8 @@ def make_batches(model: Model, seed: int, dtype: torch.dtype, count: int) -> lis
             ] = -100
         batch["y"] = y
         batch["t"] = torch.randn(targets, generator=generator).to(dtype)
+        batch["count"] = (y >= 0).sum().clamp(min=1)
+        batch["share"] = torch.rand(rows, generator=generator).to(dtype)
         found.append(batch)
     return found
 
@@ -159,6 +161,8 @@ def _train_by_loop(
             figures.add(f"norm {step}", norm)
         optimizer.step()
         optimizer.zero_grad()
+        if step == 0:
+            _evaluate(net, model, batches, figures)
 
 
 def _train_plain_steps(
@@ -184,6 +188,8 @@ def _train_plain_steps(
             torch.nn.utils.clip_grad_norm_(net.parameters(), plan.max_norm)
         optimizer.step()
         optimizer.zero_grad()
+        if step == 0:
+            _evaluate(net, model, batches, figures)
 
 
 def _train_parallel_steps(
@@ -204,28 +210,32 @@ def _train_parallel_steps(
             inputs = batch_of(model, batch)
             figures.add(f"loss {step}.{part}", step_once(inputs))
         figures.add(f"norm {step}", step_once.gradient_norm)
+        if step == 0:
+            _evaluate(net, model, batches, figures)
 
 
 def batch_of(model: Model, batch: Batch) -> Batch:
     """Return the batch that a model is planned and stepped with."""
     if model.returns_loss:
         return inputs_of(model, batch)
-    return inputs_of(model, batch) | {"y": batch["y"], "t": batch["t"]}
+    return inputs_of(model, batch) | {name: batch[name] for name in TARGETS}
 
 
-def _finish(net: nn.Module, model: Model, batches: list[Batch], figures: Figures) -> None:
+def _evaluate(net: nn.Module, model: Model, batches: list[Batch], figures: Figures) -> None:
+    """Note the outputs for a batch, and for half of it."""
     net.eval()
-    with torch.no_grad():
-        out = net(**inputs_of(model, batches[-1]))
-    values = (
-        list(out.values())
-        if isinstance(out, Mapping)
-        else list(out)
-        if isinstance(out, tuple)
-        else [out]
-    )
-    for i, value in enumerate(values):
-        figures.add(f"output {i} in evaluation", value)
+    batch, rows = batches[-1], model.shapes["B"]
+    half = {name: value[: rows // 2] if value.dim() else value for name, value in batch.items()}
+    for each in (batch, half):
+        with torch.no_grad():
+            out = net(**inputs_of(model, each))
+        values = (
+            out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else [out]
+        )
+        for value in values:
+            number = sum(name.startswith("output") for name in figures.values)
+            figures.add(f"output {number} in evaluation", value)
+    net.train()
 
 
 def _states(net: nn.Module, figures: Figures) -> None:
@@ -238,7 +248,7 @@ def _states(net: nn.Module, figures: Figures) -> None:
 def _loss(model: Model, criterion: Any) -> Callable[[Any, Batch], Tensor]:
     if model.returns_loss:
         return lambda out, batch: loss_of(out)
-    needs = ("y", "t", *(("mask",) if model.domain == "seq" else ()))
+    needs = (*TARGETS, *(("mask",) if model.domain == "seq" else ()))
     return lambda out, batch: criterion(out, **{name: batch[name] for name in needs})
 
 
@@ -256,7 +266,7 @@ def train_plain(model: Model, plan: Plan, seed: int, *, is_exact: bool = False) 
     train = _train_plain_steps if plan.stepped else _train_by_loop
     train(net, _loss(model, criterion), model, plan, batches, figures)
     _states(net, figures)
-    _finish(net, model, batches, figures)
+    _evaluate(net, model, batches, figures)
     return figures
 
 
@@ -277,7 +287,7 @@ def train_parallel(model: Model, plan: Plan, seed: int) -> Figures:
         _train_by_loop(net, loss, model, plan, batches, figures)
     with net.unsharded():  # type: ignore[operator]
         _states(net, figures)
-    _finish(net, model, batches, figures)
+    _evaluate(net, model, batches, figures)
     return figures
 
 
