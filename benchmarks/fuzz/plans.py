@@ -46,7 +46,7 @@ def draw_plan(seed: int | str, model: Model, num_ranks: int) -> Plan:
     rng = random.Random(f"plan {seed} {num_ranks}")
     n = num_ranks
     simple = TWO if n == 2 else FOUR
-    kind = rng.choices(("simple", "micro", "pipeline", "context", "own"), (5, 2, 2.5, 1, 1.5))[0]
+    kind = rng.choices(("simple", "micro", "pipeline", "context", "own"), (5, 1.2, 2, 1, 1.5))[0]
     if kind == "context" and model.domain != "seq":
         kind = "pipeline"
     if kind == "micro" and not model.returns_loss:
@@ -62,7 +62,7 @@ def draw_plan(seed: int | str, model: Model, num_ranks: int) -> Plan:
         )
     elif kind == "pipeline":
         ranks = ("pp=2",) if n == 2 else ("pp=2,dp=2", "pp=2,dp=2,zero=1", "pp=2,tp=2", "pp=4")
-        parallel = f"{rng.choice(ranks)},microbatches={rng.choice((2, 2, 4))}"
+        parallel = f"{rng.choice(ranks)}" + rng.choice(("", ",microbatches=2", ",microbatches=4"))
         if rng.random() < 0.5:
             parallel += f",schedule={rng.choice(SCHEDULES)}"
     else:
