@@ -79,6 +79,7 @@ faults:
 # 1,000 random models under random plans on two ranks and 200 on four, compared with plain PyTorch;
 # writes benchmarks/fuzz/README.md (at most 75 minutes).
 fuzz:
+	mkdir -p build
 	$(PYTHON) -m benchmarks.fuzz --page benchmarks/fuzz/README.md --csv build/fuzz.csv
 
 # Runs killed at 20 random points under every executor, and hosts that come and go (the latter in
