@@ -88,7 +88,8 @@ def table(rows: Sequence[Row]) -> str:
     if failures:
         lines += ["", "| ranks | seed | plan | failure |", "|---|---|---|---|"]
     for row in failures:
-        text = f"{row.result.kind} {row.result.code}: {summarize(row.result)}".replace("|", "\\|")
+        name = f"{row.result.kind} {row.result.code}".strip()
+        text = f"{name}: {summarize(row.result)}".replace("|", "\\|")
         lines.append(f"| {row.num_ranks} | {row.trial.seed} | `{row.trial.plan}` | {text[:160]} |")
     return "\n".join(lines)
 

@@ -50,7 +50,9 @@ def test_a_seed_alone_makes_a_model_and_its_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(12), pytest.param(range(12, 40), marks=pytest.mark.slow)], ids=["quick", "more"]
+    "seeds",
+    [range(12), pytest.param(range(12, 40), marks=(pytest.mark.slow, pytest.mark.timeout(900)))],
+    ids=["quick", "more"],
 )
 def test_random_models_train_as_plain_pytorch_does(seeds: range) -> None:
     with Pool(2) as pool:
