@@ -4,7 +4,7 @@ TYPES := build/types
 EVERYTHING := build/durations_of_all.txt
 
 .PHONY: check lint types test durations coverage structure slow everything nightly strict package \
-    versions zoo corpus faults failures gpu regret soak docs picture
+    versions zoo corpus faults fuzz failures gpu regret soak docs picture
 
 check: lint types test
 
@@ -80,6 +80,12 @@ corpus:
 # 50 deliberate faults, each of which a test of the default suite must notice.
 faults:
 	$(PYTHON) benchmarks/faults/run.py
+
+# 1,000 random models under random plans on two ranks and 200 on four, compared with plain PyTorch;
+# writes benchmarks/fuzz/README.md (at most 75 minutes).
+fuzz:
+	mkdir -p build
+	$(PYTHON) -m benchmarks.fuzz --page benchmarks/fuzz/README.md --csv build/fuzz.csv
 
 # Runs killed at 20 random points under every executor, and hosts that come and go (the latter in
 # network namespaces: root).
