@@ -30,7 +30,7 @@ from autoparallel.planning import PlanOptions
 from autoparallel.refused_gradient import refusal
 from autoparallel.runtime.arriving import arriving
 from autoparallel.runtime.batches import marked
-from autoparallel.runtime.global_values import read_whole_values
+from autoparallel.runtime.global_values import read_whole_values, take_norms_of_empty_shards
 from autoparallel.runtime.parameters import COMPUTE_DTYPES, get_by_path
 from autoparallel.runtime.share_batch import ShareBatch
 from autoparallel.runtime.shared import share_in_place
@@ -138,6 +138,7 @@ class Adopted:
             self._calls = TrainingCall(executor, self.tell)
         self._put_shards(model)
         read_whole_values()
+        take_norms_of_empty_shards(p.master for p in trainer.model.parameters.values())
         trainer.model.beside.update(
             (name, parameter)
             for name, parameter in model.named_parameters()

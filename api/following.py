@@ -14,8 +14,11 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
 
 from autoparallel.at_start import in_modes_of_training
 from autoparallel.passes.capture.call_trace import CallTrace, tracing_calls
@@ -36,6 +39,7 @@ from autoparallel.passes.local.live_numbers import LiveNumbers
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
+from autoparallel.runtime.arriving import arriving
 from autoparallel.runtime.shared import gather_values, share_value
 from autoparallel.runtime.variants import variant_of
 from autoparallel.targets import Target, example_batches
@@ -89,12 +93,17 @@ class Following:
         rows = trainer.plan.model.global_batch
         trace = sources.trace(rows, lambda: None, None)
         draws = not drawn.is_same(Generators.now())
-        state.forget_fakes(self._read)
+        self._kept_tensors = [
+            replace(each, now=_unmade(each.place.name(each.key)))
+            for each in state.forget_fakes(self._read)
+        ]
         self._draws, self._moves = draws, bool(state.changes(self._read, state.read()))
         self._return_to(self._read, drawn)
         if not (self._draws or self._moves):  # else the planned numbers are of no step
             planned = LiveProgram(trainer.program, trace, {}, {})
             self._kept[rows].append(_Kept(0, planned, LiveNumbers(frozenset())))
+        for each in self._kept_tensors:
+            each.put_back()
 
     def __call__(self, rows: int) -> int:
         """Return the number of the capture that a batch of ``rows`` is computed by.
@@ -109,20 +118,27 @@ class Following:
     def own_forward(self) -> Iterator[None]:
         """While inside, the model's own forward runs: tensors that it keeps on the model for later
         calls change nothing that training computes."""
+        for each in self._kept_tensors:
+            if each.is_there():
+                each.take_away()
         before = self._state.read()
         try:
             yield
         finally:
             self._caches += self._state.new_tensors(before)
+            for each in self._kept_tensors:
+                if each.is_free():
+                    each.put_back()
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Put back, afterwards, all that forwards inside have changed or drawn."""
-        reading, drawn = self._state.read(), Generators.now()
-        try:
-            yield
-        finally:
-            self._return_to(reading, drawn)
+        with self._without_caches():
+            reading, drawn = self._state.read(), Generators.now()
+            try:
+                yield
+            finally:
+                self._return_to(reading, drawn)
 
     def once(self, call: Callable[P, T]) -> Callable[P, T]:
         """Return a function that changes and draws nothing for good."""
@@ -136,13 +152,13 @@ class Following:
 
     @contextmanager
     def _without_caches(self) -> Iterator[None]:
-        self._caches = [each for each in self._caches if each.is_there()]
-        for each in self._caches:
+        held = [each for each in (*self._caches, *self._kept_tensors) if each.is_there()]
+        for each in held:
             each.take_away()
         try:
             yield
         finally:
-            for each in self._caches:
+            for each in held:
                 each.put_back()
 
     def _found(self, rows: int) -> int:
@@ -276,6 +292,27 @@ class Following:
             fix="change it before parallelize, or compute with it as a number with a fraction or "
             "a buffer, so that the ops stay the same",
         )  # fmt: skip
+
+
+class _Unmade:
+    """The value of a tensor that the forward keeps, which training does not make."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def value(self) -> Tensor:
+        raise UsageError(
+            "AP946",
+            f"{self._name} is read, which the forward sets in training",
+            why="the plan's program runs instead of the forward, and keeps no values on the model",
+            fix="return it from the forward, or keep it in a buffer and write to that",
+        )
+
+    host_value = value
+
+
+def _unmade(name: str) -> Tensor:
+    return arriving(_Unmade(name), torch.empty(0))
 
 
 def followed(

@@ -103,8 +103,9 @@ def check_first_step(
 
     def alone() -> FirstStep | str:
         try:
-            for name, value in buffers().items():
-                weights.setdefault(name, value.detach().clone())
+            own = {n: v for n, v in buffers().items() if n not in weights}
+            for name, value in own.items():
+                weights[name] = value.detach().clone()
                 fixed[name] = float(value.abs().double().norm())
             return _plain_step(trainer, weights, inputs, plain, key)
         except Exception as error:  # noqa: BLE001 - of the model's own code; training goes on

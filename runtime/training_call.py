@@ -28,11 +28,16 @@ from .communicator import ProcessCommunicator
 from .mesh import DATA_AXIS
 from .parameters import StageParameter
 from .share_batch import ShareBatch
+from .shared import group_for
 from .watchdog import BETWEEN_STEPS
 from .zero import abandon_backward, begin_backward
 
 if TYPE_CHECKING:
     from .executor import StageExecutor
+
+
+SAME_GRADIENT = 1e-3
+"""Differences of gradients between ranks that rounding explains, relative to their norm."""
 
 
 class TrainingCall:
@@ -47,6 +52,7 @@ class TrainingCall:
         self._num_backwards = 0
         self._backward_id = -1
         self._is_running = False
+        self._gradients = _GradientCheck()
         self._before: dict[str, tuple[Tensor | None, Any]] = {}
 
     @property
@@ -95,6 +101,8 @@ class TrainingCall:
             self._as_given(key, value, is_share=is_share)
             for key, value in zip(program.kept, made, strict=True)
         )
+        if not is_share and dist.get_world_size() > 1:
+            given = (_Watched.apply(value, self._gradients) for value in given)  # type: ignore[no-untyped-call]
         # Scripts write to outputs in place; autograd refuses that for a custom Function's views.
         return tuple(value.clone() if value._is_view() else value for value in given)
 
@@ -280,6 +288,49 @@ class TrainingCall:
         for master in delivered:
             for hook in (getattr(master, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(master)
+
+
+class _GradientCheck:
+    """Compares what gradients the ranks give the outputs, of the 1st, 2nd, 4th, 8th backward."""
+
+    def __init__(self) -> None:
+        self._num_seen = 0
+
+    def see(self, gradient: Tensor) -> None:
+        """Raise UsageError AP945 on every rank where the gradients differ. Collective."""
+        self._num_seen += 1
+        if self._num_seen & (self._num_seen - 1):
+            return
+        flat = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        values = flat.detach().double().flatten()
+        places = torch.arange(values.numel(), dtype=values.dtype, device=values.device)
+        own = torch.stack([values.norm(), (values * torch.cos(places)).sum()])
+        every = own.new_empty((dist.get_world_size(), 2))
+        dist.all_gather(list(every.unbind(0)), own, group=group_for(own))
+        spread = (every - every[0]).abs().amax(0)
+        if bool((spread > SAME_GRADIENT * every[:, 0].abs().amax()).any()):
+            raise UsageError(
+                "AP945",
+                "the loss of the model's outputs differs between ranks",
+                why="every rank has the outputs of the global batch, and computes the same loss "
+                "from them; their gradients were compared",
+                fix="use the same labels and random numbers on every rank, such as those of the "
+                "global batch",
+            )
+
+
+class _Watched(torch.autograd.Function):
+    """The identity, whose backward shows the gradient to a check."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, check: _GradientCheck) -> Tensor:
+        ctx.check = check
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.check.see(gradients[0])
+        return gradients[0], None
 
 
 class _Averaged(torch.autograd.Function):

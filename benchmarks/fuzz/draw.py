@@ -290,9 +290,18 @@ def _part(rng: random.Random, domain: str, depth: int) -> Part:
     first = (
         _parts(rng, domain, rng.choice((1, 1, 2)), depth - 1) if "FIRST" in snippet.forward else ()
     )
+    while snippet.name == "checkpointed" and any(map(_trains_buffers, first)):
+        first = _parts(rng, domain, 1, depth - 1)
     second = _parts(rng, domain, 1, depth - 1) if "SECOND" in snippet.forward else ()
     init, forward = _chosen(snippet.init, rng), _chosen(snippet.forward, rng)
     return Part(snippet.name, init, forward, first, second)
+
+
+def _trains_buffers(part: Part) -> bool:
+    """Return whether a part updates buffers, which plain PyTorch does twice when it recomputes."""
+    signs = ("self.training", "BatchNorm", "batch_norm", "track_running_stats")
+    own = any(sign in text for sign in signs for text in (part.init, part.forward))
+    return own or any(map(_trains_buffers, (*part.first, *part.second)))
 
 
 def _chosen(text: str, rng: random.Random) -> str:

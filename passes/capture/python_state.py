@@ -87,6 +87,7 @@ class PythonState:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
         self._places: list[_Place] = []
+        self._modules = list(model.modules())
         names: frozenset[str] = frozenset()
         while True:
             walk = _Walk(names)
@@ -138,21 +139,33 @@ class PythonState:
         finally:
             begin()
 
-    def forget_fakes(self, reading: Reading) -> None:
-        """Put back what a forward on fake tensors has replaced by one of them (a cache)."""
-        for place, (values, _) in zip(self._places, reading, strict=True):
-            for key, value, new in zip(place.keys, values, place.read(), strict=True):
-                if isinstance(new, FakeTensor):
-                    place.write(key, value)
+    def forget_fakes(self, reading: Reading) -> list[Replaced]:
+        """Put back what a forward on fake tensors has replaced by one of them; return what."""
+        replaced = [each for each in self._replaced(reading) if isinstance(each.now, FakeTensor)]
+        for each in replaced:
+            each.take_away()
+        made = [
+            Replaced(_Place("", vars(module), [key]), key, _ABSENT, value)
+            for module in self._modules
+            for key, value in vars(module).items()
+            if isinstance(value, FakeTensor)
+        ]
+        for each in made:
+            each.take_away()
+        return [*replaced, *made]
 
     def new_tensors(self, before: Reading) -> list[Replaced]:
         """Return the places that held no tensor before and hold one now."""
         return [
-            Replaced(place, key, value, new)
-            for place, (values, _) in zip(self._places, before, strict=True)
-            for key, value, new in zip(place.keys, values, place.read(), strict=True)
-            if isinstance(new, Tensor) and not isinstance(value, Tensor)
-        ]
+            each for each in self._replaced(before)
+            if isinstance(each.now, Tensor) and not isinstance(each.before, Tensor)
+        ]  # fmt: skip
+
+    def _replaced(self, before: Reading) -> Iterator[Replaced]:
+        for place, (values, _) in zip(self._places, before, strict=True):
+            for key, value, new in zip(place.keys, values, place.read(), strict=True):
+                if new is not value:
+                    yield Replaced(place, key, value, new)
 
 
 @dataclass(frozen=True)
@@ -168,6 +181,10 @@ class Replaced:
         """Return whether the place still holds the value."""
         return any(each is self.now for each in self.place.read())
 
+    def is_free(self) -> bool:
+        """Return whether the place holds the value before."""
+        return any(each is self.before for each in self.place.read())
+
     def take_away(self) -> None:
         """Have the place hold the value before."""
         self.place.write(self.key, self.before)
@@ -178,9 +195,7 @@ class Replaced:
 
 
 def _mark(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        if isinstance(value, nn.Parameter):
-            return None
+    if type(value) is Tensor:
         return None if value.is_inference() else value._version
     if isinstance(value, np.ndarray):
         return value.tobytes()
