@@ -147,7 +147,7 @@ class Adopted:
         self._unchanged = Unchanged(model, modes, trainer.model.parameters, self._whole.slots)
         trainer.runner.captures = self._capture_now
         compare_first_step(
-            trainer, self._following, lambda: model, example, job.target.loss_fn,
+            trainer, self._following, lambda: model,
             asked=job.check_first_step, as_plain=self._as_plain,
             run=self._backward_of_outputs if trainer.program.returned else None,
         )  # fmt: skip

@@ -27,7 +27,7 @@ from autoparallel.runtime.parameters import COMPUTE_DTYPES
 if TYPE_CHECKING:
     from autoparallel.following import Following
     from autoparallel.runtime.trainer import Trainer
-    from autoparallel.targets import Batch, LossFn
+    from autoparallel.targets import Batch
 
 VARIABLE = "AUTOPARALLEL_CHECK_FIRST_STEP"
 """0 turns the comparison off and 1 on, where nothing else says so."""
@@ -37,18 +37,17 @@ def compare_first_step(
     trainer: Trainer,
     following: Following,
     model: Callable[[], nn.Module],
-    example: Batch,
-    loss_fn: LossFn | None,
     *,
     asked: bool | None,
     run: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
     as_plain: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    done: Callable[[], None] = lambda: None,
 ) -> None:
     """Have a trainer's first step compared with that of ``model()``, a model with other weights.
 
-    ``example`` is a batch, whose tensors are replaced. ``run`` runs a step by the plan and returns
-    the loss; in the context of ``as_plain`` a call of the model is its own forward. Where nothing
-    was ``asked``, a step is compared that one device takes in 10 s.
+    ``run`` runs a step by the plan and returns the loss; in the context of ``as_plain`` a call of
+    the model is its own forward. ``done`` is called after a comparison. Where nothing was
+    ``asked``, a step is compared that one device takes in 10 s.
     """
     if asked is None and VARIABLE in os.environ:
         asked = os.environ[VARIABLE] == "1"
@@ -61,13 +60,15 @@ def compare_first_step(
     def plain(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         dtype = COMPUTE_DTYPES[trainer.plan.model.precision]
         keys = trainer.program.inputs
-        batch = filled_batch(example, {keys[n]: _cast(v, dtype) for n, v in inputs.items()})
+        batch = filled_batch(
+            following.example, {keys[n]: _cast(v, dtype) for n, v in inputs.items()}
+        )
         given = {f"model.{name}": _cast(value, dtype) for name, value in weights.items()}
         with as_plain():
             outputs = functional_call(_Alone(alone()), given, (batch,))
         if form is not None:
             return projection(_differentiable(outputs, form))
-        return find_loss(outputs, batch, loss_fn)
+        return find_loss(outputs, batch, following.loss_fn)
 
     def check(inputs: Mapping[str, Tensor]) -> None:
         why = why_not_compared(trainer, inputs)
@@ -78,6 +79,7 @@ def compare_first_step(
                     trainer, inputs, lambda: step(inputs), following.once(plain),
                     lambda: dict(alone().named_buffers()),
                 )  # fmt: skip
+            done()
         if why and asked and trainer.model.rank == 0:
             sys.stderr.write(f"autoparallel: the first step is not compared: {why}\n")
 

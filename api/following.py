@@ -42,7 +42,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.runtime.arriving import arriving
 from autoparallel.runtime.shared import gather_values, share_value
 from autoparallel.runtime.variants import variant_of
-from autoparallel.targets import Target, example_batches
+from autoparallel.targets import Batch, LossFn, Target, captured_batch, example_batches
 
 if TYPE_CHECKING:
     from autoparallel.runtime.trainer import Trainer
@@ -75,14 +75,17 @@ class Sources:
     trace: Callable[[int, Callable[[], None], int | None], CallTrace]
     capture: Callable[[int], Program]
     plan: Callable[[Program], Plan | None]
+    example: Batch
+    loss_fn: LossFn | None
 
 
 class Following:
-    """The captures of one model on this rank."""
+    """The captures of one model on this rank; ``example`` is a batch, ``loss_fn`` its loss."""
 
     def __init__(self, trainer: Trainer, state: PythonState, sources: Sources) -> None:
         """Trace the planned program. Raises as the model's code does."""
         self._trainer, self._state, self._sources = trainer, state, sources
+        self.example, self.loss_fn = sources.example, sources.loss_fn
         self._kept: dict[int, list[_Kept]] = defaultdict(list)
         self._current: dict[int, int] = {}
         self._fixed: set[tuple[int, int]] = set()
@@ -323,13 +326,15 @@ def followed(
     """Follow a target's model, which is traced in the context that ``ready`` gives."""
     model, dtype = trainer.program.model, trainer.program.dtype
 
+    example = captured_batch(target, trainer.plan.model.global_batch, seq)
+
     def trace(rows: int, before: Callable[[], None], watched: int | None) -> CallTrace:
         few, every = example_batches(target, rows, seq)
         with in_modes_of_training(), ready():
             batch = few if every is None else every
             return trace_calls(model, batch, target.loss_fn, dtype, before, watched)
 
-    return Following(trainer, state, Sources(trace, capture, plan))
+    return Following(trainer, state, Sources(trace, capture, plan, example, target.loss_fn))
 
 
 def _first_difference(one: CallTrace, other: CallTrace) -> int:

@@ -37,6 +37,12 @@ class MemoryMeter:
         self._base_bytes = self._process.memory_info().rss
         self._peak_bytes = 0
 
+    def forget_peak(self) -> None:
+        """Begin anew; on the CPU malloc may keep what was held."""
+        self._peak_bytes = 0
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
     def peak_bytes(self) -> int:
         """The most so far; on the CPU as seen when this is called, with what malloc keeps."""
         if self._device.type == "cuda":
@@ -108,6 +114,11 @@ class StepLog:
     def begin_printing(self, predicted_seconds: float) -> None:
         """Print from here on, in the place of a rank that is lost."""
         self._predicted = predicted_seconds
+
+    def skip(self) -> None:
+        """Leave out of the figures what was done since the last step."""
+        self._memory.forget_peak()
+        self.restart()
 
     def restart(self) -> None:
         """Begins to count anew, after what is no step."""

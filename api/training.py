@@ -24,6 +24,7 @@ from autoparallel.runtime.launch import is_launched, launch
 from autoparallel.runtime.process import Job
 from autoparallel.runtime.rendezvous import Hosts
 from autoparallel.runtime.weight_files import open_weights
+from autoparallel.verified import mark_verified
 
 VERIFY_DTYPES = ("fp64", "fp32")
 TIMEOUT_SECONDS = 600.0
@@ -140,6 +141,8 @@ def start_verification(
         words = f"{configuration_text(plan)}\n{verdict(found, truth_of(plan))}"
         text = json.dumps(found, indent=2) if json_output else words
         sys.stdout.write(f"{text}\n")
+        if found["passed"]:
+            mark_verified(plan)
     if not found["passed"]:
         first = found["failures"][0]
         raise VerificationError(

@@ -54,10 +54,11 @@ from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify as run_verification
 from autoparallel.served_training import check_served_run, train_served
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
-from autoparallel.targets import Batch, Target, captured_batch, load_target
+from autoparallel.targets import Batch, Target, load_target
 from autoparallel.text_data import with_text
 from autoparallel.tf32 import set_as_planned
 from autoparallel.trust import target_name
+from autoparallel.verified import verification_text
 
 VERIFIED_STEPS = 2
 MIXED_DEVICES = "Expected all tensors to be on the same device"
@@ -106,6 +107,8 @@ def train(
         is_given=resume is not None, start=start,
     )  # fmt: skip
     set_as_planned(plan, worker.rank)
+    if worker.rank == 0:
+        print(verification_text(plan), flush=True)
     if isinstance(trainer, ServerTrainer):
         return train_served(
             worker, plan, target, (trainer, memory), steps=steps, seed=seed, options=asked
@@ -116,10 +119,9 @@ def train(
         print(f"{plan.schedule}: {meaning}", flush=True)
     captures = trainer.runner.captures
     if isinstance(captures, Following):
-        example = captured_batch(target, plan.model.global_batch, batch_seq(plan, target))
         compare_first_step(
-            trainer, captures, lambda: plain_build(target.build_model, seed).to(device), example,
-            target.loss_fn, asked=asked.check_first_step,
+            trainer, captures, lambda: plain_build(target.build_model, seed).to(device),
+            asked=asked.check_first_step, done=lambda: log.skip(),
         )  # fmt: skip
     data = TrainingData(
         trainer, target, seed=seed, progress=worker.watchdog.progress,

@@ -1,0 +1,165 @@
+"""What a script does with the weights itself, by the lines of docs/weights.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from forced_plans import settled
+from processes import run_processes, set_torchrun_variables
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+
+import autoparallel
+from autoparallel.runtime.script_advice import advice_for
+
+Adopt = Callable[..., nn.Module]
+Figures = list[tuple[str, Any]]
+whole = autoparallel.whole
+
+
+class Net(nn.Module):
+    """One parameter has a single element: of two ranks one has nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 4)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.b(self.a(x).relu()) * self.scale).square().mean()
+
+
+def _batch(seed: int) -> tuple[Tensor]:
+    return (torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)),)
+
+
+def numbers(adopt: Adopt) -> Figures:
+    model = adopt(Net(), _batch(0))
+    model(*_batch(1)).backward()
+    weight = model.b.weight
+    grad = weight.grad
+    assert grad is not None
+    return [
+        ("sum", grad.sum().item()),
+        ("norm", float(weight.norm())),
+        ("largest", weight.max().item()),
+        ("number", int((weight > 0).sum())),
+        ("any", bool((grad > grad.abs().max() / 2).any())),
+        ("text", f"{weight.sum():.4f}"),
+        ("list", weight.detach().tolist()),
+    ]
+
+
+def penalties(adopt: Adopt) -> Figures:
+    model = adopt(Net(), _batch(0))
+    parameters = list(model.parameters())
+    loss = model(*_batch(1)) + 0.1 * sum(whole(p).square().sum() for p in parameters)
+    (loss + parameters_to_vector([whole(p) for p in parameters]).norm()).backward()
+    return [("gradient", whole(p.grad).tolist()) for p in parameters]  # type: ignore[arg-type]
+
+
+def averages(adopt: Adopt) -> Figures:
+    net = Net()
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    model = adopt(net, _batch(0))
+    after = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(2):
+        model(*_batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                before[name].lerp_(whole(p), 0.1)
+                after[name].lerp_(p, 0.1)
+    return [(name, whole(value).tolist()) for name, value in (*before.items(), *after.items())]
+
+
+def norms(adopt: Adopt) -> Figures:
+    found: Figures = []
+    for kind in (float("inf"), 1.0, 2.0):
+        model = adopt(Net(), _batch(0))
+        model(*_batch(1)).backward()
+        found.append(("norm", float(clip_grad_norm_(model.parameters(), 0.01, norm_type=kind))))
+        found += [("gradient", whole(p.grad).tolist()) for p in model.parameters()]  # type: ignore[arg-type]
+    return found
+
+
+CASES = (numbers, penalties, averages, norms)
+
+
+def _adopting(plan: str) -> Adopt:
+    def adopt(model: nn.Module, example: Any) -> nn.Module:
+        return autoparallel.parallelize(
+            model,
+            example_batch=example,
+            global_batch=8,
+            parallel=settled(plan),
+            profile="analytic",
+        )
+
+    return adopt
+
+
+def _figures(plan: str) -> dict[str, Figures]:
+    set_torchrun_variables()
+    found = {}
+    for case in CASES:
+        torch.manual_seed(0)
+        found[case.__name__] = case(_adopting(plan))
+    return found
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2"])
+def test_weights_are_read_and_changed_as_those_of_the_model_alone(plan: str) -> None:
+    results = run_processes(2, _figures, plan)
+    for case in CASES:
+        torch.manual_seed(0)
+        alone = case(lambda model, example: model)
+        for result in results:
+            for (name, value), (_, truth) in zip(result[case.__name__], alone, strict=True):
+                if isinstance(truth, str | bool):
+                    assert value == truth, (case.__name__, name)
+                else:
+                    torch.testing.assert_close(
+                        torch.tensor(value), torch.tensor(truth), rtol=1e-5, atol=1e-6,
+                        msg=lambda text, where=(case.__name__, name): f"{where}: {text}",
+                    )  # fmt: skip
+
+
+def _losses_apart() -> str:
+    set_torchrun_variables()
+    torch.manual_seed(0)
+    model = _adopting("dp=2")(nn.Linear(6, 4), _batch(0))
+    labels = torch.full((8,), torch.distributed.get_rank())
+    try:
+        nn.functional.cross_entropy(model(*_batch(0)), labels).backward()
+    except autoparallel.UsageError as error:
+        return f"{error.code} {error.what}"
+    return "nothing was refused"
+
+
+def test_a_loss_that_differs_between_ranks_is_refused() -> None:
+    told = run_processes(2, _losses_apart)
+    assert told == ["AP945 the loss of the model's outputs differs between ranks"] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("aten.add.Tensor got mixed torch.Tensor and DTensor, need to", "autoparallel.whole"),
+        ("One of the differentiated Tensors appears to not have been used in the graph", ".grad"),
+        ("Could not run 'fsdp::chunk_cat' with arguments from", "sparse=False"),
+    ],
+)
+def test_an_error_of_torch_about_spread_weights_is_followed_by_what_to_write(
+    text: str, fix: str
+) -> None:
+    advice = advice_for(RuntimeError(text))
+    assert advice is not None
+    assert advice.code == "AP944"
+    assert fix in advice.fix
+    assert advice_for(RuntimeError("shapes do not match")) is None
