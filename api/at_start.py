@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from autoparallel.passes.capture.python_state import Generators
+
+if TYPE_CHECKING:
+    from autoparallel.passes.initialization.deferred_init import Deferred, Init
 
 
 @contextmanager
@@ -27,7 +33,7 @@ def as_at_start() -> Iterator[None]:
 
 @contextmanager
 def in_modes_of_training() -> Iterator[None]:
-    """Compute gradients without autocast, whatever is around; torch draws nothing for good."""
+    """Compute gradients without autocast, in any surroundings; torch draws nothing for good."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -36,3 +42,15 @@ def in_modes_of_training() -> Iterator[None]:
         torch.random.fork_rng(),
     ):
         yield
+
+
+def say_if_drawn_apart(deferred: Deferred, asked: Init, rank: int | None = None) -> None:
+    """Say on rank 0 that each rank draws its own shards, where nobody asked for that."""
+    own = int(os.environ.get("RANK", "0")) if rank is None else rank
+    if asked == "auto" and deferred.init == "sharded" and own == 0:
+        sys.stderr.write(
+            "autoparallel: initial weights are drawn by each rank for its shards, so they are not "
+            "those of the model alone, whose numbers take a rank more than 10 s: "
+            'init="exact" (--init exact) draws them\n'
+        )
+        sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The comparison of a run's first step with the model alone: when it is made, and by what.
+"""The comparison of a run's first step with the model alone: when and how it is made.
 
 In: a trainer before its first step, and the model. Out: a check in front of the first batch, and
 one line on rank 0 that says what was compared or why nothing was.
@@ -60,9 +60,8 @@ def compare_first_step(
     def plain(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         dtype = COMPUTE_DTYPES[trainer.plan.model.precision]
         keys = trainer.program.inputs
-        batch = filled_batch(
-            following.example, {keys[n]: _cast(v, dtype) for n, v in inputs.items()}
-        )
+        tensors = {keys[name]: _cast(value, dtype) for name, value in inputs.items()}
+        batch = filled_batch(following.example, tensors)
         given = {f"model.{name}": _cast(value, dtype) for name, value in weights.items()}
         with as_plain():
             outputs = functional_call(_Alone(alone()), given, (batch,))
@@ -76,9 +75,12 @@ def compare_first_step(
             step = trainer.runner.backward if run is None else run
             with in_modes_of_training(), following.undone():
                 why = check_first_step(
-                    trainer, inputs, lambda: step(inputs), following.once(plain),
+                    trainer,
+                    inputs,
+                    lambda: step(inputs),
+                    following.once(plain),
                     lambda: dict(alone().named_buffers()),
-                )  # fmt: skip
+                )
             done()
         if why and asked and trainer.model.rank == 0:
             sys.stderr.write(f"autoparallel: the first step is not compared: {why}\n")

@@ -219,9 +219,12 @@ class Following:
             kept = self._add(rows, LiveProgram(program, trace, {}, {}))
         if kept is None:
             raise self._refused(
-                rows, trace, before, changed,
+                rows,
+                trace,
+                before,
+                changed,
                 "it now takes another path, for which the plan has no layouts",
-            )  # fmt: skip
+            )
         return kept.capture
 
     def _captured(self, rows: int, before: Callable[[], None]) -> Program:
@@ -229,15 +232,17 @@ class Following:
             return self._sources.capture(rows)
 
     def _capture_live(
-        self, rows: int, trace: CallTrace, places: set[tuple[int, int]], tensors: set[int],
+        self,
+        rows: int,
+        trace: CallTrace,
+        places: set[tuple[int, int]],
+        tensors: set[int],
         before: Callable[[], None],
-    ) -> _Kept | None:  # fmt: skip
+    ) -> _Kept | None:
         places -= self._fixed
         if not places and not tensors:
             return None
-        live = capture_live(
-            lambda: self._sources.capture(rows), trace, places, tensors, before
-        )  # fmt: skip
+        live = capture_live(lambda: self._sources.capture(rows), trace, places, tensors, before)
         found = None if live is None else self._add(rows, live)
         if found is None:
             self._fixed |= places
@@ -278,9 +283,13 @@ class Following:
         trainer.runner.forget_constants(rows, kept.capture)
 
     def _refused(
-        self, rows: int, trace: CallTrace, before: Callable[[], None], changed: Collection[str],
+        self,
+        rows: int,
+        trace: CallTrace,
+        before: Callable[[], None],
+        changed: Collection[str],
         why: str,
-    ) -> UsageError:  # fmt: skip
+    ) -> UsageError:
         at = max(
             (_first_difference(each.live.trace, trace) for each in self._kept[rows]), default=0
         )
@@ -288,13 +297,14 @@ class Following:
         what = ", ".join(sorted(changed)[:3])
         return UsageError(
             "AP936",
-            f"{what} was changed after the model was planned" if what
+            f"{what} was changed after the model was planned"
+            if what
             else "the forward draws random numbers that decide which ops it computes",
             why=f"the model's code reads it, and {why}",
             where=source,
             fix="change it before parallelize, or compute with it as a number with a fraction or "
             "a buffer, so that the ops stay the same",
-        )  # fmt: skip
+        )
 
 
 class _Unmade:
@@ -319,10 +329,14 @@ def _unmade(name: str) -> Tensor:
 
 
 def followed(
-    trainer: Trainer, state: PythonState, target: Target, seq: int | None,
-    capture: Callable[[int], Program], ready: Callable[[], AbstractContextManager[Any]],
+    trainer: Trainer,
+    state: PythonState,
+    target: Target,
+    seq: int | None,
+    capture: Callable[[int], Program],
+    ready: Callable[[], AbstractContextManager[Any]],
     plan: Callable[[Program], Plan | None],
-) -> Following:  # fmt: skip
+) -> Following:
     """Follow a target's model, which is traced in the context that ``ready`` gives."""
     model, dtype = trainer.program.model, trainer.program.dtype
 

@@ -68,7 +68,7 @@ def join_training(
     buckets: Sequence[int] = (),
     timeout_seconds: float | None = None,
 ) -> tuple[Trainer, Following]:
-    """Make the trainer of this rank for ``model``, and what follows changes of the model's code.
+    """Make the trainer of this rank for ``model``, and the ``Following`` of the model's code.
 
     Collective over all ranks.
 

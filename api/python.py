@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from autoparallel.adopted import Job
 from autoparallel.asked import Init, SearchOptions, checked_init, options_of
+from autoparallel.at_start import say_if_drawn_apart
 from autoparallel.environment import under_torchrun
-from autoparallel.initial_weights import say_if_drawn_apart
 from autoparallel.module import adopt, parallel_class
 from autoparallel.passes.initialization.deferred_init import (
     Deferred,

@@ -1,4 +1,4 @@
-"""Tensors whose backward is an error that says what to do instead."""
+"""Tensors whose backward is an error with advice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Refused(torch.autograd.Function):
 
 
 def refusal(code: str, what: str, why: str, fix: str) -> Callable[[Tensor], Tensor]:
-    """A function that gives a floating tensor a backward which says what is wrong."""
+    """Make a function that gives a floating tensor a backward which raises."""
     error = UsageError(code, what, why=why, fix=fix)
 
     def refuse(tensor: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class MemoryMeter:
         self._peak_bytes = 0
 
     def forget_peak(self) -> None:
-        """Begin anew; on the CPU malloc may keep what was held."""
+        """Begin anew; on the CPU malloc may keep memory."""
         self._peak_bytes = 0
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -116,7 +116,7 @@ class StepLog:
         self._predicted = predicted_seconds
 
     def skip(self) -> None:
-        """Leave out of the figures what was done since the last step."""
+        """Leave the time and memory since the last step out of the figures."""
         self._memory.forget_peak()
         self.restart()
 

@@ -32,9 +32,15 @@ def verification_text(plan: Plan) -> str:
 def _path(plan: Plan) -> Path:
     """Where the mark of a plan is: by its model, layouts, stages and schedule."""
     stages = [
-        (stage.devices, stage.mesh, stage.zero, sorted(stage.layouts.items()), stage.shares,
-         [block.recompute for block in stage.blocks])
+        (
+            stage.devices,
+            stage.mesh,
+            stage.zero,
+            sorted(stage.layouts.items()),
+            stage.shares,
+            [block.recompute for block in stage.blocks],
+        )
         for stage in plan.stages
-    ]  # fmt: skip
+    ]
     parts = plan.model.fingerprint, plan.schedule, plan.num_microbatches, plan.slices, stages
     return default_folder() / "verified" / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

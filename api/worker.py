@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoparallel.at_start import say_if_drawn_apart
 from autoparallel.attempts import begin_attempt
 from autoparallel.cost_model.profile.torch_tf32 import set_torch
 from autoparallel.data import TrainingData
 from autoparallel.elastic_plan import plan_for_ranks
 from autoparallel.first_step import compare_first_step
 from autoparallel.following import Following, followed
-from autoparallel.initial_weights import say_if_drawn_apart
 from autoparallel.measurement import keep_measurement
 from autoparallel.memory_error import explained_memory_errors
 from autoparallel.passes.capture.counter_random import batch_dims

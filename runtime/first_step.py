@@ -35,8 +35,11 @@ MOST_SECONDS = 10.0
 """A plain step that is estimated at more is not run unless it is asked for."""
 
 TOLERANCES: dict[Precision, tuple[float, float]] = {
-    "fp64": (1e-6, 1e-5), "fp32": (1e-3, 1e-2), "bf16": (5e-2, 2e-1), "fp16": (5e-2, 2e-1),
-}  # fmt: skip
+    "fp64": (1e-6, 1e-5),
+    "fp32": (1e-3, 1e-2),
+    "bf16": (5e-2, 2e-1),
+    "fp16": (5e-2, 2e-1),
+}
 """By precision the differences of the loss and of a gradient's norm that rounding explains."""
 
 SMALL = 1e-3
@@ -84,9 +87,12 @@ def why_not_compared(trainer: Trainer, inputs: Inputs) -> str:
 
 
 def check_first_step(
-    trainer: Trainer, inputs: Inputs, own: Callable[[], Tensor], plain: PlainLoss,
+    trainer: Trainer,
+    inputs: Inputs,
+    own: Callable[[], Tensor],
+    plain: PlainLoss,
     buffers: Callable[[], Weights],
-) -> str:  # fmt: skip
+) -> str:
     """Compare the first step by the plan with the plain model's.
 
     ``own`` runs the step on ``inputs``, the global batch; the gradients are then complete, and its
@@ -182,9 +188,10 @@ def _difference(plain: FirstStep, own: FirstStep, precision: Precision) -> Usage
     }
     wrong = sorted((n for n, d in relative.items() if not d <= of_norm), key=lambda n: -relative[n])
     other_buffers = [
-        name for name, norm in plain.buffers.items()
+        name
+        for name, norm in plain.buffers.items()
         if not abs(own.buffers.get(name, 0.0) - norm) <= of_norm * max(norm, SMALL)
-    ]  # fmt: skip
+    ]
     loss_differs = not abs(own.loss - plain.loss) <= of_loss * max(abs(plain.loss), 1e-30)
     both_undefined = own.loss != own.loss and plain.loss != plain.loss
     if both_undefined or not (wrong or loss_differs or other_buffers):
@@ -210,7 +217,7 @@ def _difference(plain: FirstStep, own: FirstStep, precision: Precision) -> Usage
 
 
 def _next_key(trainer: Trainer) -> int:
-    """What the random numbers of the next step are drawn from, on every rank."""
+    """Return the key of the random numbers of the next step, on every rank."""
     drawn = trainer.runner.draws()
     return step_key(0, 0) if drawn is None else step_key(drawn["seed"], drawn["steps_begun"])
 

@@ -17,9 +17,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 _READS = (
-    "item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__",
-    "__complex__", "__format__",
-)  # fmt: skip
+    "item",
+    "tolist",
+    "numpy",
+    "__array__",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__complex__",
+    "__format__",
+)
 
 
 def read_whole_values() -> None:

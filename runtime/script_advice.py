@@ -1,4 +1,4 @@
-"""What to write instead, where torch refuses a script's own code on weights that are spread."""
+"""Advice where torch refuses a script's own code on weights that are spread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ADVICE = (
 
 
 def advice_for(error: BaseException) -> UsageError | None:
-    """Return AP944 with what to write, for an error of torch about tensors that are spread."""
+    """Return AP944 with the line to write, for an error of torch about tensors that are spread."""
     text = str(error)
     if not isinstance(error, RuntimeError | NotImplementedError | TypeError):
         return None

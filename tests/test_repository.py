@@ -55,7 +55,7 @@ PUBLIC = {
     "RunError", "Step", "TensorBoard", "TimeLimitError", "UsageError", "VerificationError",
     "WeightsAndBiases", "WorkerError", "__version__", "compare", "describe", "distribute",
     "estimate", "export", "load", "load_plan", "one_process", "parallelize", "plan", "profile",
-    "register_op", "save", "save_plan",
+    "register_op", "save", "save_plan", "whole",
 }  # fmt: skip
 
 
@@ -319,51 +319,57 @@ NUMBERS_AND_REGIONS = (
     "without gradients, written parameters, complex parameters"
 )
 
+FOLLOWED = (
+    "models that trained something else in silence: values that change between steps, random "
+    "numbers of Python and NumPy, first steps, initial weights, values of spread weights; random "
+    "models against plain PyTorch"
+)
+
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: lines", 9549),
     ("cost_model: files", 52),
     ("cost_model: flat files", 39),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 1),
-    ("planner: lines", 28192, NUMBERS_AND_REGIONS),
+    ("planner: lines", 28217, FOLLOWED),
     ("planner: files", 144),
     ("planner: flat files", 34),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 7),
-    ("passes: lines", 13485, NUMBERS_AND_REGIONS),
-    ("passes: files", 85, NUMBERS_AND_REGIONS),
+    ("passes: lines", 14562, FOLLOWED),
+    ("passes: files", 89, FOLLOWED),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
     ("passes: collections of op names", 15, NUMBERS_AND_REGIONS),
-    ("runtime: lines", 17958, NUMBERS_AND_REGIONS),
-    ("runtime: files", 104),
-    ("runtime: flat files", 88),
+    ("runtime: lines", 18541, FOLLOWED),
+    ("runtime: files", 107, FOLLOWED),
+    ("runtime: flat files", 91, FOLLOWED),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 28494, NUMBERS_AND_REGIONS),
-    ("api: files", 173),
-    ("api: flat files", 82),
+    ("api: lines", 29157, FOLLOWED),
+    ("api: files", 178, FOLLOWED),
+    ("api: flat files", 87, FOLLOWED),
     ("api: imports inside functions", 267),
     ("api: collections of op names", 9),
-    ("all packages: lines", 97678, NUMBERS_AND_REGIONS),
-    ("all packages: files", 558, NUMBERS_AND_REGIONS),
-    ("all packages: flat files", 243),
+    ("all packages: lines", 100026, FOLLOWED),
+    ("all packages: files", 570, FOLLOWED),
+    ("all packages: flat files", 251, FOLLOWED),
     ("all packages: imports inside functions", 268),
     ("all packages: collections of op names", 32, NUMBERS_AND_REGIONS),
     ("import cycles", 5),
     ("files in import cycles", 23),
-    ("files under 80 lines with a single importer", 34),
+    ("files under 80 lines with a single importer", 36, FOLLOWED),
     ("files over 500 lines", 0),
     ("functions over 60 lines", 9),
     ("functions over 8 parameters", 22),
     ("function docstrings that begin with a clause", 863),
-    ('function docstrings with "what"', 756),
-    ("exceptions from formatting (fmt: skip, fmt: off)", 808, NUMBERS_AND_REGIONS),
-    ("words of docs/ without docs/adr/", 48351, NUMBERS_AND_REGIONS),
-    ("words of CHANGELOG.md", 5187, NUMBERS_AND_REGIONS),
-    ("words of README.md", 1369),
-    ("tests: lines", 55933, NUMBERS_AND_REGIONS),
-    ("tests: files", 385, NUMBERS_AND_REGIONS),
+    ('function docstrings with "what"', 755),
+    ("exceptions from formatting (fmt: skip, fmt: off)", 814, FOLLOWED),
+    ("words of docs/ without docs/adr/", 49273, FOLLOWED),
+    ("words of CHANGELOG.md", 5331, FOLLOWED),
+    ("words of README.md", 1377, FOLLOWED),
+    ("tests: lines", 56601, FOLLOWED),
+    ("tests: files", 390, FOLLOWED),
     ("tests: flat files", 20),
 )
 """Ceilings of the figures of tests/support/structure.py: name, ceiling, reason if it rose."""

@@ -33,10 +33,22 @@ Place = tuple[int, int]
 
 _MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _DATA = ("data", "obj")
-_ARITHMETIC = frozenset({
-    "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__",
-    "div", "__truediv__", "__rtruediv__",
-})  # fmt: skip
+_ARITHMETIC = frozenset(
+    {
+        "add",
+        "__add__",
+        "__radd__",
+        "sub",
+        "__sub__",
+        "__rsub__",
+        "mul",
+        "__mul__",
+        "__rmul__",
+        "div",
+        "__truediv__",
+        "__rtruediv__",
+    }
+)
 _OWN_PATHS = frozenset({0.0, 1.0, -1.0})
 """Numbers for which functions of torch have paths of their own (``p=0.0``, ``alpha=1.0``)."""
 _NUMBER, _TENSOR = "a number", "a tensor"

@@ -98,9 +98,11 @@ class PythonState:
         self._places = walk.places
 
     def read(self) -> Reading:
-        """Return every value, and what tells whether it was changed in place."""
-        return [(values, [_mark(each) for each in values])
-                for values in (place.read() for place in self._places)]  # fmt: skip
+        """Return every value, and a mark that tells whether it was changed in place."""
+        return [
+            (values, [_mark(each) for each in values])
+            for values in (place.read() for place in self._places)
+        ]
 
     def changes(self, before: Reading, now: Reading) -> list[str]:
         """Return the names of the values that differ between two readings."""
@@ -140,7 +142,7 @@ class PythonState:
             begin()
 
     def forget_fakes(self, reading: Reading) -> list[Replaced]:
-        """Put back what a forward on fake tensors has replaced by one of them; return what."""
+        """Put back values that a forward has replaced by fake tensors; return the places."""
         replaced = [each for each in self._replaced(reading) if isinstance(each.now, FakeTensor)]
         for each in replaced:
             each.take_away()
@@ -157,9 +159,10 @@ class PythonState:
     def new_tensors(self, before: Reading) -> list[Replaced]:
         """Return the places that held no tensor before and hold one now."""
         return [
-            each for each in self._replaced(before)
+            each
+            for each in self._replaced(before)
             if isinstance(each.now, Tensor) and not isinstance(each.before, Tensor)
-        ]  # fmt: skip
+        ]
 
     def _replaced(self, before: Reading) -> Iterator[Replaced]:
         for place, (values, _) in zip(self._places, before, strict=True):
@@ -339,7 +342,7 @@ class _Walk:
 
 
 def _methods(cls: type, held: Mapping[str, Any]) -> list[str]:
-    """Return what an object has from its class, which an attribute of its own would hide."""
+    """Return the names of a class that an attribute of the object would hide."""
     bases = [base for base in cls.__mro__ if not _is_library(base.__module__)]
     return [*{name: None for base in bases for name in vars(base) if name not in held}]
 
@@ -380,7 +383,7 @@ class Generators:
         return cls(random.getstate(), np.random.get_state(legacy=False))
 
     def restore(self) -> None:
-        """Have both draw again what they drew after the states were read."""
+        """Have both draw again the numbers that came after the states were read."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 

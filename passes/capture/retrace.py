@@ -41,9 +41,13 @@ class LiveProgram:
 
 
 def trace_calls(
-    model: nn.Module, batch: Batch, loss_fn: LossFn | None, dtype: Dtype,
-    before: Callable[[], None], watched: int | None = None,
-) -> CallTrace:  # fmt: skip
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn | None,
+    dtype: Dtype,
+    before: Callable[[], None],
+    watched: int | None = None,
+) -> CallTrace:
     """Run ``loss_fn(model(batch))`` on fake tensors; return its calls.
 
     ``before`` is called first, where the forward runs. The source of the call number ``watched``
@@ -55,9 +59,12 @@ def trace_calls(
 
 
 def capture_live(
-    capture: Capture, trace: CallTrace, places: Iterable[Place], tensors: Iterable[int],
+    capture: Capture,
+    trace: CallTrace,
+    places: Iterable[Place],
+    tensors: Iterable[int],
     before: Callable[[], None],
-) -> LiveProgram | None:  # fmt: skip
+) -> LiveProgram | None:
     """Capture with stand-ins at ``places`` and random values in the ``tensors``.
 
     Returns None where a number decides about more than itself: a function of torch computes
@@ -138,11 +145,17 @@ def _described(
         return value
 
     return [
-        (node.name, node.kind, node.op, node.outputs,
-         None if node.name in literals
-         else (marked(node.args), tuple((key, marked(v)) for key, v in node.kwargs.items())))
+        (
+            node.name,
+            node.kind,
+            node.op,
+            node.outputs,
+            None
+            if node.name in literals
+            else (marked(node.args), tuple((key, marked(v)) for key, v in node.kwargs.items())),
+        )
         for node in program.graph
-    ]  # fmt: skip
+    ]
 
 
 def is_same_but_numbers(graph: Graph, other: Graph) -> bool:

@@ -21,7 +21,7 @@ from .stage_program import StageProgram
 
 @dataclass(eq=False)
 class LiveNumbers:
-    """``stand_ins`` are the numbers in the programs; ``values`` what each is worth now."""
+    """``stand_ins`` are the numbers in the programs; ``values`` their worth now."""
 
     stand_ins: frozenset[float]
     values: dict[float, float] = field(default_factory=dict)
@@ -46,9 +46,10 @@ class LiveNumbers:
     def written(self, node: Node) -> Node:
         """Return an op with the numbers that the stand-ins in it are worth now."""
         return replace(
-            node, args=self._written(node.args),
+            node,
+            args=self._written(node.args),
             kwargs={key: self._written(each) for key, each in node.kwargs.items()},
-        )  # fmt: skip
+        )
 
     def _written(self, value: Any) -> Any:
         if isinstance(value, list | tuple):

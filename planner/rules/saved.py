@@ -24,7 +24,7 @@ OTHERS, INPUT, INPUTS, REST, OUTPUT, BOTH, INDICES, NOTHING = (
 )  # fmt: skip
 
 _CHOOSING = ("max", "min", "median")
-"""Ops that keep what they chose where there is one output, and where they chose it where two."""
+"""Ops that keep their choice where there is one output, and its place where there are two."""
 
 _KEPT = {
     OTHERS: (

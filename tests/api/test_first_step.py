@@ -91,9 +91,13 @@ FAULTS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 def _told(kind: type[nn.Module], name: str, plan: str, *, asked: bool | None) -> str:
     fault = FAULTS[name][0] if name in FAULTS else (lambda net, h: h)
     model = autoparallel.parallelize(
-        kind(fault), example_batch=_batch(), global_batch=8, parallel=settled(plan),
-        profile="analytic", check_first_step=asked,
-    )  # fmt: skip
+        kind(fault),
+        example_batch=_batch(),
+        global_batch=8,
+        parallel=settled(plan),
+        profile="analytic",
+        check_first_step=asked,
+    )
     before = [parameter.detach().clone() for parameter in model.parameters()]
     try:
         model(*_batch())

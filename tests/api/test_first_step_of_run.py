@@ -32,9 +32,7 @@ OPTIONS = ("--cluster", "cpu:2", "--parallel", "dp=2", "--global-batch", "8")
 def _run(folder: Path, *arguments: str) -> tuple[int, str]:
     environment = {**os.environ, "AUTOPARALLEL_CACHE": str(folder / "cache")}
     environment.pop("AUTOPARALLEL_CHECK_FIRST_STEP")
-    done = run_python(
-        "-m", "autoparallel", *arguments, folder=folder, environment=environment
-    )  # fmt: skip
+    done = run_python("-m", "autoparallel", *arguments, folder=folder, environment=environment)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -144,9 +144,12 @@ def losses(name: str, adopt: Adopt) -> list[float]:
 def _adopting(plan: str) -> Adopt:
     def adopt(model: nn.Module, example: Any) -> nn.Module:
         return autoparallel.parallelize(
-            model, example_batch=example, global_batch=8, parallel=settled(plan),
+            model,
+            example_batch=example,
+            global_batch=8,
+            parallel=settled(plan),
             profile="analytic",
-        )  # fmt: skip
+        )
 
     return adopt
 

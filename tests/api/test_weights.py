@@ -125,9 +125,12 @@ def test_weights_are_read_and_changed_as_those_of_the_model_alone(plan: str) -> 
                     assert value == truth, (case.__name__, name)
                 else:
                     torch.testing.assert_close(
-                        torch.tensor(value), torch.tensor(truth), rtol=1e-5, atol=1e-6,
+                        torch.tensor(value),
+                        torch.tensor(truth),
+                        rtol=1e-5,
+                        atol=1e-6,
                         msg=lambda text, where=(case.__name__, name): f"{where}: {text}",
-                    )  # fmt: skip
+                    )
 
 
 def _losses_apart() -> str:
