@@ -27,8 +27,10 @@ NOISE_FACTOR = 5.0
 """Plans may differ from the plain run by so many times what that differs from float64."""
 
 LEAST_SCALE = 1e-3
-LEAST_WEIGHT = 0.1
 """Differences of smaller tensors, such as gradients that cancel, are relative to this."""
+
+LEAST_WEIGHT = 0.1
+"""The same for weights and buffers."""
 
 Batch = dict[str, Tensor]
 
