@@ -165,8 +165,8 @@ FEW = ("object", "branch", "counter of the forward", "drawn number", "drawn mask
 @pytest.mark.parametrize(
     ("plan", "names"),
     [
-        ("dp=2", tuple(FOLLOWED)),
         ("dp=2,zero=3,microbatches=2", FEW),
+        pytest.param("dp=2", tuple(FOLLOWED), marks=pytest.mark.slow),
         pytest.param("tp=2", tuple(FOLLOWED), marks=pytest.mark.slow),
         pytest.param("dp=2,zero=3", tuple(FOLLOWED), marks=pytest.mark.slow),
     ],

@@ -57,7 +57,7 @@ def whole(tensor: Any) -> Tensor:
 
 def given_constants(values: Mapping[str, Tensor]) -> ReadConstants:
     """What an executor reads, where the constants are the same for all that it runs."""
-    return lambda rows, microbatch_size, program: (values, values)
+    return lambda variant, program: (values, values)
 
 
 WEIGHTS: dict[str, tuple[int, ...]] = {
