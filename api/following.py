@@ -83,7 +83,7 @@ class Following:
     """The captures of one model on this rank; ``example`` is a batch, ``loss_fn`` its loss."""
 
     def __init__(self, trainer: Trainer, state: PythonState, sources: Sources) -> None:
-        """Trace the planned program. Raises as the model's code does."""
+        """Trace the planned program."""
         self._trainer, self._state, self._sources = trainer, state, sources
         self.example, self.loss_fn = sources.example, sources.loss_fn
         self._kept: dict[int, list[_Kept]] = defaultdict(list)
@@ -92,9 +92,10 @@ class Following:
         self._num_captures = 0
         self._caches: list[Replaced] = []
         self._has_changed = False
+        self._is_traceable = True
         self._read, drawn = state.read(), Generators.now()
         rows = trainer.plan.model.global_batch
-        trace = sources.trace(rows, lambda: None, None)
+        trace = self._first_trace(rows)
         draws = not drawn.is_same(Generators.now())
         self._kept_tensors = [
             replace(each, now=_unmade(each.place.name(each.key)))
@@ -102,11 +103,21 @@ class Following:
         ]
         self._draws, self._moves = draws, bool(state.changes(self._read, state.read()))
         self._return_to(self._read, drawn)
-        if not (self._draws or self._moves):  # else the planned numbers are of no step
+        if trace is not None and not (self._draws or self._moves):
+            # else the planned numbers are of no step
             planned = LiveProgram(trainer.program, trace, {}, {})
             self._kept[rows].append(_Kept(0, planned, LiveNumbers(frozenset())))
         for each in self._kept_tensors:
             each.put_back()
+
+    def _first_trace(self, rows: int) -> CallTrace | None:
+        """Trace the planned batch; None for code that runs on no fake tensors, as that of a
+        module which is kept whole."""
+        try:
+            return self._sources.trace(rows, lambda: None, None)
+        except Exception:  # noqa: BLE001 - of the model's code, which was captured all the same
+            self._is_traceable = False
+            return None
 
     def __call__(self, rows: int) -> int:
         """Return the number of the capture that a batch of ``rows`` is computed by.
@@ -175,6 +186,10 @@ class Following:
                 return 0
             if rows in self._current:
                 return self._current[rows]
+        if not self._is_traceable:
+            if changed:
+                raise _unfollowed(changed, "cannot be run on tensors without values", "")
+            return 0
         drawn = Generators.now()
         shared = share_value(drawn) if self._draws else drawn
         before = self._before(now, shared)
@@ -293,18 +308,7 @@ class Following:
         at = max(
             (_first_difference(each.live.trace, trace) for each in self._kept[rows]), default=0
         )
-        source = self._sources.trace(rows, before, at).source
-        what = ", ".join(sorted(changed)[:3])
-        return UsageError(
-            "AP936",
-            f"{what} was changed after the model was planned"
-            if what
-            else "the forward draws random numbers that decide which ops it computes",
-            why=f"the model's code reads it, and {why}",
-            where=source,
-            fix="change it before parallelize, or compute with it as a number with a fraction or "
-            "a buffer, so that the ops stay the same",
-        )
+        return _unfollowed(changed, why, self._sources.trace(rows, before, at).source)
 
 
 class _Unmade:
@@ -355,6 +359,20 @@ def _first_difference(one: CallTrace, other: CallTrace) -> int:
     pairs = zip(one.calls, other.calls, strict=False)
     shorter = min(len(one.calls), len(other.calls))
     return next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
+
+
+def _unfollowed(changed: Collection[str], why: str, source: str) -> UsageError:
+    names = ", ".join(sorted(changed)[:3])
+    return UsageError(
+        "AP936",
+        f"{names} was changed after the model was planned"
+        if names
+        else "the forward draws random numbers that decide which ops it computes",
+        why=f"the model's code reads it, and {why}",
+        where=source,
+        fix="change it before parallelize, or compute with it as a number with a fraction or "
+        "a buffer, so that the ops stay the same",
+    )
 
 
 def _check_equal(trace: CallTrace, changed: Collection[str]) -> None:

@@ -48,7 +48,7 @@ class _Place:
     after: str = ""
 
     def read(self) -> list[Any]:
-        """Return the values in their order, ``_ABSENT`` for those that are gone."""
+        """Return the values in the order of the keys; ``_ABSENT`` for a key that is gone."""
         held = self.held
         if isinstance(held, dict | types.MappingProxyType):
             return [held.get(key, _ABSENT) for key in self.keys]
@@ -228,8 +228,8 @@ class _Walk:
         self._known = known
         self.names: set[str] = set()
         self.places: list[_Place] = []
-        self._seen: set[int] = set()
-        self._held: list[Any] = []
+        self._seen: dict[int, Any] = {}
+        self._globals: set[tuple[int, str]] = set()
         self._num_read = 0
 
     def start(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -308,7 +308,8 @@ class _Walk:
         self.names |= read
         found = function.__globals__
         # several functions of a file may each read some of its globals
-        names = [name for name in found if name in read and self._is_new((id(found), name))]
+        names = [name for name in found if name in read and (id(found), name) not in self._globals]
+        self._globals.update((id(found), name) for name in names)
         self._place("", found, names, by_name=False)
         closure = function.__closure__ or ()
         for name, cell in zip(function.__code__.co_freevars, closure, strict=True):
@@ -333,11 +334,9 @@ class _Walk:
             self._visit(_unbound(value), place.name(key))
 
     def _is_new(self, value: Any) -> bool:
-        key = hash(value) if isinstance(value, tuple) and isinstance(value[0], int) else id(value)
-        if key in self._seen:
+        if id(value) in self._seen:
             return False
-        self._seen.add(key)
-        self._held.append(value)
+        self._seen[id(value)] = value  # held, so that no other gets its id
         return True
 
 

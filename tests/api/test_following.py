@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ import torch.nn.functional as F  # noqa: N812
 from forced_plans import settled
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 import autoparallel
 from autoparallel.planner.errors import AutoparallelError
@@ -200,6 +203,53 @@ def _refusals(rank: int) -> dict[str, str]:
         ),
         "other layers": told(head, lambda: setattr(head, "is_long", True)),
     }
+
+
+def _untraceable(net: Any, h: Tensor) -> Tensor:
+    """Runs in an export, and not on fake tensors alone."""
+    if type(h) is FakeTensor and get_proxy_mode() is None:
+        raise RuntimeError("no values")
+    return h[:, :4] * net.weight
+
+
+def _scaled_mean(outputs: Tensor, batch: Any, scale: float = 1.0) -> Tensor:
+    return outputs.square().mean() * scale
+
+
+def _untraced() -> tuple[float, float, str]:
+    """The loss of a model that no trace runs, that of a partial function, and the refusal."""
+    set_torchrun_variables()
+    torch.manual_seed(0)
+    whole = Net(_untraceable)
+    whole.weight = 0.5
+    alone = float(whole(*_batch(0)))
+    model = _adopting("dp=2")(whole, _batch(0))
+    own = float(model(*_batch(0)))
+    whole.weight = 0.75
+    try:
+        model(*_batch(0))
+    except AutoparallelError as error:
+        return own - alone, _loss_of_partial(), f"{error.code} {error.what}"
+    return own - alone, _loss_of_partial(), "nothing was refused"
+
+
+def _loss_of_partial() -> float:
+    """How much the loss of a function with bound arguments differs from the plain one."""
+    torch.manual_seed(0)
+    net = nn.Linear(6, 4)
+    loss_fn = functools.partial(_scaled_mean, scale=0.25)
+    alone = float(loss_fn(net(*_batch(0)), _batch(0)))
+    model = autoparallel.parallelize(
+        net, example_batch=_batch(0), global_batch=8, parallel=settled("dp=2"), loss_fn=loss_fn
+    )
+    return float(autoparallel.Step(model)(_batch(0))) - alone
+
+
+def test_code_that_no_trace_runs_trains_and_its_changes_are_refused() -> None:
+    for apart, of_partial, told in run_processes(2, _untraced):
+        assert apart == pytest.approx(0, abs=1e-6)
+        assert of_partial == pytest.approx(0, abs=1e-6)
+        assert told == "AP936 weight of the model was changed after the model was planned"
 
 
 def _run_refusals() -> dict[str, str]:
