@@ -1,7 +1,7 @@
 """The comparison of a run's first step with the model alone: when and how it is made.
 
-In: a trainer before its first step, and the model. Out: a check in front of the first batch, and
-one line on rank 0 that says what was compared or why nothing was.
+In: a trainer before its first step, and the model. Out: a check in front of the first batch. Where
+it was asked for and nothing can be compared, rank 0 says why.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from autoparallel.targets import Batch
 
 VARIABLE = "AUTOPARALLEL_CHECK_FIRST_STEP"
-"""0 turns the comparison off and 1 on, where nothing else says so."""
+"""The environment variable that turns the comparison on (1) or off (0) where no option does."""
 
 
 def compare_first_step(

@@ -292,10 +292,10 @@ class Following:
         live, trainer = kept.live, self._trainer
         values = {each: trace.numbers[place] for place, each in live.stand_ins.items()}
         kept.numbers.values.update(values)
-        if not kept.capture:
-            return
-        trainer.model.take_program(rows, kept.capture, with_values(live, values, trace))
-        trainer.runner.forget_constants(rows, kept.capture)
+        program = with_values(live, values, trace)
+        if program is not live.program:
+            trainer.model.take_program(rows, kept.capture, program)
+            trainer.runner.forget_constants(rows, kept.capture)
 
     def _refused(
         self,

@@ -43,7 +43,7 @@ def read_whole_values() -> None:
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor that is spread over ranks, and any other tensor as it is.
 
-    Gradients pass through it. Every rank calls it: it gathers, or sums, over the tensor's ranks.
+    Gradients pass through. Collective over the ranks that hold the tensor.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -291,7 +291,7 @@ class TrainingCall:
 
 
 class _GradientCheck:
-    """Compares what gradients the ranks give the outputs, of the 1st, 2nd, 4th, 8th backward."""
+    """Compares the gradients of the outputs between ranks, in backwards 1, 2, 4, 8 and so on."""
 
     def __init__(self) -> None:
         self._num_seen = 0

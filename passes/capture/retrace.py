@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from ...planner.graph import Graph
+from ...planner.graph import Graph, Node
 from ..programs.interpret import LITERAL
 from ..programs.program import Dtype, Program
 from .call_trace import CallTrace, Place, tracing_calls
@@ -93,12 +94,12 @@ def capture_live(
 
 
 def _stand_in(value: float, draw: random.Random) -> float:
-    """A number near ``value`` that occurs nowhere else, with the same sign."""
+    """Draw a number near ``value``, of its sign, that occurs nowhere else."""
     return value * (1 + draw.uniform(1e-7, 2e-7)) if value else draw.uniform(1e-9, 2e-9)
 
 
 def _shuffled(array: np.ndarray[Any, Any], draw: random.Random) -> Any:
-    """Values of the same type and range."""
+    """Draw an array of the same type and range."""
     numbers = np.random.RandomState(draw.randrange(2**31))
     if array.dtype == bool:
         return np.less(numbers.rand(*array.shape), 0.5)
@@ -125,34 +126,31 @@ def _nodes_of(
     return found
 
 
-def _is_value(node: Any, array: np.ndarray[Any, Any]) -> bool:
+def _is_value(node: Node, array: np.ndarray[Any, Any]) -> bool:
     value = torch.tensor(node.args[0], **node.kwargs)
     if value.shape != array.shape:
         return False
     return torch.equal(value, torch.tensor(array).to(value.dtype))
 
 
+def _arguments(node: Node, of_number: Callable[[float], Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of an op with other values in place of numbers with a fraction."""
+    found: tuple[Any, dict[str, Any]] = tree_map_only(
+        float, of_number, (node.args, dict(node.kwargs))
+    )
+    return found
+
+
 def _described(
     program: Program, tokens: Mapping[float, Place], literals: set[str]
 ) -> list[tuple[Any, ...]]:
-    """All that a program's nodes compute, with places instead of stand-ins."""
-
-    def marked(value: Any) -> Any:
-        if type(value) is float:
-            return tokens.get(value, repr(value))
-        if isinstance(value, list | tuple):
-            return tuple(map(marked, value))
-        return value
-
+    """Return the ops of a program and their arguments, with a place instead of each stand-in."""
     return [
         (
-            node.name,
-            node.kind,
-            node.op,
-            node.outputs,
+            *(node.name, node.kind, node.op, node.outputs),
             None
             if node.name in literals
-            else (marked(node.args), tuple((key, marked(v)) for key, v in node.kwargs.items())),
+            else _arguments(node, lambda value: tokens.get(value, repr(value))),
         )
         for node in program.graph
     ]
@@ -162,18 +160,9 @@ def is_same_but_numbers(graph: Graph, other: Graph) -> bool:
     """Return whether two graphs differ in numbers with a fraction and in literals at most, so that
     the layouts of the one are right for the other."""
 
-    def plain(value: Any) -> Any:
-        if type(value) is float:
-            return float
-        if isinstance(value, list | tuple):
-            return tuple(map(plain, value))
-        return value
-
-    def described(node: Any) -> tuple[Any, ...]:
-        head = node.name, node.kind, node.op, node.outputs
-        if node.op == LITERAL:
-            return head
-        return *head, plain(node.args), {key: plain(v) for key, v in node.kwargs.items()}
+    def described(node: Node) -> tuple[Any, ...]:
+        arguments = None if node.op == LITERAL else _arguments(node, type)
+        return node.name, node.kind, node.op, node.outputs, arguments
 
     return (
         len(graph.nodes) == len(other.nodes)
@@ -186,22 +175,21 @@ def is_same_but_numbers(graph: Graph, other: Graph) -> bool:
 
 
 def with_values(live: LiveProgram, values: Mapping[float, float], trace: CallTrace) -> Program:
-    """Return the program with literals as they are in ``trace``, and numbers in its constants."""
+    """Return the program with literals as they are in ``trace``, and numbers in its constants: the
+    same program where it has neither."""
     arrays = {name: trace.tensors[at] for at, names in live.tensors.items() for name in names}
-    graph = live.program.graph
-
-    def written(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)(map(written, value))
-        return values.get(value, value) if type(value) is float else value
-
-    nodes = []
+    graph, is_changed, nodes = live.program.graph, False, []
     for node in graph.nodes:
         if node.name in arrays:
             dtype = node.kwargs["dtype"]
-            node = replace(node, args=(torch.tensor(arrays[node.name]).to(dtype).tolist(),))
+            made = replace(node, args=(torch.tensor(arrays[node.name]).to(dtype).tolist(),))
         elif node.kind == "constant":
-            kwargs = {key: written(each) for key, each in node.kwargs.items()}
-            node = replace(node, args=written(node.args), kwargs=kwargs)
-        nodes.append(node)
+            args, kwargs = _arguments(node, lambda value: values.get(value, value))
+            made = replace(node, args=args, kwargs=kwargs)
+        else:
+            made = node
+        is_changed |= made is not node and made != node
+        nodes.append(made)
+    if not is_changed:
+        return live.program
     return replace(live.program, graph=replace(graph, nodes=tuple(nodes)))

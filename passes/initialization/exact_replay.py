@@ -55,7 +55,7 @@ def draw_all(log: Log) -> None:
 
 
 def num_drawn(log: Log) -> int:
-    """Return how many random numbers a build draws."""
+    """Count the random numbers that a build draws."""
     slots = [(*call.written, *call.outputs)[:1] for call in log.calls if call.is_random]
     return sum(log.tensors[slot].numel() for own in slots for slot in own)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from forced_plans import settled
+from forced_plans import Adopt, adopting, settled
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -21,7 +21,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 import autoparallel
 from autoparallel.planner.errors import AutoparallelError
 
-Adopt = Callable[..., Any]
 WEIGHTS = (0.0, 0.25, 1.0, 0.3)
 SETTINGS = {"weight": 0.0}
 WEIGHT = 0.0
@@ -144,22 +143,9 @@ def losses(name: str, adopt: Adopt) -> list[float]:
     return [*found, random.random(), float(np.random.rand()), net.calls]
 
 
-def _adopting(plan: str) -> Adopt:
-    def adopt(model: nn.Module, example: Any) -> nn.Module:
-        return autoparallel.parallelize(
-            model,
-            example_batch=example,
-            global_batch=8,
-            parallel=settled(plan),
-            profile="analytic",
-        )
-
-    return adopt
-
-
 def _run_all(plan: str, names: tuple[str, ...]) -> dict[str, list[float]]:
     set_torchrun_variables()
-    return {name: losses(name, _adopting(plan)) for name in names}
+    return {name: losses(name, adopting(plan)) for name in names}
 
 
 FEW = ("object", "branch", "counter of the forward", "drawn number", "drawn mask")
@@ -192,7 +178,7 @@ def _refusals(rank: int) -> dict[str, str]:
             return f"{error.code} {error.what}"
         return "nothing was refused"
 
-    adopt = _adopting("dp=2")
+    adopt = adopting("dp=2")
     differing = Net(FOLLOWED["attribute"][0])
     head = Net(lambda net, h: net.c(h) if net.is_long else h[:, :4])
     head.c = nn.Linear(16, 4)
@@ -223,7 +209,7 @@ def _untraced() -> tuple[float, float, str]:
     whole = Net(_untraceable)
     whole.weight = 0.5
     alone = float(whole(*_batch(0)))
-    model = _adopting("dp=2")(whole, _batch(0))
+    model = adopting("dp=2")(whole, _batch(0))
     own = float(model(*_batch(0)))
     whole.weight = 0.75
     try:

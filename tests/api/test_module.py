@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from forced_plans import settled
+from forced_plans import Adopt, adopting
 from kept_captures import ranks_share_captures
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import autoparallel
 from autoparallel.planner.errors import AutoparallelError
 
-Adopt = Callable[..., Any]
 Figures = list[tuple[str, Any]]
 
 
@@ -280,19 +279,6 @@ WHOLE_BATCH = (
 """What needs one micro-batch: logits, statistics of the batch."""
 
 
-def _adopting(plan: str) -> Adopt:
-    def adopt(model: nn.Module, example: Any) -> nn.Module:
-        return autoparallel.parallelize(
-            model,
-            example_batch=example,
-            global_batch=8,
-            parallel=settled(plan),
-            profile="analytic",
-        )
-
-    return adopt
-
-
 def _run_all(plan: str, cases: tuple[Callable[[Adopt], Figures], ...]) -> dict[str, Figures]:
     set_torchrun_variables()
     found = {}
@@ -301,7 +287,7 @@ def _run_all(plan: str, cases: tuple[Callable[[Adopt], Figures], ...]) -> dict[s
         # an output in a dataclass is known only to the process that has captured it
         own = case is forms_of_outputs
         with nullcontext() if own else ranks_share_captures(case.__name__):
-            found[case.__name__] = case(_adopting(plan))
+            found[case.__name__] = case(adopting(plan))
     return found
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from forced_plans import settled
+from forced_plans import Adopt, adopting
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
@@ -15,7 +14,6 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 import autoparallel
 from autoparallel.runtime.script_advice import advice_for
 
-Adopt = Callable[..., nn.Module]
 Figures = list[tuple[str, Any]]
 whole = autoparallel.whole
 
@@ -91,25 +89,12 @@ def norms(adopt: Adopt) -> Figures:
 CASES = (numbers, penalties, averages, norms)
 
 
-def _adopting(plan: str) -> Adopt:
-    def adopt(model: nn.Module, example: Any) -> nn.Module:
-        return autoparallel.parallelize(
-            model,
-            example_batch=example,
-            global_batch=8,
-            parallel=settled(plan),
-            profile="analytic",
-        )
-
-    return adopt
-
-
 def _figures(plan: str) -> dict[str, Figures]:
     set_torchrun_variables()
     found = {}
     for case in CASES:
         torch.manual_seed(0)
-        found[case.__name__] = case(_adopting(plan))
+        found[case.__name__] = case(adopting(plan))
     return found
 
 
@@ -136,7 +121,7 @@ def test_weights_are_read_and_changed_as_those_of_the_model_alone(plan: str) -> 
 def _losses_apart() -> str:
     set_torchrun_variables()
     torch.manual_seed(0)
-    model = _adopting("dp=2")(nn.Linear(6, 4), _batch(0))
+    model = adopting("dp=2")(nn.Linear(6, 4), _batch(0))
     labels = torch.full((8,), torch.distributed.get_rank())
     try:
         nn.functional.cross_entropy(model(*_batch(0)), labels).backward()

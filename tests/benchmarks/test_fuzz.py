@@ -36,12 +36,9 @@ def test_every_choice_of_every_part_is_python() -> None:
         texts += [snippet.init, snippet.forward]
     for text in texts:
         for choice in every_choice(text):
-            ast.parse(
-                "def forward():\n"
-                + "\n".join(
-                    f"    {line}" for line in [*NUMBER.sub("1", choice).split("\n"), "pass"]
-                )
-            )
+            lines = [*NUMBER.sub("1", choice).split("\n"), "pass"]
+            tree = ast.parse("def forward():\n" + "\n".join(f"    {line}" for line in lines))
+            assert isinstance(tree.body[0], ast.FunctionDef), choice
 
 
 def test_a_seed_alone_makes_a_model_and_its_plan() -> None:

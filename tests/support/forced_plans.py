@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+import autoparallel
+
+Adopt = Callable[..., Any]
+"""Makes a model parallel, given its example batch; of a plain run, gives the model itself."""
+
 USUAL = {"zero": "0", "recompute": "none", "microbatches": "1"}
 PIPELINED = {**USUAL, "microbatches": "2", "schedule": "1f1b"}
 
@@ -15,3 +25,18 @@ def settled(parallel: str) -> str:
     given = dict(part.split("=") for part in parallel.split(","))
     usual = PIPELINED if int(given.get("pp", "1")) > 1 else USUAL
     return ",".join(f"{name}={value}" for name, value in {**given, **usual, **given}.items())
+
+
+def adopting(plan: str) -> Adopt:
+    """Return a function that has a model train by ``plan``, for global batches of 8."""
+
+    def adopt(model: nn.Module, example: Any) -> nn.Module:
+        return autoparallel.parallelize(
+            model,
+            example_batch=example,
+            global_batch=8,
+            parallel=settled(plan),
+            profile="analytic",
+        )
+
+    return adopt
