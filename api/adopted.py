@@ -10,25 +10,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from autoparallel.at_start import as_at_start
 from autoparallel.call_arguments import CallArguments
 from autoparallel.first_step import compare_first_step, projection
-from autoparallel.passes.capture.counter_random import batch_dims, counter_random
-from autoparallel.passes.programs.outputs import OutputForm, output_tensors
+from autoparallel.other_outputs import OtherOutputs, merged
+from autoparallel.passes.programs.batch import LeafPath
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions
 from autoparallel.refused_gradient import refusal
-from autoparallel.runtime.arriving import arriving
 from autoparallel.runtime.batches import marked
 from autoparallel.runtime.global_values import read_whole_values, take_norms_of_empty_shards
 from autoparallel.runtime.parameters import COMPUTE_DTYPES, get_by_path
@@ -37,9 +37,13 @@ from autoparallel.runtime.shared import share_in_place
 from autoparallel.runtime.training_call import TrainingCall
 from autoparallel.runtime.whole_weights import WholeWeights
 from autoparallel.stale_optimizer import is_retired, retire
-from autoparallel.targets import Target, captured_batch
+from autoparallel.targets import Target
 from autoparallel.unchanged import Unchanged, check_autocast, check_backward_hooks
 from autoparallel.whole_module import WholeModule
+
+OTHER_FORMS = ("AP130", "AP836", "AP920", "AP940")
+"""Errors of calls that the plan's program cannot compute; without gradients the model's own forward
+does."""
 
 if TYPE_CHECKING:
     from autoparallel.passes.initialization.deferred_init import Deferred
@@ -86,6 +90,11 @@ class Adopted:
         assert self.trainer is not None
         return self.trainer
 
+    @property
+    def computes_plainly(self) -> bool:
+        """Whether the model is used as the plain one now."""
+        return self.is_joining or self.is_plain or torch.compiler.is_exporting()
+
     def plans_for_loop(self) -> None:
         """Ask for a plan without a pipeline, unless stages are asked for.
 
@@ -128,14 +137,15 @@ class Adopted:
         self._whole = WholeModule(model, self._weights, tied)
         self._fixed = [(name, *get_by_path(model, name)) for name in trainer.model.fixed_buffers()]
         self._marks: dict[str, tuple[int, int]] = {}
-        example = captured_batch(job.target, job.options.global_batch, job.options.seq)
+        assert trainer.program.example is not None
         self._arguments = CallArguments(
-            self._forward, example, trainer.program.inputs, extra=self._has_loss_fn
+            self._forward, trainer.program.example, trainer.program.inputs, extra=self._has_loss_fn
         )
-        self._calls: TrainingCall | None = None
+        self._wanted = frozenset[LeafPath]()
+        self.calls: TrainingCall | None = None
         if trainer.runner.executors and not trainer.plan.has_pipeline:
             (executor,) = trainer.runner.executors.values()
-            self._calls = TrainingCall(executor, self.tell)
+            self.calls = TrainingCall(executor, self.tell)
         self._put_shards(model)
         read_whole_values()
         take_norms_of_empty_shards(p.master for p in trainer.model.parameters.values())
@@ -148,17 +158,17 @@ class Adopted:
         trainer.runner.captures = self._capture_now
         compare_first_step(
             trainer, self._following, lambda: model,
-            asked=job.check_first_step, as_plain=self._as_plain,
+            asked=job.check_first_step, as_plain=self.as_plain,
             run=self._backward_of_outputs if trainer.program.returned else None,
         )  # fmt: skip
 
     def _capture_now(self, rows: int) -> int:
         """The number of the capture that a batch is computed by, as the model is now."""
         self._unchanged.check()
-        return self._following(rows)
+        return self._following(rows, self._wanted)
 
     @contextmanager
-    def _as_plain(self) -> Iterator[None]:
+    def as_plain(self) -> Iterator[None]:
         """While inside, calls of the model are its own forward."""
         before, self.is_plain = self.is_plain, True
         try:
@@ -168,8 +178,8 @@ class Adopted:
 
     def _backward_of_outputs(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Differentiate a projection of the model's outputs, which it returns."""
-        assert self._calls is not None
-        outputs = self._calls.outputs(self.joined.runner.fit(inputs))
+        assert self.calls is not None
+        outputs = self.calls.outputs(self.joined.runner.fit(inputs))
         loss = projection(outputs)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
@@ -217,12 +227,19 @@ class Adopted:
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A call of the model, as its own ``forward`` is called."""
-        if self.is_joining or self.is_plain or torch.compiler.is_exporting():
+        if self.computes_plainly:
             return self._forward(*args, **kwargs)
         model._join_once()  # type: ignore[operator]
         if not model.training:
             return self._evaluate(args, kwargs)
-        return self._train(args, kwargs)
+        if torch.is_grad_enabled():
+            return self._train(args, kwargs)
+        try:
+            return self._train(args, kwargs)
+        except UsageError as error:
+            if error.code not in OTHER_FORMS:
+                raise
+            return self.run_own(args, kwargs)
 
     def _check_unwritten(self, model: nn.Module) -> None:
         """Raise where a script wrote to weights that are yet to be made: that did nothing."""
@@ -245,7 +262,7 @@ class Adopted:
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The plan's program on a batch: the loss, or the outputs that the caller's loss takes."""
         trainer = self.joined
-        if self._calls is None:
+        if self.calls is None:
             raise UsageError(
                 "AP146",
                 "a plan with a pipeline has no loss to call backward on",
@@ -255,35 +272,65 @@ class Adopted:
             )
         check_autocast(trainer.model.device, trainer.plan.model.precision)
         self._take_buffers()
-        inputs = trainer.runner.fit(marked(self._arguments.inputs(args, kwargs)))
-        if torch.is_grad_enabled() and any(value.requires_grad for value in inputs.values()):
-            raise UsageError(
-                "AP933",
-                "an input of the model requires a gradient",
-                why="each rank computes the gradient of its own part of the batch only",
-                fix="detach() the input, or move the code that computes it into the model",
-            )
+        given = marked(self._arguments.inputs(args, kwargs))
+        differentiated = self._differentiated(given)
+        planned = trainer.program.graph
+        self._wanted = frozenset(
+            trainer.program.inputs[name].path
+            for name in differentiated
+            if not planned[name].spec.requires_grad
+        )
+        inputs = trainer.runner.fit(given)
         form = trainer.program.outputs
         is_share = isinstance(inputs, ShareBatch)
-        run = self._calls.outputs if trainer.program.returned else self._calls.loss
+        if differentiated and is_share:
+            raise UsageError(
+                "AP933",
+                f"{self._arguments.text(differentiated[0])} requires a gradient, and each rank has "
+                "its own rows of it",
+                why="gradients of inputs are computed for global batches, the same on every rank",
+                fix="give every rank the global batch, or detach() the input if nothing before "
+                "the model is trained through it",
+            )
+        run = self.calls.outputs if trainer.program.returned else self.calls.loss
         with torch.autocast(trainer.model.device.type, enabled=False):
             made: Any = run(inputs)
         if trainer.program.returned:
             assert form is not None
             return form.build(
-                None, _merged(made, form, _Again(self, args, kwargs, is_share=is_share))
+                None, merged(made, form, OtherOutputs(self, args, kwargs, is_share=is_share))
             )
         if self._has_loss_fn or form is None:
             return made
         if len(form.leaves) == 1:
             return form.build(made, lambda position: made)
-        return form.build(made, _Again(self, args, kwargs, is_share=is_share).leaf)
+        return form.build(made, OtherOutputs(self, args, kwargs, is_share=is_share).leaf)
+
+    def _differentiated(self, inputs: Mapping[str, Tensor]) -> list[str]:
+        """The inputs whose gradients the script asks for.
+
+        Raises UsageError AP933 where micro-batches would lose them.
+        """
+        count = self.joined.plan.num_microbatches
+        if not torch.is_grad_enabled():
+            return []
+        found = [name for name, value in inputs.items() if value.requires_grad]
+        if found and count > 1:
+            raise UsageError(
+                "AP933",
+                f"{self._arguments.text(found[0])} requires a gradient, and the plan has "
+                f"{count} micro-batches",
+                why="the backwards of micro-batches run before the script's own",
+                fix='plan with parallel="microbatches=1", or detach() the input if nothing before '
+                "the model is trained through it",
+            )
+        return found
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's own forward, with the weights of each layer gathered for it."""
         self._unchanged.check_data()
         self.keep_buffers()
-        outputs = self._run_whole(args, kwargs, keeps_buffers=True)
+        outputs = self.run_own(args, kwargs)
         if not torch.is_grad_enabled():
             return outputs
         refuse = refusal(
@@ -294,15 +341,8 @@ class Adopted:
         )
         return tree_map_only(Tensor, refuse, outputs)
 
-    def _run_whole(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, keeps_buffers: bool
-    ) -> Any:
-        dtype = COMPUTE_DTYPES[self.joined.plan.model.precision]
-
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-        args, kwargs = tree_map_only(Tensor, cast, (args, dict(kwargs)))
+    def run_whole(self, compute: Callable[[], Any], *, keeps_buffers: bool = True) -> Any:
+        """Return what the model's own code computes, with the weights of each layer gathered."""
         self.tell("gathering weights and computing the model's own forward")
         try:
             with (
@@ -310,7 +350,7 @@ class Adopted:
                 self._following.own_forward(),
                 self._whole.gathered_by_layer(keeps_buffers=keeps_buffers),
             ):
-                return self._forward(*args, **kwargs)
+                return compute()
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
@@ -322,6 +362,37 @@ class Adopted:
             ) from error
         finally:
             self.tell("between steps")
+
+    def run_own(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, keeps_buffers: bool = True
+    ) -> Any:
+        """Return what the model's own forward computes of arguments in the plan's dtype."""
+        dtype = COMPUTE_DTYPES[self.joined.plan.model.precision]
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        args, kwargs = tree_map_only(Tensor, cast, (args, dict(kwargs)))
+        compute = partial(self._forward, *args, **kwargs)
+        return self.run_whole(compute, keeps_buffers=keeps_buffers)
+
+    @contextmanager
+    def trained_whole(self) -> Iterator[None]:
+        """While inside, the model is the plain one, whose gradients go to this rank's shards.
+
+        Raises UsageError AP146 where no rank has the weights of all stages.
+        """
+        plan = self.joined.plan
+        if plan.has_pipeline:
+            raise UsageError(
+                "AP146",
+                "a method beside forward is trained under a plan with a pipeline",
+                why="no rank has the weights of all stages",
+                fix='plan without one: parallel="pp=1"',
+            )
+        self.keep_buffers()
+        with self.as_plain(), self._whole.trained_whole(COMPUTE_DTYPES[plan.model.precision]):
+            yield
 
     @contextmanager
     def unsharded(
@@ -386,101 +457,3 @@ def _take_over(master: nn.Parameter, old: nn.Parameter) -> None:
             setattr(master, hooks, getattr(old, hooks))
     for name, value in old.__dict__.items():
         master.__dict__.setdefault(name, value)
-
-
-def _merged(made: Sequence[Tensor], form: OutputForm, again: _Again) -> Callable[[int], Tensor]:
-    """The outputs that were ``made``; those that have no gradient are made when they are used."""
-    tensors = [leaf for leaf in form.leaves if leaf.kind == "tensor"]
-    places = [at for at, leaf in enumerate(tensors) if leaf.is_differentiable]
-    found = dict(zip(places, made, strict=True))
-    return lambda at: found[at] if at in found else again.leaf(at)
-
-
-class _Again:
-    """Outputs besides the loss: made when somebody uses one, by the model's own forward.
-
-    That draws the same random numbers as the last forward of the plan's program. It must come
-    before the weights or the call's arguments change.
-    """
-
-    def __init__(
-        self, adopted: Adopted, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_share: bool
-    ) -> None:
-        assert adopted._calls is not None
-        self._adopted = adopted
-        self._args, self._kwargs = args, dict(kwargs)
-        self._key = adopted._calls.step_key
-        self._versions = self._weight_versions()
-        self._is_share = is_share
-        self._made: list[Tensor] | None = None
-
-    def leaf(self, position: int) -> Tensor:
-        """The tensor at ``position`` among the outputs besides the loss."""
-        return arriving(_Leaf(self, position), torch.empty(0))
-
-    def value(self, position: int) -> Tensor:
-        if self._made is None:
-            self._made = self._run()
-        return self._made[position]
-
-    def _weight_versions(self) -> list[int]:
-        """Counts of changes: of the weights, and of the call's arguments."""
-        parameters = self._adopted.joined.model.parameters.values()
-        given = tree_flatten((self._args, self._kwargs))[0]
-        return [
-            *(parameter.local._version for parameter in parameters),
-            *(value._version for value in given if isinstance(value, Tensor)
-              and not value.is_inference()),
-        ]  # fmt: skip
-
-    def _run(self) -> list[Tensor]:
-        trainer = self._adopted.joined
-        if self._weight_versions() != self._versions:
-            raise UsageError(
-                "AP927",
-                "an output of the model is used after its weights or its inputs have changed",
-                why="outputs other than the loss are computed only when they are used",
-                fix="use them before optimizer.step()",
-            )
-        graph, count = trainer.program.graph, trainer.plan.num_microbatches
-        if self._is_share and batch_dims(graph):
-            raise UsageError(
-                "AP928",
-                "outputs other than the loss cannot be computed for a part of the batch",
-                why="their random numbers depend on the whole batch",
-                fix="give every rank the global batch where its outputs are used",
-            )
-        if graph.accumulation.mixing and count > 1:
-            mixing = graph.accumulation.mixing[0]
-            raise UsageError(
-                "AP928",
-                "outputs other than the loss cannot be computed under this plan",
-                why=f"samples depend on each other ({mixing}), and the plan has {count} "
-                "micro-batches",
-                fix='plan with parallel="microbatches=1"',
-            )
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(counter_random(self._key, batch_dims=batch_dims(graph)))
-            outputs = self._adopted._run_whole(self._args, self._kwargs, keeps_buffers=False)
-        assert trainer.program.outputs is not None
-        refuse = refusal(
-            "AP928",
-            "a gradient through an output of the model other than its loss",
-            "a model that returns its loss is differentiated by that alone",
-            "add the term to the loss in the model, or parallelize with loss_fn, or let the "
-            "model return no loss",
-        )
-        return [refuse(value) for value in output_tensors(outputs, trainer.program.outputs)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    again: _Again
-    position: int
-
-    def value(self) -> Tensor:
-        return self.again.value(self.position)
-
-    def host_value(self) -> Tensor:
-        return self.value()

@@ -41,10 +41,11 @@ from autoparallel.planner.graph import (
 if TYPE_CHECKING:
     from torch import nn
 
+    from autoparallel.passes.programs.batch import Example
     from autoparallel.passes.programs.program import Program
     from autoparallel.planner.plan import Plan
     from autoparallel.planning import PlanOptions
-    from autoparallel.targets import Batch, Target
+    from autoparallel.targets import Target
 
 CAPTURE, MEMORY = "capture", "memory"
 
@@ -56,7 +57,7 @@ class KeptProgram:
     graph: Graph
     blocks: Blocks
     dtype: str
-    inputs: dict[str, str | int]
+    inputs: dict[str, tuple[tuple[str | int, ...], int]]
     literals: dict[str, tuple[str, tuple[int, ...], tuple[Any, ...]]]
     unused: tuple[str, ...]
 
@@ -95,13 +96,14 @@ def kept_program(
 
     Only captures that can be rescaled to any batch are kept, and none with functions in it.
     """
+    from autoparallel.passes.programs.batch import InputPlace
     from autoparallel.passes.programs.program import Program
-    from autoparallel.targets import captured_batch
+    from autoparallel.targets import example_batches
 
     if cache.shelf is None:
         return capture()
-    batch = captured_batch(target, options.global_batch, options.seq)
-    key = program_key(target, model, batch, options)
+    example, _ = example_batches(target, options.global_batch, options.seq)
+    key = program_key(target, model, example, options)
     found = cache.get(CAPTURE, _programs(), *key)
     if found is MISSING:
         program = capture()
@@ -109,8 +111,10 @@ def kept_program(
             cache.put(_packed(program), CAPTURE, _programs(), *key)
         return program
     return Program(
-        found.graph, found.blocks, model, found.dtype, found.inputs,
+        found.graph, found.blocks, model, found.dtype,
+        {name: InputPlace(*place) for name, place in found.inputs.items()},
         {name: _literal(each) for name, each in found.literals.items()}, found.unused,
+        example=example,
     )  # fmt: skip
 
 
@@ -121,7 +125,8 @@ def _packed(program: Program) -> KeptProgram:
         for name, value in program.literals.items()
     }  # fmt: skip
     return KeptProgram(
-        program.graph, program.blocks, program.dtype, dict(program.inputs), literals,
+        program.graph, program.blocks, program.dtype,
+        {name: (place.path, place.dim) for name, place in program.inputs.items()}, literals,
         program.unused,
     )  # fmt: skip
 
@@ -134,7 +139,7 @@ def _literal(kept: tuple[str, tuple[int, ...], tuple[Any, ...]]) -> Any:
 
 
 def program_key(
-    target: Target, model: nn.Module, batch: Batch, options: PlanOptions
+    target: Target, model: nn.Module, example: Example, options: PlanOptions
 ) -> tuple[object, ...]:
     """Everything that a capture follows from, as far as it can be seen."""
     from autoparallel.register import registered_rules
@@ -142,7 +147,7 @@ def program_key(
     return (
         target.name, sorted(target.settings.items()), options.precision, options.global_batch,
         options.autocasts, model_text(model),
-        _batch_text(batch), sorted(registered_rules()), user_sources(),
+        _example_text(example), sorted(registered_rules()), user_sources(),
         _versions({type(each).__module__.partition(".")[0] for each in model.modules()}),
     )  # fmt: skip
 
@@ -174,13 +179,12 @@ def _attribute_text(value: object) -> str:
     return type(value).__qualname__ if " at 0x" in text else text
 
 
-def _batch_text(batch: Batch) -> tuple[str, ...]:
-    from autoparallel.targets import batch_items
-
-    return tuple(
-        f"{name}:{tuple(each.shape)}{each.dtype}" if hasattr(each, "shape") else f"{name}:{each!r}"
-        for name, each in batch_items(batch)
+def _example_text(example: Example) -> tuple[str, ...]:
+    tensors = (
+        f"{place}:{tuple(each.shape)}{each.dtype}{each.requires_grad}"
+        for place, each in zip(example.places, example.tensors(), strict=True)
     )
+    return (*tensors, repr(example.fixed))
 
 
 def user_sources() -> str:

@@ -13,10 +13,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from autoparallel.passes.programs.program import BatchKey
+from autoparallel.passes.programs.batch import (
+    Example,
+    InputPlace,
+    LeafPath,
+    is_same,
+    parts,
+    path_text,
+)
 from autoparallel.planner.errors import UsageError
-from autoparallel.targets import Batch
 
 
 class CallArguments:
@@ -29,19 +36,19 @@ class CallArguments:
     def __init__(
         self,
         forward: Callable[..., Any],
-        example: Batch,
-        inputs: Mapping[str, BatchKey],
+        example: Example,
+        inputs: Mapping[str, InputPlace],
         *,
         extra: bool,
     ) -> None:
         self._signature = inspect.signature(forward)
         self._has_extra = extra
         self._inputs = inputs
-        if isinstance(example, Mapping):
-            self._example = self._named((), self._taken(example))
-            self._name_of = {key: key for key in example}
+        if isinstance(example.batch, Mapping):
+            self._example = self._arguments((), example.batch)
+            self._name_of: dict[str | int, str] = {key: key for key in example.batch}
         else:
-            self._example = self._named(tuple(example), {})
+            self._example = self._arguments(tuple(example.batch), {})
             self._name_of = dict(enumerate(self._example))
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,22 +57,32 @@ class CallArguments:
         Raises TypeError as the model itself would for arguments that it does not take, and
         UsageError AP920 for a call in another form than the example batch's.
         """
-        taken = self._taken(kwargs)
-        named = self._named(args, taken)
-        self._check(named)
-        values = {**{name: kwargs[name] for name in kwargs.keys() - taken.keys()}, **named}
-        return {name: values[self._name_of[key]] for name, key in self._inputs.items()}
+        given = self._arguments(args, kwargs)
+        found: dict[LeafPath, Any] = {}
+        for name in [*given, *(name for name in self._example if name not in given)]:
+            found |= self._checked(name, given.get(name))
+        return {name: place.taken(found[self._path(name)]) for name, place in self._inputs.items()}
 
-    def _taken(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of ``kwargs`` that ``forward`` takes; all of them unless others are allowed."""
+    def text(self, name: str) -> str:
+        """The argument that an input is, as code writes it."""
+        return path_text(self._path(name))
+
+    def _path(self, name: str) -> LeafPath:
+        """The path of an input from the name of its argument."""
+        path = self._inputs[name].path
+        return self._name_of[path[0]], *path[1:]
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Every argument of a call by name, those for the loss and defaults included."""
         parameters = self._signature.parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if takes_all or not self._has_extra:
-            return dict(kwargs)
-        return {name: value for name, value in kwargs.items() if name in parameters}
+        is_taken = takes_all or not self._has_extra
+        taken = {name: kwargs[name] for name in kwargs if is_taken or name in parameters}
+        rest = {name: value for name, value in kwargs.items() if name not in taken}
+        return {**rest, **self._named(args, taken)}
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Every argument of a call by name, defaults included; ``*args`` by their number."""
+        """The arguments of ``forward`` by name, defaults included; ``*args`` by their number."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         named: dict[str, Any] = {}
@@ -79,24 +96,44 @@ class CallArguments:
                 named[name] = value
         return named
 
-    def _check(self, named: Mapping[str, Any]) -> None:
-        for name in [*named, *(name for name in self._example if name not in named)]:
-            given, planned = named.get(name), self._example.get(name)
-            if isinstance(given, Tensor) and isinstance(planned, Tensor):
-                continue
-            if isinstance(given, Tensor) or isinstance(planned, Tensor) or given != planned:
-                raise UsageError(
-                    "AP920",
-                    f"in training the model is called with {name}={_text(given)}",
-                    why=f"it was planned with {name}={_text(planned)}, and the plan's "
-                    "program is fixed to that",
-                    fix="call it as in example_batch, or pass parallelize an example_batch of "
-                    "this form; in evaluation any arguments are possible",
-                )
+    def _checked(self, name: str, given: Any) -> dict[LeafPath, Any]:
+        """The leaves of an argument by their paths.
+
+        Raises UsageError AP920 where it has another form than in the example batch, or another
+        value that is no tensor.
+        """
+        planned = self._example.get(name)
+        leaves, others = dict(parts(given)), dict(parts(planned))
+        if leaves.keys() != others.keys() or not all(
+            isinstance(leaves[path], Tensor)
+            if isinstance(other, Tensor)
+            else not isinstance(leaves[path], Tensor) and is_same(leaves[path], other)
+            for path, other in others.items()
+        ):
+            raise UsageError(
+                "AP920",
+                f"in training the model is called with {name}={_text(given)}",
+                why=f"it was planned with {name}={_text(planned)}, and the plan's "
+                "program is fixed to that",
+                fix="call it as in example_batch, or pass parallelize an example_batch of "
+                f"this form, with {name!r} in it; in evaluation any arguments are possible",
+            )
+        return {(name, *path): leaf for path, leaf in leaves.items()}
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    def described(leaf: Any) -> Any:
+        return _Described(leaf) if isinstance(leaf, Tensor) else leaf
+
+    text = repr(tree_map(described, value))
+    return text if len(text) <= 90 else f"{text[:87]}..."
+
+
+class _Described:
+    """A tensor that is printed as its shape."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._text = f"a tensor of shape {tuple(tensor.shape)}"
+
+    def __repr__(self) -> str:
+        return self._text

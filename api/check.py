@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoparallel.report.words import bytes_text, count_text
-from autoparallel.targets import Target, batch_items, building
+from autoparallel.targets import Target, building
 
 
 def check_target(target: Target, global_batch: int, seq: int | None) -> str:
@@ -13,6 +13,8 @@ def check_target(target: Target, global_batch: int, seq: int | None) -> str:
     """
     import torch
 
+    from autoparallel.passes.programs.batch import leaves, path_text
+
     with building(target), torch.device("meta"):
         model = target.build_model()
     parameters = list(model.parameters())
@@ -21,9 +23,10 @@ def check_target(target: Target, global_batch: int, seq: int | None) -> str:
     allocated = sum(tensor.nbytes for tensor in held if not tensor.is_meta)
     batch = target.example_batch(global_batch, seq)
     parts = [
-        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for name, tensor in batch_items(batch)
-    ]
+        f"{path_text(path)} {tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+        if isinstance(leaf, torch.Tensor) else f"{path_text(path)} {leaf!r}"
+        for path, leaf in leaves(batch)
+    ]  # fmt: skip
     settings = ", ".join(f"{name}={value!r}" for name, value in target.settings.items())
     lines = [
         ("target", target.name),

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -393,9 +394,8 @@ def tagged(batch: Any, rows: int) -> Any:
     """A rank's part of a batch of ``rows``, which says so: the batch, and each tensor in it."""
     made: Any = _Dict(batch) if isinstance(batch, Mapping) else batch
     made = _Tuple(batch) if isinstance(batch, tuple | list) else made
-    values = made.values() if isinstance(made, Mapping) else made
     made.global_rows = rows
-    for value in values if isinstance(made, Mapping | tuple) else ():
+    for value in tree_leaves(batch):
         if isinstance(value, Tensor):
             value.global_rows = rows  # type: ignore[attr-defined]
     return made

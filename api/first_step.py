@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from autoparallel.at_start import in_modes_of_training
-from autoparallel.passes.capture.export import call_model, filled_batch, find_loss
+from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.programs.outputs import OutputForm, output_tensors
+from autoparallel.runtime.batches import marked
 from autoparallel.runtime.first_step import check_first_step, is_quick, why_not_compared
 from autoparallel.runtime.parameters import COMPUTE_DTYPES
 
@@ -59,9 +60,8 @@ def compare_first_step(
 
     def plain(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         dtype = COMPUTE_DTYPES[trainer.plan.model.precision]
-        keys = trainer.program.inputs
-        tensors = {keys[name]: _cast(value, dtype) for name, value in inputs.items()}
-        batch = filled_batch(following.example, tensors)
+        tensors = {name: _cast(value, dtype) for name, value in inputs.items()}
+        batch = trainer.program.batch(tensors)
         given = {f"model.{name}": _cast(value, dtype) for name, value in weights.items()}
         with as_plain():
             outputs = functional_call(_Alone(alone()), given, (batch,))
@@ -69,7 +69,8 @@ def compare_first_step(
             return projection(_differentiable(outputs, form))
         return find_loss(outputs, batch, following.loss_fn)
 
-    def check(inputs: Mapping[str, Tensor]) -> None:
+    def check(given: Mapping[str, Tensor]) -> None:
+        inputs = marked({name: value.detach() for name, value in given.items()}, given)
         why = why_not_compared(trainer, inputs)
         if not why:
             step = trainer.runner.backward if run is None else run

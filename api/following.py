@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,13 +36,20 @@ from autoparallel.passes.capture.retrace import (
     with_values,
 )
 from autoparallel.passes.local.live_numbers import LiveNumbers
+from autoparallel.passes.programs.batch import (
+    Batch,
+    LeafPath,
+    filled,
+    leaf_at,
+    path_text,
+)
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.arriving import arriving
 from autoparallel.runtime.shared import gather_values, share_value
 from autoparallel.runtime.variants import variant_of
-from autoparallel.targets import Batch, LossFn, Target, captured_batch, example_batches
+from autoparallel.targets import LossFn, Target, example_batches
 
 if TYPE_CHECKING:
     from autoparallel.runtime.trainer import Trainer
@@ -63,6 +70,30 @@ class _Kept:
     numbers: LiveNumbers
 
 
+@dataclass
+class InputGradients:
+    """The inputs whose gradients are asked for; ``examples`` makes batches that say so."""
+
+    paths: frozenset[LeafPath] = frozenset()
+
+    def examples(self, make: Callable[..., Batch]) -> Callable[..., Batch]:
+        """Return ``make`` with batches whose tensors at ``paths`` require gradients."""
+
+        def made(*args: Any) -> Batch:
+            batch = make(*args)
+            return filled(batch, {path: leaf_at(batch, path).detach().requires_grad_()
+                                  for path in self.paths})  # fmt: skip
+
+        return made
+
+
+class _Form(NamedTuple):
+    """The rows of a global batch, and the inputs whose gradients are asked for."""
+
+    rows: int
+    wanted: frozenset[LeafPath] = frozenset()
+
+
 @dataclass(frozen=True)
 class Sources:
     """How a model is traced and captured for a global batch of so many rows.
@@ -75,19 +106,19 @@ class Sources:
     trace: Callable[[int, Callable[[], None], int | None], CallTrace]
     capture: Callable[[int], Program]
     plan: Callable[[Program], Plan | None]
-    example: Batch
     loss_fn: LossFn | None
+    gradients: InputGradients
 
 
 class Following:
-    """The captures of one model on this rank; ``example`` is a batch, ``loss_fn`` its loss."""
+    """The captures of one model on this rank, and its loss."""
 
     def __init__(self, trainer: Trainer, state: PythonState, sources: Sources) -> None:
         """Trace the planned program."""
         self._trainer, self._state, self._sources = trainer, state, sources
-        self.example, self.loss_fn = sources.example, sources.loss_fn
-        self._kept: dict[int, list[_Kept]] = defaultdict(list)
-        self._current: dict[int, int] = {}
+        self.loss_fn = sources.loss_fn
+        self._kept: dict[_Form, list[_Kept]] = defaultdict(list)
+        self._current: dict[_Form, int] = {}
         self._fixed: set[tuple[int, int]] = set()
         self._num_captures = 0
         self._caches: list[Replaced] = []
@@ -106,7 +137,7 @@ class Following:
         if trace is not None and not (self._draws or self._moves):
             # else the planned numbers are of no step
             planned = LiveProgram(trainer.program, trace, {}, {})
-            self._kept[rows].append(_Kept(0, planned, LiveNumbers(frozenset())))
+            self._kept[_Form(rows)].append(_Kept(0, planned, LiveNumbers(frozenset())))
         for each in self._kept_tensors:
             each.put_back()
 
@@ -119,14 +150,19 @@ class Following:
             self._is_traceable = False
             return None
 
-    def __call__(self, rows: int) -> int:
+    def __call__(self, rows: int, wanted: frozenset[LeafPath] = frozenset()) -> int:
         """Return the number of the capture that a batch of ``rows`` is computed by.
 
-        Collective where values have changed. Raises UsageError AP936 where the plan has no
-        layouts for the model as it is now, AP942 where it differs between ranks.
+        ``wanted`` are the inputs whose gradients are asked for. Collective where values have
+        changed. Raises UsageError AP936 where the plan has no layouts for the model as it is now,
+        AP942 where it differs between ranks, AP933 where it has none for gradients of inputs.
         """
-        with self._without_caches():
-            return self._found(rows)
+        self._sources.gradients.paths = wanted
+        try:
+            with self._without_caches():
+                return self._found(_Form(rows, wanted))
+        finally:
+            self._sources.gradients.paths = frozenset()
 
     @contextmanager
     def own_forward(self) -> Iterator[None]:
@@ -175,34 +211,34 @@ class Following:
             for each in held:
                 each.put_back()
 
-    def _found(self, rows: int) -> int:
+    def _found(self, form: _Form) -> int:
         now = self._state.read()
         changed = self._state.changes(self._read, now)
         if changed:
             self._current.clear()
             self._has_changed = True
         elif not (self._draws or self._moves):
-            if not self._has_changed:
+            if not self._has_changed and not form.wanted:
                 return 0
-            if rows in self._current:
-                return self._current[rows]
+            if form in self._current:
+                return self._current[form]
         if not self._is_traceable:
-            if changed:
-                raise _unfollowed(changed, "cannot be run on tensors without values", "")
+            if changed or form.wanted:
+                raise _unfollowed(changed, "cannot be run on tensors without values", "", form)
             return 0
         drawn = Generators.now()
         shared = share_value(drawn) if self._draws else drawn
         before = self._before(now, shared)
-        trace = self._sources.trace(rows, before, None)
+        trace = self._sources.trace(form.rows, before, None)
         self._state.forget_fakes(now)
         after, last = self._state.read(), Generators.now()
         _check_equal(trace, changed)
         try:
-            self._current[rows] = self._choose(rows, trace, before, changed)
+            self._current[form] = self._choose(form, trace, before, changed)
         finally:
             self._return_to(after, last if shared.is_same(drawn) else drawn)
             self._read = self._state.read()
-        return self._current[rows]
+        return self._current[form]
 
     def _before(self, reading: Reading, generators: Generators) -> Callable[[], None]:
         return lambda: self._return_to(reading, generators)
@@ -213,28 +249,28 @@ class Following:
             generators.restore()
 
     def _choose(
-        self, rows: int, trace: CallTrace, before: Callable[[], None], changed: Collection[str]
+        self, form: _Form, trace: CallTrace, before: Callable[[], None], changed: Collection[str]
     ) -> int:
-        like = [each for each in self._kept[rows] if each.live.trace.is_like(trace)]
+        like = [each for each in self._kept[form] if each.live.trace.is_like(trace)]
         for each in like:
             live = each.live
             is_covered = live.trace.changed_numbers(trace) <= live.stand_ins.keys()
             if is_covered and live.trace.changed_tensors(trace) <= live.tensors.keys():
-                self._set_values(rows, each, trace)
+                self._set_values(form.rows, each, trace)
                 return each.capture
         kept = None
         if like:
             places = set().union(*(each.live.trace.changed_numbers(trace) for each in like))
             tensors = set().union(*(each.live.trace.changed_tensors(trace) for each in like))
-            kept = self._capture_live(rows, trace, places, tensors, before)
+            kept = self._capture_live(form, trace, places, tensors, before)
         if kept is None:
-            if len(self._kept[rows]) >= MOST_CAPTURES:
-                raise self._refused(rows, trace, before, changed, f"it has {MOST_CAPTURES} forms")
-            program = self._captured(rows, before)
-            kept = self._add(rows, LiveProgram(program, trace, {}, {}))
+            if len(self._kept[form]) >= MOST_CAPTURES:
+                raise self._refused(form, trace, before, changed, f"it has {MOST_CAPTURES} forms")
+            program = self._captured(form.rows, before)
+            kept = self._add(form, LiveProgram(program, trace, {}, {}))
         if kept is None:
             raise self._refused(
-                rows,
+                form,
                 trace,
                 before,
                 changed,
@@ -248,7 +284,7 @@ class Following:
 
     def _capture_live(
         self,
-        rows: int,
+        form: _Form,
         trace: CallTrace,
         places: set[tuple[int, int]],
         tensors: set[int],
@@ -257,17 +293,19 @@ class Following:
         places -= self._fixed
         if not places and not tensors:
             return None
-        live = capture_live(lambda: self._sources.capture(rows), trace, places, tensors, before)
-        found = None if live is None else self._add(rows, live)
+        live = capture_live(
+            lambda: self._sources.capture(form.rows), trace, places, tensors, before
+        )
+        found = None if live is None else self._add(form, live)
         if found is None:
             self._fixed |= places
             return None
-        self._set_values(rows, found, trace)
+        self._set_values(form.rows, found, trace)
         return found
 
-    def _add(self, rows: int, live: LiveProgram) -> _Kept | None:
+    def _add(self, form: _Form, live: LiveProgram) -> _Kept | None:
         """Have batches run by another capture; None where the plan does not fit it. Collective."""
-        trainer, planned = self._trainer, self._trainer.program.graph
+        trainer, planned, rows = self._trainer, self._trainer.program.graph, form.rows
         program = live.program
         if program.graph.batch_dims:
             program = program.with_batch_size(planned.batch_size)
@@ -285,7 +323,7 @@ class Following:
         if not trainer.runner.add(variant_of(live.program, plan, capture), numbers):
             return None
         kept = _Kept(capture, live, numbers)
-        self._kept[rows].append(kept)
+        self._kept[form].append(kept)
         return kept
 
     def _set_values(self, rows: int, kept: _Kept, trace: CallTrace) -> None:
@@ -299,16 +337,16 @@ class Following:
 
     def _refused(
         self,
-        rows: int,
+        form: _Form,
         trace: CallTrace,
         before: Callable[[], None],
         changed: Collection[str],
         why: str,
     ) -> UsageError:
         at = max(
-            (_first_difference(each.live.trace, trace) for each in self._kept[rows]), default=0
+            (_first_difference(each.live.trace, trace) for each in self._kept[form]), default=0
         )
-        return _unfollowed(changed, why, self._sources.trace(rows, before, at).source)
+        return _unfollowed(changed, why, self._sources.trace(form.rows, before, at).source, form)
 
 
 class _Unmade:
@@ -340,11 +378,12 @@ def followed(
     capture: Callable[[int], Program],
     ready: Callable[[], AbstractContextManager[Any]],
     plan: Callable[[Program], Plan | None],
+    gradients: InputGradients,
 ) -> Following:
-    """Follow a target's model, which is traced in the context that ``ready`` gives."""
-    model, dtype = trainer.program.model, trainer.program.dtype
+    """Follow a target's model, which is traced in the context that ``ready`` gives.
 
-    example = captured_batch(target, trainer.plan.model.global_batch, seq)
+    ``capture`` makes the batches of ``gradients``."""
+    model, dtype = trainer.program.model, trainer.program.dtype
 
     def trace(rows: int, before: Callable[[], None], watched: int | None) -> CallTrace:
         few, every = example_batches(target, rows, seq)
@@ -352,7 +391,8 @@ def followed(
             batch = few if every is None else every
             return trace_calls(model, batch, target.loss_fn, dtype, before, watched)
 
-    return Following(trainer, state, Sources(trace, capture, plan, example, target.loss_fn))
+    sources = Sources(trace, capture, plan, target.loss_fn, gradients)
+    return Following(trainer, state, sources)
 
 
 def _first_difference(one: CallTrace, other: CallTrace) -> int:
@@ -361,7 +401,15 @@ def _first_difference(one: CallTrace, other: CallTrace) -> int:
     return next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
-def _unfollowed(changed: Collection[str], why: str, source: str) -> UsageError:
+def _unfollowed(changed: Collection[str], why: str, source: str, form: _Form) -> UsageError:
+    if form.wanted and not changed:
+        return UsageError(
+            "AP933",
+            f"the gradient of {', '.join(sorted(map(path_text, form.wanted)))} cannot be computed "
+            "by this plan",
+            why=f"the model was planned without it, and {why}",
+            fix="pass parallelize an example_batch in which that tensor requires a gradient",
+        )
     names = ", ".join(sorted(changed)[:3])
     return UsageError(
         "AP936",

@@ -16,7 +16,7 @@ from autoparallel.at_start import as_at_start
 from autoparallel.cost_model.cluster import Cluster, ClusterError
 from autoparallel.cost_model.detect import threads_per_device
 from autoparallel.cost_model.joined import joined_cluster, own_process_device
-from autoparallel.following import Following, followed
+from autoparallel.following import Following, InputGradients, followed
 from autoparallel.measured_first import (
     Leader,
     is_wanted,
@@ -94,6 +94,8 @@ def join_training(
             float32_ops=plan.model.float32_ops,
             global_batch=plan.model.global_batch,
         )
+    gradients = InputGradients()
+    target = replace(target, example_batch=gradients.examples(target.example_batch))
     held = held_tensors(model)
     again = partial(_captured_again, model, target, options, held)
     state = PythonState(model, target.loss_fn)
@@ -132,7 +134,7 @@ def join_training(
     traced = replace(target, loss_fn=mean_of_outputs) if program.returned else target
     following = followed(
         trainer, state, traced, options.seq, again, partial(with_held, model, held),
-        partial(_planned_again, target, options, plan, device),
+        partial(_planned_again, target, options, plan, device), gradients,
     )  # fmt: skip
     if not isinstance(weights, Mapping):
         _fill_the_rest(model, weights, program, device)
@@ -183,11 +185,12 @@ def _captured(model: nn.Module, target: Target, options: PlanOptions) -> Program
 
     The script then computes the loss from them.
     """
-    try:
-        return _capture(model, target, options)
-    except CaptureError as error:
-        if error.code not in NO_LOSS or target.loss_fn is not None:
-            raise
+    if target.returns_loss or target.loss_fn is not None:
+        try:
+            return _capture(model, target, options)
+        except CaptureError as error:
+            if error.code not in NO_LOSS or target.loss_fn is not None:
+                raise
     program = _capture(model, replace(target, loss_fn=mean_of_outputs), options)
     assert program.outputs is not None
     count = sum(leaf.is_differentiable for leaf in program.outputs.leaves)

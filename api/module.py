@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from autoparallel.adopted import Adopted, Job
 from autoparallel.environment import as_launched
+from autoparallel.methods import check_methods, has_forward, whole_method
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.targets import LossFn
@@ -205,30 +206,43 @@ def _refuse_move(what: str, why: str) -> NoReturn:
     )
 
 
-def adopt(model: nn.Module, job: Job, cls: type[nn.Module] | None = None) -> nn.Module:
-    """Make ``model`` itself parallel: its class becomes ``cls``, a subclass of what it was."""
+def adopt(
+    model: nn.Module, job: Job, cls: type[nn.Module] | None = None, methods: Sequence[str] = ()
+) -> nn.Module:
+    """Make ``model`` itself parallel: its class becomes ``cls``, a subclass of what it was.
+
+    ``methods`` beside ``forward`` compute with whole weights; of a class without a forward the
+    first of them is planned in its place.
+    """
     original = type(model)
     # A script may have put a forward of its own into the object: the class's would not be called.
-    forward = model.__dict__.pop("forward", None) or original.forward.__get__(model)
-    model.__class__ = cls or parallel_class(original)
+    main = "forward" if has_forward(original) or not methods else methods[0]
+    forward = model.__dict__.pop("forward", None) or getattr(original, main).__get__(model)
+    model.__class__ = cls or parallel_class(original, methods=methods)
     model.__dict__[_STATE] = Adopted(job, forward)
     return model
 
 
 def parallel_class(
-    original: type[nn.Module], make: Callable[..., nn.Module] | None = None
+    original: type[nn.Module],
+    make: Callable[..., nn.Module] | None = None,
+    methods: Sequence[str] = (),
 ) -> type[nn.Module]:
     """A class with the name, methods and signatures of ``original`` that is a ``ParallelModule``.
 
-    ``make(cls, ...)`` is what a call of the class does instead of building the model.
+    ``make(cls, ...)`` is what a call of the class does instead of building the model; ``methods``
+    are as of ``adopt``.
     """
+    check_methods(original, methods)
+    planned = ["forward"] if has_forward(original) or not methods else ["forward", methods[0]]
 
-    @functools.wraps(original.forward)
+    @functools.wraps(getattr(original, planned[-1]))
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _adopted(self).call(self, args, kwargs)
 
     namespace: dict[str, Any] = {
-        "forward": torch.compiler.disable(forward),  # type: ignore[no-untyped-call]
+        **{name: whole_method(name, _adopted) for name in methods},
+        **dict.fromkeys(planned, torch.compiler.disable(forward)),  # type: ignore[no-untyped-call]
         "__doc__": original.__doc__,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,

@@ -25,13 +25,14 @@ from autoparallel.planner.requests.request import Forced, Request, check_allowed
 from autoparallel.profiles import MODES, database_path, find_profile
 from autoparallel.progress import Observe, ignore
 from autoparallel.served_planning import can_be_served, without_servers
-from autoparallel.targets import Batch, LossFn, Target, building, example_batches
+from autoparallel.targets import LossFn, Target, building, example_batches
 
 if TYPE_CHECKING:
     from torch import nn
 
     from autoparallel.cost_model.cluster import Cluster
     from autoparallel.passes.initialization.deferred_init import Deferred, Init
+    from autoparallel.passes.programs.batch import Example
     from autoparallel.passes.programs.program import Program
     from autoparallel.planner.graph import Graph
     from autoparallel.planner.pricing.basis import Basis, Mode
@@ -436,8 +437,8 @@ def record_target(target: Target, seed: int = 0, init: Init = "exact") -> Deferr
 
 
 def capture_model(
-    model: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: Precision,
-    *, all_rows: Batch | None = None, autocast: bool = False,
+    model: nn.Module, batch: Example, loss_fn: LossFn | None, precision: Precision,
+    *, all_rows: Example | None = None, autocast: bool = False,
 ) -> Program:  # fmt: skip
     """A model on ``meta`` as a graph, in the dtype that ``precision`` computes in.
 

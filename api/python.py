@@ -19,11 +19,11 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from autoparallel.passes.initialization.deferred_init import (
     record_build,
     state_after,
 )
+from autoparallel.passes.programs.batch import LeafPath, dims_of_size, leaves, resized
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning import PlanOptions, make_plan
 from autoparallel.progress import shown_to_callers
@@ -48,7 +49,7 @@ from autoparallel.targets import (
     Batch,
     LossFn,
     Target,
-    batch_items,
+    check_batch,
     checked_batches,
     load_target,
 )
@@ -71,6 +72,8 @@ class ParallelOptions:
     weights_partial: bool = False
     allow_idle: bool = False
     check_first_step: bool | None = None
+    loss: Literal["auto"] | None = "auto"
+    methods: Sequence[str] = ()
 
 
 def plan(
@@ -95,7 +98,7 @@ def plan(
     Raises UsageError (AP140, AP141) for arguments of the wrong kind, and what planning
     raises: CaptureError, InfeasibleError, TimeLimitError.
     """
-    target = make_target(model, example_batch, loss_fn)
+    target = make_target(model, example_batch, loss_fn, global_batch)
     rows = global_batch if global_batch is not None else batch_rows(example_batch)
     asked = plan_options(rows or 32, seq, options)
     with shown_to_callers(progress) as observe:
@@ -117,6 +120,7 @@ def make_target(
     model: nn.Module | Callable[[], nn.Module] | str,
     example_batch: Batch | Callable[..., Batch] | None,
     loss_fn: LossFn | None,
+    global_batch: int | None = None,
 ) -> Target:
     """A model and a batch as a Target. Raises UsageError AP140."""
     if isinstance(model, str):
@@ -139,7 +143,7 @@ def make_target(
             "example_batch is missing",
             fix="pass a batch of global shapes, or a function (global_batch, seq) that returns one",
         )
-    return Target(name, build, batch_function(example_batch), loss_fn, is_named=False)
+    return Target(name, build, batch_function(example_batch, global_batch), loss_fn, is_named=False)
 
 
 def _with_same_tensors(model: nn.Module) -> nn.Module:
@@ -159,36 +163,47 @@ def _with_same_tensors(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def batch_function(example_batch: Batch | Callable[..., Batch]) -> Callable[..., Batch]:
-    """``example_batch`` as a checked function; a batch is made smaller or larger by its rows."""
+def batch_function(
+    example_batch: Batch | Callable[..., Batch], global_batch: int | None = None
+) -> Callable[..., Batch]:
+    """``example_batch`` as a checked function; a batch is made smaller or larger by its rows.
+
+    A batch of a ``global_batch`` of one is a sample without rows, and stays as it is.
+    """
     if callable(example_batch):
         return checked_batches(example_batch, "example_batch")
-    rows = batch_rows(example_batch)
+    check_batch(example_batch, 1, "example_batch")
+    rows = batch_rows(example_batch, global_batch) or 1
+    dims = dims_of_rows(example_batch, rows) if global_batch != 1 else {}
 
     def sized(global_batch: int, seq: int | None = None) -> Batch:
-        if isinstance(example_batch, Mapping):
-            return {
-                name: _resized(part, rows, global_batch) for name, part in example_batch.items()
-            }
-        return tuple(_resized(part, rows, global_batch) for part in example_batch)
+        return resized(example_batch, dims, lambda path, size: global_batch)
 
     return checked_batches(sized, "example_batch")
 
 
-def _resized(tensor: Any, rows: int | None, target: int) -> Any:
-    if not isinstance(tensor, Tensor) or not tensor.ndim or tensor.shape[0] != rows:
-        return tensor
-    return torch.empty((target, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+def batch_rows(example_batch: Any, global_batch: int | None = None) -> int | None:
+    """The rows of a batch, or None for a function or a batch of numbers.
 
-
-def batch_rows(example_batch: Any) -> int | None:
-    """The rows of a batch (its first tensor's first dimension), or None for a function."""
+    They are its first tensor's first dimension; ``global_batch`` if every tensor has a dimension
+    of that size, and the first dimensions differ.
+    """
     if not isinstance(example_batch, Mapping | tuple | list):
         return None
-    for _, part in batch_items(example_batch):
-        if isinstance(part, Tensor) and part.ndim:
-            return int(part.shape[0])
-    return None
+    shapes = [
+        leaf.shape for _, leaf in leaves(example_batch) if isinstance(leaf, Tensor) and leaf.ndim
+    ]
+    if len({shape[0] for shape in shapes}) > 1 and all(global_batch in each for each in shapes):
+        return global_batch
+    return shapes[0][0] if shapes else None
+
+
+def dims_of_rows(example_batch: Batch, rows: int) -> dict[LeafPath, int]:
+    """The dimension of each tensor that counts rows: the first of that size where all tensors have
+    one, else the first dimension of those where it has the size."""
+    found = dims_of_size(example_batch, rows)
+    shaped = [leaf for _, leaf in leaves(example_batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    return found if len(found) == len(shaped) else {p: dim for p, dim in found.items() if not dim}
 
 
 @overload
@@ -207,6 +222,8 @@ def parallelize(
     weights_partial: bool = False,
     allow_idle: bool = False,
     check_first_step: bool | None = None,
+    loss: Literal["auto"] | None = "auto",
+    methods: Sequence[str] = (),
     **options: Unpack[SearchOptions],
 ) -> Callable[[ModuleClass], ModuleClass]: ...
 @overload
@@ -223,6 +240,8 @@ def parallelize(
     weights_partial: bool = False,
     allow_idle: bool = False,
     check_first_step: bool | None = None,
+    loss: Literal["auto"] | None = "auto",
+    methods: Sequence[str] = (),
     **options: Unpack[SearchOptions],
 ) -> nn.Module: ...
 def parallelize(  # noqa: PLR0913 - one parameter per option
@@ -238,6 +257,8 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
     weights_partial: bool = False,
     allow_idle: bool = False,
     check_first_step: bool | None = None,
+    loss: Literal["auto"] | None = "auto",
+    methods: Sequence[str] = (),
     **options: Unpack[SearchOptions],
 ) -> Any:
     """An ``nn.Module`` class (as a decorator) or instance that trains by a plan.
@@ -264,11 +285,17 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
     the norm of each gradient; UsageError AP943 names what differs. ``check_first_step`` False
     turns that off; True compares also where one device needs more than 10 s for the step.
 
+    ``loss=None`` says that the model returns no loss, though a scalar is among its outputs: all are
+    differentiated as the script does. ``methods`` names methods beside ``forward`` that the script
+    calls; they compute with whole weights, in training on every rank. Of a class without a
+    ``forward`` the first of them is planned.
+
     Without ``precision`` the plan computes in the dtype of the model's floating parameters, if all
     have the same, else in float32.
 
     Raises UsageError AP850 for another ``init``, AP140 unless ``model`` is an nn.Module or a
-    class of them, and AP860 to AP862 where the weights cannot be read or are not the model's.
+    class of them, AP948 for a name that is no method, and AP860 to AP862 where the weights cannot
+    be read or are not the model's.
     """
     plan_options(global_batch or 1, seq, options)
     given = ParallelOptions(
@@ -283,6 +310,8 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
         weights_partial,
         allow_idle,
         check_first_step,
+        loss,
+        methods,
     )
 
     def mark(thing: Any) -> Any:
@@ -291,7 +320,11 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
         if isinstance(thing, nn.Module):
             if weights is not None:
                 load_pretrained(weights, thing, partial=weights_partial)
-            return adopt(thing, _job(lambda: thing, given)) if under_torchrun() else thing
+            return (
+                adopt(thing, _job(lambda: thing, given), methods=methods)
+                if under_torchrun()
+                else thing
+            )
         raise UsageError(
             "AP140",
             f"parallelize takes an nn.Module or a class of them, not {thing!r}",
@@ -327,9 +360,9 @@ def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[n
             torch.set_rng_state(after)
         say_if_drawn_apart(deferred, given.init)
         job = _job(lambda: deferred.model, given, deferred)
-        return adopt(deferred.model, job, cls)
+        return adopt(deferred.model, job, cls, given.methods)
 
-    return parallel_class(original, make)
+    return parallel_class(original, make, given.methods)
 
 
 def _check_class(cls: type[nn.Module], original: type[nn.Module]) -> None:
@@ -372,7 +405,10 @@ def _job(
         search = {**_precision_of(build()), **search}
     rows = given.global_batch or batch_rows(given.example_batch)
     return Job(
-        target=make_target(build, given.example_batch, given.loss_fn),
+        target=replace(
+            make_target(build, given.example_batch, given.loss_fn, given.global_batch),
+            returns_loss=given.loss is not None,
+        ),
         cluster=given.cluster,
         options=plan_options(rows or 32, given.seq, search),
         deferred=deferred,

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from autoparallel.data import TrainingData
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.parameter_servers import served
 from autoparallel.run_options import told
-from autoparallel.runtime.batches import RankInputs, marked
+from autoparallel.runtime.batches import RankInputs, marked, named_inputs
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
 
@@ -120,5 +118,5 @@ class _Reader:
 
     def inputs(self, batch: Any) -> RankInputs:
         """A batch's tensors by the names that the plan has for them."""
-        named = {name: torch.as_tensor(batch[key]) for name, key in self.program.inputs.items()}
+        named = named_inputs(batch, self.program)
         return marked(named, batch)

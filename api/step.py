@@ -7,7 +7,7 @@ weights are stepped.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from autoparallel.callbacks import Callback, all_of
 from autoparallel.environment import under_torchrun
 from autoparallel.module import ParallelModule, loss_of
 from autoparallel.passes.capture.export import call_model, find_loss
+from autoparallel.passes.programs.batch import leaves
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.parameter_servers import check_not_served
 from autoparallel.planner.plan import Plan
@@ -236,7 +237,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def _num_rows(batch: Batch) -> int:
     """The rows of a batch, by the first of its tensors that has any."""
-    values = batch.values() if isinstance(batch, Mapping) else batch
+    values = (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
     return next((len(value) for value in values if value.dim()), 1)
 
 

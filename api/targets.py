@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from autoparallel.passes.programs.batch import Example, LeafPath
+
 Batch = Any
-"""A dict or tuple of tensors; the first dimension of a tensor counts the batch."""
+"""A dict, list or tuple of a forward's arguments (``passes.programs.batch``)."""
 
 LossFn = Callable[[Any, Batch], "Tensor"]
 
@@ -55,6 +57,7 @@ class Target:
     """What a target holds. ``name`` and ``settings`` find it again in another process.
 
     ``example_batch(global_batch, seq)`` gives a checked batch of global shapes.
+    ``returns_loss`` False says that no scalar among the model's outputs is its loss.
     ``is_named``: not of one made of objects in this process.
     """
 
@@ -68,6 +71,7 @@ class Target:
     callbacks: Callable[[], Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     takes_seq: bool = True
+    returns_loss: bool = True
     is_named: bool = True
 
 
@@ -319,83 +323,75 @@ def checked_batches(
     return batch
 
 
-def captured_batch(target: Target, global_batch: int, seq: int | None) -> Batch:
-    """Make the batch that a target is captured with: of ``CAPTURE_BATCH`` rows, or of all rows
-    where the target makes no such batch.
-
-    Raises UsageError AP107 and AP108 where the target makes neither.
-    """
-    try:
-        return target.example_batch(CAPTURE_BATCH, seq)
-    except UsageError:
-        return target.example_batch(global_batch, seq)
-
-
 def example_batches(
     target: Target, global_batch: int, seq: int | None
-) -> tuple[Batch, Batch | None]:
+) -> tuple[Example, Example | None]:
     """Make the batch that a target is captured with, and the global batch: None if it is as large.
 
-    Of more rows than ``WRITTEN_ROWS`` the shapes follow from those of batches of 2 and 3 rows, and
-    the tensors are on ``meta``: whole batches of images need not fit here.
+    In which dimension a tensor counts rows is seen where two batches differ. Of more rows than
+    ``WRITTEN_ROWS`` the shapes follow from those of batches of 2 and 3 rows, and the tensors are on
+    ``meta``: whole batches of images need not fit here.
 
     Raises UsageError AP107 and AP108 where the target makes no such batches.
     """
-    few = captured_batch(target, global_batch, seq)
-    if global_batch == CAPTURE_BATCH:
-        return few, None
-    if global_batch <= WRITTEN_ROWS:
-        return few, target.example_batch(global_batch, seq)
+    from autoparallel.passes.programs.batch import (
+        Example,
+        dims_of_size,
+        leaf_at,
+        resized,
+        row_dims,
+    )
+
+    try:
+        few = target.example_batch(CAPTURE_BATCH, seq)
+    except UsageError:
+        whole = target.example_batch(global_batch, seq)
+        return Example(whole, dims_of_size(whole, global_batch) if global_batch > 1 else {}), None
+    if CAPTURE_BATCH < global_batch <= WRITTEN_ROWS:
+        whole = target.example_batch(global_batch, seq)
+        dims = row_dims(few, whole)
+        return Example(few, dims), Example(whole, dims)
     try:
         more = target.example_batch(CAPTURE_BATCH + 1, seq)
+        dims = row_dims(few, more)
     except UsageError:
-        return few, target.example_batch(global_batch, seq)
+        whole = target.example_batch(global_batch, seq)
+        dims = row_dims(few, whole) or dims_of_size(few, CAPTURE_BATCH)
+        return Example(few, dims), Example(whole, dims)
+    if global_batch == CAPTURE_BATCH:
+        return Example(few, dims), None
 
-    def grown(name: Any) -> Any:
-        part, larger = few[name], more[name]
-        if not hasattr(part, "shape") or part.shape == larger.shape:
-            return part
-        pairs = zip(part.shape, larger.shape, strict=True)
-        shape = [size + (global_batch - CAPTURE_BATCH) * (after - size) for size, after in pairs]
-        return part.new_empty(shape, device="meta")
+    def grown(path: LeafPath, size: int) -> int:
+        step = leaf_at(more, path).shape[dims[path]] - size
+        return int(size + (global_batch - CAPTURE_BATCH) * step)
 
-    if isinstance(few, Mapping):
-        return few, {name: grown(name) for name in few}
-    return few, tuple(map(grown, range(len(few))))
-
-
-def batch_items(batch: Batch) -> list[tuple[str, Any]]:
-    """The parts of a batch by name; a tuple's parts are named by their position."""
-    if isinstance(batch, Mapping):
-        return [(str(key), value) for key, value in batch.items()]
-    return [(f"[{position}]", value) for position, value in enumerate(batch)]
+    return Example(few, dims), Example(resized(few, dims, grown), dims)
 
 
 def check_batch(batch: Batch, global_batch: int, where: str) -> None:
-    """Raises UsageError AP108 unless ``batch`` holds tensors of ``global_batch`` rows."""
+    """Raises UsageError AP108 unless ``batch`` holds tensors of ``global_batch`` rows.
+
+    A batch without rows is one sample.
+    """
     import torch
 
-    shape = "return a dict or a tuple of tensors whose first dimension is global_batch"
+    from autoparallel.passes.programs.batch import leaves, path_text
+
+    shape = "return a dict or a tuple of forward's arguments, whose tensors have global_batch rows"
     if not isinstance(batch, Mapping | tuple | list) or not batch:
         raise UsageError(
             "AP108", f"example_batch returns a {type(batch).__name__}", where=where, fix=shape
         )
-    items = batch_items(batch)
-    for name, value in items:
-        if not isinstance(value, torch.Tensor):
-            raise UsageError(
-                "AP108",
-                f"{name} of the example batch is a {type(value).__name__}, not a tensor",
-                where=where,
-                fix=shape,
-            )
-    rows = {name: value.shape[0] for name, value in items if value.ndim}
-    if global_batch not in rows.values():
-        found = ", ".join(f"{name} has {count}" for name, count in rows.items())
+    tensors = [(path, leaf) for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        raise UsageError("AP108", "the example batch holds no tensor", where=where, fix=shape)
+    if global_batch > 1 and not any(global_batch in leaf.shape for _, leaf in tensors):
+        sizes = ", ".join(f"{path_text(path)} is {tuple(leaf.shape)}" for path, leaf in tensors)
         raise UsageError(
             "AP108",
-            f"no tensor of the example batch has {global_batch} samples in its first dimension",
-            why=found or "every tensor is a scalar",
+            f"no tensor of the example batch has {global_batch} rows",
+            why=sizes,
             where=where,
-            fix=shape + " (the whole batch, not one device's share)",
+            fix=shape + " (the whole batch, not one device's share); for data that is not "
+            "divided into rows, such as one graph, pass global_batch=1",
         )

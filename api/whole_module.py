@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autoparallel.runtime.whole_weights import WholeWeights
 
@@ -102,6 +104,29 @@ class WholeModule:
                 end(each)
             end(held)
 
+    @contextmanager
+    def trained_whole(self, dtype: torch.dtype) -> Iterator[None]:
+        """While inside, the model computes with whole weights whose gradients go to the shards.
+
+        What it writes to buffers stays.
+        """
+        buffers = [name for name in self._slots if self._is_buffer(name)]
+        held = self._put(buffers, self._gather(buffers))
+        masters = []
+        try:
+            for name in self._slots.keys() - {*buffers}:
+                for module, attribute in self._slots[name]:
+                    masters.append((module, attribute, module._parameters[attribute]))
+            made = {id(master): _whole(master, dtype) for _, _, master in masters}
+            for module, attribute, master in masters:
+                _compute_with(module, attribute, made[id(master)])
+            yield
+        finally:
+            for module, attribute, master in masters:
+                _compute_with(module, attribute, master)
+            self._keep_buffers(held)
+            _restore(held)
+
     def _keep_buffers(self, held: Sequence[tuple[Slot, Any]]) -> None:
         """Take over what a forward has written to the buffers that are in place."""
         for (module, attribute), old in held:
@@ -141,6 +166,19 @@ def _restore(held: Sequence[tuple[Slot, Tensor | None]]) -> None:
     """Undo ``_put``; last first, as a module that has two names was changed twice."""
     for (module, attribute), value in reversed(held):
         setattr(module, attribute, value)
+
+
+def _whole(master: Any, dtype: torch.dtype) -> Tensor:
+    """A parameter of all ranks' shards, in the dtype that the plan computes in."""
+    whole: Tensor = master.full_tensor() if isinstance(master, DTensor) else master
+    return whole.to(dtype) if whole.is_floating_point() else whole
+
+
+def _compute_with(module: nn.Module, name: str, value: Any) -> None:
+    """Put a tensor that need be no ``nn.Parameter`` in the place of a module's parameter."""
+    module._parameters[name] = value
+    if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
+        module._flat_weights[module._flat_weights_names.index(name)] = value
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:

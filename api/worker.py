@@ -22,7 +22,7 @@ from autoparallel.cost_model.profile.torch_tf32 import set_torch
 from autoparallel.data import TrainingData
 from autoparallel.elastic_plan import plan_for_ranks
 from autoparallel.first_step import compare_first_step
-from autoparallel.following import Following, followed
+from autoparallel.following import Following, InputGradients, followed
 from autoparallel.measurement import keep_measurement
 from autoparallel.memory_error import explained_memory_errors
 from autoparallel.passes.capture.counter_random import batch_dims
@@ -54,7 +54,7 @@ from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify as run_verification
 from autoparallel.served_training import check_served_run, train_served
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
-from autoparallel.targets import Batch, Target, load_target
+from autoparallel.targets import Target, load_target
 from autoparallel.text_data import with_text
 from autoparallel.tf32 import set_as_planned
 from autoparallel.trust import target_name
@@ -245,7 +245,7 @@ def _run_plain(
     streams: bool,
 ) -> Reference:
     """``one_device``: with weights streamed to the device, or all of them there."""
-    keys, device = trainer.program.inputs, trainer.device
+    program, device = trainer.program, trainer.device
     is_double = trainer.program.dtype == "float64"
     tell("the reference: building the model")
     model = plain_build(target.build_model, seed).to(getattr(torch, trainer.program.dtype))
@@ -254,9 +254,7 @@ def _run_plain(
 
     def loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
         tell("the reference: forward")
-        parts = {key: inputs[name].to(device) for name, key in keys.items()}
-        is_dict = any(isinstance(key, str) for key in parts)
-        batch: Batch = parts if is_dict else tuple(parts[key] for key in sorted(parts, key=str))
+        batch = program.batch({name: each.to(device) for name, each in inputs.items()})
         with streamed(model, device, tell) if streams else torch.device(device):
             return find_loss(call_model(model, batch), batch, target.loss_fn)
 
@@ -328,6 +326,7 @@ def make_trainer(
         trainer.runner.captures = followed(
             trainer, state, target, batch_seq(plan, target),
             lambda rows: capture(global_batch=rows), nullcontext, lambda program: None,
+            InputGradients(),
         )  # fmt: skip
     return trainer, memory
 

@@ -7,7 +7,8 @@ global batch has. Which of the two the inputs are follows from their rows; a bat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..passes.local.input_rows import HeldRows, data_place, rows_of_rank, rows_of_stages
+from ..passes.programs.batch import LeafPath, is_same, leaf_at, path_text
 from ..passes.programs.program import Program
 from ..planner.errors import UsageError
 from ..planner.graph import TensorSpec
@@ -41,6 +43,43 @@ def marked(inputs: Mapping[str, Tensor], batch: object = None) -> RankInputs:
         (each.global_rows for each in marks if hasattr(each, "global_rows")), None
     )
     return found
+
+
+def named_inputs(batch: Any, program: Program) -> dict[str, Tensor]:
+    """Return the tensors of a batch by the names that the program has for them.
+
+    Raises UsageError AP130 where the batch lacks one, AP920 where it differs from the example
+    batch in a part that is no tensor.
+    """
+    named = {}
+    for name, place in program.inputs.items():
+        with _lacking(place.path):
+            named[name] = torch.as_tensor(place.read(batch))
+    fixed = {} if program.example is None else program.example.fixed
+    for path, planned in fixed.items():
+        with _lacking(path):
+            given = leaf_at(batch, path)
+        if not is_same(given, planned):
+            raise UsageError(
+                "AP920",
+                f"a batch has {given!r} as {path_text(path)}, and the plan is for {planned!r}",
+                why="parts of a batch that are no tensors are fixed when the model is planned",
+                fix="give every batch the example batch's",
+            )
+    return named
+
+
+@contextmanager
+def _lacking(path: LeafPath) -> Iterator[None]:
+    """Raise UsageError AP130 where the code inside finds nothing at ``path``."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise UsageError(
+            "AP130",
+            f"the batch has no {path_text(path)}, which the example batch has",
+            why=f"{type(error).__name__}: {error}",
+        ) from error
 
 
 class StepBatches:
@@ -121,9 +160,8 @@ class StepBatches:
 
         A rank that needs no data may be given an empty batch.
         """
-        keys = self._program.inputs
         is_empty = batch is None or (isinstance(batch, Sized) and not len(batch))
-        return marked({} if is_empty else {n: batch[k] for n, k in keys.items()}, batch)
+        return marked({} if is_empty else named_inputs(batch, self._program), batch)
 
     def take(self, inputs: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], int]:
         """A step's inputs as its executors read them, and the rows of the global batch.

@@ -6,13 +6,14 @@ In: a module, its loss and optimizer. Out: gradients, their norm, and a diagnosi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..passes.programs.batch import leaves, path_text
 from ..planner.errors import AutoparallelError
 from .diagnosis import (
     GRADIENT,
@@ -103,8 +104,8 @@ class PlainTrainer:
             for position, (name, parameter) in enumerate(parameters)
             if not is_finite(parameter)
         ]
-        items = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
-        places += bad_inputs(items)
+        tensors = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, Tensor)}
+        places += bad_inputs({path_text(path): leaf for path, leaf in tensors.items()})
 
         def look(name: str, outputs: Any) -> None:
             if bad_outputs(outputs):

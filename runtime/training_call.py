@@ -132,7 +132,7 @@ class TrainingCall:
         """What leaves the stage, of each micro-batch; without gradients buffers change at once."""
         self._forget_open_backwards()
         executor = self._executor
-        executor.begin_step(batch, forgets_gradients=False)
+        executor.begin_step(self._joined(batch), forgets_gradients=False)
         values = []
         for microbatch in range(executor.num_microbatches):
             self._tell(f"computing the forward of micro-batch {microbatch}")
@@ -141,6 +141,20 @@ class TrainingCall:
             executor.stage.keep_buffers()
         self._tell(BETWEEN_STEPS)
         return values
+
+    def _joined(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The batch; the gradient of a tensor of it is the sum of those of all ranks' parts."""
+        wanted = [name for name, value in batch.items() if value.requires_grad]
+        if not wanted or not torch.is_grad_enabled():
+            return batch
+        communicator = ProcessCommunicator(self._executor.stage.device_mesh)
+        held = self._executor.program.inputs
+        joined = {}
+        for name in wanted:
+            layout = held[name].layout if name in held else ()
+            axes = tuple(at for at, placement in enumerate(layout) if placement != INVARIANT)
+            joined[name] = _Joined.apply(batch[name], communicator, axes)  # type: ignore[no-untyped-call]
+        return {**batch, **joined}
 
     def _differentiable(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The values, such that a backward through any of them is the whole step's."""
@@ -331,6 +345,32 @@ class _Watched(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         ctx.check.see(gradients[0])
         return gradients[0], None
+
+
+class _Joined(torch.autograd.Function):
+    """The identity, whose backward sums over axes of the mesh."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, communicator: ProcessCommunicator, axes: tuple[int, ...]
+    ) -> Tensor:
+        ctx.communicator, ctx.axes = communicator, axes
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "AP947",
+                "a gradient of a gradient goes through a model that trains by a plan",
+                why="create_graph=True differentiates the backward, which holds messages between "
+                "ranks",
+                fix="leave this model plain (no parallelize); others of the script may be parallel",
+            )
+        gradient = gradients[0]
+        for axis in ctx.axes:
+            gradient = ctx.communicator.all_reduce(gradient.contiguous(), axis)
+        return gradient, None, None
 
 
 class _Averaged(torch.autograd.Function):

@@ -89,7 +89,7 @@ def verified(text: str) -> tuple[bool, Any]:
     batches = [random_batch(graph, seed=step) for step in range(2)]
 
     def loss(module: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        return module(**{program.inputs[name]: tensor for name, tensor in inputs.items()})
+        return module(**program.batch(inputs))
 
     def reference() -> Any:
         module = plain_build(target().build_model, 0).double()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autoparallel.passes.local.accumulate import Counted, Counting
 from autoparallel.passes.local.stage_program import BlockProgram, StageProgram
+from autoparallel.passes.programs.batch import InputPlace
 from autoparallel.passes.programs.constants import ancestors
 from autoparallel.passes.programs.inputs import integer_bounds
 from autoparallel.passes.programs.interpret import LITERAL
@@ -205,13 +206,27 @@ def _global_graph(found: Exported) -> Graph:
 
 def inputs_table(found: Exported) -> str:
     """The table ``INPUTS``: by its name in the graph, its key in a batch, dtype and shape."""
-    keys = found.made.program.inputs
+    keys = {name: literal(_key(name, place)) for name, place in found.made.program.inputs.items()}
     lines = [
-        f'{INDENT}"{node.name}": ({literal(keys[node.name])}, torch.{node.spec.dtype}, '
+        f'{INDENT}"{node.name}": ({keys[node.name]}, torch.{node.spec.dtype}, '
         f"{literal(tuple(node.spec.shape))}),"
         for node in _global_graph(found).inputs
     ]
     return "\n".join(["INPUTS = {", *lines, "}"])
+
+
+def _key(name: str, place: InputPlace) -> str | int:
+    """Return an input's key in a batch. Raises PlanError AP366 where it lies deeper, or counts rows
+    in another dimension than the first."""
+    if len(place.path) > 1 or place.dim:
+        raise PlanError(
+            "AP366",
+            f"the plan cannot be exported to Python: the input {name} is "
+            + ("inside another" if len(place.path) > 1 else f"divided in dimension {place.dim}"),
+            why="a script reads dicts and tuples of tensors whose first dimension is the batch",
+            fix="let the forward take such a batch",
+        )
+    return place.path[0]
 
 
 def batch_dims(found: Exported) -> dict[str, int]:
@@ -231,7 +246,7 @@ def made_up_batches(found: Exported) -> list[str]:
     """The lines of a generator of random batches, those that ``autoparallel run`` makes up."""
     graph = _global_graph(found)
     bounds = integer_bounds(graph)
-    keys = found.made.program.inputs
+    keys = {name: literal(_key(name, place)) for name, place in found.made.program.inputs.items()}
     return [
         "for number in itertools.count():",
         f"{INDENT}generator = torch.Generator().manual_seed(seed + number)",
@@ -239,7 +254,7 @@ def made_up_batches(found: Exported) -> list[str]:
         *(
             line
             for node in graph.inputs
-            for line in _random(node, bounds).lines(f"{literal(keys[node.name])}: ", INDENT * 2)
+            for line in _random(node, bounds).lines(f"{keys[node.name]}: ", INDENT * 2)
         ),
         f"{INDENT}}}",
     ]

@@ -226,9 +226,7 @@ def _reference(
     target: Target, program: Program, batches: Sequence[Mapping[str, torch.Tensor]]
 ) -> Reference:
     def loss(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        parts = {program.inputs[name]: tensor for name, tensor in inputs.items()}
-        is_dict = any(isinstance(key, str) for key in parts)
-        batch: Any = parts if is_dict else tuple(parts[key] for key in sorted(parts, key=str))
+        batch = program.batch(inputs)
         return find_loss(call_model(module, batch), batch, target.loss_fn)
 
     module = plain_build(target.build_model, 0).double()

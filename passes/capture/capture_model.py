@@ -22,18 +22,11 @@ from ..graph_passes.rows import AlignRows
 from ..graph_passes.runner import Pass, check, run_passes
 from ..graph_passes.unfold import Unfold
 from ..initialization.uncollected import uncollected
+from ..programs.batch import Batch, Example
 from ..programs.program import Dtype, Program
 from .blocks import find_blocks
 from .call_trace import replaces_values
-from .export import (
-    PREFIX,
-    Batch,
-    Exported,
-    LossFn,
-    export_loss,
-    export_repeats,
-    tensor_keys,
-)
+from .export import PREFIX, Exported, LossFn, export_loss, export_repeats
 from .lower import Lowered, lower
 from .repeat_calls import RepeatError, Repeats
 from .repeat_graph import expand
@@ -53,9 +46,9 @@ PASSES: tuple[Pass, ...] = (Hoist(), AlignRows(), SimplifyMasks(), SplitFused(),
 
 def capture(
     model: nn.Module,
-    batch: Batch,
+    batch: Batch | Example,
     *,
-    all_rows: Batch | None = None,
+    all_rows: Batch | Example | None = None,
     loss_fn: LossFn | None = None,
     dtype: Dtype = "float32",
     autocast: bool = False,
@@ -64,19 +57,24 @@ def capture(
     """The program of ``loss_fn(model(batch), batch)``.
 
     ``model`` is on ``meta`` (or real; its values are not read) and in the mode it trains
-    in. ``batch`` is a dict (``model(**batch)``) or tuple (``model(*batch)``) of tensors,
-    best with 2 rows: any row count then follows by ``Program.with_batch_size``. ``all_rows`` is
-    the batch that runs. Numbers that the model makes of the number of rows are those of that
-    batch (``row_numbers``), and if the model takes another path for it, or ``batch`` cannot be
-    captured, the program is that of ``all_rows``.
+    in. ``batch`` is a dict (``model(**batch)``) or tuple (``model(*batch)``) of its arguments,
+    best with 2 rows: any row count then follows by ``Program.with_batch_size``. Rows are in the
+    first dimension, unless an ``Example`` says another. ``all_rows`` is the batch that runs.
+    Numbers that the model makes of the number of rows are those of that batch (``row_numbers``),
+    and if the model takes another path for it, or ``batch`` cannot be captured, the program is
+    that of ``all_rows``.
     With ``autocast`` the float32 ops of that list are in float32 (pass ``Autocast``).
     ``rules`` are those of the user's own ops by their path.
 
     Raises ``CaptureError`` naming the user's line.
     """
     way = _Way(loss_fn, dtype, rules or {}, autocast)
+    few, every = (
+        each if isinstance(each, Example | None) else Example.of(each) for each in (batch, all_rows)
+    )
+    assert few is not None
     with uncollected():
-        return _captured(model, batch, all_rows, way)
+        return _captured(model, few, every, way)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ class _Way:
     autocast: bool
 
 
-def _captured(model: nn.Module, batch: Batch, all_rows: Batch | None, way: _Way) -> Program:
+def _captured(model: nn.Module, batch: Example, all_rows: Example | None, way: _Way) -> Program:
     """Return the program of ``batch`` with the numbers of ``all_rows``, or of the latter alone."""
     try:
         exported, few = _lowered(model, batch, way)
@@ -125,14 +123,15 @@ def _program(model: nn.Module, exported: Exported, lowered: Lowered, way: _Way) 
         blocks=blocks,
         model=model,
         dtype=way.dtype,
-        inputs={name: key for name, key in exported.inputs.items() if name in names},
+        inputs={name: place for name, place in exported.inputs.items() if name in names},
+        example=exported.example,
         literals={name: value for name, value in literals.items() if name in names},
         unused=tuple(name for name, _ in model.named_parameters() if name not in names),
         outputs=exported.outputs,
     )
 
 
-def _lowered(model: nn.Module, batch: Batch, way: _Way) -> tuple[Exported, Lowered]:
+def _lowered(model: nn.Module, batch: Example, way: _Way) -> tuple[Exported, Lowered]:
     """The exported program and its graph; of alike layers only a few are exported if that is
     sure to give the same."""
     tied = find_tied(model)
@@ -140,7 +139,7 @@ def _lowered(model: nn.Module, batch: Batch, way: _Way) -> tuple[Exported, Lower
     def lowered(exported: Exported) -> Lowered:
         return lower(
             exported.program, prefix=PREFIX, inputs=list(exported.inputs), tied=tied,
-            batch_size=_rows(batch), rules={**way.rules, **exported.rules},
+            batch_size=batch.rows or 1, rules={**way.rules, **exported.rules},
         )  # fmt: skip
 
     groups = [] if replaces_values() else find_repeats(model)
@@ -158,18 +157,6 @@ def _lowered(model: nn.Module, batch: Batch, way: _Way) -> tuple[Exported, Lower
                 break
     exported = export_loss(model, batch, loss_fn=way.loss_fn, dtype=way.dtype)
     return exported, lowered(exported)
-
-
-def _rows(batch: Batch) -> int:
-    for key in tensor_keys(batch):
-        tensor = batch[key]  # type: ignore[index]
-        if tensor.dim():
-            return int(tensor.shape[0])
-    raise CaptureError(
-        "AP206",
-        "the example batch holds no tensor with a batch dimension",
-        fix="let `example_batch(global_batch)` return tensors whose first dimension is the batch",
-    )
 
 
 def _with_batch(graph: Graph) -> Graph:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
@@ -21,11 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ...planner.errors import CaptureError, UsageError
+from ...planner.errors import CaptureError
 from ...planner.graph import OpRule
 from ..initialization.deferred_init import named_tensors
+from ..programs.batch import Example, InputPlace
 from ..programs.outputs import OutputForm, output_form, scalar_losses
-from ..programs.program import BatchKey, Dtype
+from ..programs.program import Dtype
 from .call_trace import traced_if_wanted
 from .counter_random import counter_random
 from .functionalize import functionalize
@@ -36,29 +38,35 @@ from .modes import (
     explicit_ops,
     inference_without_gradients,
     promote_to_float64,
+    unchecked_distributions,
     undetected_causal_masks,
 )
 from .opaque import annotated_modules, opaque_modules, whole_functions
 from .repeat_calls import Repeats
 
 PREFIX = "captured"
+FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 LossFn = Callable[[Any, Any], Tensor]
-Batch = Mapping[str, Any] | Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """``inputs`` names the user inputs of ``program`` in order, with their keys in the batch.
+    """What ``torch.export`` made at ``example``.
 
     ``rules`` are those of submodules that the user registered, which are kept whole. ``outputs``
     is the form of what the model returns.
     """
 
     program: ExportedProgram
-    inputs: Mapping[str, BatchKey]
+    example: Example
     rules: Mapping[str, OpRule] = field(default_factory=dict)
     outputs: OutputForm | None = None
+
+    @property
+    def inputs(self) -> Mapping[str, InputPlace]:
+        """The places of the inputs by their names."""
+        return self.example.inputs
 
 
 class _Noted:
@@ -70,19 +78,16 @@ class _Noted:
 class _WithLoss(nn.Module):
     """``loss(model(batch))`` as a module whose forward takes the batch's tensors one by one."""
 
-    def __init__(
-        self, model: nn.Module, batch: Batch, keys: tuple[BatchKey, ...], loss_fn: LossFn | None
-    ) -> None:
+    def __init__(self, model: nn.Module, example: Example, loss_fn: LossFn | None) -> None:
         super().__init__()
         self.add_module(PREFIX, model)
         self.training = model.training
         self.noted = _Noted()
-        self._template = batch
-        self._keys = keys
+        self._example = example
         self._loss_fn = loss_fn
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        batch = filled_batch(self._template, dict(zip(self._keys, tensors, strict=True)))
+        batch = self._example.with_tensors(tensors)
         if torch.compiler.is_dynamo_compiling():
             return self._loss(batch)
         with counter_random(), traced_if_wanted():
@@ -136,14 +141,13 @@ class _WithMarks(_WithLoss):
     """The same, and the marks of alike layers, which so stay in the graph."""
 
     def __init__(
-        self, model: nn.Module, batch: Batch, keys: tuple[BatchKey, ...],
-        loss_fn: LossFn | None, repeats: Repeats,
-    ) -> None:  # fmt: skip
-        super().__init__(model, batch, keys, loss_fn)
+        self, model: nn.Module, example: Example, loss_fn: LossFn | None, repeats: Repeats
+    ) -> None:
+        super().__init__(model, example, loss_fn)
         self._repeats = repeats
 
     def forward(self, *tensors: Tensor) -> Any:
-        batch = filled_batch(self._template, dict(zip(self._keys, tensors, strict=True)))
+        batch = self._example.with_tensors(tensors)
         with counter_random() as draws, traced_if_wanted():
             self._repeats.start(draws)
             return self._loss(batch), *self._repeats.marks
@@ -201,19 +205,18 @@ def _loss_of(outputs: Any) -> Any:
 
 
 def export_loss(
-    model: nn.Module, batch: Batch, *, loss_fn: LossFn | None, dtype: Dtype
+    model: nn.Module, example: Example, *, loss_fn: LossFn | None, dtype: Dtype
 ) -> Exported:
     """Export ``loss(model(batch))``, by the first rung of the ladder that bears.
 
     Non-strict; strict; with the submodules that cannot be exported as opaque leaves; else a
     ``CaptureError`` of what the first rung said.
     """
-    keys = tensor_keys(batch)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
     with fake_parameters(model, mode, dtype=target), capturable_experts():
-        wrapped = _WithLoss(model, batch, keys, loss_fn)
-        tensors = tuple(_fake(_item(batch, key), mode, target) for key in keys)
+        wrapped = _WithLoss(model, example, loss_fn)
+        tensors = tuple(_fake(each, mode, target) for each in example.tensors())
         leaves, rules = annotated_modules(model), dict[str, OpRule]()
         try:
             with opaque_modules(leaves, rules):
@@ -222,36 +225,34 @@ def export_loss(
             raise
         except Exception as error:  # noqa: BLE001
             program = _climb(wrapped, tensors, dtype, error, rules)
-    return Exported(program, {input_name(key): key for key in keys}, rules, wrapped.noted.outputs)
+    return Exported(program, example, rules, wrapped.noted.outputs)
 
 
 def export_repeats(
-    model: nn.Module, batch: Batch, repeats: Repeats, *, loss_fn: LossFn | None, dtype: Dtype
+    model: nn.Module, example: Example, repeats: Repeats, *, loss_fn: LossFn | None, dtype: Dtype
 ) -> Exported:
     """The same, with alike layers captured a few times and then only named (``repeat_calls``).
 
     Raises whatever stands in the way: ``export_loss`` then says what is wrong, if anything is.
     """
-    keys = tensor_keys(batch)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
     with repeats.active(), fake_parameters(model, mode, dtype=target), capturable_experts():
-        wrapped = _WithMarks(model, batch, keys, loss_fn, repeats)
-        tensors = tuple(_fake(_item(batch, key), mode, target) for key in keys)
+        wrapped = _WithMarks(model, example, loss_fn, repeats)
+        tensors = tuple(_fake(each, mode, target) for each in example.tensors())
         rules: dict[str, OpRule] = {}
         with opaque_modules(annotated_modules(model), rules):
             program = _export(wrapped, tensors, strict=False, dtype=dtype)
-    return Exported(program, {input_name(key): key for key in keys}, rules, wrapped.noted.outputs)
+    return Exported(program, example, rules, wrapped.noted.outputs)
 
 
-def trace_loss(model: nn.Module, batch: Batch, *, loss_fn: LossFn | None, dtype: Dtype) -> None:
+def trace_loss(model: nn.Module, example: Example, *, loss_fn: LossFn | None, dtype: Dtype) -> None:
     """Run ``loss(model(batch))`` on fake tensors in the modes of an export, without its graph."""
-    keys = tensor_keys(batch)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
     with fake_parameters(model, mode, dtype=target), capturable_experts():
-        wrapped = _WithLoss(model, batch, keys, loss_fn)
-        tensors = tuple(_fake(_item(batch, key), mode, target) for key in keys)
+        wrapped = _WithLoss(model, example, loss_fn)
+        tensors = tuple(_fake(each, mode, target) for each in example.tensors())
         with _modes(strict=False, dtype=dtype), _exporting(), mode:
             wrapped(*tensors)
 
@@ -298,9 +299,14 @@ def _climb(
 def _export(
     wrapped: nn.Module, tensors: tuple[Tensor, ...], *, strict: bool, dtype: Dtype
 ) -> ExportedProgram:
-    # torch.export prints its half-made graph to stderr before it raises.
+    # torch.export prints its half-made graph to stderr before it raises, and logs the error.
     with _modes(strict=strict, dtype=dtype), redirect_stderr(io.StringIO()):
-        return functionalize(torch.export.export(wrapped, tensors, strict=strict))
+        level = FAKE_TENSOR_LOG.level
+        FAKE_TENSOR_LOG.setLevel(logging.CRITICAL)
+        try:
+            return functionalize(torch.export.export(wrapped, tensors, strict=strict))
+        finally:
+            FAKE_TENSOR_LOG.setLevel(level)
 
 
 @contextmanager
@@ -308,6 +314,7 @@ def _modes(*, strict: bool, dtype: Dtype) -> Iterator[None]:
     """The modes that a forward runs under while it is captured."""
     with ExitStack() as modes:
         modes.enter_context(undetected_causal_masks())
+        modes.enter_context(unchecked_distributions())
         if not strict:
             modes.enter_context(inference_without_gradients())
             modes.enter_context(explicit_ops())
@@ -315,37 +322,6 @@ def _modes(*, strict: bool, dtype: Dtype) -> Iterator[None]:
         if dtype == "float64":
             modes.enter_context(promote_to_float64())
         yield
-
-
-def input_name(key: BatchKey) -> str:
-    """A batch input's name in the graph: its key, or ``input_<position>`` in a tuple."""
-    return key if isinstance(key, str) else f"input_{key}"
-
-
-def tensor_keys(batch: Batch) -> tuple[BatchKey, ...]:
-    """The keys of a batch that hold tensors; everything else in it is a setting."""
-    if isinstance(batch, Mapping):
-        return tuple(key for key, value in batch.items() if isinstance(value, Tensor))
-    if isinstance(batch, Sequence):
-        return tuple(i for i, value in enumerate(batch) if isinstance(value, Tensor))
-    raise UsageError(
-        "AP110",
-        f"the example batch must be a dict or a tuple of tensors, not a {type(batch).__name__}",
-        fix="let `example_batch` return the arguments of the model's forward",
-    )
-
-
-def _item(batch: Batch, key: BatchKey) -> Tensor:
-    value = batch[key]  # type: ignore[index]
-    assert isinstance(value, Tensor)
-    return value
-
-
-def filled_batch(template: Batch, tensors: Mapping[BatchKey, Tensor]) -> Any:
-    """Return a batch like ``template`` with other tensors."""
-    if isinstance(template, Mapping):
-        return {key: tensors.get(key, value) for key, value in template.items()}
-    return tuple(tensors.get(i, value) for i, value in enumerate(template))
 
 
 def held_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -419,4 +395,4 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Te
     fake = FakeTensor(mode, meta, torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    return fake
+    return fake.requires_grad_(tensor.requires_grad)

@@ -1,8 +1,9 @@
 """An ``ExportedProgram`` to the planner's ``Graph``.
 
-Names become the user's (parameters by FQN, inputs by batch key), assertions and no-ops are
-dropped, tuple items become ``Ref`` indices, tied parameters become one node, and what a graph
-means no longer depends on the device or on torch's default dtype: sizes are written out, every
+Names become the user's (parameters by FQN, inputs by their place in the batch), assertions and
+no-ops are dropped, tuple items become ``Ref`` indices, tied parameters become one node, and the
+graph
+no longer depends on the device or on torch's default dtype: sizes are written out, every
 factory says its dtype, and an op that takes integers and makes floats (``arange(n) / n``) takes
 them as floats of the dtype that it makes. A buffer that the forward writes is read by an op too.
 """
@@ -122,7 +123,8 @@ def in_order(updates: Mapping[str, Ref], nodes: Sequence[Node]) -> dict[str, Ref
 def _placeholder(state: _Lowering, node: fx.Node, spec: Any, remaining: list[str]) -> Ref:
     value = node.meta["val"]
     if spec.kind == InputKind.USER_INPUT:
-        return _add(state, Node(remaining.pop(0), "input", outputs=(_spec(value, False),)))
+        held = _spec(value, bool(value.requires_grad))
+        return _add(state, Node(remaining.pop(0), "input", outputs=(held,)))
     target = str(spec.target).removeprefix(state.prefix + ".")
     name = state.tied.get(target, target)
     if spec.kind == InputKind.CONSTANT_TENSOR:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -208,3 +209,14 @@ def _asked_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype |
         if isinstance(value, Tensor):
             return value.dtype
     return None
+
+
+@contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """While inside, ``torch.distributions`` do not look at the values of their parameters."""
+    held = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(held)

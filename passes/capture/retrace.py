@@ -19,10 +19,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ...planner.graph import Graph, Node
+from ..programs.batch import Example
 from ..programs.interpret import LITERAL
 from ..programs.program import Dtype, Program
 from .call_trace import CallTrace, Place, tracing_calls
-from .export import Batch, LossFn, trace_loss
+from .export import LossFn, trace_loss
 
 Capture = Callable[[], Program]
 
@@ -43,19 +44,19 @@ class LiveProgram:
 
 def trace_calls(
     model: nn.Module,
-    batch: Batch,
+    example: Example,
     loss_fn: LossFn | None,
     dtype: Dtype,
     before: Callable[[], None],
     watched: int | None = None,
 ) -> CallTrace:
-    """Run ``loss_fn(model(batch))`` on fake tensors; return its calls.
+    """Run ``loss_fn(model(batch))`` of an example on fake tensors; return its calls.
 
     ``before`` is called first, where the forward runs. The source of the call number ``watched``
     is noted.
     """
     with tracing_calls(before=before, watched=watched) as trace:
-        trace_loss(model, batch, loss_fn=loss_fn, dtype=dtype)
+        trace_loss(model, example, loss_fn=loss_fn, dtype=dtype)
     return trace
 
 

@@ -9,10 +9,10 @@ from typing import Literal
 from torch import Tensor, nn
 
 from ...planner.graph import Blocks, Graph, Ref
+from .batch import Batch, Example, InputPlace
 from .outputs import OutputForm
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-BatchKey = str | int
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Program:
     """A model's forward and loss as a graph cut into blocks.
 
     ``model`` is the model that was captured, on the ``meta`` device. ``inputs`` maps each
-    input's name to its key in the batch (a string of a dict, a position of a tuple); an
-    input of floating dtype is to be cast to its node's dtype. ``literals`` are small
+    input's name to its place in the batch; an input of floating dtype is to be cast to its node's
+    dtype. ``example`` is a batch that it was captured at. ``literals`` are small
     tensors that the model's code makes from Python numbers, as buffers of those names.
     ``unused`` are the parameters that the loss does not depend on. ``outputs`` is the form of
     what the model returns, None where that is not known; ``returned`` are the values that its
@@ -33,11 +33,12 @@ class Program:
     blocks: Blocks
     model: nn.Module
     dtype: Dtype
-    inputs: Mapping[str, BatchKey]
+    inputs: Mapping[str, InputPlace]
     literals: Mapping[str, Tensor] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     outputs: OutputForm | None = None
     returned: tuple[Ref, ...] = ()
+    example: Example | None = field(default=None, compare=False, repr=False)
     recapture: Callable[[int], Program] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -48,6 +49,11 @@ class Program:
             for node in self.graph.nodes
             if node.kind == "buffer" and node.name not in self.literals
         )
+
+    def batch(self, inputs: Mapping[str, Tensor]) -> Batch:
+        """Return a batch that holds ``inputs``, in the form of the example batch."""
+        assert self.example is not None
+        return self.example.with_inputs(inputs)
 
     def of_global_batch(self, rows: int) -> Program | None:
         """Capture the model for a global batch of ``rows``: its numbers may follow the rows.

@@ -160,8 +160,7 @@ def train_smaller(case: Case, text: str) -> list[str]:
     """On a rank: a step of a whole batch and one of a smaller one, held to one device."""
     trainer = make_trainer(case.model, text)
     batches = [batch_of(trainer.program, rows, step) for step, rows in enumerate((PLANNED, 6))]
-    keys = trainer.program.inputs
-    whole = [{keys[name]: tensor for name, tensor in batch.items()} for batch in batches]
+    whole = [trainer.program.batch(batch) for batch in batches]
     made = replace(target(case.model), build_data=lambda rank, world: whole)
     given = list(itertools.islice(TrainingData(trainer, made, seed=0), 2))
     assert bool(given[0]) == (trainer.runner.batches.place is not None)

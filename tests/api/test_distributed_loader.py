@@ -20,6 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import autoparallel
 from autoparallel.planner.errors import UsageError
+from autoparallel.runtime.batches import named_inputs
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify
 
@@ -166,7 +167,7 @@ def train(case: Case, text: str) -> list[str]:
     given = [trainer.inputs(batch) for batch in loader]
     batches = epochs("shuffled")[0]
     program = captured(case.model, "fp64")[1]
-    named = [{name: batch[key] for name, key in program.inputs.items()} for batch in batches]
+    named = [named_inputs(batch, program) for batch in batches]
     found = verify(trainer, given, partial(reference_of, target(case.model), program, named))
     return [str(failure) for failure in found.failures]
 

@@ -365,7 +365,9 @@ def refusals(adopt: Adopt) -> Figures:
     model(*batch).backward()
     found: Figures = [("stale optimizer", _refused(early.step))]
     found.append(("setting", _refused(lambda: model(*batch, doubled=True))))
-    found.append(("input", _refused(lambda: model(batch[0].clone().requires_grad_(), batch[1]))))
+    x = batch[0].clone().requires_grad_()
+    penalty = lambda: torch.autograd.grad(model(x, batch[1]), x, create_graph=True)  # noqa: E731
+    found.append(("penalty", _refused(penalty)))
     model.eval()
     found.append(("evaluation", _refused(lambda: model(*batch).backward())))
     model.train()
@@ -429,13 +431,16 @@ def refusals_of_microbatches(adopt: Adopt) -> Figures:
     loss.backward()
     found: Figures = [("second", _refused(loss.backward))]
     again = _refused(lambda: checkpoint(model, *batch, use_reentrant=False).backward())
+    x = batch[0].clone().requires_grad_()
+    found.append(("input", _refused(lambda: model(x, batch[1]))))
     return [*found, ("checkpoint", again)]
 
 
 EXPECTED = {
     "stale optimizer": "AP925 the optimizer holds Net.a.weight from before",
     "setting": "AP920 in training the model is called with doubled=True",
-    "input": "AP933 an input of the model requires a gradient",
+    "penalty": "AP947 a gradient of a gradient goes through a model",
+    "input": "AP933 x requires a gradient, and the plan has 2 micro-batches",
     "evaluation": "AP921 a backward in evaluation mode",
     "mode": "AP922 the mode of drop changed after the model was planned",
     "hook": "AP923 a hook was put on a submodule after the model was planned",

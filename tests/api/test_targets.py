@@ -147,9 +147,9 @@ def test_a_length_is_refused_where_the_batch_takes_none(model_file: Path) -> Non
     [
         ("torch.zeros(global_batch, 8)", "returns a Tensor"),
         ("{}", "returns a dict"),
-        ('{"x": [1.0, 2.0]}', "x of the example batch is a list"),
-        ('{"x": torch.zeros(3, 8)}', "no tensor of the example batch has 4 samples"),
-        ("(torch.tensor(1.0),)", "no tensor of the example batch has 4 samples"),
+        ('{"x": [1.0, 2.0]}', "the example batch holds no tensor"),
+        ('{"x": torch.zeros(3, 8)}', "no tensor of the example batch has 4 rows"),
+        ("(torch.tensor(1.0),)", "no tensor of the example batch has 4 rows"),
     ],
 )
 def test_a_batch_of_the_wrong_kind_or_size_is_refused(

@@ -90,7 +90,7 @@ def trained(
         build=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     )  # fmt: skip
     values = batch()
-    inputs = {name: values[str(key)] for name, key in program().inputs.items()}
+    inputs = {name: place.read(values) for name, place in program().inputs.items()}
     losses: list[float] = []
     gradients: dict[str, Any] = {}
     for step in range(STEPS):

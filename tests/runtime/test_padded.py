@@ -67,7 +67,7 @@ def verified(model: str, text: str, buckets: tuple[int, ...] = ()) -> Verificati
     found = target(model)
 
     def loss(module: torch.nn.Module, inputs) -> torch.Tensor:
-        batch = {program.inputs[name]: tensor for name, tensor in inputs.items()}
+        batch = program.batch(inputs)
         return find_loss(call_model(module, batch), batch, found.loss_fn)
 
     def reference() -> Reference:

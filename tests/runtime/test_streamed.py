@@ -31,7 +31,7 @@ def reference(name: str, device: torch.device | None, told: list[str]) -> Refere
     model = plain_build(target.build_model, 0).double()
 
     def loss(model: nn.Module, inputs: Batch) -> Tensor:
-        parts = {key: inputs[name].to(device or CPU) for name, key in program.inputs.items()}
+        parts = program.batch({name: each.to(device or CPU) for name, each in inputs.items()})
         with streamed(model, device, told.append) if device is not None else nullcontext():
             return find_loss(call_model(model, parts), parts, target.loss_fn)
 

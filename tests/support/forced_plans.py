@@ -30,13 +30,8 @@ def settled(parallel: str) -> str:
 def adopting(plan: str) -> Adopt:
     """Return a function that has a model train by ``plan``, for global batches of 8."""
 
-    def adopt(model: nn.Module, example: Any) -> nn.Module:
-        return autoparallel.parallelize(
-            model,
-            example_batch=example,
-            global_batch=8,
-            parallel=settled(plan),
-            profile="analytic",
-        )
+    def adopt(model: nn.Module, example: Any, **options: Any) -> nn.Module:
+        given = {"global_batch": 8, "parallel": settled(plan), "profile": "analytic"}
+        return autoparallel.parallelize(model, example_batch=example, **{**given, **options})
 
     return adopt

@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from autoparallel import joining
 from autoparallel.cache import digest, graph_digest
 from autoparallel.cached_capture import model_text
 from autoparallel.passes.initialization.deferred_init import Deferred, record_build
+from autoparallel.passes.programs.batch import leaves
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning import capture_model
-from autoparallel.targets import Batch, Target, batch_items
+from autoparallel.targets import Batch, Target
 
 FOLDER = "AUTOPARALLEL_TEST_CAPTURES"
 """The variable that names the session's folder; without it nothing is kept."""
@@ -51,7 +52,10 @@ def capture_once(target: Target, batch: Batch, precision: Precision) -> tuple[De
 
 
 def _shapes(batch: Batch) -> list[tuple[object, ...]]:
-    return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in batch_items(batch)]
+    return [
+        (path, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (path, repr(leaf))
+        for path, leaf in leaves(batch)
+    ]
 
 
 def _once(captured: Callable[[], Program], *key: object) -> Program:

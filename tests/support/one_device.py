@@ -26,7 +26,7 @@ def loss_of(target: Target, program: Program) -> Callable[[torch.nn.Module, Any]
     """The loss of the plain module on a batch by the names that plans have for its tensors."""
 
     def loss(module: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        batch = {program.inputs[name]: tensor for name, tensor in inputs.items()}
+        batch = program.batch(inputs)
         return find_loss(call_model(module, batch), batch, target.loss_fn)
 
     return loss

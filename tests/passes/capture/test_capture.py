@@ -11,6 +11,7 @@ from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.capture.tie import find_tied
 from autoparallel.passes.initialization.deferred_init import plain_build, record_build
+from autoparallel.passes.programs.batch import InputPlace
 from autoparallel.passes.programs.interpret import run
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import CaptureError
@@ -31,7 +32,7 @@ def loss_and_gradients(program: Program, model: nn.Module, batch: dict[str, Tens
         for name, value in values.items()
     }
     given = {node.name: values[node.name] for node in program.graph if node.name in values}
-    inputs = {name: batch[key] for name, key in program.inputs.items()}
+    inputs = {name: place.read(batch) for name, place in program.inputs.items()}
     loss = run(program.graph, {**given, **inputs})
     loss.backward()
     return loss, {node.name: values[node.name].grad for node in program.graph.parameters}
@@ -146,7 +147,7 @@ def test_a_tuple_batch_and_a_loss_function_work_and_unused_parameters_are_named(
     program = capture(
         meta(Plain), (torch.randn(2, 4),), loss_fn=lambda outputs, batch: outputs[0].sum()
     )
-    assert program.inputs == {"input_0": 0}
+    assert program.inputs == {"input_0": InputPlace((0,))}
     assert program.unused == ("idle.weight", "idle.bias")
 
 

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build, record_build
+from autoparallel.passes.programs.batch import InputPlace
 from autoparallel.passes.programs.constants import evaluate
 
 
@@ -57,4 +58,4 @@ def test_what_the_loss_does_not_need_is_dropped():
         "aten.linear.default",
         "aten.sum.default",
     ]
-    assert program.inputs == {"input_0": 0}
+    assert program.inputs == {"input_0": InputPlace((0,))}

@@ -1,0 +1,236 @@
+"""A batch as a tree: its tensors, each at a place, and all else in it, which is fixed.
+
+In: a dict, list or tuple, in which others may lie. Out: the place of each tensor, and batches of
+the same form with other tensors. A program reads every tensor with its rows in the first
+dimension; a place says in which dimension the batch has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import (
+    GetAttrKey,
+    MappingKey,
+    SequenceKey,
+    TreeSpec,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
+
+from ...planner.errors import UsageError
+
+Batch = Any
+"""A dict, list or tuple: the arguments of a forward by name, or by position."""
+
+LeafPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InputPlace:
+    """Where a batch holds one input of a program, and in which dimension it counts the rows."""
+
+    path: LeafPath
+    dim: int = 0
+
+    @property
+    def name(self) -> str:
+        """The input's name in the graph: its path, which in a tuple begins with ``input``."""
+        path = self.path if isinstance(self.path[0], str) else ("input", *self.path)
+        return "_".join(map(str, path))
+
+    def read(self, batch: Batch) -> Any:
+        """Return what ``batch`` holds here, as the program takes it.
+
+        Raises KeyError, IndexError, TypeError or AttributeError for a batch of another form.
+        """
+        return self.taken(leaf_at(batch, self.path))
+
+    def taken(self, value: Any) -> Any:
+        """Return a tensor of the batch with its rows in the first dimension."""
+        return value.movedim(self.dim, 0) if self.dim and isinstance(value, Tensor) else value
+
+    def given(self, value: Tensor) -> Tensor:
+        """Return a tensor of the program with its rows where the batch has them."""
+        return value.movedim(0, self.dim) if self.dim else value
+
+
+@dataclass(frozen=True)
+class Example:
+    """A batch of a model's arguments; ``dims`` says where its tensors count rows."""
+
+    batch: Batch
+    dims: Mapping[LeafPath, int]
+
+    @classmethod
+    def of(cls, batch: Batch) -> Example:
+        """Make the example of a batch whose rows are the first dimension of its first tensor."""
+        tensors = [(path, leaf) for path, leaf in leaves(batch) if isinstance(leaf, Tensor)]
+        rows = next((leaf.shape[0] for _, leaf in tensors if leaf.dim()), None)
+        return cls(batch, {path: 0 for path, leaf in tensors if leaf.shape[:1] == (rows,)})
+
+    @cached_property
+    def places(self) -> tuple[InputPlace, ...]:
+        """The places of its tensors."""
+        return tuple(
+            InputPlace(path, self.dims.get(path, 0))
+            for path, leaf in leaves(self.batch)
+            if isinstance(leaf, Tensor)
+        )
+
+    @cached_property
+    def rows(self) -> int | None:
+        """How many rows it has; None where no tensor has any."""
+        found = next(iter(self.dims.items()), None)
+        return None if found is None else int(leaf_at(self.batch, found[0]).shape[found[1]])
+
+    @property
+    def fixed(self) -> dict[LeafPath, Any]:
+        """All that is no tensor in it."""
+        return {path: leaf for path, leaf in leaves(self.batch) if not isinstance(leaf, Tensor)}
+
+    def tensors(self) -> list[Tensor]:
+        """Return its tensors in the order of ``places``, as the program takes them."""
+        return [place.read(self.batch) for place in self.places]
+
+    @property
+    def inputs(self) -> dict[str, InputPlace]:
+        """The places by the names that the inputs have in a graph."""
+        return {place.name: place for place in self.places}
+
+    def with_inputs(self, inputs: Mapping[str, Tensor]) -> Batch:
+        """Return a batch of its form with a program's inputs, by their names.
+
+        Tensors that the program does not read are zeros, of as many rows.
+        """
+        known = [name for name, place in self.inputs.items() if place.path in self.dims]
+        rows = next((inputs[name].shape[0] for name in known if name in inputs), None)
+        made = {}
+        for name, place in self.inputs.items():
+            value = inputs.get(name)
+            if value is None and rows is not None and place.path in self.dims:
+                like = place.read(self.batch)
+                value = like.new_zeros((rows, *like.shape[1:]), device="cpu")
+            if value is not None:
+                made[place.path] = place.given(value)
+        return filled(self.batch, made)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
+        """Return a batch of its form with all of a program's inputs, in the order of places."""
+        flat, structure = self._flat
+        given = iter([place.given(each) for place, each in zip(self.places, tensors, strict=True)])
+        return tree_unflatten([next(given) if is_tensor else leaf for leaf, is_tensor in flat],
+                              structure)  # fmt: skip
+
+    @cached_property
+    def _flat(self) -> tuple[list[tuple[Any, bool]], TreeSpec]:
+        """Its leaves, each with whether it is a tensor, and its structure."""
+        flat, structure = tree_flatten(self.batch)
+        return [(leaf, isinstance(leaf, Tensor)) for leaf in flat], structure
+
+
+def leaf_at(batch: Batch, path: LeafPath) -> Any:
+    """Return the part of a batch at ``path``."""
+    for step in path:
+        if isinstance(step, str) and not isinstance(batch, Mapping):
+            batch = getattr(batch, step)
+        else:
+            batch = batch[step]
+    return batch
+
+
+def leaves(batch: Batch) -> list[tuple[LeafPath, Any]]:
+    """Return all leaves of a batch with their paths, in its own order.
+
+    Raises UsageError AP110 for a batch that is neither a dict nor a sequence.
+    """
+    if isinstance(batch, str) or not isinstance(batch, Mapping | Sequence):
+        raise UsageError(
+            "AP110",
+            f"the example batch must be a dict or a tuple, not a {type(batch).__name__}",
+            fix="let `example_batch` return the arguments of the model's forward",
+        )
+    return parts(batch)
+
+
+def parts(value: Any) -> list[tuple[LeafPath, Any]]:
+    """Return all leaves of a tree with their paths; of a leaf itself the path is empty."""
+    return [(tuple(map(_step, path)), leaf) for path, leaf in tree_flatten_with_path(value)[0]]
+
+
+def _step(key: Any) -> str | int:
+    match key:
+        case MappingKey(key=int(name)) | SequenceKey(idx=name):
+            return name
+        case MappingKey(key=name) | GetAttrKey(name=name):
+            return str(name)
+    return str(key)
+
+
+def path_text(path: LeafPath) -> str:
+    """Return a path as code writes it: ``hidden[0]``; ``[0]`` of a tuple."""
+    first = path[:1]
+    name = str(first[0]) if first and isinstance(first[0], str) else ""
+    return name + "".join(f"[{step!r}]" for step in path[1 if name else 0 :])
+
+
+def filled(template: Batch, found: Mapping[LeafPath, Any]) -> Any:
+    """Return a batch like ``template`` with other leaves at the paths of ``found``."""
+    pairs, structure = tree_flatten_with_path(template)
+    return tree_unflatten(
+        [found.get(tuple(map(_step, path)), leaf) for path, leaf in pairs], structure
+    )
+
+
+def row_dims(few: Batch, more: Batch) -> dict[LeafPath, int]:
+    """Return the dimension in which each tensor counts rows, of two batches of different rows."""
+    larger = dict(leaves(more))
+    found = {}
+    for path, leaf in leaves(few):
+        other = larger.get(path)
+        if isinstance(leaf, Tensor) and isinstance(other, Tensor) and leaf.dim() == other.dim():
+            sizes = enumerate(zip(leaf.shape, other.shape, strict=True))
+            dim = next((dim for dim, (size, after) in sizes if size != after), None)
+            if dim is not None:
+                found[path] = dim
+    return found
+
+
+def dims_of_size(batch: Batch, rows: int) -> dict[LeafPath, int]:
+    """Return the first dimension of each tensor whose size is ``rows``."""
+    return {
+        path: list(leaf.shape).index(rows)
+        for path, leaf in leaves(batch)
+        if isinstance(leaf, Tensor) and rows in leaf.shape
+    }
+
+
+def resized(
+    batch: Batch, dims: Mapping[LeafPath, int], size: Callable[[LeafPath, int], int]
+) -> Batch:
+    """Return a batch whose tensors have another size in their dimension of ``dims``, on ``meta``.
+
+    ``size`` gives it for a path and the size that it is now.
+    """
+    made = {}
+    for path, dim in dims.items():
+        leaf = leaf_at(batch, path)
+        shape = [*leaf.shape[:dim], size(path, leaf.shape[dim]), *leaf.shape[dim + 1 :]]
+        made[path] = torch.empty(
+            shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad
+        )
+    return filled(batch, made)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two leaves that are no tensors are equal."""
+    try:
+        return one is other or bool(one == other)
+    except (RuntimeError, TypeError, ValueError):
+        return False
