@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map_only
 
 from autoparallel.at_start import as_at_start
 from autoparallel.call_arguments import CallArguments
+from autoparallel.call_form import PLANNED, Form
 from autoparallel.first_step import compare_first_step, projection
 from autoparallel.other_outputs import OtherOutputs, merged
-from autoparallel.passes.programs.batch import LeafPath
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions
@@ -47,6 +47,7 @@ does."""
 
 if TYPE_CHECKING:
     from autoparallel.passes.initialization.deferred_init import Deferred
+    from autoparallel.passes.programs.outputs import OutputForm
     from autoparallel.runtime.trainer import Trainer
 
 
@@ -91,6 +92,11 @@ class Adopted:
         return self.trainer
 
     @property
+    def outputs(self) -> OutputForm | None:
+        """The form of what the model returns in the call that runs."""
+        return self._following.outputs
+
+    @property
     def computes_plainly(self) -> bool:
         """Whether the model is used as the plain one now."""
         return self.is_joining or self.is_plain or torch.compiler.is_exporting()
@@ -123,7 +129,7 @@ class Adopted:
             modes = [module.training for module in model.modules()]
             with as_at_start():
                 trainer, self._following = join_training(
-                    model, job, plan, self.tell, buckets, self.timeout_seconds
+                    model, self._forward, job, plan, self.tell, buckets, self.timeout_seconds
                 )
         finally:
             if not was_training:
@@ -141,7 +147,7 @@ class Adopted:
         self._arguments = CallArguments(
             self._forward, trainer.program.example, trainer.program.inputs, extra=self._has_loss_fn
         )
-        self._wanted = frozenset[LeafPath]()
+        self._form = PLANNED
         self.calls: TrainingCall | None = None
         if trainer.runner.executors and not trainer.plan.has_pipeline:
             (executor,) = trainer.runner.executors.values()
@@ -165,7 +171,7 @@ class Adopted:
     def _capture_now(self, rows: int) -> int:
         """The number of the capture that a batch is computed by, as the model is now."""
         self._unchanged.check()
-        return self._following(rows, self._wanted)
+        return self._following(rows, self._form)
 
     @contextmanager
     def as_plain(self) -> Iterator[None]:
@@ -272,16 +278,16 @@ class Adopted:
             )
         check_autocast(trainer.model.device, trainer.plan.model.precision)
         self._take_buffers()
-        given = marked(self._arguments.inputs(args, kwargs))
+        read, fixed = self._arguments.read(args, kwargs)
+        given = marked(read)
         differentiated = self._differentiated(given)
-        planned = trainer.program.graph
-        self._wanted = frozenset(
-            trainer.program.inputs[name].path
-            for name in differentiated
-            if not planned[name].spec.requires_grad
+        places, planned = trainer.program.inputs, trainer.program.graph
+        self._form = Form(
+            frozenset(places[n].path for n in differentiated if not planned[n].spec.requires_grad),
+            fixed,
         )
         inputs = trainer.runner.fit(given)
-        form = trainer.program.outputs
+        form = self.outputs
         is_share = isinstance(inputs, ShareBatch)
         if differentiated and is_share:
             raise UsageError(

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from autoparallel.call_form import SIMPLE
 from autoparallel.passes.programs.batch import (
     Example,
     InputPlace,
@@ -44,24 +45,55 @@ class CallArguments:
         self._signature = inspect.signature(forward)
         self._has_extra = extra
         self._inputs = inputs
-        if isinstance(example.batch, Mapping):
+        self._is_dict = isinstance(example.batch, Mapping)
+        if self._is_dict:
             self._example = self._arguments((), example.batch)
             self._name_of: dict[str | int, str] = {key: key for key in example.batch}
         else:
             self._example = self._arguments(tuple(example.batch), {})
             self._name_of = dict(enumerate(self._example))
+        self._leaves = {
+            (name, *path): leaf for name, value in self._example.items()
+            for path, leaf in parts(value)
+        }  # fmt: skip
 
-    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The program's inputs of a call.
+    def read(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], tuple[tuple[LeafPath, type, Any], ...]]:
+        """The program's inputs of a call, and the simple arguments that differ from the example's.
 
         Raises TypeError as the model itself would for arguments that it does not take, and
         UsageError AP920 for a call in another form than the example batch's.
         """
         given = self._arguments(args, kwargs)
         found: dict[LeafPath, Any] = {}
+        changed: list[tuple[LeafPath, type, Any]] = []
         for name in [*given, *(name for name in self._example if name not in given)]:
-            found |= self._checked(name, given.get(name))
-        return {name: place.taken(found[self._path(name)]) for name, place in self._inputs.items()}
+            leaves = self._checked(name, given.get(name))
+            found |= leaves
+            fixed = ((path, leaf) for path, leaf in leaves.items() if not isinstance(leaf, Tensor))
+            changed += [(p, type(leaf), leaf) for p, leaf in fixed if not self._is_planned(p, leaf)]
+        places = self._inputs.items()
+        inputs = {name: place.taken(found[self._path(name)]) for name, place in places}
+        return inputs, tuple(changed)
+
+    def _may_be(self, path: LeafPath, leaf: Any) -> bool:
+        """Whether an argument may stand where the example batch has no tensor."""
+        is_simple = isinstance(leaf, SIMPLE) and self._can_change(path[0])
+        return is_simple or (not isinstance(leaf, Tensor) and self._is_planned(path, leaf))
+
+    def _can_change(self, name: str | int) -> bool:
+        """Whether a batch can give ``forward`` this argument: the example has it, or may have."""
+        known = self._signature.parameters.get(str(name))
+        if known is None:
+            return False
+        is_named = known.kind in (known.POSITIONAL_OR_KEYWORD, known.KEYWORD_ONLY)
+        return is_named and (self._is_dict or known.kind == known.POSITIONAL_OR_KEYWORD)
+
+    def _is_planned(self, path: LeafPath, leaf: Any) -> bool:
+        """Whether an argument that is no tensor is that of the example batch."""
+        planned = self._leaves[path]
+        return type(leaf) is type(planned) and is_same(leaf, planned)
 
     def text(self, name: str) -> str:
         """The argument that an input is, as code writes it."""
@@ -100,14 +132,14 @@ class CallArguments:
         """The leaves of an argument by their paths.
 
         Raises UsageError AP920 where it has another form than in the example batch, or another
-        value that is no tensor.
+        value that is neither a tensor nor simple.
         """
         planned = self._example.get(name)
         leaves, others = dict(parts(given)), dict(parts(planned))
         if leaves.keys() != others.keys() or not all(
             isinstance(leaves[path], Tensor)
             if isinstance(other, Tensor)
-            else not isinstance(leaves[path], Tensor) and is_same(leaves[path], other)
+            else self._may_be((name, *path), leaves[path])
             for path, other in others.items()
         ):
             raise UsageError(

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from autoparallel.at_start import in_modes_of_training
+from autoparallel.call_form import PLANNED, CallForm, Form
+from autoparallel.passes.capture.blocks import blocks_like
 from autoparallel.passes.capture.call_trace import CallTrace, tracing_calls
 from autoparallel.passes.capture.python_state import (
     Generators,
@@ -36,13 +38,7 @@ from autoparallel.passes.capture.retrace import (
     with_values,
 )
 from autoparallel.passes.local.live_numbers import LiveNumbers
-from autoparallel.passes.programs.batch import (
-    Batch,
-    LeafPath,
-    filled,
-    leaf_at,
-    path_text,
-)
+from autoparallel.passes.programs.outputs import OutputForm
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
@@ -70,28 +66,11 @@ class _Kept:
     numbers: LiveNumbers
 
 
-@dataclass
-class InputGradients:
-    """The inputs whose gradients are asked for; ``examples`` makes batches that say so."""
-
-    paths: frozenset[LeafPath] = frozenset()
-
-    def examples(self, make: Callable[..., Batch]) -> Callable[..., Batch]:
-        """Return ``make`` with batches whose tensors at ``paths`` require gradients."""
-
-        def made(*args: Any) -> Batch:
-            batch = make(*args)
-            return filled(batch, {path: leaf_at(batch, path).detach().requires_grad_()
-                                  for path in self.paths})  # fmt: skip
-
-        return made
-
-
-class _Form(NamedTuple):
-    """The rows of a global batch, and the inputs whose gradients are asked for."""
+class _Call(NamedTuple):
+    """The rows of a global batch, and the form in which the model is called."""
 
     rows: int
-    wanted: frozenset[LeafPath] = frozenset()
+    form: Form = PLANNED
 
 
 @dataclass(frozen=True)
@@ -107,18 +86,23 @@ class Sources:
     capture: Callable[[int], Program]
     plan: Callable[[Program], Plan | None]
     loss_fn: LossFn | None
-    gradients: InputGradients
+    call: CallForm
 
 
 class Following:
-    """The captures of one model on this rank, and its loss."""
+    """The captures of one model on this rank, and its loss.
+
+    ``outputs`` is the form of what the model returns in the call that runs.
+    """
 
     def __init__(self, trainer: Trainer, state: PythonState, sources: Sources) -> None:
         """Trace the planned program."""
         self._trainer, self._state, self._sources = trainer, state, sources
         self.loss_fn = sources.loss_fn
-        self._kept: dict[_Form, list[_Kept]] = defaultdict(list)
-        self._current: dict[_Form, int] = {}
+        self._kept: dict[_Call, list[_Kept]] = defaultdict(list)
+        self._current: dict[_Call, int] = {}
+        self._outputs: dict[_Call, OutputForm | None] = {}
+        self.outputs = trainer.program.outputs
         self._fixed: set[tuple[int, int]] = set()
         self._num_captures = 0
         self._caches: list[Replaced] = []
@@ -137,7 +121,7 @@ class Following:
         if trace is not None and not (self._draws or self._moves):
             # else the planned numbers are of no step
             planned = LiveProgram(trainer.program, trace, {}, {})
-            self._kept[_Form(rows)].append(_Kept(0, planned, LiveNumbers(frozenset())))
+            self._kept[_Call(rows)].append(_Kept(0, planned, LiveNumbers(frozenset())))
         for each in self._kept_tensors:
             each.put_back()
 
@@ -150,19 +134,19 @@ class Following:
             self._is_traceable = False
             return None
 
-    def __call__(self, rows: int, wanted: frozenset[LeafPath] = frozenset()) -> int:
+    def __call__(self, rows: int, form: Form = PLANNED) -> int:
         """Return the number of the capture that a batch of ``rows`` is computed by.
 
-        ``wanted`` are the inputs whose gradients are asked for. Collective where values have
-        changed. Raises UsageError AP936 where the plan has no layouts for the model as it is now,
-        AP942 where it differs between ranks, AP933 where it has none for gradients of inputs.
+        Collective where values or the form of the call have changed. Raises UsageError AP936 where
+        the plan has no layouts for the model as it is now, AP942 where it differs between ranks,
+        AP920 and AP933 where it has none for the form.
         """
-        self._sources.gradients.paths = wanted
+        self._sources.call.form = form
         try:
             with self._without_caches():
-                return self._found(_Form(rows, wanted))
+                return self._found(_Call(rows, form))
         finally:
-            self._sources.gradients.paths = frozenset()
+            self._sources.call.form = PLANNED
 
     @contextmanager
     def own_forward(self) -> Iterator[None]:
@@ -211,34 +195,37 @@ class Following:
             for each in held:
                 each.put_back()
 
-    def _found(self, form: _Form) -> int:
+    def _found(self, call: _Call) -> int:
         now = self._state.read()
         changed = self._state.changes(self._read, now)
         if changed:
             self._current.clear()
             self._has_changed = True
         elif not (self._draws or self._moves):
-            if not self._has_changed and not form.wanted:
+            if not self._has_changed and call.form == PLANNED:
+                self.outputs = self._trainer.program.outputs
                 return 0
-            if form in self._current:
-                return self._current[form]
+            if call in self._current:
+                self.outputs = self._outputs[call]
+                return self._current[call]
         if not self._is_traceable:
-            if changed or form.wanted:
-                raise _unfollowed(changed, "cannot be run on tensors without values", "", form)
+            if changed or call.form != PLANNED:
+                raise _unfollowed(changed, "cannot be run on tensors without values", "", call.form)
             return 0
         drawn = Generators.now()
         shared = share_value(drawn) if self._draws else drawn
         before = self._before(now, shared)
-        trace = self._sources.trace(form.rows, before, None)
+        trace = self._sources.trace(call.rows, before, None)
         self._state.forget_fakes(now)
         after, last = self._state.read(), Generators.now()
         _check_equal(trace, changed)
         try:
-            self._current[form] = self._choose(form, trace, before, changed)
+            self._current[call] = self._choose(call, trace, before, changed)
+            self._outputs[call] = self.outputs = trace.outputs
         finally:
             self._return_to(after, last if shared.is_same(drawn) else drawn)
             self._read = self._state.read()
-        return self._current[form]
+        return self._current[call]
 
     def _before(self, reading: Reading, generators: Generators) -> Callable[[], None]:
         return lambda: self._return_to(reading, generators)
@@ -249,34 +236,46 @@ class Following:
             generators.restore()
 
     def _choose(
-        self, form: _Form, trace: CallTrace, before: Callable[[], None], changed: Collection[str]
+        self, call: _Call, trace: CallTrace, before: Callable[[], None], changed: Collection[str]
     ) -> int:
-        like = [each for each in self._kept[form] if each.live.trace.is_like(trace)]
+        like = [each for each in self._kept[call] if each.live.trace.is_like(trace)]
         for each in like:
             live = each.live
             is_covered = live.trace.changed_numbers(trace) <= live.stand_ins.keys()
             if is_covered and live.trace.changed_tensors(trace) <= live.tensors.keys():
-                self._set_values(form.rows, each, trace)
+                self._set_values(call.rows, each, trace)
                 return each.capture
         kept = None
         if like:
             places = set().union(*(each.live.trace.changed_numbers(trace) for each in like))
             tensors = set().union(*(each.live.trace.changed_tensors(trace) for each in like))
-            kept = self._capture_live(form, trace, places, tensors, before)
+            kept = self._capture_live(call, trace, places, tensors, before)
         if kept is None:
-            if len(self._kept[form]) >= MOST_CAPTURES:
-                raise self._refused(form, trace, before, changed, f"it has {MOST_CAPTURES} forms")
-            program = self._captured(form.rows, before)
-            kept = self._add(form, LiveProgram(program, trace, {}, {}))
+            if len(self._kept[call]) >= MOST_CAPTURES:
+                raise self._refused(call, trace, before, changed, f"it has {MOST_CAPTURES} forms")
+            program = self._captured(call.rows, before)
+            kept = self._add(call, LiveProgram(program, trace, {}, {}))
         if kept is None:
             raise self._refused(
-                form,
+                call,
                 trace,
                 before,
                 changed,
-                "it now takes another path, for which the plan has no layouts",
+                self._why_not(program),
             )
         return kept.capture
+
+    def _why_not(self, program: Program) -> str:
+        """Say why the plan cannot run a program of its model."""
+        planned, now = (
+            [node.name for node in each.graph.parameters]
+            for each in (self._trainer.program, program)
+        )
+        more, less = set(now).difference(planned), set(planned).difference(now)
+        if more or less:
+            how = "with" if more else "without"
+            return f"it computes {how} {min(more or less)}, unlike the planned call"
+        return "it takes another path, for which the plan has no layouts"
 
     def _captured(self, rows: int, before: Callable[[], None]) -> Program:
         with tracing_calls(before=before):
@@ -284,7 +283,7 @@ class Following:
 
     def _capture_live(
         self,
-        form: _Form,
+        call: _Call,
         trace: CallTrace,
         places: set[tuple[int, int]],
         tensors: set[int],
@@ -294,18 +293,21 @@ class Following:
         if not places and not tensors:
             return None
         live = capture_live(
-            lambda: self._sources.capture(form.rows), trace, places, tensors, before
+            lambda: self._sources.capture(call.rows), trace, places, tensors, before
         )
-        found = None if live is None else self._add(form, live)
+        found = None if live is None else self._add(call, live)
         if found is None:
             self._fixed |= places
             return None
-        self._set_values(form.rows, found, trace)
+        self._set_values(call.rows, found, trace)
         return found
 
-    def _add(self, form: _Form, live: LiveProgram) -> _Kept | None:
+    def _add(self, call: _Call, live: LiveProgram) -> _Kept | None:
         """Have batches run by another capture; None where the plan does not fit it. Collective."""
-        trainer, planned, rows = self._trainer, self._trainer.program.graph, form.rows
+        trainer, planned, rows = self._trainer, self._trainer.program.graph, call.rows
+        blocks = blocks_like(live.program.graph, trainer.program.blocks)
+        if blocks is not None:
+            live = replace(live, program=replace(live.program, blocks=blocks))
         program = live.program
         if program.graph.batch_dims:
             program = program.with_batch_size(planned.batch_size)
@@ -323,7 +325,7 @@ class Following:
         if not trainer.runner.add(variant_of(live.program, plan, capture), numbers):
             return None
         kept = _Kept(capture, live, numbers)
-        self._kept[form].append(kept)
+        self._kept[call].append(kept)
         return kept
 
     def _set_values(self, rows: int, kept: _Kept, trace: CallTrace) -> None:
@@ -337,16 +339,17 @@ class Following:
 
     def _refused(
         self,
-        form: _Form,
+        call: _Call,
         trace: CallTrace,
         before: Callable[[], None],
         changed: Collection[str],
         why: str,
     ) -> UsageError:
         at = max(
-            (_first_difference(each.live.trace, trace) for each in self._kept[form]), default=0
+            (_first_difference(each.live.trace, trace) for each in self._kept[call]), default=0
         )
-        return _unfollowed(changed, why, self._sources.trace(form.rows, before, at).source, form)
+        source = self._sources.trace(call.rows, before, at).source
+        return _unfollowed(changed, why, source, call.form)
 
 
 class _Unmade:
@@ -378,11 +381,12 @@ def followed(
     capture: Callable[[int], Program],
     ready: Callable[[], AbstractContextManager[Any]],
     plan: Callable[[Program], Plan | None],
-    gradients: InputGradients,
+    call: CallForm,
 ) -> Following:
     """Follow a target's model, which is traced in the context that ``ready`` gives.
 
-    ``capture`` makes the batches of ``gradients``."""
+    ``target`` and ``capture`` make batches of the form of ``call``.
+    """
     model, dtype = trainer.program.model, trainer.program.dtype
 
     def trace(rows: int, before: Callable[[], None], watched: int | None) -> CallTrace:
@@ -391,7 +395,7 @@ def followed(
             batch = few if every is None else every
             return trace_calls(model, batch, target.loss_fn, dtype, before, watched)
 
-    sources = Sources(trace, capture, plan, target.loss_fn, gradients)
+    sources = Sources(trace, capture, plan, target.loss_fn, call)
     return Following(trainer, state, sources)
 
 
@@ -401,14 +405,22 @@ def _first_difference(one: CallTrace, other: CallTrace) -> int:
     return next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
-def _unfollowed(changed: Collection[str], why: str, source: str, form: _Form) -> UsageError:
-    if form.wanted and not changed:
+def _unfollowed(changed: Collection[str], why: str, source: str, form: Form) -> UsageError:
+    if form.wanted:
         return UsageError(
             "AP933",
-            f"the gradient of {', '.join(sorted(map(path_text, form.wanted)))} cannot be computed "
-            "by this plan",
+            f"this plan cannot compute {form.text()}",
             why=f"the model was planned without it, and {why}",
+            where=source,
             fix="pass parallelize an example_batch in which that tensor requires a gradient",
+        )
+    if form.fixed:
+        return UsageError(
+            "AP920",
+            f"in training the model is called with {form.text()}",
+            why=f"the example batch has another value, and {why}",
+            where=source,
+            fix="pass parallelize an example_batch with this value; in evaluation any are possible",
         )
     names = ", ".join(sorted(changed)[:3])
     return UsageError(

@@ -7,16 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autoparallel.adopted import Job
 from autoparallel.at_start import as_at_start
+from autoparallel.call_form import CallForm
 from autoparallel.cost_model.cluster import Cluster, ClusterError
 from autoparallel.cost_model.detect import threads_per_device
 from autoparallel.cost_model.joined import joined_cluster, own_process_device
-from autoparallel.following import Following, InputGradients, followed
+from autoparallel.following import Following, followed
 from autoparallel.measured_first import (
     Leader,
     is_wanted,
@@ -62,13 +64,14 @@ from autoparallel.tf32 import tell_difference, with_choice
 
 def join_training(
     model: nn.Module,
+    forward: Callable[..., Any],
     job: Job,
     plan: Plan | None,
     progress: Callable[..., None] | None = None,
     buckets: Sequence[int] = (),
     timeout_seconds: float | None = None,
 ) -> tuple[Trainer, Following]:
-    """Make the trainer of this rank for ``model``, and the ``Following`` of the model's code.
+    """Make the trainer of this rank for a model, and the ``Following`` of its code.
 
     Collective over all ranks.
 
@@ -94,8 +97,8 @@ def join_training(
             float32_ops=plan.model.float32_ops,
             global_batch=plan.model.global_batch,
         )
-    gradients = InputGradients()
-    target = replace(target, example_batch=gradients.examples(target.example_batch))
+    call = CallForm(forward)
+    target = replace(target, example_batch=call.examples(target.example_batch))
     held = held_tensors(model)
     again = partial(_captured_again, model, target, options, held)
     state = PythonState(model, target.loss_fn)
@@ -134,7 +137,7 @@ def join_training(
     traced = replace(target, loss_fn=mean_of_outputs) if program.returned else target
     following = followed(
         trainer, state, traced, options.seq, again, partial(with_held, model, held),
-        partial(_planned_again, target, options, plan, device), gradients,
+        partial(_planned_again, target, options, plan, device), call,
     )  # fmt: skip
     if not isinstance(weights, Mapping):
         _fill_the_rest(model, weights, program, device)

@@ -46,7 +46,8 @@ class OtherOutputs:
         self, adopted: Adopted, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_share: bool
     ) -> None:
         assert adopted.calls is not None
-        self._adopted = adopted
+        assert adopted.outputs is not None
+        self._adopted, self._form = adopted, adopted.outputs
         self._args, self._kwargs = args, dict(kwargs)
         self._key = adopted.calls.step_key
         self._versions = self._weight_versions()
@@ -102,8 +103,7 @@ class OtherOutputs:
             stack.enter_context(torch.no_grad())
             stack.enter_context(counter_random(self._key, batch_dims=batch_dims(graph)))
             outputs = self._adopted.run_own(self._args, self._kwargs, keeps_buffers=False)
-        form = trainer.program.outputs
-        assert form is not None
+        form = self._form
         taken = next((at for at, leaf in enumerate(form.leaves) if leaf.kind == "loss"), 0)
         refuse = refusal(
             "AP928",

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from autoparallel.at_start import say_if_drawn_apart
 from autoparallel.attempts import begin_attempt
+from autoparallel.call_form import CallForm
 from autoparallel.cost_model.profile.torch_tf32 import set_torch
 from autoparallel.data import TrainingData
 from autoparallel.elastic_plan import plan_for_ranks
 from autoparallel.first_step import compare_first_step
-from autoparallel.following import Following, InputGradients, followed
+from autoparallel.following import Following, followed
 from autoparallel.measurement import keep_measurement
 from autoparallel.memory_error import explained_memory_errors
 from autoparallel.passes.capture.counter_random import batch_dims
@@ -326,7 +327,7 @@ def make_trainer(
         trainer.runner.captures = followed(
             trainer, state, target, batch_seq(plan, target),
             lambda rows: capture(global_batch=rows), nullcontext, lambda program: None,
-            InputGradients(),
+            CallForm(deferred.model.forward),
         )  # fmt: skip
     return trainer, memory
 

@@ -212,7 +212,7 @@ class RankModel:
 def _is_over_same(one: StageProgram, other: StageProgram) -> bool:
     """Return whether two programs of a stage hold the same shards in the same blocks."""
     blocks = [
-        [(block.parameters, block.buffers, block.recompute) for block in program.blocks]
+        [({*block.parameters}, {*block.buffers}, block.recompute) for block in program.blocks]
         for program in (one, other)
     ]
     return (

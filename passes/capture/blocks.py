@@ -44,6 +44,26 @@ def find_blocks(graph: Graph) -> Blocks:
     return Blocks(_named(graph, parts))
 
 
+def blocks_like(graph: Graph, planned: Blocks) -> Blocks | None:
+    """Cut another graph of a model where each block has the parameters of a ``planned`` block.
+
+    Returns None where its ops do not use them in that order, or are too few.
+    """
+    owner = {name: at for at, block in enumerate(planned.blocks) for name in block.parameters}
+    ops = [node for node in graph.nodes if node.kind == "op"]
+    parts: list[_Part] = [_Part(None, [])]
+    for position, node in enumerate(ops):
+        wanted = max((owner.get(ref.name, 0) for ref in node.inputs), default=0)
+        is_end = len(ops) - position == len(planned.blocks) - len(parts)
+        while parts[-1].nodes and (len(parts) <= wanted or is_end):
+            parts.append(_Part(None, []))
+            is_end = False
+        parts[-1].nodes.append(node)
+    found = Blocks(_named(graph, parts))
+    own = [set(block.parameters) for block in found.blocks]
+    return found if own == [set(block.parameters) for block in planned.blocks] else None
+
+
 def layer_candidates(module: str) -> list[Layer]:
     """Every numbered module on a path, outermost first.
 

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from ..programs.outputs import OutputForm
 from .locate import user_source
 
 Place = tuple[int, int]
@@ -57,11 +58,13 @@ _NUMBER, _TENSOR = "a number", "a tensor"
 @dataclass
 class CallTrace:
     """``calls`` are the functions and all that decides what they compute, but for the ``numbers``
-    (by place) and the values of ``tensors``, which the model's code makes."""
+    (by place) and the values of ``tensors``, which the model's code makes. ``outputs`` is the form
+    of what the model returns."""
 
     calls: list[Any] = field(default_factory=list)
     numbers: dict[Place, float] = field(default_factory=dict)
     tensors: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    outputs: OutputForm | None = None
     source: str = ""
     """The user's line of the call that ``tracing_calls`` was asked to watch."""
 
@@ -70,6 +73,7 @@ class CallTrace:
         return (
             self.calls == other.calls
             and self.numbers.keys() == other.numbers.keys()
+            and (None in (self.outputs, other.outputs) or _kinds(self) == _kinds(other))
             and list(map(_form, self.tensors)) == list(map(_form, other.tensors))
         )
 
@@ -81,6 +85,13 @@ class CallTrace:
         """Return the positions of the tensors that differ from those of a trace like this one."""
         pairs = enumerate(zip(self.tensors, other.tensors, strict=True))
         return {at for at, (one, another) in pairs if one.tobytes() != another.tobytes()}
+
+
+def _kinds(trace: CallTrace) -> tuple[Any, ...]:
+    """The form of outputs without plain values: those of the last trace are returned."""
+    assert trace.outputs is not None
+    leaves = [(leaf.kind, leaf.is_differentiable) for leaf in trace.outputs.leaves]
+    return trace.outputs.structure, leaves
 
 
 def _form(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:

@@ -246,8 +246,13 @@ def export_repeats(
     return Exported(program, example, rules, wrapped.noted.outputs)
 
 
-def trace_loss(model: nn.Module, example: Example, *, loss_fn: LossFn | None, dtype: Dtype) -> None:
-    """Run ``loss(model(batch))`` on fake tensors in the modes of an export, without its graph."""
+def trace_loss(
+    model: nn.Module, example: Example, *, loss_fn: LossFn | None, dtype: Dtype
+) -> OutputForm | None:
+    """Run ``loss(model(batch))`` on fake tensors in the modes of an export, without its graph.
+
+    Returns the form of the model's outputs.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
     with fake_parameters(model, mode, dtype=target), capturable_experts():
@@ -255,6 +260,7 @@ def trace_loss(model: nn.Module, example: Example, *, loss_fn: LossFn | None, dt
         tensors = tuple(_fake(each, mode, target) for each in example.tensors())
         with _modes(strict=False, dtype=dtype), _exporting(), mode:
             wrapped(*tensors)
+    return wrapped.noted.outputs
 
 
 @contextmanager

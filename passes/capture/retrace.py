@@ -56,7 +56,7 @@ def trace_calls(
     is noted.
     """
     with tracing_calls(before=before, watched=watched) as trace:
-        trace_loss(model, example, loss_fn=loss_fn, dtype=dtype)
+        trace.outputs = trace_loss(model, example, loss_fn=loss_fn, dtype=dtype)
     return trace
 
 

@@ -289,9 +289,43 @@ def agent_without_forward(adopt: Adopt) -> Figures:
     return found
 
 
-CASES = (carried_state, stacked_tables, one_graph, nested_arguments, scalar_that_is_no_loss,
-         adversaries, plain_generator, adversarial_examples, trained_method,
-         agent_without_forward)  # fmt: skip
+class Switched(nn.Module):
+    """Flags, texts and numbers that differ between calls, and a number among the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+        self.temperature = 1.0
+
+    def forward(
+        self, x: Tensor, way: str | None = None, *, scale: float = 1.0, both: bool = False
+    ) -> dict[str, Any]:
+        h = torch.relu(self.a(x))
+        y = self.c(torch.tanh(self.a(x))) + self.b(h) if way == "c" else self.b(h) + self.c(h)
+        found = {"y": y * scale + (self.b(h) if both else 0), "temperature": self.temperature}
+        return {**found, "h": h} if both else found
+
+
+def other_arguments(adopt: Adopt) -> Figures:
+    """The model is planned with a dict of one tensor; the calls' other arguments change."""
+    model: Any = adopt(Switched().double(), {"x": _drawn(8, 6)})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found: Figures = []
+    calls = [{}, {"way": "c"}, {"scale": 0.5}, {"both": True}, {"way": "c", "both": True}, {}]
+    for step, given in enumerate(calls * 2):
+        model.temperature = 1.0 / (1 + step)
+        made = model(_drawn(8, 6, seed=step), **given)
+        loss = made["y"].square().mean() + (made["h"].mean() if "h" in made else 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found += [("loss", float(loss)), ("temperature", made["temperature"])]
+    return found
+
+
+CASES = (other_arguments, carried_state, stacked_tables, one_graph, nested_arguments,
+         scalar_that_is_no_loss, adversaries, plain_generator, adversarial_examples,
+         trained_method, agent_without_forward)  # fmt: skip
 
 
 def _computed(plan: str) -> dict[str, Figures]:

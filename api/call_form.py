@@ -1,0 +1,72 @@
+"""How a call differs from the example batch: its numbers and flags, and gradients of its inputs.
+
+In: the differences of the call that is about to run. Out: example batches that have them, at which
+the model is captured for such calls.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from autoparallel.passes.programs.batch import Batch, LeafPath, filled, leaf_at, path_text
+
+SIMPLE = bool | int | float | str | None
+"""The arguments that may differ between calls, beside tensors."""
+
+
+class Form(NamedTuple):
+    """The inputs whose gradients are asked for, and the arguments that differ from the example's.
+
+    Both by their paths; an argument with its type, as True is not 1.
+    """
+
+    wanted: frozenset[LeafPath] = frozenset()
+    fixed: tuple[tuple[LeafPath, type, SIMPLE], ...] = ()
+
+    def text(self) -> str:
+        """The call as code writes it."""
+        fixed = [f"{path_text(path)}={value!r}" for path, _, value in self.fixed]
+        return ", ".join([*fixed, *sorted(f"a gradient of {path_text(p)}" for p in self.wanted)])
+
+
+PLANNED = Form()
+
+
+@dataclass
+class CallForm:
+    """The form of the call that is about to run of a ``forward``."""
+
+    forward: Callable[..., Any]
+    form: Form = PLANNED
+
+    def examples(self, make: Callable[..., Batch]) -> Callable[..., Batch]:
+        """Return ``make`` with batches of the form."""
+
+        def made(*args: Any) -> Batch:
+            batch = make(*args)
+            return batch if self.form == PLANNED else self._applied(batch)
+
+        return made
+
+    def _applied(self, batch: Batch) -> Batch:
+        parameters = inspect.signature(self.forward).parameters
+        names = list(parameters)
+        fixed = {path: value for path, _, value in self.form.fixed}
+        if isinstance(batch, Mapping):
+            absent = [path[0] for path in fixed if path[0] not in batch]
+            batch = {**batch, **{name: parameters[str(name)].default for name in absent}}
+            changed: dict[LeafPath, Any] = dict(fixed)
+        else:
+            changed = {(names.index(str(path[0])), *path[1:]): fixed[path] for path in fixed}
+            last = max((int(path[0]) for path in changed), default=-1)
+            rest = [parameters[name].default for name in names[len(batch) : last + 1]]
+            batch = (*batch, *rest) if rest else batch
+        for path in self.form.wanted:
+            held: Tensor = leaf_at(batch, path)
+            changed[path] = held.detach().requires_grad_()
+        return filled(batch, changed)
