@@ -32,6 +32,7 @@ from .call_trace import traced_if_wanted
 from .counter_random import counter_random
 from .functionalize import functionalize
 from .hf_experts import capturable_experts
+from .inner_gradients import InnerGradientError, inner_gradients, watched_gradients
 from .leaves import LeafError, widen
 from .locate import capture_error
 from .modes import (
@@ -84,13 +85,15 @@ class _WithLoss(nn.Module):
         self.training = model.training
         self.noted = _Noted()
         self._example = example
+        self.takes_gradients = False
         self._loss_fn = loss_fn
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = self._example.with_tensors(tensors)
         if torch.compiler.is_dynamo_compiling():
             return self._loss(batch)
-        with counter_random(), traced_if_wanted():
+        gradients = inner_gradients() if self.takes_gradients else watched_gradients()
+        with counter_random(), traced_if_wanted(), gradients:
             return self._loss(batch)
 
     def _loss(self, batch: Any) -> Tensor:
@@ -148,7 +151,7 @@ class _WithMarks(_WithLoss):
 
     def forward(self, *tensors: Tensor) -> Any:
         batch = self._example.with_tensors(tensors)
-        with counter_random() as draws, traced_if_wanted():
+        with counter_random() as draws, traced_if_wanted(), watched_gradients():
             self._repeats.start(draws)
             return self._loss(batch), *self._repeats.marks
 
@@ -223,9 +226,24 @@ def export_loss(
                 program = _export(wrapped, tensors, strict=False, dtype=dtype)
         except CaptureError:
             raise
+        except InnerGradientError:
+            wrapped.takes_gradients = True
+            program = _export_gradients(wrapped, tensors, dtype)
         except Exception as error:  # noqa: BLE001
             program = _climb(wrapped, tensors, dtype, error, rules)
     return Exported(program, example, rules, wrapped.noted.outputs)
+
+
+def _export_gradients(
+    wrapped: nn.Module, tensors: tuple[Tensor, ...], dtype: Dtype
+) -> ExportedProgram:
+    """Export a model whose forward takes gradients."""
+    try:
+        return _export(wrapped, tensors, strict=False, dtype=dtype)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise capture_error(error, wrapped, PREFIX) from error
 
 
 def export_repeats(
@@ -257,6 +275,7 @@ def trace_loss(
     target = getattr(torch, dtype)
     with fake_parameters(model, mode, dtype=target), capturable_experts():
         wrapped = _WithLoss(model, example, loss_fn)
+        wrapped.takes_gradients = True
         tensors = tuple(_fake(each, mode, target) for each in example.tensors())
         with _modes(strict=False, dtype=dtype), _exporting(), mode:
             wrapped(*tensors)

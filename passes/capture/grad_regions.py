@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 
 from ...planner.errors import CaptureError
 from ..ops.torch_ops import is_view, mutated_argument, path_of
@@ -72,13 +71,11 @@ class _Inlining:
         self._graph = exported.graph
         self._base: dict[fx.Node, fx.Node] = {}
         self._cut_views: set[fx.Node] = set()
-        trained = {
-            spec.arg.name
-            for spec in exported.graph_signature.input_specs
-            if spec.kind == InputKind.PARAMETER
-            and exported.state_dict[str(spec.target)].requires_grad
+        self._has_gradient = {
+            node
+            for node in self._graph.nodes
+            if node.op == "placeholder" and node.meta["val"].requires_grad
         }
-        self._has_gradient = {node for node in self._graph.nodes if node.name in trained}
 
     def inline(self, region: fx.Node, owner: fx.GraphModule, *, is_enabled: bool) -> None:
         """Put a region's ops in its place."""
