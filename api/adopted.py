@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from autoparallel.at_start import as_at_start
@@ -83,6 +85,7 @@ class Adopted:
         self.trainer: Trainer | None = None
         self.is_joining = False
         self.is_plain = False
+        self._is_gathered = False
         self.tell: Callable[..., None] = lambda *what: None
         self.timeout_seconds: float | None = None
 
@@ -99,7 +102,8 @@ class Adopted:
     @property
     def computes_plainly(self) -> bool:
         """Whether the model is used as the plain one now."""
-        return self.is_joining or self.is_plain or torch.compiler.is_exporting()
+        is_own = self.is_joining or self.is_plain or self._is_gathered
+        return is_own or torch.compiler.is_exporting()
 
     def plans_for_loop(self) -> None:
         """Ask for a plan without a pipeline, unless stages are asked for.
@@ -149,6 +153,7 @@ class Adopted:
         )
         self._form = PLANNED
         self.calls: TrainingCall | None = None
+        self._meeting: dist.ProcessGroup | None = None
         if trainer.runner.executors and not trainer.plan.has_pipeline:
             (executor,) = trainer.runner.executors.values()
             self.calls = TrainingCall(executor, self.tell)
@@ -235,6 +240,7 @@ class Adopted:
         """A call of the model, as its own ``forward`` is called."""
         if self.computes_plainly:
             return self._forward(*args, **kwargs)
+        args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, dict(kwargs)))
         model._join_once()  # type: ignore[operator]
         if not model.training:
             return self._evaluate(args, kwargs)
@@ -349,6 +355,8 @@ class Adopted:
 
     def run_whole(self, compute: Callable[[], Any], *, keeps_buffers: bool = True) -> Any:
         """Return what the model's own code computes, with the weights of each layer gathered."""
+        self._meet()
+        self._is_gathered = True
         self.tell("gathering weights and computing the model's own forward")
         try:
             with (
@@ -367,6 +375,7 @@ class Adopted:
                 fix="with model.unsharded(): ... gathers all of them at once",
             ) from error
         finally:
+            self._is_gathered = False
             self.tell("between steps")
 
     def run_own(
@@ -381,6 +390,18 @@ class Adopted:
         args, kwargs = tree_map_only(Tensor, cast, (args, dict(kwargs)))
         compute = partial(self._forward, *args, **kwargs)
         return self.run_whole(compute, keeps_buffers=keeps_buffers)
+
+    def _meet(self) -> None:
+        """Wait until every rank gathers weights, in a group that nothing else uses: in another, the
+        messages of ranks that train would be taken for theirs."""
+        if not self._weights.are_spread:
+            return
+        self.tell(
+            "waiting until every rank evaluates the model, as all must whose weights are spread"
+        )
+        if self._meeting is None:
+            self._meeting = dist.new_group(backend="gloo")
+        dist.barrier(group=self._meeting)
 
     @contextmanager
     def trained_whole(self) -> Iterator[None]:

@@ -14,6 +14,8 @@ from autoparallel.passes.capture.python_state import Generators
 
 if TYPE_CHECKING:
     from autoparallel.passes.initialization.deferred_init import Deferred, Init
+    from autoparallel.passes.programs.program import Program
+    from autoparallel.planner.plan import Plan
 
 
 @contextmanager
@@ -42,6 +44,19 @@ def in_modes_of_training() -> Iterator[None]:
         torch.random.fork_rng(),
     ):
         yield
+
+
+def say_if_rows_are_apart(program: Program, plan: Plan, rank: int) -> None:
+    """Say on rank 0 that micro-batches do not see each other where one device's rows do."""
+    mixing = program.graph.accumulation.mixing
+    if mixing and plan.num_microbatches > 1 and rank == 0:
+        where = program.graph[mixing[0]].module or mixing[0]
+        sys.stderr.write(
+            f"autoparallel: {where} sees each of the {plan.num_microbatches} micro-batches for "
+            "itself, as when gradients are accumulated; one device sees the whole batch, and "
+            "microbatches=1 computes that\n"
+        )
+        sys.stderr.flush()
 
 
 def say_if_drawn_apart(deferred: Deferred, asked: Init, rank: int | None = None) -> None:

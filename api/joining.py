@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel.adopted import Job
-from autoparallel.at_start import as_at_start
+from autoparallel.at_start import as_at_start, say_if_rows_are_apart
 from autoparallel.call_form import CallForm
 from autoparallel.cost_model.cluster import Cluster, ClusterError
 from autoparallel.cost_model.detect import threads_per_device
@@ -123,6 +123,7 @@ def join_training(
         )
     plan = as_asked(plan, options.compiled, rank=rank)
     tell_difference(plan, rank)
+    say_if_rows_are_apart(program, plan, rank)
     seed = int(share_tensor(torch.tensor(torch.initial_seed() % 2**63)))
     if plan.offload != "none":
         raise UsageError(

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from autoparallel.options import did_you_mean
 from autoparallel.planner.errors import UsageError
@@ -52,9 +54,11 @@ def whole_method(name: str, adopted_of: Callable[[nn.Module], Adopted]) -> Calla
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         adopted = adopted_of(self)
-        own = functools.partial(getattr(super(type(self), self), name), *args, **kwargs)
+        inherited = getattr(super(type(self), self), name)
         if adopted.computes_plainly:
-            return own()
+            return inherited(*args, **kwargs)
+        args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+        own = functools.partial(inherited, *args, **kwargs)
         self._join_once()  # type: ignore[operator]
         if not torch.is_grad_enabled() or not self.training:
             return adopted.run_whole(own)

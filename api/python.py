@@ -186,14 +186,14 @@ def batch_rows(example_batch: Any, global_batch: int | None = None) -> int | Non
     """The rows of a batch, or None for a function or a batch of numbers.
 
     They are its first tensor's first dimension; ``global_batch`` if every tensor has a dimension
-    of that size, and the first dimensions differ.
+    of that size.
     """
     if not isinstance(example_batch, Mapping | tuple | list):
         return None
     shapes = [
         leaf.shape for _, leaf in leaves(example_batch) if isinstance(leaf, Tensor) and leaf.ndim
     ]
-    if len({shape[0] for shape in shapes}) > 1 and all(global_batch in each for each in shapes):
+    if shapes and all(global_batch in each for each in shapes):
         return global_batch
     return shapes[0][0] if shapes else None
 

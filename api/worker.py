@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoparallel.at_start import say_if_drawn_apart
+from autoparallel.at_start import say_if_drawn_apart, say_if_rows_are_apart
 from autoparallel.attempts import begin_attempt
 from autoparallel.call_form import CallForm
 from autoparallel.cost_model.profile.torch_tf32 import set_torch
@@ -312,6 +312,7 @@ def make_trainer(
     )  # fmt: skip
     with state.repeated():
         program = capture(global_batch=plan.model.global_batch)
+    say_if_rows_are_apart(program, plan, worker.rank)
     weights = deferred if start is None else start(program.model, deferred)
     if isinstance(weights, Pretrained) and worker.rank == 0:
         print(weights.summary(), flush=True)

@@ -42,6 +42,14 @@ class WholeWeights:
         """All that is spread: parameters and the buffers that training changes."""
         return tuple(self._stage_of)
 
+    @property
+    def are_spread(self) -> bool:
+        """Whether a rank's shards alone are not the whole model."""
+        return not all(
+            self._is_everywhere[index] and not isinstance(self._held(index, name), DTensor)
+            for name, index in self._stage_of.items()
+        )
+
     def gather(self, names: Iterable[str], *, as_computed: bool) -> dict[str, Tensor]:
         """The whole values of ``names``, in that order on all ranks.
 

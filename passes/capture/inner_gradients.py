@@ -2,8 +2,8 @@
 
 In: a forward while it is exported. Out: the ops of its inner backward, recorded like all others.
 Composite ops are recorded as what they consist of, since autograd keeps values of their inside for
-the backward. Where the backward reads an op's result, which autograd hands it as another tensor, the
-recorded one stands in its place.
+the backward. Where the backward reads an op's result, which autograd hands it as another tensor,
+the recorded one stands in its place.
 """
 
 from __future__ import annotations

@@ -43,6 +43,9 @@ _DETACHES = frozenset(
 )
 _COPY = "aten.copy.default"
 _SCATTERS = ("aten.slice_scatter.default", "aten.select_scatter.default")
+_SPARSE_GRADIENTS = {"aten.embedding.default": 4, "aten.embedding_bag.padding_idx": 5,
+                     "aten.embedding_bag.default": 5}  # fmt: skip
+"""The argument by which an op's gradient is sparse: ranks sum dense ones."""
 _SIZED = {
     "aten.view.default": 1, "aten._unsafe_view.default": 1, "aten.reshape.default": 1,
     "aten.expand.default": 1,
@@ -342,6 +345,9 @@ def _canonical(
     if path in ("aten._to_copy.default", "aten.to.dtype_layout", "aten.to.device", "aten.to.dtype",
                 "aten.to.other"):  # fmt: skip
         return "aten.to.dtype", (args[0], dtype), {}
+    if path in _SPARSE_GRADIENTS:
+        at = _SPARSE_GRADIENTS[path]
+        return path, tuple(each if i != at else False for i, each in enumerate(args)), kwargs
     if path in _SIZED:
         return path, (args[0], list(output.shape), *args[2:]), kwargs
     if path in _LIKE:

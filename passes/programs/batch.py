@@ -53,8 +53,11 @@ class InputPlace:
         return self.taken(leaf_at(batch, self.path))
 
     def taken(self, value: Any) -> Any:
-        """Return a tensor of the batch with its rows in the first dimension."""
-        return value.movedim(self.dim, 0) if self.dim and isinstance(value, Tensor) else value
+        """Return a tensor of the batch with its rows in the first dimension, dense."""
+        if not isinstance(value, Tensor):
+            return value
+        dense = value if value.layout == torch.strided else value.to_dense()
+        return dense.movedim(self.dim, 0) if self.dim else dense
 
     def given(self, value: Tensor) -> Tensor:
         """Return a tensor of the program with its rows where the batch has them."""

@@ -50,8 +50,10 @@ class Recurrent(nn.Module):
 
 
 def carried_state(adopt: Adopt) -> Figures:
-    state = (torch.zeros(2, 8, 8).double(), torch.zeros(2, 8, 8).double())
-    model: Any = adopt(Recurrent().double(), (_drawn(5, 8, 6), state))
+    zeros = torch.zeros(2, 8, 8).double()
+    model: Any = adopt(Recurrent().double(), (_drawn(5, 8, 6), (zeros, zeros)))
+    weight = next(model.parameters())
+    state = weight.new_zeros(2, 8, 8), weight.new_zeros(2, 8, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     found: Figures = []
     for step in range(STEPS):
@@ -88,6 +90,36 @@ def stacked_tables(adopt: Adopt) -> Figures:
     return _trained(model, batch, lambda outputs: outputs.square().mean())
 
 
+class Sequence(nn.Module):
+    """Token numbers ``(time, rows)`` alone, whose embedding has sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bag = nn.Embedding(20, 8, sparse=True), nn.EmbeddingBag(20, 8, sparse=True)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(len(tokens)).to(torch.float64)
+        return self.head(self.layers(self.table(tokens), mask=mask) + self.bag(tokens.T))
+
+
+def time_first(adopt: Adopt) -> Figures:
+    numbers = torch.Generator().manual_seed(2)
+    batches = [torch.randint(0, 20, (5, 8), generator=numbers) for _ in range(STEPS)]
+    model: Any = adopt(Sequence().double(), (batches[0],))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    found: Figures = []
+    for tokens in batches:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(("loss", loss.item()))
+    return found
+
+
 class Convolved(nn.Module):
     """A graph network: nodes and their adjacency, no rows."""
 
@@ -100,7 +132,7 @@ class Convolved(nn.Module):
 
 
 def one_graph(adopt: Adopt) -> Figures:
-    adjacency = (_drawn(12, 12, seed=5) > 0.5).double() / 12
+    adjacency = ((_drawn(12, 12, seed=5) > 0.5).double() / 12).to_sparse()
     model = adopt(Convolved().double(), (_drawn(12, 6), adjacency), global_batch=1)
     return _trained(model, lambda step: (_drawn(12, 6, seed=step), adjacency),
                     lambda outputs: outputs.square().mean())  # fmt: skip
@@ -323,7 +355,7 @@ def other_arguments(adopt: Adopt) -> Figures:
     return found
 
 
-CASES = (other_arguments, carried_state, stacked_tables, one_graph, nested_arguments,
+CASES = (other_arguments, time_first, carried_state, stacked_tables, one_graph, nested_arguments,
          scalar_that_is_no_loss, adversaries, plain_generator, adversarial_examples,
          trained_method, agent_without_forward)  # fmt: skip
 
