@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from autoparallel.at_start import as_at_start
@@ -32,7 +30,11 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions
 from autoparallel.refused_gradient import refusal
 from autoparallel.runtime.batches import marked
-from autoparallel.runtime.global_values import read_whole_values, take_norms_of_empty_shards
+from autoparallel.runtime.global_values import (
+    read_whole_values,
+    take_norms_of_empty_shards,
+    whole,
+)
 from autoparallel.runtime.parameters import COMPUTE_DTYPES, get_by_path
 from autoparallel.runtime.share_batch import ShareBatch
 from autoparallel.runtime.shared import share_in_place
@@ -153,7 +155,6 @@ class Adopted:
         )
         self._form = PLANNED
         self.calls: TrainingCall | None = None
-        self._meeting: dist.ProcessGroup | None = None
         if trainer.runner.executors and not trainer.plan.has_pipeline:
             (executor,) = trainer.runner.executors.values()
             self.calls = TrainingCall(executor, self.tell)
@@ -240,7 +241,7 @@ class Adopted:
         """A call of the model, as its own ``forward`` is called."""
         if self.computes_plainly:
             return self._forward(*args, **kwargs)
-        args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, dict(kwargs)))
+        args, kwargs = tree_map_only(Tensor, whole, (args, dict(kwargs)))
         model._join_once()  # type: ignore[operator]
         if not model.training:
             return self._evaluate(args, kwargs)
@@ -355,7 +356,7 @@ class Adopted:
 
     def run_whole(self, compute: Callable[[], Any], *, keeps_buffers: bool = True) -> Any:
         """Return what the model's own code computes, with the weights of each layer gathered."""
-        self._meet()
+        self._weights.meet(self.tell)
         self._is_gathered = True
         self.tell("gathering weights and computing the model's own forward")
         try:
@@ -390,18 +391,6 @@ class Adopted:
         args, kwargs = tree_map_only(Tensor, cast, (args, dict(kwargs)))
         compute = partial(self._forward, *args, **kwargs)
         return self.run_whole(compute, keeps_buffers=keeps_buffers)
-
-    def _meet(self) -> None:
-        """Wait until every rank gathers weights, in a group that nothing else uses: in another, the
-        messages of ranks that train would be taken for theirs."""
-        if not self._weights.are_spread:
-            return
-        self.tell(
-            "waiting until every rank evaluates the model, as all must whose weights are spread"
-        )
-        if self._meeting is None:
-            self._meeting = dist.new_group(backend="gloo")
-        dist.barrier(group=self._meeting)
 
     @contextmanager
     def trained_whole(self) -> Iterator[None]:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from autoparallel.options import did_you_mean
 from autoparallel.planner.errors import UsageError
+from autoparallel.runtime.global_values import whole
 
 if TYPE_CHECKING:
     from autoparallel.adopted import Adopted
@@ -57,7 +57,7 @@ def whole_method(name: str, adopted_of: Callable[[nn.Module], Adopted]) -> Calla
         inherited = getattr(super(type(self), self), name)
         if adopted.computes_plainly:
             return inherited(*args, **kwargs)
-        args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, whole, (args, kwargs))
         own = functools.partial(inherited, *args, **kwargs)
         self._join_once()  # type: ignore[operator]
         if not torch.is_grad_enabled() or not self.training:

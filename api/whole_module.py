@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from autoparallel.runtime.global_values import whole
 from autoparallel.runtime.whole_weights import WholeWeights
 
 Slot = tuple[nn.Module, str]
@@ -170,8 +170,8 @@ def _restore(held: Sequence[tuple[Slot, Tensor | None]]) -> None:
 
 def _whole(master: Any, dtype: torch.dtype) -> Tensor:
     """A parameter of all ranks' shards, in the dtype that the plan computes in."""
-    whole: Tensor = master.full_tensor() if isinstance(master, DTensor) else master
-    return whole.to(dtype) if whole.is_floating_point() else whole
+    found = whole(master)
+    return found.to(dtype) if found.is_floating_point() else found
 
 
 def _compute_with(module: nn.Module, name: str, value: Any) -> None:

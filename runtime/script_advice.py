@@ -5,7 +5,10 @@ from __future__ import annotations
 from ..planner.errors import UsageError
 
 _PAGE = "docs/weights.md has these lines for averages, penalties, norms and other optimizers"
-_WHOLE = f"autoparallel.whole(tensor) gives the whole of it, on every rank; {_PAGE}"
+_WHOLE = (
+    "autoparallel.whole(tensor) gives the whole of it, on every rank; methods beside forward are "
+    f"named to parallelize: methods=[...]; {_PAGE}"
+)
 _ADVICE = (
     ("mixed torch.Tensor and DTensor", "a plain tensor meets a weight that is spread", _WHOLE),
     ("reshape sharded dimension", "a weight that is spread cannot be given this shape", _WHOLE),
@@ -16,11 +19,6 @@ _ADVICE = (
         "appears to not have been used in the graph",
         "autograd.grad gives no gradients of a parallel model's parameters",
         f"loss.backward(), then parameter.grad; {_PAGE}",
-    ),
-    (
-        "fsdp::chunk_cat",
-        "a sparse gradient cannot be summed over shards",
-        f"Embedding(sparse=False), or a plan with zero=0; {_PAGE}",
     ),
 )
 

@@ -7,7 +7,7 @@ its first rank to the ranks of other stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,12 +35,26 @@ class WholeWeights:
             index: len(stage.devices) == dist.get_world_size()
             for index, stage in enumerate(placed_stages(model.plan))
         }
+        self._meeting: dist.ProcessGroup | None = None
         self._dtype = COMPUTE_DTYPES[model.plan.model.precision]
 
     @property
     def names(self) -> tuple[str, ...]:
         """All that is spread: parameters and the buffers that training changes."""
         return tuple(self._stage_of)
+
+    def meet(self, tell: Callable[[str], None]) -> None:
+        """Wait until every rank gathers weights, if a rank's own are not the whole model.
+
+        That has a group of its own: in another, ranks that train would take these messages for
+        theirs.
+        """
+        if not self.are_spread:
+            return
+        tell("waiting until every rank evaluates the model, as all must whose weights are spread")
+        if self._meeting is None:
+            self._meeting = dist.new_group(backend="gloo")
+        dist.barrier(group=self._meeting)
 
     @property
     def are_spread(self) -> bool:

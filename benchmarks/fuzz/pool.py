@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fuzz.draw import Model, draw_model
-from benchmarks.fuzz.plans import Plan, draw_plan
+from benchmarks.fuzz.plans import MICROBATCHES, Plan, draw_plan
 
 TRIAL_SECONDS = 90.0
 GRACE_SECONDS = 6.0
@@ -67,8 +67,33 @@ def draw_trial(seed: int, num_ranks: int) -> Trial:
     raise ValueError(f"no model of seed {seed} can be trained")
 
 
+def asked_again(trial: Trial, code: str) -> Trial | None:
+    """Return a trial whose plan asks for nothing that the model cannot have; None where the
+    refusal was of something else.
+
+    Micro-batches where rows meet (AP125) become one; fewer rows than micro-batches (AP124) and
+    more stages than blocks (AP128) become the planner's own choice.
+    """
+    parallel = trial.plan.parallel
+    if parallel is None or code not in ("AP124", "AP125", "AP128"):
+        return None
+    whole = MICROBATCHES.sub("", parallel) + ",microbatches=1"
+    other = None if code != "AP125" or whole == parallel else whole
+    return replace(trial, plan=replace(trial.plan, parallel=other))
+
+
 def run_trial(trial: Trial) -> Result:
-    """Return how a trial ends on this rank."""
+    """Return how a trial ends on this rank, asked again where its plan asks for too much."""
+    found = _run_once(trial)
+    while found.kind == "refused":
+        other = asked_again(trial, found.code)
+        if other is None:
+            break
+        trial, found = other, _run_once(other)
+    return found
+
+
+def _run_once(trial: Trial) -> Result:
     from autoparallel import AutoparallelError
     from benchmarks.fuzz.training import allowances, difference, train_parallel, train_plain
 

@@ -14,7 +14,10 @@ from torch import nn
 from ...planner.errors import CaptureError
 
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parent)
+_ROOT = Path(__file__).parents[2]
+_PARTS = ("api", "cost_model", "passes", "planner", "runtime")
+_OURS = tuple(f"{_ROOT / part}" for part in (_PARTS if _ROOT.name != "autoparallel" else ("",)))
+"""The folders of this package, installed or in a checkout."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _DATA_DEPENDENT = (
     "GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError",
@@ -37,7 +40,7 @@ def user_source(stack_trace: str | None) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return not (file.startswith((_TORCH, _OURS, "<")) or "/torch/" in file)
+    return not (file.startswith((_TORCH, *_OURS, "<")) or "/torch/" in file)
 
 
 def capture_error(error: BaseException, model: nn.Module, prefix: str) -> CaptureError:

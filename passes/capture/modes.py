@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -83,6 +84,7 @@ class explicit_ops(TorchFunctionMode):  # noqa: N801
       wiring of a captured graph would depend on the dtype that it was captured in.
     - ``tensor.data`` is a view without gradients, and assigning to it is a write.
     - ``instance_norm`` writes its running statistics by ops of their own.
+    - ``gaussian_nll_loss`` does not look for negative variances.
     - Devices that a forward names are ignored.
     """
 
@@ -100,6 +102,8 @@ class explicit_ops(TorchFunctionMode):  # noqa: N801
             return _assign(args[0], args[1])
         if func is functional.instance_norm:
             return _instance_norm(*args, **kwargs)
+        if func is functional.gaussian_nll_loss:
+            return _gaussian_nll_loss(*args, **kwargs)
         if func in _CAST_METHODS:
             return _cast(args[0], _CAST_METHODS[func])
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
@@ -200,6 +204,26 @@ def _instance_norm(
     return functional.instance_norm(
         input, mean, variance, weight, bias, use_input_stats, momentum, eps
     )
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """Compute ``gaussian_nll_loss``, whose gradient does not see that variances are at least
+    ``eps`` (Nix and Weigend 1994)."""
+    if not isinstance(var, Tensor):
+        var = torch.full_like(input, var)
+    elif var.shape == input.shape[:-1] != input.shape:
+        var = var.unsqueeze(-1)
+    var = var + (var.clamp(min=eps) - var).detach()
+    loss = (torch.log(var) + (input - target).square() / var + full * math.log(2 * math.pi)) / 2
+    reduced: dict[str, Callable[[], Tensor]] = {"mean": loss.mean, "sum": loss.sum}
+    return reduced[reduction]() if reduction in reduced else loss
 
 
 def _asked_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -378,3 +380,53 @@ def test_a_form_of_call_computes_what_it_computes_alone(plan: str) -> None:
             assert [name for name, _ in found[case.__name__]] == [name for name, _ in expected]
             values = [value for _, value in found[case.__name__]]
             assert values == pytest.approx([v for _, v in expected], rel=1e-9), case.__name__
+
+
+def _evaluated_on_one_rank(plan: str) -> list[float]:
+    """What is computed where only rank 0 evaluates, or, if weights are spread, where all wait."""
+    set_torchrun_variables()
+    torch.manual_seed(0)
+    model: Any = adopting(plan)(_network(6, 16, 4), (_drawn(8, 6),))
+    model(_drawn(8, 6)).sum().backward()
+    waits: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "barrier", lambda group: waits.append(group))
+        model.eval()
+        if plan == "dp=2" and torch.distributed.get_rank():
+            return [0.0, 0.0]
+        return [float(model(_drawn(8, 6)).sum()), float(len(set(waits) - {None}))]
+
+
+def test_ranks_wait_for_each_other_before_an_evaluation_that_needs_all() -> None:
+    torch.manual_seed(0)
+    expected = float(_network(6, 16, 4)(_drawn(8, 6)).sum())
+    (alone, no_waits), _ = run_processes(2, _evaluated_on_one_rank, "dp=2")
+    assert alone == pytest.approx(expected)
+    assert no_waits == 0
+    for found, waits in run_processes(2, _evaluated_on_one_rank, "dp=2,zero=3"):
+        assert found == pytest.approx(expected)
+        assert waits == 1
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(6, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.a(x)).square().mean()
+
+
+def _told(plan: str) -> str:
+    set_torchrun_variables()
+    words = io.StringIO()
+    with contextlib.redirect_stderr(words):
+        adopting(plan)(Normalized(), (_drawn(8, 6).float(),))(_drawn(8, 6).float()).backward()
+    return words.getvalue()
+
+
+def test_micro_batches_that_batch_norm_sees_apart_are_told() -> None:
+    first, second = run_processes(2, _told, "dp=2,microbatches=2")
+    assert "norm sees each of the 2 micro-batches for itself" in first
+    assert second == ""
+    assert "micro-batches" not in run_processes(2, _told, "dp=2")[0]

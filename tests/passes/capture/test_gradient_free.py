@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from capture_models import program_of
 from torch import Tensor, nn
 
@@ -102,11 +103,18 @@ def of_trained_weights(model: Model, z: Tensor) -> Tensor:
     return z @ weight
 
 
+def gaussian_loss(model: Model, z: Tensor) -> Tensor:
+    """Its variances are at least a bound that its gradient does not see."""
+    variance = torch.relu(model.query(z))
+    return z * F.gaussian_nll_loss(z, z.roll(1, 0), variance, full=True, eps=1e-3)
+
+
 REGIONS = {
     each.__name__: each
     for each in (
         no_grad, inference, switched, switched_context, two_regions, enabled_inside,
         written_inside, viewed, the_same_object, of_trained_weights, Model.decorated,
+        gaussian_loss,
     )
 }  # fmt: skip
 REGIONS["inferred"] = lambda model, z: model.inferred(z).clone()
