@@ -91,6 +91,7 @@ class WholeModule:
             end(gathered.pop(layer, []))
 
         handles: list[Any] = []
+        elsewhere = self._put_stand_ins()
         held = self._put(self._around, self._gather(self._around))
         try:
             for layer, names in self._layers.items():
@@ -103,6 +104,20 @@ class WholeModule:
             for each in gathered.values():
                 end(each)
             end(held)
+            _restore(elsewhere)
+
+    def _put_stand_ins(self) -> list[tuple[Slot, Tensor | None]]:
+        """Put what says shape and dtype in the places of tensors that other ranks hold."""
+        held: list[tuple[Slot, Tensor | None]] = []
+        for name in (name for names in self._layers.values() for name in names):
+            if self._weights.is_elsewhere(name):
+                stand_in = self._weights.stand_in(name)
+                for module, attribute in self._slots[name]:
+                    slots: Any = module._parameters
+                    slots = slots if attribute in slots else module._buffers
+                    held.append(((module, attribute), None))
+                    slots[attribute] = stand_in
+        return held
 
     @contextmanager
     def trained_whole(self, dtype: torch.dtype) -> Iterator[None]:
@@ -165,7 +180,10 @@ class WholeModule:
 def _restore(held: Sequence[tuple[Slot, Tensor | None]]) -> None:
     """Undo ``_put``; last first, as a module that has two names was changed twice."""
     for (module, attribute), value in reversed(held):
-        setattr(module, attribute, value)
+        if attribute in module._parameters and not isinstance(value, nn.Parameter | None):
+            _compute_with(module, attribute, value)
+        else:
+            setattr(module, attribute, value)
 
 
 def _whole(master: Any, dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,7 @@ Progress = Callable[[str, tuple[int, ...]], None]
 
 class Pending(Protocol):
     """A tensor's value, which is made or waited for when it is first read, on its device or by
-    the host."""
+    the host. One with a ``tensor`` knows all but the value before."""
 
     def value(self) -> Tensor: ...
     def host_value(self) -> Tensor: ...
@@ -197,8 +197,8 @@ def _as_made(tensor: Tensor) -> Tensor:
     """``tensor`` with its graph, though its value may be on its way."""
     if not isinstance(tensor, ArrivingTensor):
         return tensor
-    pending = tensor.arrival
-    return pending.tensor if isinstance(pending, _WithGraph) else pending.value()
+    known: Tensor | None = getattr(tensor.arrival, "tensor", None)
+    return tensor.arrival.value() if known is None else known
 
 
 def _arrived(value: Any) -> Any:

@@ -8,6 +8,7 @@ its first rank to the ranks of other stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,12 +18,32 @@ from torch.distributed.tensor import DTensor
 
 from ..passes.local.stage_cut import stage_ranges
 from ..passes.ops.collectives import local_tensor
+from ..planner.errors import UsageError
 from ..planner.replicas import placed_stages
+from .arriving import arriving
 from .parameters import COMPUTE_DTYPES
 from .shared import group_for
 
 if TYPE_CHECKING:
     from .rank_model import RankModel
+
+
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """The value of a tensor that other ranks hold, and one of its shape and dtype."""
+
+    name: str
+    tensor: Tensor
+
+    def value(self) -> Tensor:
+        raise UsageError(
+            "AP931",
+            f"{self.name} is read outside of the layer that it belongs to",
+            why="weights are gathered layer by layer, as layers are called",
+            fix="with model.unsharded(): ... gathers all of them at once",
+        )
+
+    host_value = value
 
 
 class WholeWeights:
@@ -96,6 +117,14 @@ class WholeWeights:
     def is_elsewhere(self, name: str) -> bool:
         """Whether ``name`` is spread over other ranks only."""
         return name in self._stage_of and self._held(self._stage_of[name], name) is None
+
+    def stand_in(self, name: str) -> Tensor:
+        """What says shape, dtype and device of a tensor that other ranks hold; the use of its
+        values is UsageError AP931."""
+        spec = self._model.program.graph[name].spec
+        like = torch.empty((), dtype=getattr(torch, spec.dtype), device=self._model.device)
+        shaped = like.expand(spec.shape)
+        return arriving(_Elsewhere(name, shaped), shaped)
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, laid out like that; a part, and a tensor of another

@@ -15,6 +15,8 @@ from forced_plans import Adopt, adopting
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
 
+import autoparallel
+
 Figures = list[tuple[str, float]]
 STEPS = 3
 _PLACES = torch.arange(48.0).view(8, 6)
@@ -430,3 +432,36 @@ def test_micro_batches_that_batch_norm_sees_apart_are_told() -> None:
     assert "norm sees each of the 2 micro-batches for itself" in first
     assert second == ""
     assert "micro-batches" not in run_processes(2, _told, "dp=2")[0]
+
+
+class Converting(nn.Module):
+    """Its forward asks the last layer, of another stage, for a dtype and a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_network(6, 6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        last: Any = self.layers[-1]
+        x = x.to(last[0].weight.dtype)[:, : last[0].weight.shape[1]]
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _evaluated_in_a_pipeline() -> float:
+    set_torchrun_variables()
+    torch.manual_seed(0)
+    model: Any = adopting("pp=2,microbatches=2")(Converting(), (_drawn(8, 6),))
+    step = autoparallel.Step(model, loss_fn=lambda outputs, batch: outputs.square().mean())
+    model.eval()
+    found = float(model(_drawn(8, 6)).sum())
+    model.train()
+    step((_drawn(8, 6),))
+    return found
+
+
+def test_an_evaluation_may_ask_for_the_shape_of_what_another_stage_holds() -> None:
+    torch.manual_seed(0)
+    expected = float(Converting()(_drawn(8, 6)).sum())
+    assert run_processes(2, _evaluated_in_a_pipeline) == pytest.approx([expected] * 2)
