@@ -129,9 +129,9 @@ class WholeModule:
         held = self._put(buffers, self._gather(buffers))
         masters = []
         try:
-            for name in self._slots.keys() - {*buffers}:
-                for module, attribute in self._slots[name]:
-                    masters.append((module, attribute, module._parameters[attribute]))
+            for name, slots in self._slots.items():
+                if not self._is_buffer(name):
+                    masters += [(m, attribute, m._parameters[attribute]) for m, attribute in slots]
             made = {id(master): _whole(master, dtype) for _, _, master in masters}
             for module, attribute, master in masters:
                 _compute_with(module, attribute, made[id(master)])
