@@ -43,7 +43,7 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.arriving import arriving
-from autoparallel.runtime.shared import gather_values, share_value
+from autoparallel.runtime.shared import gather_values, occasion_group, share_value
 from autoparallel.runtime.variants import variant_of
 from autoparallel.targets import LossFn, Target, example_batches
 
@@ -166,13 +166,18 @@ class Following:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Put back, afterwards, all that forwards inside have changed or drawn."""
+        """Put back, afterwards, all that forwards inside have changed or drawn.
+
+        What they add to containers stays, and counts as no change.
+        """
         with self._without_caches():
             reading, drawn = self._state.read(), Generators.now()
             try:
                 yield
             finally:
                 self._return_to(reading, drawn)
+                if not self._state.changes(self._read, reading):
+                    self._read = self._state.read()
 
     def once(self, call: Callable[P, T]) -> Callable[P, T]:
         """Return a function that changes and draws nothing for good."""
@@ -213,7 +218,11 @@ class Following:
                 raise _unfollowed(changed, "cannot be run on tensors without values", "", call.form)
             return 0
         drawn = Generators.now()
-        shared = share_value(drawn) if self._draws else drawn
+        progress = self._trainer.runner.progress
+        if changed and progress is not None:
+            names = ", ".join(sorted(changed)[:3])
+            progress(f"comparing between ranks {names}, which has changed", ())
+        shared = share_value(drawn, occasion_group()) if self._draws else drawn
         before = self._before(now, shared)
         trace = self._sources.trace(call.rows, before, None)
         self._state.forget_fakes(now)
@@ -441,7 +450,7 @@ def _check_equal(trace: CallTrace, changed: Collection[str]) -> None:
     parts.update(str(len(trace.calls)).encode())
     for tensor in trace.tensors:
         parts.update(tensor.tobytes())
-    found = gather_values(parts.hexdigest())
+    found = gather_values(parts.hexdigest(), occasion_group())
     if len(set(found)) > 1:
         names = ", ".join(sorted(changed)[:3]) or "a value that the model's code reads"
         raise UsageError(

@@ -24,6 +24,8 @@ PULSE_SECONDS = 5.0
 
 _CONTROL: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """By the default group."""
+_OCCASIONS: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+"""By the default group."""
 
 
 def control_group() -> dist.ProcessGroup | None:
@@ -39,6 +41,20 @@ def control_group() -> dist.ProcessGroup | None:
         _CONTROL.clear()
         _CONTROL[world] = new_group(backend="gloo")
     return _CONTROL[world]
+
+
+def occasion_group() -> dist.ProcessGroup:
+    """The group of all ranks for what a script has them do on occasion: evaluate, change a value.
+
+    A rank that does so alone waits here; in another group its messages would be taken for those of
+    the others' steps. Its first call is collective over all ranks.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _OCCASIONS:
+        _OCCASIONS.clear()
+        _OCCASIONS[world] = new_group(backend="gloo")
+    return _OCCASIONS[world]
 
 
 def group_for(tensor: Tensor) -> dist.ProcessGroup | None:
@@ -103,12 +119,15 @@ def share_in_place(tensor: Tensor) -> None:
         tensor.copy_(share_tensor(tensor))
 
 
-def gather_values(value: T) -> list[T]:
-    """Every rank's value, in the order of ranks, on every rank. Collective."""
+def gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, in the order of ranks, on every rank. Collective.
+
+    ``group`` is as of ``share_value``.
+    """
     if not dist.is_initialized():
         return [value]
     found = [value] * dist.get_world_size()
-    dist.all_gather_object(found, value, group=control_group())
+    dist.all_gather_object(found, value, group=control_group() if group is None else group)
     return found
 
 

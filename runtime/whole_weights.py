@@ -22,7 +22,7 @@ from ..planner.errors import UsageError
 from ..planner.replicas import placed_stages
 from .arriving import arriving
 from .parameters import COMPUTE_DTYPES
-from .shared import group_for
+from .shared import group_for, occasion_group
 
 if TYPE_CHECKING:
     from .rank_model import RankModel
@@ -56,7 +56,6 @@ class WholeWeights:
             index: len(stage.devices) == dist.get_world_size()
             for index, stage in enumerate(placed_stages(model.plan))
         }
-        self._meeting: dist.ProcessGroup | None = None
         self._dtype = COMPUTE_DTYPES[model.plan.model.precision]
 
     @property
@@ -65,17 +64,11 @@ class WholeWeights:
         return tuple(self._stage_of)
 
     def meet(self, tell: Callable[[str], None]) -> None:
-        """Wait until every rank gathers weights, if a rank's own are not the whole model.
-
-        That has a group of its own: in another, ranks that train would take these messages for
-        theirs.
-        """
+        """Wait until every rank gathers weights, if a rank's own are not the whole model."""
         if not self.are_spread:
             return
         tell("waiting until every rank evaluates the model, as all must whose weights are spread")
-        if self._meeting is None:
-            self._meeting = dist.new_group(backend="gloo")
-        dist.barrier(group=self._meeting)
+        dist.barrier(group=occasion_group())
 
     @property
     def are_spread(self) -> bool:

@@ -41,6 +41,7 @@ from .modes import (
     promote_to_float64,
     unchecked_distributions,
     undetected_causal_masks,
+    unmoved_modules,
 )
 from .opaque import annotated_modules, opaque_modules, whole_functions
 from .repeat_calls import Repeats
@@ -340,6 +341,7 @@ def _modes(*, strict: bool, dtype: Dtype) -> Iterator[None]:
     with ExitStack() as modes:
         modes.enter_context(undetected_causal_masks())
         modes.enter_context(unchecked_distributions())
+        modes.enter_context(unmoved_modules())
         if not strict:
             modes.enter_context(inference_without_gradients())
             modes.enter_context(explicit_ops())

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -244,3 +244,22 @@ def unchecked_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(held)
+
+
+@contextmanager
+def unmoved_modules() -> Iterator[None]:
+    """While inside, a forward that moves its modules to a device leaves them where they are."""
+    apply = nn.Module._apply
+
+    def changed(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        dtypes = {each.dtype for each in (*self.parameters(), *self.buffers())}
+        if all(fn(torch.empty(0, dtype=dtype)).dtype == dtype for dtype in dtypes):
+            return self
+        found: nn.Module = apply(self, fn, recurse)  # type: ignore[no-untyped-call]
+        return found
+
+    nn.Module._apply = changed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]

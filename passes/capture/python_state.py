@@ -32,6 +32,7 @@ MOST_READ = 100_000
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "autoparallel"}
+_CONTAINERS = (list, dict, set, deque)
 _ABSENT: Any = object()
 
 
@@ -202,7 +203,7 @@ def _mark(value: Any) -> Any:
         return None if value.is_inference() else value._version
     if isinstance(value, np.ndarray):
         return value.tobytes()
-    if isinstance(value, list | dict | set | deque):
+    if isinstance(value, _CONTAINERS):
         return len(value)
     return None
 
@@ -273,7 +274,9 @@ class _Walk:
             self._module(value, path)
         elif isinstance(value, types.ModuleType):
             if not _is_library(value.__name__) and self._is_new(value):
-                self._place(f"{value.__name__}.", vars(value), list(vars(value)))
+                held = vars(value)
+                keys = [key for key in held if not isinstance(held[key], _CONTAINERS)]
+                self._place(f"{value.__name__}.", held, keys if _is_installed(held) else [*held])
         elif not _is_library(type(value).__module__ or "") or _is_namespace(value):
             self._object(value, path)
 
@@ -307,6 +310,8 @@ class _Walk:
             read.update(each for each in code.co_consts if isinstance(each, str))
         self.names |= read
         found = function.__globals__
+        if _is_installed(found):  # their containers are caches
+            read -= {name for name in read if isinstance(found.get(name), _CONTAINERS)}
         # several functions of a file may each read some of its globals
         names = [name for name in found if name in read and (id(found), name) not in self._globals]
         self._globals.update((id(found), name) for name in names)
@@ -355,6 +360,11 @@ def _unbound(value: Any) -> Any:
 
 def _is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
+
+
+def _is_installed(names: Mapping[str, Any]) -> bool:
+    """Return whether a module of these globals belongs to an installed distribution."""
+    return "site-packages" in str(names.get("__file__", ""))
 
 
 def _is_namespace(value: Any) -> bool:

@@ -47,6 +47,14 @@ class Heads(Net):
         return self.b(h), h * self.filter.abs()
 
 
+_KINDS: dict[type, int] = {}
+
+
+def _cached(net: Any, h: Tensor) -> Tensor:
+    """No fault: a cache that grows where the plain model is computed, on one rank alone."""
+    return h * _KINDS.setdefault(type(h), 1)
+
+
 def _without_gradient(net: Any, h: Tensor) -> Tensor:
     return h + (h if is_exporting() else h.detach()) / 2
 
@@ -89,7 +97,7 @@ FAULTS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 
 
 def _told(kind: type[nn.Module], name: str, plan: str, *, asked: bool | None) -> str:
-    fault = FAULTS[name][0] if name in FAULTS else (lambda net, h: h)
+    fault = FAULTS[name][0] if name in FAULTS else _cached
     model = autoparallel.parallelize(
         kind(fault),
         example_batch=_batch(),
