@@ -98,12 +98,12 @@ class Adopted:
 
     @property
     def outputs(self) -> OutputForm | None:
-        """The form of what the model returns in the call that runs."""
+        """The form of the outputs of the call that runs."""
         return self._following.outputs
 
     @property
     def computes_plainly(self) -> bool:
-        """Whether the model is used as the plain one now."""
+        """Tell whether the model is used as the plain one now."""
         is_own = self.is_joining or self.is_plain or self._is_gathered
         return is_own or torch.compiler.is_exporting()
 
@@ -355,7 +355,7 @@ class Adopted:
         return tree_map_only(Tensor, refuse, outputs)
 
     def run_whole(self, compute: Callable[[], Any], *, keeps_buffers: bool = True) -> Any:
-        """Return what the model's own code computes, with the weights of each layer gathered."""
+        """Run the model's own code, with the weights of each layer gathered."""
         self._weights.meet(self.tell)
         self._is_gathered = True
         self.tell("gathering weights and computing the model's own forward")
@@ -382,7 +382,7 @@ class Adopted:
     def run_own(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, keeps_buffers: bool = True
     ) -> Any:
-        """Return what the model's own forward computes of arguments in the plan's dtype."""
+        """Run the model's own forward on arguments in the plan's dtype."""
         dtype = COMPUTE_DTYPES[self.joined.plan.model.precision]
 
         def cast(tensor: Tensor) -> Tensor:

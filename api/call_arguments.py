@@ -52,10 +52,7 @@ class CallArguments:
         else:
             self._example = self._arguments(tuple(example.batch), {})
             self._name_of = dict(enumerate(self._example))
-        self._leaves = {
-            (name, *path): leaf for name, value in self._example.items()
-            for path, leaf in parts(value)
-        }  # fmt: skip
+        self._leaves = dict(parts(self._example))
 
     def read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -78,12 +75,12 @@ class CallArguments:
         return inputs, tuple(changed)
 
     def _may_be(self, path: LeafPath, leaf: Any) -> bool:
-        """Whether an argument may stand where the example batch has no tensor."""
+        """Tell whether an argument may stand where the example batch has no tensor."""
         is_simple = isinstance(leaf, SIMPLE) and self._can_change(path[0])
         return is_simple or (not isinstance(leaf, Tensor) and self._is_planned(path, leaf))
 
     def _can_change(self, name: str | int) -> bool:
-        """Whether a batch can give ``forward`` this argument: the example has it, or may have."""
+        """Tell whether a batch can give ``forward`` this argument."""
         known = self._signature.parameters.get(str(name))
         if known is None:
             return False
@@ -91,7 +88,7 @@ class CallArguments:
         return is_named and (self._is_dict or known.kind == known.POSITIONAL_OR_KEYWORD)
 
     def _is_planned(self, path: LeafPath, leaf: Any) -> bool:
-        """Whether an argument that is no tensor is that of the example batch."""
+        """Tell whether an argument that is no tensor is that of the example batch."""
         planned = self._leaves[path]
         return type(leaf) is type(planned) and is_same(leaf, planned)
 

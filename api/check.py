@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from autoparallel.report.words import bytes_text, count_text
 from autoparallel.targets import Target, building
 
@@ -22,11 +24,7 @@ def check_target(target: Target, global_batch: int, seq: int | None) -> str:
     held = [*parameters, *model.buffers()]
     allocated = sum(tensor.nbytes for tensor in held if not tensor.is_meta)
     batch = target.example_batch(global_batch, seq)
-    parts = [
-        f"{path_text(path)} {tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
-        if isinstance(leaf, torch.Tensor) else f"{path_text(path)} {leaf!r}"
-        for path, leaf in leaves(batch)
-    ]  # fmt: skip
+    parts = [f"{path_text(path)} {_leaf_text(leaf)}" for path, leaf in leaves(batch)]
     settings = ", ".join(f"{name}={value!r}" for name, value in target.settings.items())
     lines = [
         ("target", target.name),
@@ -39,3 +37,11 @@ def check_target(target: Target, global_batch: int, seq: int | None) -> str:
         ("build_data", "found" if target.build_data else "absent: random batches"),
     ]  # fmt: skip
     return "\n".join(f"{name:<16}{text}" for name, text in lines)
+
+
+def _leaf_text(leaf: Any) -> str:
+    import torch
+
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    return f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"

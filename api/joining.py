@@ -77,10 +77,10 @@ def join_training(
 
     Without ``plan`` rank 0 makes one for the processes that torchrun started, and all use it.
     Initial weights are rank 0's: its model's, or those that its generator's state makes. So
-    are the random numbers of the forward: they follow rank 0's ``torch.manual_seed``. What no
-    stage holds (parameters that the loss does not reach, buffers that training leaves alone) has
-    its value in ``model`` afterwards. ``progress`` is told what a step is about to do;
-    ``buckets``: see ``Trainer``.
+    are the random numbers of the forward: they follow rank 0's ``torch.manual_seed``. Tensors
+    that no stage holds (parameters that the loss does not reach, buffers that training leaves
+    alone) have their values in ``model`` afterwards. ``progress`` is told the next action of a
+    step; ``buckets``: see ``Trainer``.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     kind = "cuda" if torch.cuda.is_available() else "cpu"

@@ -49,7 +49,7 @@ def check_methods(kind: type[nn.Module], names: Sequence[str]) -> None:
 
 
 def whole_method(name: str, adopted_of: Callable[[nn.Module], Adopted]) -> Callable[..., Any]:
-    """Return a method that does with whole weights what the method ``name`` of the class does."""
+    """Return a method that runs the method ``name`` of the class with whole weights."""
     told: set[int] = set()
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

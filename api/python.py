@@ -170,6 +170,8 @@ def batch_function(
 
     A batch of a ``global_batch`` of one is a sample without rows, and stays as it is.
     """
+    if isinstance(example_batch, Tensor):
+        example_batch = (example_batch,)
     if callable(example_batch):
         return checked_batches(example_batch, "example_batch")
     check_batch(example_batch, 1, "example_batch")
@@ -188,6 +190,8 @@ def batch_rows(example_batch: Any, global_batch: int | None = None) -> int | Non
     They are its first tensor's first dimension; ``global_batch`` if every tensor has a dimension
     of that size.
     """
+    if isinstance(example_batch, Tensor):
+        example_batch = (example_batch,)
     if not isinstance(example_batch, Mapping | tuple | list):
         return None
     shapes = [
@@ -266,7 +270,11 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
     Outside torchrun the class or instance comes back as it was, and trains as ever. Under
     torchrun an instance becomes a ``ParallelModule``, and so does what the class makes; a
     model that the class makes is never whole in memory. Plans are for one global batch;
-    without ``loss_fn`` the model returns the loss, or ``Step`` brings the function.
+    without ``loss_fn(outputs, batch)`` the model returns the loss, or ``Step`` brings the function.
+
+    ``example_batch`` is a global batch in the form of the calls: the arguments of ``forward`` in a
+    tuple or, by name, in a dict, whose other entries are for ``loss_fn``; or a function
+    ``(global_batch, seq)`` that makes one.
 
     ``weights`` is a file or folder of initial weights, or a checkpoint; of it each rank reads
     what it holds. With ``weights_partial`` names may be in it or in the model alone.

@@ -58,7 +58,8 @@ class Step:
     ) -> None:
         """``model`` is one that ``parallelize`` made, or, outside torchrun, a plain module.
 
-        The optimizer is ``build_optimizer(parameters)``, or the plan's by name, or AdamW. If
+        ``loss_fn(outputs, batch)`` gives the loss of a model that returns none. The optimizer is
+        ``build_optimizer(parameters)``, or the plan's by name, or AdamW. If
         the only argument that ``build_optimizer`` needs is called ``named_parameters`` it gets
         pairs of the model's own names and the parameters. ``build_scheduler(optimizer)`` is a
         learning-rate scheduler, which steps after each update.

@@ -107,7 +107,7 @@ class WholeModule:
             _restore(elsewhere)
 
     def _put_stand_ins(self) -> list[tuple[Slot, Tensor | None]]:
-        """Put what says shape and dtype in the places of tensors that other ranks hold."""
+        """Put tensors that have a shape and a dtype alone in the places of other ranks' tensors."""
         held: list[tuple[Slot, Tensor | None]] = []
         for name in (name for names in self._layers.values() for name in names):
             if self._weights.is_elsewhere(name):
@@ -123,7 +123,7 @@ class WholeModule:
     def trained_whole(self, dtype: torch.dtype) -> Iterator[None]:
         """While inside, the model computes with whole weights whose gradients go to the shards.
 
-        What it writes to buffers stays.
+        Writes to buffers stay.
         """
         buffers = [name for name in self._slots if self._is_buffer(name)]
         held = self._put(buffers, self._gather(buffers))

@@ -52,6 +52,8 @@ def named_inputs(batch: Any, program: Program) -> dict[str, Tensor]:
     batch in a part that is no tensor.
     """
     named = {}
+    if isinstance(batch, Tensor):
+        batch = (batch,)
     for name, place in program.inputs.items():
         with _lacking(place.path):
             named[name] = torch.as_tensor(place.read(batch))

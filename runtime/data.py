@@ -148,7 +148,8 @@ def microbatch_rows(
     raise UsageError(
         "AP130",
         f"batch input {name!r} has shape {tuple(tensor.shape)}",
-        why=f"the plan has {num_microbatches} micro-batches of shape {spec.shape}",
+        why=f"the plan is for {spec.shape}"
+        + (f" in each of {num_microbatches} micro-batches" if num_microbatches > 1 else ""),
         fix="pass the global batch that was planned, or plan for this one",
     )
 

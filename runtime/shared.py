@@ -44,7 +44,7 @@ def control_group() -> dist.ProcessGroup | None:
 
 
 def occasion_group() -> dist.ProcessGroup:
-    """The group of all ranks for what a script has them do on occasion: evaluate, change a value.
+    """The group of all ranks for occasions of a script: an evaluation, a changed value.
 
     A rank that does so alone waits here; in another group its messages would be taken for those of
     the others' steps. Its first call is collective over all ranks.

@@ -72,7 +72,7 @@ class WholeWeights:
 
     @property
     def are_spread(self) -> bool:
-        """Whether a rank's shards alone are not the whole model."""
+        """Tell whether a rank's shards alone are not the whole model."""
         return not all(
             self._is_everywhere[index] and not isinstance(self._held(index, name), DTensor)
             for name, index in self._stage_of.items()
@@ -112,7 +112,7 @@ class WholeWeights:
         return name in self._stage_of and self._held(self._stage_of[name], name) is None
 
     def stand_in(self, name: str) -> Tensor:
-        """What says shape, dtype and device of a tensor that other ranks hold; the use of its
+        """A tensor of the shape, dtype and device of one that other ranks hold. The use of its
         values is UsageError AP931."""
         spec = self._model.program.graph[name].spec
         like = torch.empty((), dtype=getattr(torch, spec.dtype), device=self._model.device)

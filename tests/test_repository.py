@@ -325,6 +325,11 @@ FOLLOWED = (
     "models against plain PyTorch"
 )
 
+FORMS = (
+    "models whose calls had no plan: arguments and outputs of any form, gradients of inputs and "
+    "inside the forward, methods beside it, sparse tensors; public scripts that adopt the product"
+)
+
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: lines", 9549),
     ("cost_model: files", 52),
@@ -336,25 +341,25 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("planner: flat files", 34),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 7),
-    ("passes: lines", 14526, FOLLOWED),
-    ("passes: files", 89, FOLLOWED),
+    ("passes: lines", 15021, FORMS),
+    ("passes: files", 91, FORMS),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
     ("passes: collections of op names", 15, NUMBERS_AND_REGIONS),
-    ("runtime: lines", 18541, FOLLOWED),
+    ("runtime: lines", 18684, FORMS),
     ("runtime: files", 107, FOLLOWED),
     ("runtime: flat files", 91, FOLLOWED),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 29175, FOLLOWED),
-    ("api: files", 178, FOLLOWED),
-    ("api: flat files", 87, FOLLOWED),
-    ("api: imports inside functions", 267),
+    ("api: lines", 29736, FORMS),
+    ("api: files", 181, FORMS),
+    ("api: flat files", 90, FORMS),
+    ("api: imports inside functions", 276, FORMS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 100008, FOLLOWED),
-    ("all packages: files", 570, FOLLOWED),
-    ("all packages: flat files", 251, FOLLOWED),
-    ("all packages: imports inside functions", 268),
+    ("all packages: lines", 101207, FORMS),
+    ("all packages: files", 575, FORMS),
+    ("all packages: flat files", 254, FORMS),
+    ("all packages: imports inside functions", 277, FORMS),
     ("all packages: collections of op names", 32, NUMBERS_AND_REGIONS),
     ("import cycles", 5),
     ("files in import cycles", 23),
@@ -362,14 +367,14 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("files over 500 lines", 0),
     ("functions over 60 lines", 9),
     ("functions over 8 parameters", 22),
-    ("function docstrings that begin with a clause", 863),
+    ("function docstrings that begin with a clause", 862),
     ('function docstrings with "what"', 755),
     ("exceptions from formatting (fmt: skip, fmt: off)", 814, FOLLOWED),
-    ("words of docs/ without docs/adr/", 49271, FOLLOWED),
-    ("words of CHANGELOG.md", 5331, FOLLOWED),
+    ("words of docs/ without docs/adr/", 49642, FORMS),
+    ("words of CHANGELOG.md", 5411, FORMS),
     ("words of README.md", 1377, FOLLOWED),
-    ("tests: lines", 56636, FOLLOWED),
-    ("tests: files", 390, FOLLOWED),
+    ("tests: lines", 57257, FORMS),
+    ("tests: files", 392, FORMS),
     ("tests: flat files", 20),
 )
 """Ceilings of the figures of tests/support/structure.py: name, ceiling, reason if it rose."""

@@ -162,6 +162,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
     Of a dict, ``forward`` gets the entries that it takes; the others are for the loss.
     """
+    if isinstance(batch, Tensor):
+        return model(batch)
     if not isinstance(batch, Mapping):
         return model(*batch)
     parameters = inspect.signature(model.forward).parameters.values()

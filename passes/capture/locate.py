@@ -26,6 +26,18 @@ _DATA_DEPENDENT = (
 )  # fmt: skip
 
 
+_FIXES = {
+    'missing the required "forward"': "name the method that is trained: methods=[...]",
+    "positional arguments but": "let example_batch be a dict: what forward does not take is given "
+    "to loss_fn(outputs, batch) alone",
+}
+"""What to do about an error whose text has these words."""
+_OTHER_FIX = (
+    "call the model with the example batch on the CPU, without autoparallel; the same error there "
+    "is the model's own"
+)
+
+
 def user_source(stack_trace: str | None) -> str:
     """The ``file:line`` of the innermost frame that is not torch's, of a node's stack trace.
 
@@ -63,8 +75,7 @@ def capture_error(error: BaseException, model: nn.Module, prefix: str) -> Captur
         f"the model cannot be captured: {type(error).__name__}",
         why=text,
         where=where,
-        fix="run `model(**example_batch(2))` on the CPU first; the same error there is the "
-        "model's own",
+        fix=next((fix for sign, fix in _FIXES.items() if sign in text), _OTHER_FIX),
     )
 
 

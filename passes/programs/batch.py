@@ -46,7 +46,7 @@ class InputPlace:
         return "_".join(map(str, path))
 
     def read(self, batch: Batch) -> Any:
-        """Return what ``batch`` holds here, as the program takes it.
+        """Return the part of ``batch`` that is here, as the program takes it.
 
         Raises KeyError, IndexError, TypeError or AttributeError for a batch of another form.
         """
@@ -89,7 +89,7 @@ class Example:
 
     @cached_property
     def rows(self) -> int | None:
-        """How many rows it has; None where no tensor has any."""
+        """The number of its rows; None where no tensor has any."""
         found = next(iter(self.dims.items()), None)
         return None if found is None else int(leaf_at(self.batch, found[0]).shape[found[1]])
 
@@ -128,8 +128,8 @@ class Example:
         """Return a batch of its form with all of a program's inputs, in the order of places."""
         flat, structure = self._flat
         given = iter([place.given(each) for place, each in zip(self.places, tensors, strict=True)])
-        return tree_unflatten([next(given) if is_tensor else leaf for leaf, is_tensor in flat],
-                              structure)  # fmt: skip
+        made = [next(given) if is_tensor else leaf for leaf, is_tensor in flat]
+        return tree_unflatten(made, structure)
 
     @cached_property
     def _flat(self) -> tuple[list[tuple[Any, bool]], TreeSpec]:

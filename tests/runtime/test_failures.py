@@ -175,7 +175,7 @@ def test_sequences_of_another_length_are_refused_on_all_ranks_before_any_message
     for rank in range(4):
         text = (tmp_path / str(rank)).read_text()
         assert "batch input 'tokens' has shape (4, 20)" in text
-        assert "4 micro-batches of shape (1, 16)" in text
+        assert "the plan is for (1, 16) in each of 4 micro-batches" in text
 
 
 @pytest.mark.slow
