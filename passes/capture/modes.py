@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ...planner.errors import CaptureError
+from .masked import is_selection, selected
 
 _PROMOTED = {
     torch.float32: torch.float64,
@@ -84,6 +85,7 @@ class explicit_ops(TorchFunctionMode):  # noqa: N801
       wiring of a captured graph would depend on the dtype that it was captured in.
     - ``tensor.data`` is a view without gradients, and assigning to it is a write.
     - ``instance_norm`` writes its running statistics by ops of their own.
+    - ``x[mask]`` keeps all elements (``masked``).
     - ``gaussian_nll_loss`` does not look for negative variances.
     - Devices that a forward names are ignored.
     """
@@ -100,6 +102,10 @@ class explicit_ops(TorchFunctionMode):  # noqa: N801
             return args[0].detach()
         if func == _SET_DATA:
             return _assign(args[0], args[1])
+        if func is torch.Tensor.__getitem__ and is_selection(*args):
+            return selected(*args)
+        if func is torch.masked_select or func is torch.Tensor.masked_select:
+            return selected(args[0], args[1].expand_as(args[0]))
         if func is functional.instance_norm:
             return _instance_norm(*args, **kwargs)
         if func is functional.gaussian_nll_loss:

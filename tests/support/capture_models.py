@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel.passes.initialization.deferred_init import record_build
+from autoparallel.passes.programs.constants import evaluate
+from autoparallel.passes.programs.interpret import run
 from autoparallel.passes.programs.program import Program
 from autoparallel.planning import capture_rows
 from autoparallel.python import make_target
@@ -34,6 +36,30 @@ def program_of(build: Callable[[], nn.Module], batch: tuple[Tensor, ...]) -> Pro
     target = make_target(build, batch, None)
     model = record_build(target.build_model, seed=0).model
     return capture_rows(target, model, global_batch=len(batch[0]), seq=None, precision="fp64")
+
+
+def check_program(build: Callable[[], nn.Module], batch: tuple[Tensor, ...]) -> None:
+    """Assert that a model's program has its loss and gradients, in float64."""
+    torch.manual_seed(0)
+    model = build().double()
+    given = [each.double() if each.is_floating_point() else each for each in batch]
+    found = program_of(build, batch)
+    found = found.with_batch_size(len(batch[0])) if found.graph.batch_dims else found
+    constants = evaluate(found, [node.name for node in found.graph if node.kind == "constant"])
+    inputs = {name: place.read(given) for name, place in found.inputs.items()}
+    loss = run(found.graph, {**dict(model.named_parameters()), **constants, **inputs})
+    expected = model(*given)
+    assert torch.allclose(loss, expected, rtol=1e-12)
+    own, plain = _gradients(loss, model), _gradients(expected, model)
+    for name, value in plain.items():
+        assert torch.allclose(own[name], value, rtol=1e-9, atol=1e-14), name
+
+
+def _gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    names, values = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, values, allow_unused=True)
+    pairs = zip(names, values, found, strict=True)
+    return {name: torch.zeros_like(v) if g is None else g for name, v, g in pairs}
 
 
 GPT_SETTINGS = {"n_layer": 3, "d_model": 32, "n_head": 4, "seq": 16, "vocab": 64}
