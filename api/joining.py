@@ -58,7 +58,7 @@ from autoparallel.runtime.shared import (
 )
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.served_planning import without_servers
-from autoparallel.targets import Target
+from autoparallel.targets import Change, Target, changed_target, unchanged
 from autoparallel.tf32 import tell_difference, with_choice
 
 
@@ -177,11 +177,13 @@ def _initial_weights(model: nn.Module, job: Job) -> Weights:
 
 
 def _captured_again(
-    model: nn.Module, target: Target, options: PlanOptions, held: Mapping[str, Tensor], rows: int
-) -> Program:
+    model: nn.Module, target: Target, options: PlanOptions, held: Mapping[str, Tensor], rows: int,
+    change: Change = unchanged,
+) -> Program:  # fmt: skip
     """The program of a model that trains already, for a global batch of ``rows``."""
     with as_at_start(), with_held(model, held):
-        return _captured(model, target, replace(options, global_batch=rows))
+        asked = replace(options, global_batch=rows)
+        return _captured(model, changed_target(target, change), asked)
 
 
 def _captured(model: nn.Module, target: Target, options: PlanOptions) -> Program:

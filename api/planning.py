@@ -25,7 +25,15 @@ from autoparallel.planner.requests.request import Forced, Request, check_allowed
 from autoparallel.profiles import MODES, database_path, find_profile
 from autoparallel.progress import Observe, ignore
 from autoparallel.served_planning import can_be_served, without_servers
-from autoparallel.targets import LossFn, Target, building, example_batches
+from autoparallel.targets import (
+    Change,
+    LossFn,
+    Target,
+    building,
+    changed_target,
+    example_batches,
+    unchanged,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -398,10 +406,10 @@ def capture_program(
 ) -> Program:  # fmt: skip
     """A recorded target as a graph (``capture_rows``), which can be captured again."""
 
-    def captured(rows: int) -> Program:
+    def captured(rows: int, change: Change = unchanged) -> Program:
         return capture_rows(
-            target, deferred.model, global_batch=rows, seq=seq, precision=precision,
-            autocast=autocast,
+            changed_target(target, change), deferred.model, global_batch=rows, seq=seq,
+            precision=precision, autocast=autocast,
         )  # fmt: skip
 
     return replace(captured(global_batch), recapture=captured)

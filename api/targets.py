@@ -24,7 +24,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,8 @@ Batch = Any
 
 LossFn = Callable[[Any, Batch], "Tensor"]
 
+
+Change = Callable[[Batch], Batch]
 
 CAPTURE_BATCH = 2
 """Rows of the batch that models are captured at; the graph is rescaled to what is planned."""
@@ -73,6 +75,17 @@ class Target:
     takes_seq: bool = True
     returns_loss: bool = True
     is_named: bool = True
+
+
+def unchanged(batch: Batch) -> Batch:
+    """Return the batch."""
+    return batch
+
+
+def changed_target(target: Target, change: Change) -> Target:
+    """Return a target with other example batches."""
+    made = target.example_batch
+    return replace(target, example_batch=lambda rows, seq: change(made(rows, seq)))
 
 
 @rare_collections()

@@ -55,7 +55,7 @@ def find_padding(graph: Graph) -> tuple[int, Mapping[str, Padding]]:
                        error.why, error.where) from error  # fmt: skip
     if places.means:
         node = graph[next(iter(places.means))]
-        raise _of(node, "it divides by the number of positions")
+        raise unpaddable(node, "it divides by the number of positions")
     targets = dict(_targets(graph, places))
     dims = position_dims(graph, lambda node: axis_strategies(node, graph, 1))
     found = {}
@@ -76,11 +76,11 @@ def _targets(graph: Graph, places: Places) -> list[tuple[str, int]]:
         packet = node.op.rpartition(".")[0]
         if packet in CLASS_LOSSES:
             if argument(node, 3, "reduction", MEAN) != MEAN and name != graph.loss.name:
-                raise _of(node, "what its sum is divided by may count positions")
+                raise unpaddable(node, "what its sum is divided by may count positions")
             ignored = argument(node, 4, "ignore_index", _IGNORED)
             found.append((_source(graph, places, node, ignored), ignored))
         elif packet == "aten.sum":
-            raise _of(node, "it adds up all positions, of which it can ignore none")
+            raise unpaddable(node, "it adds up all positions, of which it can ignore none")
     return found
 
 
@@ -93,7 +93,7 @@ def _source(graph: Graph, places: Places, loss: Node, ignored: int) -> str:
         node = graph[at.name]
         packet = node.op.rpartition(".")[0]
         if packet not in _KEEPING or graph.users[at.name] != (reader,):
-            raise _of(node, "what its targets are made of is not known")
+            raise unpaddable(node, "what its targets are made of is not known")
         if packet == "aten.slice":
             first += _first(graph, node)
         if packet in ("aten.pad", "aten.constant_pad_nd"):
@@ -101,9 +101,11 @@ def _source(graph: Graph, places: Places, loss: Node, ignored: int) -> str:
         at, reader = node.inputs[0], node.name
     source = graph[at.name]
     if source.kind != "input" or graph.users[at.name] != (reader,):
-        raise _of(source, "it is read as targets and as something else, so it has no padding")
+        raise unpaddable(
+            source, "it is read as targets and as something else, so it has no padding"
+        )
     if first < scores.first:
-        raise _of(loss, "its targets are of earlier positions than its scores")
+        raise unpaddable(loss, "its targets are of earlier positions than its scores")
     return at.name
 
 
@@ -116,7 +118,7 @@ def _first(graph: Graph, node: Node) -> int:
     batch = graph.batch_dims.get(node.inputs[0].name)
     is_plain = argument(node, 4, "step", 1) == 1 and len(shape) == 2 and dim % 2 == 1
     if not is_plain or (batch and batch[0] == dim % 2):
-        raise _of(node, "which positions of its targets it takes is not known")
+        raise unpaddable(node, "which positions of its targets it takes is not known")
     return start + shape[dim] if start < 0 else start
 
 
@@ -126,10 +128,11 @@ def _check_end(node: Node, ignored: int, *, is_plain: bool) -> None:
     mode = "constant" if is_plain else argument(node, 2, "mode", "constant")
     value = argument(node, 2 if is_plain else 3, "value", 0)
     if pads[0] or any(pads[2:]) or mode != "constant" or value != ignored:
-        raise _of(node, "it pads targets with what counts")
+        raise unpaddable(node, "it pads targets with what counts")
 
 
-def _of(node: Node, why: str) -> PlanError:
+def unpaddable(node: Node, why: str) -> PlanError:
+    """Make the error of an op that stands in the way of shorter sequences."""
     name = f"{node.op or 'input'} of {node.module}" if node.module else node.op or node.name
     return _refused(f"{name} cannot be padded", why, node.source or node.module)
 

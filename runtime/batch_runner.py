@@ -19,7 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..passes.local.live_numbers import LiveNumbers
+from ..passes.programs.batch import Batch, filled
+from ..passes.programs.length_numbers import find_length_number
 from ..planner.errors import AutoparallelError
+from ..planner.padding import Padding, unpaddable
 from ..planner.replicas import placed_stages
 from .arriving import Pending, Progress, end_before_exit
 from .batches import StepBatches
@@ -68,13 +71,34 @@ class BatchRunner:
         """Tells which capture of the model a batch of so many rows is computed by."""
         self._deferred: DeferredUpdate | None = None
         self._lanes = Lanes(model.device)
-        self._pad = SequencePadding(model.program.graph)
+        self._pad = SequencePadding(model.program.graph, self._check_length)
         self._lengths = [each.shape.length for each in buckets if each.shape.length is not None]
         own = {index: executor.variant for index, executor in self.executors.items()}
         self._stage_variants: dict[BatchShape, Mapping[int, StageVariant]] = {self.shape: own}
         self._pipelines = {self.shape: self._make_pipeline(planned)}
         for bucket in buckets:
             self.add(bucket)
+
+    def _check_length(self, length: int, paddings: Mapping[str, Padding]) -> None:
+        """Raise PlanError AP560 where the model makes numbers of the length of its sequences."""
+        program = self.model.program
+        if program.recapture is None:
+            return
+
+        def shorter(batch: Batch) -> Batch:
+            made = {}
+            for name, padding in paddings.items():
+                place = program.inputs[name]
+                value = place.read(batch)
+                for dim in padding.dims:
+                    value = value.narrow(dim, 0, length)
+                made[place.path] = place.given(value)
+            return filled(batch, made)
+
+        found = program.recapture(self.batches.global_rows, shorter)
+        node = find_length_number(program, found)
+        if node is not None:
+            raise unpaddable(node, "the model computes with a number that it makes of the length")
 
     def add(self, variant: Variant, numbers: LiveNumbers | None = None) -> bool:
         """Have batches run by another variant too, which reads its ``numbers`` anew each time.

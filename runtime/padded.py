@@ -6,7 +6,7 @@ same loss and gradients; or a refusal on every rank, before any of them has sent
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,8 +19,14 @@ from ..planner.padding import Padding, find_padding
 class SequencePadding:
     """Pads the batches of one model; ``graph`` has the shapes of a micro-batch."""
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    def __init__(
+        self,
+        graph: Graph,
+        check: Callable[[int, Mapping[str, Padding]], None] = lambda length, paddings: None,
+    ) -> None:
+        """``check`` is called with the length of the first batch that is padded."""
+        self._graph, self._check = graph, check
+        self._is_checked = False
         self._found: tuple[int, Mapping[str, Padding]] | None = None
 
     @property
@@ -48,7 +54,11 @@ class SequencePadding:
         lengths = set().union(*sizes.values())
         if len(lengths) != 1 or max(lengths) > length:
             raise _uneven(sizes, length)
-        return lengths.pop()
+        given = lengths.pop()
+        if not self._is_checked:
+            self._check(given, paddings)
+            self._is_checked = True
+        return given
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The batch with sequences of the planned length.

@@ -25,8 +25,8 @@ class Program:
     tensors that the model's code makes from Python numbers, as buffers of those names.
     ``unused`` are the parameters that the loss does not depend on. ``outputs`` is the form of
     what the model returns, None where that is not known; ``returned`` are the values that its
-    caller differentiates, where it returns no loss. ``recapture`` captures the model again, for a
-    global batch of so many rows.
+    caller differentiates, where it returns no loss. ``recapture(rows, change)``
+    captures the model again, for a global batch of so many rows, at examples that ``change`` gives.
     """
 
     graph: Graph
@@ -39,7 +39,7 @@ class Program:
     outputs: OutputForm | None = None
     returned: tuple[Ref, ...] = ()
     example: Example | None = field(default=None, compare=False, repr=False)
-    recapture: Callable[[int], Program] | None = field(default=None, compare=False, repr=False)
+    recapture: Callable[..., Program] | None = field(default=None, compare=False, repr=False)
 
     @property
     def buffers(self) -> tuple[str, ...]:
