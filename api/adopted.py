@@ -25,6 +25,7 @@ from autoparallel.call_arguments import CallArguments
 from autoparallel.call_form import PLANNED, Form
 from autoparallel.first_step import compare_first_step, projection
 from autoparallel.other_outputs import OtherOutputs, merged
+from autoparallel.passes.capture.modes import unmoved_modules
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions
@@ -362,6 +363,7 @@ class Adopted:
         try:
             with (
                 torch.no_grad(),
+                unmoved_modules(),
                 self._following.own_forward(),
                 self._whole.gathered_by_layer(keeps_buffers=keeps_buffers),
             ):
