@@ -177,9 +177,13 @@ def _initial_weights(model: nn.Module, job: Job) -> Weights:
 
 
 def _captured_again(
-    model: nn.Module, target: Target, options: PlanOptions, held: Mapping[str, Tensor], rows: int,
+    model: nn.Module,
+    target: Target,
+    options: PlanOptions,
+    held: Mapping[str, Tensor],
+    rows: int,
     change: Change = unchanged,
-) -> Program:  # fmt: skip
+) -> Program:
     """The program of a model that trains already, for a global batch of ``rows``."""
     with as_at_start(), with_held(model, held):
         asked = replace(options, global_batch=rows)

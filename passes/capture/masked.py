@@ -42,10 +42,24 @@ _LOSSES = frozenset(
 )
 _ROWWISE = frozenset({"sum", "mean", "softmax", "log_softmax", "logsumexp", "amax", "amin"})
 _OPERATORS = {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow", "neg": "neg",
-    "abs": "abs", "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
-    "radd": "add", "rmul": "mul", "rsub": "rsub",
-}  # fmt: skip
+    name: name
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "pow",
+        "neg",
+        "abs",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "rsub",
+    ]
+}
+_OPERATORS |= {"truediv": "div", "radd": "add", "rmul": "mul"}
 
 
 @dataclass(frozen=True, eq=False)

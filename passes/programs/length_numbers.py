@@ -7,6 +7,7 @@ a product with a number in both, and with another in each.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -42,9 +43,8 @@ def _numbers(node: Node) -> list[Any]:
     if not node.op.startswith("aten."):
         return []
     arguments = resolve(node.op)._schema.arguments
-    named = {each.name: node.kwargs.get(each.name) for each in arguments if each.kwarg_only}
-    given = [*zip(arguments, node.args, strict=False),
-             *((each, named[each.name]) for each in arguments if each.kwarg_only)]  # fmt: skip
+    named = ((each, node.kwargs.get(each.name)) for each in arguments if each.kwarg_only)
+    given = itertools.chain(zip(arguments, node.args, strict=False), named)
     return [
         value
         for argument, value in given
