@@ -41,25 +41,9 @@ _LOSSES = frozenset(
     }
 )
 _ROWWISE = frozenset({"sum", "mean", "softmax", "log_softmax", "logsumexp", "amax", "amin"})
-_OPERATORS = {
-    name: name
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "pow",
-        "neg",
-        "abs",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "rsub",
-    ]
-}
-_OPERATORS |= {"truediv": "div", "radd": "add", "rmul": "mul"}
+_SAME = ("add", "sub", "mul", "pow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "rsub")
+_OPERATORS = {**dict.fromkeys(_SAME), "truediv": "div", "radd": "add", "rmul": "mul"}
+"""Functions of torch by the operators that call them; None for those of the same name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +90,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 for _name, _function in _OPERATORS.items():
-    setattr(Masked, f"__{_name}__", _operator(_function))
+    setattr(Masked, f"__{_name}__", _operator(_function or _name))
 
 
 def selected(values: Tensor, mask: Tensor) -> Masked:
