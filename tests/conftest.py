@@ -50,6 +50,8 @@ def scope_of(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
     folder, name = Path(file).parts[-2:]
     is_impatient = folder == "runtime" and any(word in name for word in IMPATIENT)
+    if folder == "systems":  # whose tests share what takes long to make
+        return folder
     return "processes" if is_impatient else file
 
 

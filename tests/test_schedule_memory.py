@@ -55,8 +55,8 @@ def check(cases: list[Case], backend: str) -> int:
 @pytest.mark.parametrize(
     ("backend", "cases"),
     [
-        ("gloo", SAMPLE[:1]),
         ("strict", SAMPLE[4:]),
+        slow("gloo", SAMPLE[:1]),
         slow("gloo", SAMPLE[1:2]),
         slow("strict", SAMPLE[2:4]),
     ],
@@ -105,7 +105,7 @@ def counted(plan: Plan, case: Case) -> list[int]:
         slow(Case("skip", "1f1b", 4)),
         Case("skip", "zbv", 4, "pp=2,dp=2"),
         slow(Case("skip", "interleaved,chunks=2", 4, "pp=2,tp=2")),
-        Case("gpt", "chimera", 4),
+        slow(Case("gpt", "chimera", 4)),
     ],
     ids=str,
 )

@@ -35,12 +35,13 @@ from autoparallel.targets import Target, load_target
 SEQ = 16
 GLOBAL_BATCH = 16
 TWO = ("dp=2", "tp=2", "pp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=2,recompute=full")
+RANKS_IN_TURN = "pp=4,microbatches=8,schedule=1f1b"
 FOUR = (
     "dp=2,tp=2",
     "dp=2,pp=2",
     "tp=2,pp=2",
     "pp=4,microbatches=8,schedule=gpipe",
-    "pp=4,microbatches=8,schedule=1f1b",
+    RANKS_IN_TURN,
     "dp=2,tp=2,zero=3",
 )
 TIED = ("pp=2", "pp=2,dp=2,zero=3,microbatches=4", "tp=2,pp=2")
@@ -53,10 +54,18 @@ RANDOM = (
     "tp=2,pp=2,microbatches=2",
 )
 QUICK = {
-    "llama": ("tp=2", "pp=2", "dp=2,zero=3", "tp=2,pp=2", "dp=2,tp=2,zero=3"),
-    "gpt2": ("tp=2", "dp=2,zero=3,microbatches=2,recompute=full", "tp=2,pp=2,microbatches=2"),
+    "gpt": ("dp=2,zero=2", "dp=2,recompute=full", "dp=2,pp=2", RANKS_IN_TURN),
+    "gpt-tied": ("pp=2,dp=2,zero=3,microbatches=4",),
+    "llama": ("tp=2", "tp=2,pp=2", "dp=2,tp=2,zero=3"),
+    "dropout": (
+        "dp=2",
+        "pp=2,microbatches=4,recompute=full",
+        "dp=2,zero=3,microbatches=2,recompute=full",
+        "dp=2,pp=2,microbatches=4",
+    ),
+    "gpt2": ("tp=2,pp=2,microbatches=2",),
 }
-"""Degrees that are verified by default of models beside the GPT; the others are slow."""
+"""Degrees that are verified by default: each kind by one of the models. The others are slow."""
 
 GPT = {"n_layer": 4, "d_model": 32, "n_head": 4, "seq": SEQ}
 
@@ -136,7 +145,7 @@ ALL = (
 
 
 def is_quick(model: str, parallel: str) -> bool:
-    return model not in QUICK or parallel in QUICK[model]
+    return parallel in QUICK[model]
 
 
 def cases_of(models: Sequence[str], forced: Sequence[str]) -> list[Any]:
@@ -185,9 +194,9 @@ def test_dropout_is_the_same_for_every_plan(model: str, parallel: str) -> None:
     check_verified(result(model, parallel))
 
 
-@pytest.mark.parametrize("parallel", TIED)
-def test_tied_embeddings_in_several_stages_equal_one_device(parallel: str) -> None:
-    check_verified(result("gpt-tied", parallel))
+@pytest.mark.parametrize(("model", "parallel"), cases_of(("gpt-tied",), TIED))
+def test_tied_embeddings_in_several_stages_equal_one_device(model: str, parallel: str) -> None:
+    check_verified(result(model, parallel))
 
 
 def test_a_run_that_forgets_to_sum_gradients_fails_and_names_the_first_block() -> None:

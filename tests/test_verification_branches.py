@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 import torch
 from kept_captures import capture_once
+from marks import slow
 from one_device import build_optimizer, reference_of
 from processes import run_processes
 
@@ -131,7 +132,10 @@ def verified(model: str, text: str) -> Verification:
     return verify(trainer, batches(model), lambda: reference(model))
 
 
-@pytest.mark.parametrize("name", list(CASES))
+SLOW = ("arms, gpipe", "a slow host first")
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in CASES])
 def test_stages_that_form_a_graph_equal_one_device(name: str) -> None:
     case = CASES[name]
     text = dumps(planned(name))

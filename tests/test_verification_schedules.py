@@ -18,18 +18,22 @@ from autoparallel.runtime.compare import Verification
 
 TWO = (
     ("gpt-tied", "pp=2,schedule=interleaved-1f1b,chunks=2,microbatches=4"),
-    ("gpt-tied", "pp=2,schedule=bfs,chunks=2,microbatches=4"),
-    ("gpt", "pp=2,schedule=interleaved-1f1b,chunks=3,microbatches=8"),
     ("dropout", "pp=2,schedule=bfs,chunks=2,microbatches=2,recompute=full"),
     ("gpt-tied", "pp=2,schedule=zb-h1,microbatches=4"),
-    ("llama", "pp=2,schedule=zb-h2,microbatches=8"),
-    ("gpt-tied", "pp=2,schedule=zbv,microbatches=4"),
+    ("gpt", "pp=2,schedule=zb-h2,microbatches=8"),
     ("dropout", "pp=2,schedule=zbv,microbatches=4,recompute=full"),
     ("gpt-tied", "pp=2,schedule=dualpipev,microbatches=4"),
-    ("dropped", "pp=2,schedule=terapipe,slices=3,microbatches=4"),
     ("dropout", "pp=2,schedule=terapipe,slices=3,microbatches=4"),
     ("dropped", "pp=2,schedule=terapipe,slices=2,microbatches=2,recompute=full"),
 )
+MORE = (
+    ("gpt-tied", "pp=2,schedule=bfs,chunks=2,microbatches=4"),
+    ("gpt", "pp=2,schedule=interleaved-1f1b,chunks=3,microbatches=8"),
+    ("llama", "pp=2,schedule=zb-h2,microbatches=8"),
+    ("gpt-tied", "pp=2,schedule=zbv,microbatches=4"),
+    ("dropped", "pp=2,schedule=terapipe,slices=3,microbatches=4"),
+)
+"""On two ranks too, of kinds that the others have."""
 FOUR = (
     ("gpt-tied", "pp=2,tp=2,schedule=interleaved-1f1b,chunks=2,microbatches=4"),
     ("gpt-tied", "pp=2,dp=2,zero=3,schedule=interleaved-1f1b,chunks=2,microbatches=4"),
@@ -56,8 +60,9 @@ def planned(model: str, parallel: str) -> str:
 
 
 @cache
-def results(num_ranks: int) -> dict[tuple[str, str], Verification]:
-    cases = {2: TWO, 4: FOUR}[num_ranks]
+def results(
+    cases: tuple[tuple[str, str], ...], num_ranks: int
+) -> dict[tuple[str, str], Verification]:
     plans = [(model, planned(model, parallel)) for model, parallel in cases]
     found = run_processes(num_ranks, verify_all, plans, timeout_seconds=280)
     return dict(zip(cases, found[0], strict=True))
@@ -65,13 +70,19 @@ def results(num_ranks: int) -> dict[tuple[str, str], Verification]:
 
 @pytest.mark.parametrize("case", TWO, ids=" ".join)
 def test_a_schedule_on_two_ranks_equals_one_device(case: tuple[str, str]) -> None:
-    check_verified(results(2)[case])
+    check_verified(results(TWO, 2)[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE, ids=" ".join)
+def test_more_schedules_on_two_ranks_equal_one_device(case: tuple[str, str]) -> None:
+    check_verified(results(MORE, 2)[case])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR, ids=" ".join)
 def test_a_schedule_on_four_ranks_equals_one_device(case: tuple[str, str]) -> None:
-    check_verified(results(4)[case])
+    check_verified(results(FOUR, 4)[case])
 
 
 def test_a_plan_of_chunks_says_which_stages_share_their_devices() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from forced_plans import Adopt, adopting
+from marks import slow
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
 
@@ -373,7 +374,7 @@ def _computed(plan: str) -> dict[str, Figures]:
     return found
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,zero=3"])
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", slow("dp=2,zero=3")])
 def test_a_form_of_call_computes_what_it_computes_alone(plan: str) -> None:
     for found in run_processes(2, _computed, plan):
         for case in CASES:

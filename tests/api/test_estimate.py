@@ -114,8 +114,12 @@ def test_the_page_fits_80_columns(
     assert sum(entries[0]["memory_bytes"].values()) == entries[0]["peak_memory_bytes"]
 
 
-def test_what_small_models_hold_is_said_in_mebibytes(found, capsys) -> None:
-    small = autoparallel.estimate("examples/gpt.py", devices="T4", global_batch=8, processes=1)
+@pytest.fixture(scope="module")
+def small() -> tuple[autoparallel.estimating.Estimate, ...]:
+    return autoparallel.estimate("examples/gpt.py", devices="T4", global_batch=8, processes=1)
+
+
+def test_what_small_models_hold_is_said_in_mebibytes(found, small, capsys) -> None:
     assert memory_unit(small) == memory_unit([*small, *found]) == "MiB"
     assert memory_unit(found) == "GiB"
     print_estimates(small, Console(width=80))
@@ -125,10 +129,9 @@ def test_what_small_models_hold_is_said_in_mebibytes(found, capsys) -> None:
     assert f"{peak / 2**20:.0f}" in page
 
 
-def test_a_model_of_a_file_is_estimated_without_adapters(tmp_path: Path) -> None:
-    found = autoparallel.estimate("examples/gpt.py", devices="T4", global_batch=8, processes=1)
-    assert [(each.method, each.num_devices) for each in found] == [("full", 1)]
-    assert found[0].plan.model.precision == "fp16"
+def test_a_model_of_a_file_is_estimated_without_adapters(small) -> None:
+    assert [(each.method, each.num_devices) for each in small] == [("full", 1)]
+    assert small[0].plan.model.precision == "fp16"
     with pytest.raises(UsageError) as raised:
         autoparallel.estimate("examples/gpt.py", devices="T4", lora="r=4", processes=1)
     assert raised.value.code == "AP351"

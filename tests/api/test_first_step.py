@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from forced_plans import settled
+from marks import slow
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
 from torch.compiler import is_exporting
@@ -129,7 +130,7 @@ def _all(plan: str, kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, 
     [
         ("dp=2", Net, ("none", *FAULTS)),
         ("tp=2", Heads, ("none", "a region without gradients", "a number of the script")),
-        ("dp=2,zero=3", Net, ("none", "a region without gradients", "a running statistic")),
+        slow("dp=2,zero=3", Net, ("none", "a region without gradients", "a running statistic")),
     ],
 )
 def test_each_kind_of_silent_difference_is_stopped(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from forced_plans import Adopt, adopting
+from kept_captures import ranks_share_captures
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
@@ -94,7 +95,8 @@ def _figures(plan: str) -> dict[str, Figures]:
     found = {}
     for case in CASES:
         torch.manual_seed(0)
-        found[case.__name__] = case(adopting(plan))
+        with ranks_share_captures(__file__, case.__name__):
+            found[case.__name__] = case(adopting(plan))
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from marks import slow
 from one_stage import plan
 from processes import RankError, run_processes
 from torch import Tensor, nn
@@ -145,9 +146,9 @@ def losses_of(
 
 
 PLANS = (
-    "dp=2,zero=0,microbatches=1",
+    slow("dp=2,zero=0,microbatches=1"),
     "dp=2,zero=3,microbatches=2,recompute=selective",
-    "tp=2,microbatches=1,recompute=full",
+    slow("tp=2,microbatches=1,recompute=full"),
     "pp=2,microbatches=4,schedule=zb-h1",
 )
 

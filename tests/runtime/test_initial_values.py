@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from kept_captures import capture_once
 from processes import run_processes
 from torch import Tensor, nn
 
@@ -20,8 +22,9 @@ from autoparallel.passes.initialization.deferred_init import (
     plain_build,
     record_build,
 )
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning import PlanOptions, capture_model, plan_program
+from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.runtime.materialize import box_of, tensor_names
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.targets import Target, load_target
@@ -36,9 +39,13 @@ def target() -> Target:
     return load_target("examples/gpt.py", SETTINGS)
 
 
+def captured(model: nn.Module) -> Program:
+    _, program = capture_once(target(), target().example_batch(2, SEQ), "fp32")
+    return replace(program, model=model)
+
+
 def plan_texts() -> list[str]:
-    model = record_build(target().build_model).model
-    program = capture_model(model, target().example_batch(2, SEQ), target().loss_fn, "fp32")
+    program = captured(record_build(target().build_model).model)
     options = [
         PlanOptions(global_batch=8, seq=SEQ, forced=parse_parallel(each)) for each in PARALLEL
     ]
@@ -49,9 +56,7 @@ def plan_texts() -> list[str]:
 def _trained(texts: list[str], init: Init) -> list[int]:
     """On a rank: how often the build was replayed for each plan, its values checked."""
     deferred = record_build(target().build_model, 5, init)
-    program = capture_model(
-        deferred.model, target().example_batch(2, SEQ), target().loss_fn, "fp32"
-    )
+    program = captured(deferred.model)
     if init == "exact":
         plain = plain_build(target().build_model, 5)
         whole: dict[str, Tensor] = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
@@ -97,9 +102,7 @@ def test_every_plan_starts_from_the_same_values_by_one_replay_on_each_rank(init:
 
 def _given(text: str) -> None:
     deferred = record_build(target().build_model, 5)
-    program = capture_model(
-        deferred.model, target().example_batch(2, SEQ), target().loss_fn, "fp32"
-    )
+    program = captured(deferred.model)
     without = deferred.without(name for name, _ in deferred.model.named_parameters())
 
     def refused(*_: object) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marks import slow
 from processes import run_processes
 from test_verification import GLOBAL_BATCH, SEQ, build_optimizer, captured, planned, target
 
@@ -30,10 +31,13 @@ CASES = (
     ("dropout", "pp=2,microbatches=4,schedule=1f1b,recompute=full"),
 )
 BUCKET_CASES = (
-    ("gpt", "pp=2,microbatches=4,schedule=1f1b"),
     ("gpt", "pp=2,microbatches=4,chunks=2,schedule=interleaved-1f1b"),
     ("dropout", "dp=2,zero=2,microbatches=2"),
     ("dropped", "pp=2,microbatches=2,schedule=gpipe,recompute=full"),
+    ("gpt", "pp=2,microbatches=4,schedule=zb-h1"),
+)
+MORE_BUCKETS = (
+    ("gpt", "pp=2,microbatches=4,schedule=1f1b"),
     ("gpt", "tp=2"),
     ("llama", "pp=2,microbatches=4,schedule=zb-h1"),
 )
@@ -112,10 +116,13 @@ def test_shorter_batches_train_as_on_one_device() -> None:
         assert each.passed, (case, each.failures[:3])
 
 
-def test_batches_in_buckets_of_lengths_train_as_on_one_device() -> None:
-    plans = [(model, planned(model, parallel)) for model, parallel in BUCKET_CASES]
+@pytest.mark.parametrize("cases", [BUCKET_CASES, slow(MORE_BUCKETS)], ids=["few", "more"])
+def test_batches_in_buckets_of_lengths_train_as_on_one_device(
+    cases: tuple[tuple[str, str], ...],
+) -> None:
+    plans = [(model, planned(model, parallel)) for model, parallel in cases]
     found = run_processes(2, verify_all, plans, BUCKETS, timeout_seconds=280)[0]
-    for case, each in zip(BUCKET_CASES, found, strict=True):
+    for case, each in zip(cases, found, strict=True):
         assert each.tolerance == 1e-9
         assert each.passed, (case, each.failures[:3])
 

@@ -104,6 +104,6 @@ def test_a_script_may_end_while_a_thread_is_at_work(tmp_path, text):
         str(script),
     ]  # fmt: skip
     env = {**ALONE, "GLOO_SOCKET_IFNAME": "lo"}
-    for _ in range(5):
+    for _ in range(2):
         ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr

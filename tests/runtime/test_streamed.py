@@ -6,14 +6,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from kept_captures import capture_once
 from torch import Tensor, nn
 
 from autoparallel.passes.capture.counter_random import batch_dims
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.capture.modes import promote_to_float64
-from autoparallel.passes.initialization.deferred_init import plain_build, record_build
+from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.inputs import random_batch
-from autoparallel.planning import capture_model
 from autoparallel.runtime.reference import Batch, Reference, run_reference
 from autoparallel.runtime.streamed import streamed
 from autoparallel.targets import load_target
@@ -25,8 +25,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def reference(name: str, device: torch.device | None, told: list[str]) -> Reference:
     """Two steps, streamed to ``device`` or (None) plain on the CPU."""
     target = load_target(f"hf:tests/zoo/{name}", {})
-    recorded = record_build(target.build_model, seed=0)
-    program = capture_model(recorded.model, target.example_batch(2, 16), target.loss_fn, "fp64")
+    _, program = capture_once(target, target.example_batch(2, 16), "fp64")
     batches = [random_batch(program.graph.with_batch_size(4), seed=step) for step in range(2)]
     model = plain_build(target.build_model, 0).double()
 

@@ -53,7 +53,9 @@ def capture_once(target: Target, batch: Batch, precision: Precision) -> tuple[De
 
 def _shapes(batch: Batch) -> list[tuple[object, ...]]:
     return [
-        (path, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (path, repr(leaf))
+        (path, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else (path, repr(leaf))
         for path, leaf in leaves(batch)
     ]
 

@@ -74,7 +74,7 @@ def run_processes(
     num_ranks: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_seconds: float = 120.0,
+    timeout_seconds: float = 400.0,
     backend: str = BACKEND,
     may_die: Collection[int] = (),
 ) -> list[Any]:

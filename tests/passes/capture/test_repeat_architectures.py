@@ -30,8 +30,10 @@ def deepened(config: dict[str, Any], depth: int) -> dict[str, Any]:
     return made
 
 
-ARCHITECTURES = {"llama": 5, "gpt2_dropout": 6, "mixtral": 5, "vit": 7, "gemma2": 10}
+ARCHITECTURES = {"gpt2_dropout": 6, "mixtral": 5, "vit": 7}
 LARGER = {
+    "llama": 5,
+    "gemma2": 10,
     "bert": 5,
     "qwen3_moe": 6,
     "t5": 6,

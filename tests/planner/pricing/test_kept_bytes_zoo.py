@@ -69,7 +69,7 @@ def priced_and_kept(name: str, parallel: str, devices: int) -> list[tuple[float,
     return found
 
 
-QUICK = {("none", "bart"), ("full", "swin")}
+QUICK = {("none", "bart")}
 
 
 @pytest.mark.parametrize(
