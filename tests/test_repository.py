@@ -373,7 +373,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/", 50234, FORMS),
     ("words of CHANGELOG.md", 5417, FORMS),
     ("words of README.md", 1384, FORMS),
-    ("tests: lines", 57422, FORMS),
+    ("tests: lines", 57483, FORMS),
     ("tests: files", 394, FORMS),
     ("tests: flat files", 20),
 )

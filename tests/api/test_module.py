@@ -364,7 +364,7 @@ def refusals(adopt: Adopt) -> Figures:
     early = torch.optim.SGD(model.a.parameters(), lr=0.1)
     model(*batch).backward()
     found: Figures = [("stale optimizer", _refused(early.step))]
-    found.append(("setting", _refused(lambda: model(*batch, doubled=True))))
+    found.append(("setting", _refused(lambda: model(*batch, doubled=[True]))))
     x = batch[0].clone().requires_grad_()
     penalty = lambda: torch.autograd.grad(model(x, batch[1]), x, create_graph=True)  # noqa: E731
     found.append(("penalty", _refused(penalty)))
@@ -438,7 +438,7 @@ def refusals_of_microbatches(adopt: Adopt) -> Figures:
 
 EXPECTED = {
     "stale optimizer": "AP925 the optimizer holds Net.a.weight from before",
-    "setting": "AP920 in training the model is called with doubled=True",
+    "setting": "AP920 in training the model is called with doubled=[True]",
     "penalty": "AP947 a gradient of a gradient goes through a model",
     "input": "AP933 x requires a gradient, and the plan has 2 micro-batches",
     "evaluation": "AP921 a backward in evaluation mode",
