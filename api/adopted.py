@@ -363,7 +363,7 @@ class Adopted:
         try:
             with (
                 torch.no_grad(),
-                unmoved_modules(),
+                unmoved_modules(self.joined.program.model),
                 self._following.own_forward(),
                 self._whole.gathered_by_layer(keeps_buffers=keeps_buffers),
             ):

@@ -41,6 +41,7 @@ from autoparallel.passes.local.live_numbers import LiveNumbers
 from autoparallel.passes.programs.outputs import OutputForm
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.graph import Blocks
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.arriving import arriving
 from autoparallel.runtime.shared import gather_values, occasion_group, share_value
@@ -312,25 +313,36 @@ class Following:
         return found
 
     def _add(self, call: _Call, live: LiveProgram) -> _Kept | None:
-        """Have batches run by another capture; None where the plan does not fit it. Collective."""
-        trainer, planned, rows = self._trainer, self._trainer.program.graph, call.rows
-        blocks = blocks_like(live.program.graph, trainer.program.blocks)
-        if blocks is not None:
-            live = replace(live, program=replace(live.program, blocks=blocks))
-        program = live.program
-        if program.graph.batch_dims:
-            program = program.with_batch_size(planned.batch_size)
+        """Have batches run by another capture; None where the plan does not fit it. Collective.
+
+        A capture with other numbers alone has the planned blocks, though its layers differ. Blocks
+        of other parameters than planned are cut into such of the same.
+        """
+        planned, program = self._trainer.program, live.program
+        graph = program.graph
+        if graph.batch_dims:
+            graph = graph.with_batch_size(planned.graph.batch_size)
+        if is_same_but_numbers(graph, planned.graph):
+            plan = self._trainer.runner.batches.batch(call.rows).plan
+            return self._added(call, _in_blocks(live, planned.blocks), plan)
+        if call.rows != self._trainer.plan.model.global_batch:
+            return None
+        found = self._added(call, live, self._sources.plan(program))
+        blocks = blocks_like(program.graph, planned.blocks)
+        if found is not None or blocks is None or blocks == program.blocks:
+            return found
+        cut = _in_blocks(live, blocks)
+        return self._added(call, cut, self._sources.plan(cut.program))
+
+    def _added(self, call: _Call, live: LiveProgram, plan: Plan | None) -> _Kept | None:
+        trainer = self._trainer
+        if plan is None or not trainer.model.can_run(plan):
+            return None
         self._num_captures += 1
         capture = self._num_captures
         numbers = LiveNumbers(frozenset(live.stand_ins.values()))
-        plan: Plan | None = trainer.runner.batches.batch(rows).plan
-        if not is_same_but_numbers(program.graph, planned):
-            is_planned = rows == trainer.plan.model.global_batch
-            plan = self._sources.plan(live.program) if is_planned else None
-        if plan is None or not trainer.model.can_run(plan):
-            return None
         numbers.values.update((each, each) for each in numbers.stand_ins)
-        trainer.model.take_program(rows, capture, live.program)
+        trainer.model.take_program(call.rows, capture, live.program)
         if not trainer.runner.add(variant_of(live.program, plan, capture), numbers):
             return None
         kept = _Kept(capture, live, numbers)
@@ -359,6 +371,10 @@ class Following:
         )
         source = self._sources.trace(call.rows, before, at).source
         return _unfollowed(changed, why, source, call.form)
+
+
+def _in_blocks(live: LiveProgram, blocks: Blocks) -> LiveProgram:
+    return replace(live, program=replace(live.program, blocks=blocks))
 
 
 class _Unmade:

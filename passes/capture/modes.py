@@ -253,13 +253,15 @@ def unchecked_distributions() -> Iterator[None]:
 
 
 @contextmanager
-def unmoved_modules() -> Iterator[None]:
-    """While inside, a forward that moves its modules to a device leaves them where they are."""
+def unmoved_modules(within: nn.Module | None = None) -> Iterator[None]:
+    """While inside, a forward that moves modules of ``within``, or any, to a device leaves them."""
     apply = nn.Module._apply
+    known = None if within is None else {*within.modules()}
 
     def changed(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         dtypes = {each.dtype for each in (*self.parameters(), *self.buffers())}
-        if all(fn(torch.empty(0, dtype=dtype)).dtype == dtype for dtype in dtypes):
+        is_move = all(fn(torch.empty(0, dtype=dtype)).dtype == dtype for dtype in dtypes)
+        if is_move and (known is None or self in known):
             return self
         found: nn.Module = apply(self, fn, recurse)  # type: ignore[no-untyped-call]
         return found

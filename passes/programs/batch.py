@@ -105,7 +105,13 @@ class Example:
     @property
     def inputs(self) -> dict[str, InputPlace]:
         """The places by the names that the inputs have in a graph."""
-        return {place.name: place for place in self.places}
+        found: dict[str, InputPlace] = {}
+        for place in self.places:
+            name = place.name
+            while name in found:
+                name += "_"
+            found[name] = place
+        return found
 
     def with_inputs(self, inputs: Mapping[str, Tensor]) -> Batch:
         """Return a batch of its form with a program's inputs, by their names.

@@ -249,3 +249,44 @@ def test_a_value_that_no_program_can_follow_is_named() -> None:
         assert result["other layers"].startswith(
             "AP936 is_long of the model was changed after the model was planned"
         )
+
+
+class Deep(nn.Module):
+    """Repeated layers that read a number and a truth value of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.weight, self.is_long = 1.0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self.weight * torch.tanh(layer(x))
+            x = torch.sin(x) if self.is_long else x
+        return x.square().mean()
+
+
+def _trained_deep(adopt: Adopt) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = adopt(Deep().double(), (_batch(0)[0].double(),))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    for step, weight in enumerate((1.0, 0.5, 0.25, 0.3, 0.1)):
+        model.weight, model.is_long = weight, step in (1, 3)
+        loss = model(_batch(step)[0].double())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def _deep() -> list[float]:
+    set_torchrun_variables()
+    return _trained_deep(adopting("dp=2,zero=1"))
+
+
+def test_a_number_of_repeated_layers_is_followed() -> None:
+    expected = _trained_deep(lambda model, example: model)
+    for found in run_processes(2, _deep):
+        assert found == pytest.approx(expected, rel=1e-9)
