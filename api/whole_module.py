@@ -115,8 +115,9 @@ class WholeModule:
                 for module, attribute in self._slots[name]:
                     slots: Any = module._parameters
                     slots = slots if attribute in slots else module._buffers
-                    held.append(((module, attribute), None))
-                    slots[attribute] = stand_in
+                    if slots[attribute] is None:  # else the rank has a replica
+                        held.append(((module, attribute), None))
+                        slots[attribute] = stand_in
         return held
 
     @contextmanager

@@ -320,6 +320,8 @@ def _climb(
                 return _export(wrapped, tensors, strict=False, dtype=dtype)
         except LeafError:
             raise located from first
+        except CaptureError:
+            raise
         except Exception as again:  # noqa: BLE001
             error = again
 

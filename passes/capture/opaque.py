@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ...planner.errors import CaptureError
 from ...planner.graph import OpRule
 from ..ops.torch_ops import forget
 
@@ -74,7 +75,11 @@ def _made(runner: _Runner, tensors: Sequence[Tensor], *, example: bool) -> tuple
                         found.append(runner.whole(fakes))
                     return
                 for _ in range(2):
-                    found.append(runner.whole([_random(shape, dtype) for shape, dtype in specs]))
+                    given = [_random(shape, dtype) for shape, dtype in specs]
+                    versions = [each._version for each in given]
+                    found.append(runner.whole(given))
+                    if versions != [each._version for each in given]:
+                        raise _writing(runner.function)
         except Exception as error:  # noqa: BLE001 - raised again below
             found.append(error)
 
@@ -90,6 +95,17 @@ def _made(runner: _Runner, tensors: Sequence[Tensor], *, example: bool) -> tuple
         raise ValueError(f"shapes depend on values: {shapes[0]} and {shapes[-1]}")
     flat, structure = found[0]
     return flat, structure
+
+
+def _writing(function: Any) -> CaptureError:
+    name = type(getattr(function, "module", function)).__name__
+    return CaptureError(
+        "AP216",
+        f"a {name} writes to its buffers or arguments, and its values decide what it computes",
+        why="it is kept whole as one op, whose writes would be lost",
+        fix="write its forward without `.item()`, `float()` and `if` of tensors; of a batch norm "
+        "with momentum=None, give it a momentum",
+    )
 
 
 class _Runner:

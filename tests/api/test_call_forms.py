@@ -450,10 +450,10 @@ class Converting(nn.Module):
         return x
 
 
-def _evaluated_in_a_pipeline() -> float:
+def _evaluated_in_a_pipeline(plan: str) -> float:
     set_torchrun_variables()
     torch.manual_seed(0)
-    model: Any = adopting("pp=2,microbatches=2")(Converting(), (_drawn(8, 6),))
+    model: Any = adopting(plan)(Converting(), (_drawn(8, 6),))
     step = autoparallel.Step(model, loss_fn=lambda outputs, batch: outputs.square().mean())
     model.eval()
     found = float(model(_drawn(8, 6)).sum())
@@ -462,7 +462,10 @@ def _evaluated_in_a_pipeline() -> float:
     return found
 
 
-def test_an_evaluation_may_ask_for_the_shape_of_what_another_stage_holds() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_an_evaluation_may_ask_for_the_shape_of_what_another_stage_holds(schedule: str) -> None:
+    """With chimera each rank holds both stages."""
     torch.manual_seed(0)
     expected = float(Converting()(_drawn(8, 6)).sum())
-    assert run_processes(2, _evaluated_in_a_pipeline) == pytest.approx([expected] * 2)
+    plan = f"pp=2,microbatches=4,schedule={schedule}"
+    assert run_processes(2, _evaluated_in_a_pipeline, plan) == pytest.approx([expected] * 2)

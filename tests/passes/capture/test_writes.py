@@ -172,3 +172,10 @@ def test_a_write_to_a_parameter_is_refused_by_name(write: Write) -> None:
     with pytest.raises(CaptureError, match="AP213") as caught:
         program_of(lambda: Model(write), (torch.randn(ROWS, WIDTH),))
     assert REFUSED[write] in caught.value.what
+
+
+def test_a_module_that_is_kept_whole_and_writes_is_refused() -> None:
+    """A batch norm with a cumulative average computes with the value of its counter."""
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
+    with pytest.raises(CaptureError, match="AP216"):
+        program_of(lambda: norm, (torch.zeros(2, 4),))
