@@ -28,7 +28,7 @@ test:
 # into tests/durations_of_all.txt what the last `make everything` measured, if it ran here.
 durations:
 	mkdir -p build
-	$(PYTHON) -m pytest -n 3 --processor-seconds build/durations.txt
+	$(PYTHON) -m pytest -n 3 --processor-seconds=build/durations.txt
 	$(PYTHON) tests/support/durations.py build/durations.txt
 	[ ! -e $(EVERYTHING) ] || \
 	    $(PYTHON) tests/support/durations.py $(EVERYTHING) tests/durations_of_all.txt
@@ -47,7 +47,7 @@ slow:
 # All tests, slow ones too; and all with the random suites at 500 cases each.
 everything:
 	mkdir -p build
-	$(PYTHON) -m pytest -n 3 -m "slow or not slow" --processor-seconds $(EVERYTHING)
+	$(PYTHON) -m pytest -n 3 -m "slow or not slow" --processor-seconds=$(EVERYTHING)
 
 nightly:
 	$(PYTHON) -m pytest -n 3 -m "slow or not slow" --hypothesis-profile=nightly
