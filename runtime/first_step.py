@@ -8,7 +8,6 @@ found before it trains anything.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,9 +141,13 @@ def check_first_step(
 
 
 def _norm(pieces: Sequence[Piece]) -> float:
-    """The norm of a tensor from its pieces, of which several ranks may have the same."""
-    squares = sum(float(each.abs().double().square().sum()) for each in dict(pieces).values())
-    return math.sqrt(squares)
+    """The norm of a tensor from its pieces, which may have elements in common."""
+    regions = [region for region, _ in pieces]
+    shape = [max(stop for _, stop in bounds) for bounds in zip(*regions, strict=True)]
+    whole = pieces[0][1].new_zeros(shape)
+    for region, value in pieces:
+        whole[tuple(slice(*bounds) for bounds in region)] = value
+    return float(whole.abs().double().norm())
 
 
 def _plain_step(

@@ -16,6 +16,7 @@ from torch.compiler import is_exporting
 
 import autoparallel
 from autoparallel.planner.errors import AutoparallelError
+from autoparallel.runtime.first_step import _norm
 
 
 def _batch() -> tuple[Tensor]:
@@ -143,3 +144,15 @@ def test_each_kind_of_silent_difference_is_stopped(
             else:
                 assert told.startswith("AP943 the first step by the plan is not that of"), name
                 assert kind is Heads or FAULTS[name][1] in told, (name, told)
+
+
+def test_pieces_that_overlap_count_once_in_a_norm() -> None:
+    """A stage that splits a tied weight, and one that holds all of it."""
+    whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    pieces = [
+        (((0, 6), (0, 2)), whole[:, :2]),
+        (((0, 6), (2, 4)), whole[:, 2:]),
+        (((0, 6), (0, 4)), whole),
+        (((6, 6), (0, 4)), whole[6:]),
+    ]
+    assert _norm(pieces) == pytest.approx(float(whole.double().norm()))
