@@ -121,13 +121,13 @@ def localize_block(
     body, values = fx.Graph(), _Values()
     for key, layout in interface.inputs.items():
         ref = parse_key(key)
-        values.made[ref] = (body.placeholder(_identifier(key)), layout)
+        values.made[ref] = (_placeholder(body, key), layout)
     for name, layout in interface.parameters.items():
         held = body.get_attr(held_path(name))
         part = body.create_node("call_function", local_tensor, (held,), name=_identifier(name))
         values.made[Ref(name)] = (part, layout)
     for key in interface.counts:
-        values.counts[key] = body.placeholder(_identifier(key))
+        values.counts[key] = _placeholder(body, key)
     for name in interface.nodes:
         made = _localize_node(body, values, graph, graph[name], layout=layouts[name], rank=rank)
         if num_microbatches > 1 and name in graph.accumulation.sums:
@@ -235,6 +235,13 @@ def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
                 "AP523", f"{key} cannot be sharded as {node.name} requires",
                 why=str(error), where=node.source or node.module, fix="plan again",
             ) from error  # fmt: skip
+
+
+def _placeholder(body: fx.Graph, key: str) -> fx.Node:
+    """Add an argument for a value; ``add`` and ``add_`` are two."""
+    node = body.placeholder(_identifier(key))
+    node.target = node.name
+    return node
 
 
 def _identifier(name: str) -> str:
