@@ -2,8 +2,8 @@
 
 In: the signature of the model's ``forward``, the example batch that it was captured with, the
 program's inputs. Out: for each call the tensors by input name. Arguments may be given by
-position, by name or left to their defaults, as the model's own signature has it. Those that are
-no tensors are settings: the program was captured with theirs, so others are refused.
+position, by name or left to their defaults, as the model's own signature has it. Arguments that
+are no tensors are settings of the capture; a call with other settings needs another capture.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Outputs of a model besides what its plan's program computes: made when somebody uses one.
+"""Outputs of a model that its plan's program does not compute: made when they are used.
 
 In: a call of a model that trains by a plan. Out: tensors that the model's own forward makes, with
 the random numbers of the program's last forward, when they are read.

@@ -35,12 +35,7 @@ def control_group() -> dist.ProcessGroup | None:
     """
     if not dist.is_initialized() or "gloo" in str(dist.get_backend_config()):
         return None
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _CONTROL:
-        _CONTROL.clear()
-        _CONTROL[world] = new_group(backend="gloo")
-    return _CONTROL[world]
+    return _kept_group(_CONTROL)
 
 
 def occasion_group() -> dist.ProcessGroup:
@@ -49,12 +44,17 @@ def occasion_group() -> dist.ProcessGroup:
     A rank that does so alone waits here; in another group its messages would be taken for those of
     the others' steps. Its first call is collective over all ranks.
     """
+    return _kept_group(_OCCASIONS)
+
+
+def _kept_group(kept: dict[dist.ProcessGroup, dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The gloo group of all ranks in ``kept``, made where the default group is another."""
     world = dist.group.WORLD
     assert world is not None
-    if world not in _OCCASIONS:
-        _OCCASIONS.clear()
-        _OCCASIONS[world] = new_group(backend="gloo")
-    return _OCCASIONS[world]
+    if world not in kept:
+        kept.clear()
+        kept[world] = new_group(backend="gloo")
+    return kept[world]
 
 
 def group_for(tensor: Tensor) -> dist.ProcessGroup | None:
