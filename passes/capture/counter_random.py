@@ -107,7 +107,8 @@ def _dropout(
 ) -> Tensor:  # fmt: skip
     if not (training and train and p):
         return _DROPOUT(input, p, False)
-    return mode.dropped(input, p)
+    dropped = mode.dropped(input, p)
+    return input.copy_(dropped) if inplace else dropped
 
 
 def _channels(batched_dims: int | None) -> Callable[..., Tensor]:
@@ -122,7 +123,8 @@ def _channels(batched_dims: int | None) -> Callable[..., Tensor]:
         kept = 1 if batched_dims is not None and input.dim() < batched_dims else 2
         shape = (*input.shape[:kept], *(1,) * (input.dim() - kept))
         ones = torch.ones(shape, dtype=input.dtype, device=input.device)
-        return input * mode.dropped(ones, p)
+        kept_channels = mode.dropped(ones, p)
+        return input.mul_(kept_channels) if inplace else input * kept_channels
 
     return drop
 

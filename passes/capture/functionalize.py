@@ -7,12 +7,15 @@ functionalization of the whole program is used, which also lowers a few composit
 
 from __future__ import annotations
 
-from torch import fx
+import operator
+
+from networkx.utils import UnionFind
+from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
 from ..ops.torch_ops import is_view, mutated_argument, path_of, resolve
-from .grad_regions import inline_regions
+from .grad_regions import Shown, inline_regions, shown_arguments
 
 _HARMLESS = frozenset({"aten.detach_.default"})
 
@@ -20,11 +23,48 @@ _HARMLESS = frozenset({"aten.detach_.default"})
 def functionalize(exported: ExportedProgram) -> ExportedProgram:
     """Return the program without regions, and with no writes but those to the model's buffers."""
     inline_regions(exported)
+    _join_same(exported.graph)
     for node in list(exported.graph.nodes):
         if _writes(node) and not _replace(node):
             decomposed: ExportedProgram = exported.run_decompositions({})
             return decomposed
     return exported
+
+
+def _join_same(graph: fx.Graph) -> None:
+    """Give the readers of ``x.float()`` and the like ``x`` itself, where eager code gives it.
+
+    Only where ``x`` or what shows its memory is written: elsewhere the op stays, so that graphs
+    that are captured in other dtypes have the same nodes.
+    """
+    written = [node.args[0] for node in graph.nodes if _writes(node)]
+    if not written:
+        return
+    memories = UnionFind(graph.nodes)
+    same: dict[fx.Node, fx.Node] = {}
+    of_lists: dict[fx.Node, list[Shown]] = {}
+    for node in graph.nodes:
+        path = path_of(node.target) if isinstance(node.target, OpOverload) else ""
+        if node.target is operator.getitem:
+            made, index = node.args
+            shown = of_lists[made][index] if made in of_lists else Shown(made, is_itself=False)
+        elif path and node.all_input_nodes and (is_view(path) or mutated_argument(path)):
+            shown = Shown(node.all_input_nodes[0], is_itself=False)
+        elif path and (found := shown_arguments(node)) is not None:
+            if not isinstance(node.meta["val"], Tensor):
+                of_lists[node] = found
+                continue
+            shown = found[0]
+        else:
+            continue
+        memories.union(node, shown.argument)
+        if shown.is_itself:
+            same[node] = shown.argument
+    changed = {memories[each] for each in written}
+    for node, argument in same.items():
+        if memories[node] in changed:
+            node.replace_all_uses_with(argument)
+            graph.erase_node(node)
 
 
 def _writes(node: fx.Node) -> bool:
@@ -70,6 +110,8 @@ def _replace(node: fx.Node) -> bool:
 
 
 def _is_view_op(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
     return isinstance(node.target, OpOverload) and is_view(path_of(node.target))
 
 

@@ -8,18 +8,24 @@ decompositions, which drop the regions but keep their ops.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from ...planner.errors import CaptureError
-from ..ops.torch_ops import is_view, mutated_argument, path_of
+from ..ops.torch_ops import mutated_argument, path_of
 from .locate import user_source
 
+_DETACH = torch.ops.aten.detach.default
+_CAST = torch.ops.aten._to_copy.default
+"""The op that captures record for ``x.to(dtype)``, also where that is ``x`` itself."""
 SWITCH = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
 
@@ -43,10 +49,13 @@ def inline_regions(exported: ExportedProgram) -> None:
 
     Regions of other kinds stay (autocast that is on, conditions); ``lower`` refuses them.
 
-    Raises CaptureError AP212 for a write to a value that has a gradient where gradients are off.
+    Raises CaptureError AP212 for a write to a value that has a gradient where gradients are off, or
+    to what ``detach`` shows of it.
     """
+    if not any(is_region(node) or node.target is _DETACH for node in exported.graph.nodes):
+        return
     state = _Inlining(exported)
-    for node in list(exported.graph.nodes):
+    for node in exported.graph.nodes:
         if is_region(node):
             state.inline(node, exported.graph_module, is_enabled=True)
         else:
@@ -63,14 +72,18 @@ def is_region(node: fx.Node) -> bool:
 class _Inlining:
     """Inlines the regions of a program, and tracks which of its values have a gradient.
 
-    ``_base`` maps a view to the value whose memory it shows. A view that is made where gradients
-    are off has no gradient, though its base may have one: its readers read it cut.
+    ``_base`` maps a value to that whose memory it shows, an element of a list to the list where it
+    shows none. A view that is made where gradients are off has no gradient, though its base may
+    have one: its readers read it cut. An op that gives back its argument itself, as ``x.float()``
+    may, gives it back with its gradient. ``_shown`` has what the elements of a list show.
     """
 
     def __init__(self, exported: ExportedProgram) -> None:
         self._graph = exported.graph
         self._base: dict[fx.Node, fx.Node] = {}
         self._cut_views: set[fx.Node] = set()
+        self._detached: set[fx.Node] = set()
+        self._shown: dict[fx.Node, list[Shown]] = {}
         self._has_gradient = {
             node
             for node in self._graph.nodes
@@ -120,27 +133,44 @@ class _Inlining:
         if node.op != "call_function":
             return
         path = path_of(node.target) if isinstance(node.target, OpOverload) else ""
-        written = node.args[0] if path and mutated_argument(path) else None
-        if path and is_view(path) and node.all_input_nodes:
-            source = node.all_input_nodes[0]
-            self._base[node] = self._base_of(source)
-            if not is_enabled or source in self._cut_views:
-                self._cut_views.add(node)
+        if node.target is operator.getitem:
+            made, index = node.args
+            assert isinstance(made, fx.Node)
+            shown = self._shown.get(made)
+            self._base[node] = made
+            if shown is not None:
+                self._note_shown(node, shown[index], is_enabled=is_enabled)  # type: ignore[index]
             return
-        for value in node.all_input_nodes if not _returns_argument(node, path) else ():
-            if not self.has_gradient(value) or (is_enabled and value not in self._cut_views):
+        written = node.args[0] if path and mutated_argument(path) else None
+        shown = shown_arguments(node) if path and written is None else None
+        if shown is not None and isinstance(node.meta["val"], Tensor):
+            self._note_shown(node, shown[0], is_enabled=is_enabled)
+            return
+        if shown is not None:
+            self._shown[node] = shown
+            return
+        for value in node.all_input_nodes:
+            is_cut = not is_enabled or value in self._cut_views
+            if not self.has_gradient(value):
                 continue
-            if value is not written:
-                node.replace_input_with(value, self._without(value, node))
-            elif not is_enabled:
+            if value is written and (is_cut or value in self._detached):
                 self._check_written(value)
-        read = [value for value in node.all_input_nodes if self.has_gradient(value)]
-        if not (read and (is_enabled or _returns_argument(node, path))) or "detach" in path:
+            elif value is not written and is_cut:
+                node.replace_input_with(value, self._without(value, node))
+        if not is_enabled or not any(map(self.has_gradient, node.all_input_nodes)):
             return
         self._has_gradient.add(self._base_of(node))
         if isinstance(written, fx.Node):
             self._base[node] = self._base_of(written)
             self._has_gradient.add(self._base_of(written))
+
+    def _note_shown(self, node: fx.Node, shown: Shown, *, is_enabled: bool) -> None:
+        """Note whose memory a value shows; a view of a value that is cut is cut too."""
+        self._base[node] = self._base_of(shown.argument)
+        if node.target is _DETACH or shown.argument in self._detached:
+            self._detached.add(node)
+        if shown.argument in self._cut_views or not (shown.is_itself or is_enabled):
+            self._cut_views.add(node)
 
     def has_gradient(self, node: fx.Node) -> bool:
         """Return whether a value, or the base of a view, has a gradient."""
@@ -162,19 +192,52 @@ class _Inlining:
         if self._base_of(value).op != "placeholder":
             raise CaptureError(
                 "AP212",
-                "the model writes to a trained value where gradients are off",
+                "the model writes to a trained value beside its gradient",
                 why="the value would keep its gradient, but not its number",
                 where=user_source(value.meta.get("stack_trace")),
-                fix="make a new value, outside of torch.no_grad(): x = x + (changed - x).detach()",
+                fix="write to a copy: x.detach().clone(); or make a new value, outside of "
+                "torch.no_grad(): x = x + (changed - x).detach()",
             )
 
 
-def _returns_argument(node: fx.Node, path: str) -> bool:
-    """Return whether an op gives back its argument itself, which then keeps its gradient."""
-    source = node.args[0] if node.args else None
-    if path not in ("aten.contiguous.default", "aten._to_copy.default") or not isinstance(
-        source, fx.Node
-    ):
-        return False
-    before, after = source.meta["val"], node.meta["val"]
-    return bool(before.dtype == after.dtype and before.stride() == after.stride())
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The argument whose memory an output of an op shows; ``is_itself`` where it is given back."""
+
+    argument: fx.Node
+    is_itself: bool
+
+
+def shown_arguments(node: fx.Node) -> list[Shown] | None:
+    """Return the arguments whose memory the outputs of an op show; None where one is of its own.
+
+    The op runs on fake tensors: whether ``x.reshape(...)`` copies and whether ``x.contiguous()``
+    is ``x`` itself depends on the strides and the dtype, not on the op's schema.
+    """
+    values = {value: value.meta.get("val") for value in node.all_input_nodes}
+    fakes = {value: fake for value, fake in values.items() if isinstance(fake, FakeTensor)}
+    if not fakes or any(isinstance(value, Tensor) for value in values.keys() - fakes.keys()):
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    with next(iter(fakes.values())).fake_mode, torch.no_grad():
+        made = node.target(*args, **kwargs)  # type: ignore[operator]
+    outputs = made if isinstance(made, list | tuple) else [made]
+    if node.target is _CAST and isinstance(made, Tensor):
+        source = node.all_input_nodes[0]
+        is_itself = (made.dtype, made.stride()) == (fakes[source].dtype, fakes[source].stride())
+        return [Shown(source, is_itself=True)] if is_itself else None
+    found = [_shown_by(output, fakes) for output in outputs]
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def _shown_by(output: Any, fakes: Mapping[fx.Node, Tensor]) -> Shown | None:
+    if not isinstance(output, Tensor):
+        return None
+    for node, fake in fakes.items():
+        if output is fake:
+            return Shown(node, is_itself=True)
+    storage = output.untyped_storage()._cdata
+    for node, fake in fakes.items():
+        if fake.untyped_storage()._cdata == storage:
+            return Shown(node, is_itself=False)
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,7 +116,8 @@ class explicit_ops(TorchFunctionMode):  # noqa: N801
             return args[0]
         if func is torch.Tensor.to:
             dtype = _asked_dtype(args[1:], kwargs)
-            return args[0] if dtype is None else _cast(args[0], dtype)
+            cast = args[0] if dtype is None else _cast(args[0], dtype)
+            return cast.clone() if _asks_for_copy(args[1:], kwargs) else cast
         if func is torch.Tensor.type_as:
             return _cast(args[0], args[1].dtype)
         if kwargs.get("device") not in (None, "meta", torch.device("meta")):
@@ -230,6 +231,12 @@ def _gaussian_nll_loss(
     loss = (torch.log(var) + (input - target).square() / var + full * math.log(2 * math.pi)) / 2
     reduced: dict[str, Callable[[], Tensor]] = {"mean": loss.mean, "sum": loss.sum}
     return reduced[reduction]() if reduction in reduced else loss
+
+
+def _asks_for_copy(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of ``Tensor.to`` has ``copy=True``, by name or after non_blocking."""
+    flags = [arg for arg in args if isinstance(arg, bool)]
+    return bool(kwargs.get("copy", len(flags) > 1 and flags[1]))
 
 
 def _asked_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
