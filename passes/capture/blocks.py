@@ -240,7 +240,8 @@ def _named(graph: Graph, parts: list[_Part]) -> tuple[Block, ...]:
         owned.update(parameters)
         name, base = _name(graph, part, parts, names)
         is_shared = tuple(uses[each] > 1 for each in parameters)
-        key = base, structure(graph, part.nodes, parameters), is_shared, _memory(part.nodes, owners)
+        memory = _memory(graph, part.nodes, owners)
+        key = base, structure(graph, part.nodes, parameters), is_shared, memory
         if key not in kinds:
             kinds[key] = f"{base}.{used[base]}" if used[base] else base
             used[base] += 1
@@ -251,9 +252,24 @@ def _named(graph: Graph, parts: list[_Part]) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _memory(nodes: Sequence[Node], owners: Mapping[Key, Key]) -> tuple[bool, ...]:
-    """List which ops of a run copy their inputs or return views: strides from outside decide."""
-    return tuple(
+def _memory(
+    graph: Graph, nodes: Sequence[Node], owners: Mapping[Key, Key]
+) -> tuple[bool | tuple[int, int], ...]:
+    """List which ops of a run copy their inputs or return views: strides from outside decide.
+
+    And of each value from outside, whose memory it lies in, by order of first use, and the
+    elements of this memory: a block that keeps the value keeps all of it.
+    """
+    inside, outside = {node.name for node in nodes}, dict[Key, tuple[int, int]]()
+    for node in nodes:
+        for ref in node.inputs:
+            name, index = owners[ref.name, ref.index]
+            if name not in inside and graph[name].kind in ("op", "input"):
+                size = graph[name].outputs[index].numel
+                outside.setdefault((name, index), (len(outside), size))
+    reads = {(ref.name, ref.index): None for node in nodes for ref in node.inputs}
+    read_outside = (outside[owners[key]] for key in reads if owners[key] in outside)
+    return *read_outside, *(
         key
         for node in nodes
         for key in (

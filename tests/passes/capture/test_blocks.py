@@ -201,3 +201,25 @@ def test_a_stage_without_equal_layers_is_not_left_to_the_head():
         "stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "head",
     ]  # fmt: skip
     assert_blocks_are_sound(program)
+
+
+class Padded(nn.Module):
+    """Each of its blocks returns a part of what it computes, which the next one keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 8)
+        layers = (nn.ModuleList([nn.LayerNorm(8), nn.Linear(8, 8)]) for _ in range(3))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for norm, layer in self.layers:
+            x = layer(nn.functional.pad(norm(x), (0, 0, 1, 2)))[:, 1:5]
+        return x.square().mean()
+
+
+def test_blocks_that_keep_different_memory_are_of_different_kinds():
+    """The first block keeps the stem's result, the others that of the layer before, with more."""
+    program = captured(Padded, (torch.randn(4, 4, 5),))
+    assert kinds(program)[:4] == ["stem", "layers", "layers.1", "layers.1"]
