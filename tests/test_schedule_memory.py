@@ -103,7 +103,7 @@ def counted(plan: Plan, case: Case) -> list[int]:
     "case",
     [
         slow(Case("skip", "1f1b", 4)),
-        Case("skip", "zbv", 4, "pp=2,dp=2"),
+        slow(Case("skip", "zbv", 4, "pp=2,dp=2")),
         slow(Case("skip", "interleaved,chunks=2", 4, "pp=2,tp=2")),
         slow(Case("gpt", "chimera", 4)),
     ],

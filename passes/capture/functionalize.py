@@ -23,7 +23,7 @@ _HARMLESS = frozenset({"aten.detach_.default"})
 def functionalize(exported: ExportedProgram) -> ExportedProgram:
     """Return the program without regions, and with no writes but those to the model's buffers."""
     inline_regions(exported)
-    _join_same(exported.graph)
+    _join_same(exported)
     for node in list(exported.graph.nodes):
         if _writes(node) and not _replace(node):
             decomposed: ExportedProgram = exported.run_decompositions({})
@@ -31,19 +31,20 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
     return exported
 
 
-def _join_same(graph: fx.Graph) -> None:
+def _join_same(exported: ExportedProgram) -> None:
     """Give the readers of ``x.float()`` and the like ``x`` itself, where eager code gives it.
 
     Only where ``x`` or what shows its memory is written: elsewhere the op stays, so that graphs
     that are captured in other dtypes have the same nodes.
     """
-    written = [node.args[0] for node in graph.nodes if _writes(node)]
+    nodes = exported.graph.nodes
+    written = [node.args[0] for node in nodes if _writes(node)]
     if not written:
         return
-    memories = UnionFind(graph.nodes)
+    memories = UnionFind(nodes)
     same: dict[fx.Node, fx.Node] = {}
     of_lists: dict[fx.Node, list[Shown]] = {}
-    for node in graph.nodes:
+    for node in nodes:
         path = path_of(node.target) if isinstance(node.target, OpOverload) else ""
         if node.target is operator.getitem:
             made, index = node.args
@@ -59,12 +60,13 @@ def _join_same(graph: fx.Graph) -> None:
             continue
         memories.union(node, shown.argument)
         if shown.is_itself:
-            same[node] = shown.argument
+            same[node] = same.get(shown.argument, shown.argument)
     changed = {memories[each] for each in written}
     for node, argument in same.items():
         if memories[node] in changed:
             node.replace_all_uses_with(argument)
-            graph.erase_node(node)
+            exported.graph_signature.replace_all_uses(node.name, argument.name)
+            exported.graph.erase_node(node)
 
 
 def _writes(node: fx.Node) -> bool:

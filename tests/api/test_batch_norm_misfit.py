@@ -40,6 +40,7 @@ def planned(limit: str, parallel: str | None = None) -> Plan:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_fewest_micro_batches_that_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The named number fits, half of it does not; the module that mixes rows is named."""
     with pytest.raises(InfeasibleError) as caught:

@@ -374,7 +374,7 @@ def _computed(plan: str) -> dict[str, Figures]:
     return found
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2", slow("dp=2,zero=3")])
+@pytest.mark.parametrize("plan", [slow("dp=2"), "tp=2", slow("dp=2,zero=3")])
 def test_a_form_of_call_computes_what_it_computes_alone(plan: str) -> None:
     for found in run_processes(2, _computed, plan):
         for case in CASES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 from commands import run_python
 
 MODEL = """
@@ -48,6 +49,7 @@ def test_a_run_that_is_not_the_models_own_stops_at_its_first_step(tmp_path: Path
     assert "step    2" in text
 
 
+@pytest.mark.slow
 def test_a_run_says_whether_its_plan_was_verified(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL.format(factor=2))
     _run(tmp_path, "plan", "model.py", *OPTIONS, "-o", "plan.json")

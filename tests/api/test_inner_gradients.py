@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from forced_plans import Adopt, adopting
+from marks import slow
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
 
@@ -97,7 +98,7 @@ def _all(plan: str) -> dict[str, list[float]]:
     return {name: _trained(adopting(plan), name) for name in MODELS}
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("plan", [slow("dp=2"), "tp=2"])
 def test_a_gradient_inside_the_forward_is_trained_through(plan: str) -> None:
     for found in run_processes(2, _all, plan):
         for name, values in found.items():

@@ -250,6 +250,7 @@ def test_measured_times_are_asked_for_as_when_planning(
     assert plain["step_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_slices_of_sequences_keep_more_than_whole_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -97,6 +97,7 @@ def why_it_hung(folder: Path, monkeypatch: Any, parallel: str, at: str) -> str:
     return caught.value.why
 
 
+@pytest.mark.slow
 def test_a_rank_whose_data_never_comes_says_so(tmp_path, monkeypatch):
     """Where a data loader waits for ever, the main thread is in it; ours is in the test."""
     why = why_it_hung(tmp_path, monkeypatch, "dp=2,zero=0", "data")

@@ -107,6 +107,7 @@ def check_waits(found: dict[int, str], culprit: int) -> None:
         assert f"for {sender}SEND_{letter}{microbatch} of rank {sender}" in text
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_by_every_other_one(plan_path, tmp_path, monkeypatch, capfd):
     with pytest.raises(HangError) as caught:
         run_until_failure(
@@ -163,6 +164,7 @@ def is_fed_longer_sequences(worker: Worker, plan_path: str, folder: str) -> None
     (Path(folder) / str(worker.rank)).write_text(str(caught.value))
 
 
+@pytest.mark.slow
 def test_sequences_of_another_length_are_refused_on_all_ranks_before_any_message(
     plan_path, tmp_path, monkeypatch
 ):

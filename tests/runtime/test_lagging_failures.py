@@ -31,6 +31,7 @@ def run_until_failure(folder: Path, culprit: int, parallel: str) -> dict[int, st
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_each_stage_says_which_message_its_device_waits_for(tmp_path: Path) -> None:
     found = run_until_failure(tmp_path / "pids", 1, "pp=4,schedule=1f1b,microbatches=4")

@@ -170,6 +170,7 @@ def losses(texts: list[str]) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_gradients_in_half_precision_train_as_those_in_float32_do() -> None:
     """The losses of three steps on one batch agree to bf16's precision, and fall."""
     texts = [
@@ -203,6 +204,7 @@ def save_and_load(folder: str, first: str, others: list[str]) -> None:
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_checkpoints_load_with_and_without_offloading(tmp_path: Path) -> None:
     """From states on the device into host memory, under other ZeRO stages, and back."""
     offloaded = StateOptions(offload=True)

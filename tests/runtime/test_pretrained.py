@@ -60,7 +60,7 @@ def _start(plan_text: str, weights: str) -> tuple[int, int, bool]:
     return counted.num_bytes, held, is_right
 
 
-@pytest.mark.parametrize("parallel", ["tp=2", slow("dp=2,zero=3"), "pp=2,microbatches=2"])
+@pytest.mark.parametrize("parallel", [slow("tp=2"), slow("dp=2,zero=3"), "pp=2,microbatches=2"])
 def test_a_rank_reads_as_many_bytes_as_it_holds(tmp_path: Path, parallel: str) -> None:
     folder = save_llama(tmp_path / "llama")
     plan = autoparallel.plan(

@@ -103,7 +103,7 @@ def trained(
     return [{name: line[name] for name in names} for line in lines], outcome
 
 
-@pytest.mark.parametrize("executor", [slow("zero3"), "zb-h1"])
+@pytest.mark.parametrize("executor", [slow("zero3"), slow("zb-h1")])
 def test_a_killed_run_gives_the_losses_of_an_unbroken_one(
     executor: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,6 +75,7 @@ def losses(plan_path: Path, entry: str, **arguments: Any) -> list[float]:
     return values
 
 
+@pytest.mark.slow
 def test_a_rank_s_signal_ends_the_step_of_all_and_a_resumed_run_goes_on_exactly(
     plan_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:

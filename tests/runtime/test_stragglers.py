@@ -30,16 +30,17 @@ PLANS = {
 }  # fmt: skip
 SLOW = 1
 SLOW_CASES = [(plan, kind) for plan in PLANS for kind in ("data", "ops", "stops")]
-WINDOW_SECONDS = 1.0
+WINDOW_SECONDS = 0.5
 HEALTHY_WINDOWS, MOST_WINDOWS = 8, 30
 """For so many windows a healthy run goes on, and one with a slow rank unless it is named."""
 
 
-def plan_file(folder: Path, plan: str) -> Path:
+def plan_file(folder: Path, plan: str, num_ranks: int = 4) -> Path:
     path = folder / "plan.json"
-    forced = parse_parallel(PLANS[plan])
+    forced = parse_parallel(PLANS.get(plan, plan))
     options = PlanOptions(global_batch=8, seq=64, profile="analytic", forced=forced)
-    save_plan(make_plan(load_target(str(GPT), parse_settings(TINY)), "cpu:4", options), path)
+    target = load_target(str(GPT), parse_settings(TINY))
+    save_plan(make_plan(target, f"cpu:{num_ranks}", options), path)
     return path
 
 
@@ -126,25 +127,29 @@ def _stop_again_and_again(folder: Path, is_over: threading.Event) -> None:
         os.kill(slow, signal.SIGCONT)
 
 
-def run(folder: Path, monkeypatch: Any, plan: str, kind: str, windows: int) -> list[int]:
+def run(
+    folder: Path, monkeypatch: Any, plan: str, kind: str, windows: int, num_ranks: int = 4
+) -> list[int]:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     (folder / "pids").mkdir()
     found: list[int] = launch(
         "test_stragglers:trains_with_a_slow_rank",
-        {"plan_path": str(plan_file(folder, plan)), "folder": str(folder / "pids"), "kind": kind,
-         "windows": windows},
-        num_processes=4, environment=ALONE, timeout_seconds=120.0,
+        {"plan_path": str(plan_file(folder, plan, num_ranks)), "folder": str(folder / "pids"),
+         "kind": kind, "windows": windows},
+        num_processes=num_ranks, environment=ALONE, timeout_seconds=120.0,
     )  # fmt: skip
     return found
 
 
-def check_named(folder: Path, monkeypatch: Any, capfd: Any, plan: str, kind: str) -> None:
-    assert run(folder, monkeypatch, plan, kind, MOST_WINDOWS) == [SLOW]
+def check_named(
+    folder: Path, monkeypatch: Any, capfd: Any, plan: str, kind: str, num_ranks: int = 4
+) -> None:
+    assert run(folder, monkeypatch, plan, kind, MOST_WINDOWS, num_ranks) == [SLOW]
     assert f"rank {SLOW} is slow: it waits for others " in capfd.readouterr().err
 
 
 def test_a_rank_that_waits_for_its_data_is_named(tmp_path, monkeypatch, capfd):
-    check_named(tmp_path, monkeypatch, capfd, "data", "data")
+    check_named(tmp_path, monkeypatch, capfd, "dp=2,zero=0", "data", num_ranks=2)
 
 
 @pytest.mark.slow

@@ -144,6 +144,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_a_save_that_failed(plan_path, tmp_path, capfd) -> None:
     check_goes_on(plan_path, tmp_path, "limit", False, lambda: capfd.readouterr().err)
 
