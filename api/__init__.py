@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autoparallel.checkpoints import load, save
     from autoparallel.comparing import compare
     from autoparallel.distributed_loader import distribute
-    from autoparallel.environment import one_process
+    from autoparallel.environment import one_process, own_folder
     from autoparallel.estimating import estimate
     from autoparallel.exporting import export
     from autoparallel.metrics import JsonLines, TensorBoard, WeightsAndBiases
@@ -80,6 +80,7 @@ __all__ = [
     "load",
     "load_plan",
     "one_process",
+    "own_folder",
     "parallelize",
     "plan",
     "profile",
@@ -105,6 +106,7 @@ _HOMES = {
     "distribute": "autoparallel.distributed_loader",
     "load_plan": "autoparallel.plan_io",
     "one_process": "autoparallel.environment",
+    "own_folder": "autoparallel.environment",
     "parallelize": "autoparallel.python",
     "plan": "autoparallel.python",
     "profile": "autoparallel.profiling",

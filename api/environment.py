@@ -8,9 +8,15 @@ that ``parallelize`` made is distributed already, and takes the global batch. In
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from autoparallel.runtime.whole_states import whole_states
 
 _HIDDEN = "AUTOPARALLEL_LAUNCHED_"
 _OF_LAUNCH = (
@@ -31,12 +37,36 @@ def one_process() -> Iterator[None]:
             trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
             trainer.train()
 
-    Batch sizes are then global, every process reads every batch, and every process writes what
-    the trainer writes: turn its checkpoints off, or give each rank a folder of its own. Outside of
-    torchrun it does nothing.
+    Batch sizes are then global, every process reads every batch, and every process writes
+    checkpoints, into an ``own_folder``. State dicts of the model and of optimizers have
+    whole tensors, and loading them takes whole tensors. Outside of torchrun it does nothing.
     """
-    with _renamed("", _HIDDEN):
+    if not under_torchrun():
         yield
+        return
+    with _renamed("", _HIDDEN), whole_states():
+        yield
+
+
+def own_folder(folder: str | os.PathLike[str]) -> str:
+    """Return ``folder`` on rank 0, and on every other rank a temporary one in its place.
+
+    Every process of a trainer that thinks it is alone writes its checkpoints::
+
+        with autoparallel.one_process():
+            args = transformers.TrainingArguments(autoparallel.own_folder("out"))
+
+    A temporary folder has links to the contents of ``folder`` at that time, so that all ranks
+    resume from the same checkpoint; it is removed when the process ends.
+    """
+    folder = Path(folder)
+    if not rank_of_launch():
+        return str(folder)
+    own = Path(tempfile.mkdtemp(prefix="autoparallel-"))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        (own / entry.name).symlink_to(entry.absolute())
+    return str(own)
 
 
 @contextmanager
@@ -52,6 +82,11 @@ def under_torchrun() -> bool:
         f"{prefix}RANK" in os.environ and f"{prefix}WORLD_SIZE" in os.environ
         for prefix in ("", _HIDDEN)
     )
+
+
+def rank_of_launch() -> int:
+    """Return this process's rank of those that torchrun started; 0 if it started none."""
+    return int(os.environ.get("RANK") or os.environ.get(f"{_HIDDEN}RANK") or 0)
 
 
 @contextmanager

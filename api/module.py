@@ -26,6 +26,7 @@ from autoparallel.environment import as_launched
 from autoparallel.methods import check_methods, has_forward, whole_method
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
+from autoparallel.runtime.whole_states import are_whole
 from autoparallel.targets import LossFn
 
 if TYPE_CHECKING:
@@ -128,8 +129,14 @@ class ParallelModule(nn.Module):
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's shards, for ``torch.distributed.checkpoint``."""
+        """This rank's shards, for ``torch.distributed.checkpoint``.
+
+        Inside of ``autoparallel.one_process()`` the whole tensors, on the CPU of every rank.
+        """
         self._join_once()
+        if are_whole() and not _adopted(self).is_plain:
+            with self.unsharded(device="cpu"):
+                return super().state_dict(*args, **kwargs)
         _adopted(self).keep_buffers()
         return super().state_dict(*args, **kwargs)
 

@@ -41,7 +41,8 @@ TOLERANCES: dict[Precision, tuple[float, float, float]] = {
 }
 """By precision the differences of the loss and of a gradient's norm that rounding explains.
 
-Gradients below a share of the largest, the third figure, are measured against that share.
+A loss below the third figure is measured against it, and a gradient below that share of the largest
+against the share: what is left when 1 is taken from nearly 1 is rounding.
 """
 
 Weights = Mapping[str, Tensor]
@@ -195,7 +196,7 @@ def _difference(plain: FirstStep, own: FirstStep, precision: Precision) -> Usage
         for name, norm in plain.buffers.items()
         if not abs(own.buffers.get(name, 0.0) - norm) <= of_norm * max(norm, small)
     ]
-    loss_differs = not abs(own.loss - plain.loss) <= of_loss * max(abs(plain.loss), 1e-30)
+    loss_differs = not abs(own.loss - plain.loss) <= of_loss * max(abs(plain.loss), small)
     both_undefined = own.loss != own.loss and plain.loss != plain.loss
     if both_undefined or not (wrong or loss_differs or other_buffers):
         return None

@@ -54,8 +54,8 @@ PUBLIC = {
     "InfeasibleError", "JsonLines", "MachineError", "ParallelModule", "Plan", "PlanError",
     "RunError", "Step", "TensorBoard", "TimeLimitError", "UsageError", "VerificationError",
     "WeightsAndBiases", "WorkerError", "__version__", "compare", "describe", "distribute",
-    "estimate", "export", "load", "load_plan", "one_process", "parallelize", "plan", "profile",
-    "register_op", "save", "save_plan", "whole",
+    "estimate", "export", "load", "load_plan", "one_process", "own_folder", "parallelize", "plan",
+    "profile", "register_op", "save", "save_plan", "whole",
 }  # fmt: skip
 
 
@@ -327,7 +327,8 @@ FOLLOWED = (
 
 FORMS = (
     "models whose calls had no plan: arguments and outputs of any form, gradients of inputs and "
-    "inside the forward, methods beside it, sparse tensors; public scripts that adopt the product"
+    "inside the forward, methods beside it, sparse tensors; public scripts that adopt the product; "
+    "trainers that save and resume; gradients of values that an op gives back"
 )
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
@@ -341,24 +342,24 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("planner: flat files", 34),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 7),
-    ("passes: lines", 15337, FORMS),
+    ("passes: lines", 15469, FORMS),
     ("passes: files", 93, FORMS),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
     ("passes: collections of op names", 16, FORMS),
-    ("runtime: lines", 18721, FORMS),
-    ("runtime: files", 107, FOLLOWED),
-    ("runtime: flat files", 91, FOLLOWED),
+    ("runtime: lines", 18796, FORMS),
+    ("runtime: files", 108, FORMS),
+    ("runtime: flat files", 92, FORMS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 29782, FORMS),
+    ("api: lines", 29826, FORMS),
     ("api: files", 181, FORMS),
     ("api: flat files", 90, FORMS),
     ("api: imports inside functions", 276, FORMS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 101609, FORMS),
-    ("all packages: files", 577, FORMS),
-    ("all packages: flat files", 254, FORMS),
+    ("all packages: lines", 101860, FORMS),
+    ("all packages: files", 578, FORMS),
+    ("all packages: flat files", 255, FORMS),
     ("all packages: imports inside functions", 277, FORMS),
     ("all packages: collections of op names", 33, FORMS),
     ("import cycles", 5),
@@ -370,10 +371,10 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("function docstrings that begin with a clause", 862),
     ('function docstrings with "what"', 755),
     ("exceptions from formatting (fmt: skip, fmt: off)", 814, FOLLOWED),
-    ("words of docs/ without docs/adr/", 50277, FORMS),
-    ("words of CHANGELOG.md", 5417, FORMS),
+    ("words of docs/ without docs/adr/", 50337, FORMS),
+    ("words of CHANGELOG.md", 5473, FORMS),
     ("words of README.md", 1384, FORMS),
-    ("tests: lines", 57547, FORMS),
+    ("tests: lines", 57682, FORMS),
     ("tests: files", 394, FORMS),
     ("tests: flat files", 20),
 )

@@ -34,7 +34,7 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
 def _join_same(exported: ExportedProgram) -> None:
     """Give the readers of ``x.float()`` and the like ``x`` itself, where eager code gives it.
 
-    Only where ``x`` or what shows its memory is written: elsewhere the op stays, so that graphs
+    Only where ``x`` or a view of it is written: elsewhere the op stays, so that graphs
     that are captured in other dtypes have the same nodes.
     """
     nodes = exported.graph.nodes

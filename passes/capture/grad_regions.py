@@ -50,7 +50,7 @@ def inline_regions(exported: ExportedProgram) -> None:
     Regions of other kinds stay (autocast that is on, conditions); ``lower`` refuses them.
 
     Raises CaptureError AP212 for a write to a value that has a gradient where gradients are off, or
-    to what ``detach`` shows of it.
+    through ``detach()``.
     """
     if not any(is_region(node) or node.target is _DETACH for node in exported.graph.nodes):
         return

@@ -72,7 +72,7 @@ def test_a_script_computes_what_it_computes_alone(
 ) -> None:
     if script == "fabric":
         pytest.importorskip("lightning_fabric")
-    arguments = [str(tmp_path)] if script == "trainer" else []
+    arguments = [str(tmp_path)] if script in ("trainer", "fabric") else []
     expected = getattr(adopted_scripts, script)(lambda model, example, **_: model, *arguments)
     for results in run_processes(2, _adopted, script, plans, arguments):
         for plan, found in results.items():

@@ -16,7 +16,7 @@ from torch.compiler import is_exporting
 
 import autoparallel
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.runtime.first_step import _norm
+from autoparallel.runtime.first_step import FirstStep, _difference, _norm
 
 
 def _batch() -> tuple[Tensor]:
@@ -156,3 +156,12 @@ def test_pieces_that_overlap_count_once_in_a_norm() -> None:
         (((6, 6), (0, 4)), whole[6:]),
     ]
     assert _norm(pieces) == pytest.approx(float(whole.double().norm()))
+
+
+def test_a_loss_that_is_rounding_of_1_is_no_difference() -> None:
+    norms = {"weight": 1.0}
+    for precision, loss, other in (("bf16", -0.0031, -0.0027), ("fp32", 2e-7, -1e-7)):
+        alone, own = FirstStep(loss, norms, {}), FirstStep(other, norms, {})
+        assert _difference(alone, own, precision) is None
+        own = FirstStep(loss + 0.1, norms, {})
+        assert _difference(alone, own, precision) is not None

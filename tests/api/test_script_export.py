@@ -306,7 +306,6 @@ def runtime_losses(text: str, folder: str) -> list[float]:
     return [float(trainer.step(next(data)).loss) for _ in range(STEPS)]
 
 
-@pytest.mark.slow
 def test_a_script_goes_on_from_weights(tmp_path: Path) -> None:
     """Whole tensors that another script saved, as safetensors too."""
     out, _ = exported(tmp_path, "gpt-tied", "pp=2,microbatches=2,schedule=1f1b")

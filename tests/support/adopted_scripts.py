@@ -328,34 +328,38 @@ def classifier(adopt: Adopt) -> Figures:
 def trainer(
     adopt: Adopt, folder: str, alone: AbstractContextManager[None] | None = None
 ) -> Figures:
-    """``transformers.Trainer``: accumulation by tokens, clipping, warm-up, evaluation."""
-    from transformers import Trainer, TrainingArguments
+    """``transformers.Trainer``: accumulation by tokens, clipping, warm-up, evaluation, and once
+    more from the checkpoint after the first step, which then is read without this package."""
+    from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
     rows = _rows(40, 16, is_causal=True, seed=1)
     example = {**_stacked(rows[:8]), "num_items_in_batch": torch.tensor(100)}
     model = adopt(_llama(), example)
     with alone or nullcontext():
         arguments = TrainingArguments(
-            output_dir=folder, per_device_train_batch_size=8, per_device_eval_batch_size=5,
-            max_steps=2, gradient_accumulation_steps=2, learning_rate=1e-3, warmup_steps=2,
+            output_dir=autoparallel.own_folder(folder), max_steps=2,
+            per_device_train_batch_size=8, per_device_eval_batch_size=5,
+            gradient_accumulation_steps=2, learning_rate=1e-3, warmup_steps=2,
             weight_decay=0.1, logging_steps=1, eval_strategy="steps", eval_steps=1,
-            save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+            save_strategy="steps", save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
         )  # fmt: skip
         training = Trainer(
             model=model, args=arguments, train_dataset=rows[:32], eval_dataset=rows[32:]
         )
         training.train()
+        log = [*training.state.log_history]
+        training.train(resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-1")
+        log += training.state.log_history
     wanted = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    read = LlamaForCausalLM.from_pretrained(f"{arguments.output_dir}/checkpoint-2")
     return [
-        (name, float(entry[name]))
-        for entry in training.state.log_history
-        for name in wanted
-        if name in entry
+        *((name, float(entry[name])) for entry in log for name in wanted if name in entry),
+        *((name, float(value.double().norm())) for name, value in read.named_parameters()),
     ]
 
 
-def fabric(adopt: Adopt, alone: AbstractContextManager[None] | None = None) -> Figures:
-    """Lightning Fabric with its own clipping and a DataLoader."""
+def fabric(adopt: Adopt, folder: str, alone: AbstractContextManager[None] | None = None) -> Figures:
+    """Lightning Fabric with its own clipping and a DataLoader; it saves and goes back to that."""
     from lightning_fabric import Fabric
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -368,7 +372,13 @@ def fabric(adopt: Adopt, alone: AbstractContextManager[None] | None = None) -> F
         model, optimizer = runner.setup(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
         loader = runner.setup_dataloaders(DataLoader(TensorDataset(images, labels), 8))
         found: Figures = []
-        for x, y in loader:
+        saved = f"{autoparallel.own_folder(folder)}/saved.ckpt"
+        state = {"model": model, "optimizer": optimizer}
+        for number, (x, y) in enumerate([*loader, next(iter(loader))]):
+            if number == 2:
+                runner.save(saved, state)
+            if number == 3:
+                runner.load(saved, state)
             loss = F.cross_entropy(model(x), y)
             runner.backward(loss)
             runner.clip_gradients(model, optimizer, clip_val=0.1)

@@ -132,6 +132,7 @@ PRELUDES: dict[tuple[str, str], str] = {
         "model = transformers.LlamaForCausalLM(config)\n"
         "rows = torch.randint(64, (16, 8))\n"
         "data = [{'input_ids': row, 'labels': row} for row in rows]\n"
+        "resume = None\n"
         "batch = {'input_ids': rows[:8], 'labels': rows[:8],\n"
         "         'num_items_in_batch': torch.tensor(100)}\n"
     ),
