@@ -89,6 +89,7 @@ class Adopted:
         self.is_joining = False
         self.is_plain = False
         self._is_gathered = False
+        self._is_unsharded = False
         self.tell: Callable[..., None] = lambda *what: None
         self.timeout_seconds: float | None = None
 
@@ -107,6 +108,14 @@ class Adopted:
         """Tell whether the model is used as the plain one now."""
         is_own = self.is_joining or self.is_plain or self._is_gathered
         return is_own or torch.compiler.is_exporting()
+
+    @property
+    def leaves_own_hooks(self) -> bool:
+        """Tell whether a call of the model runs without the hooks that a script put on it.
+
+        They run around the program, which is therefore captured without them.
+        """
+        return self.computes_plainly and not (self._is_gathered or self._is_unsharded)
 
     def plans_for_loop(self) -> None:
         """Ask for a plan without a pipeline, unless stages are asked for.
@@ -428,13 +437,13 @@ class Adopted:
             if wanted:
                 moved = value.to(device) if device is not None else value
                 tensors[name] = moved.clone() if moved is value else moved
-        self.is_plain = True
+        self.is_plain = self._is_unsharded = True
         try:
             with self._whole.all_in_place(tensors):
                 yield
                 changed = self._changed_in_place()
         finally:
-            self.is_plain = False
+            self.is_plain = self._is_unsharded = False
         if changed:
             raise UsageError(
                 "AP926",

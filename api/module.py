@@ -28,6 +28,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.whole_states import are_whole
 from autoparallel.targets import LossFn
+from autoparallel.unchanged import WEIGHT_HOOKS
 
 if TYPE_CHECKING:
     from autoparallel.runtime.trainer import Trainer
@@ -163,6 +164,18 @@ class ParallelModule(nn.Module):
     def take_untrained(self) -> None:
         """Give what training leaves alone the values of the trainer's last load. Collective."""
         _adopted(self).take_untrained(self)
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; see ``Adopted.leaves_own_hooks``.
+
+        Hooks of torch that compute a weight before each forward are a part of the model.
+        """
+        if not _adopted(self).leaves_own_hooks:
+            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        for hook in self._forward_pre_hooks.values():
+            if isinstance(hook, WEIGHT_HOOKS):
+                hook(self, args)
+        return self.forward(*args, **kwargs)
 
     def _join_once(self) -> None:
         adopted = _adopted(self)

@@ -29,6 +29,7 @@ from autoparallel.runtime.training_step import TrainingStep
 from autoparallel.runtime.update import BuildScheduler, OnNan, UpdateOptions
 from autoparallel.step_log import MemoryMeter, StepLog, samples_or_tokens
 from autoparallel.targets import Batch, LossFn
+from autoparallel.unchanged import check_own_hooks
 
 
 class Step:
@@ -98,6 +99,7 @@ class Step:
         self._memory = MemoryMeter(torch.device("cpu"))
         self._log: StepLog | None = None
         if isinstance(model, ParallelModule):
+            check_own_hooks(model)
             trainer = model.join(
                 plan=plan, loss_fn=loss_fn, timeout_seconds=timeout_seconds, buckets=buckets
             )
@@ -129,6 +131,8 @@ class Step:
         """
         if self._callback is not None and self._log is None:
             self._log = self._begin_log(self._callback, batch)
+        if isinstance(self.model, ParallelModule):
+            check_own_hooks(self.model)
         inputs = self._inputs(batch)
         self._num_accumulated += 1
         if self._num_accumulated < self._steps.update.options.accumulate:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Precision
@@ -82,7 +84,7 @@ class Unchanged:
                     "AP936",
                     f"the data of {name} was assigned after the model was planned",
                     why="a shard's memory cannot be replaced, so the values are lost",
-                    fix="write to it: parameter.data.copy_(values)",
+                    fix=_write(name),
                 )
 
     def _check_places(self) -> None:
@@ -91,7 +93,9 @@ class Unchanged:
                 raise _changed(f"a module in {self._path(module)}", "of the one before")
         for module, attribute, master in self._held:
             if module._parameters.get(attribute) is not master:
-                raise _changed(f"{attribute} of {self._path(module)}", "of the one before")
+                path = self._path(module)
+                name = attribute if module is self._model else f"{path}.{attribute}"
+                raise _changed(f"{attribute} of {path}", "of the one before", _write(name))
 
     def _count_hooks(self) -> int:
         return sum(
@@ -103,6 +107,25 @@ class Unchanged:
     def _path(self, module: nn.Module) -> str:
         names = {other: name for name, other in self._model.named_modules()}
         return names.get(module) or "the model"
+
+
+WEIGHT_HOOKS = (SpectralNorm, WeightNorm)
+"""Hooks of torch that compute a weight before each forward: a part of the model."""
+
+
+def check_own_hooks(model: nn.Module) -> None:
+    """Raise UsageError AP923 for hooks on the model itself, which ``Step`` would not run."""
+    hooks = (
+        *model._forward_hooks.values(), *model._forward_pre_hooks.values(),
+        *model._backward_hooks.values(), *model._backward_pre_hooks.values(),
+    )  # fmt: skip
+    if any(not isinstance(hook, WEIGHT_HOOKS) for hook in hooks):
+        raise UsageError(
+            "AP923",
+            "the model has a hook, and Step does not call the model",
+            why="hooks run around a call; Step runs the plan's program on micro-batches",
+            fix="train in a loop that calls the model, or do in the forward what the hook does",
+        )
 
 
 def check_backward_hooks(model: nn.Module) -> None:
@@ -139,11 +162,19 @@ def _storage(parameter: nn.Parameter) -> int:
     return identity
 
 
-def _changed(what: str, planned: str) -> UsageError:
+def _write(name: str) -> str:
+    return f"write whole values: model.load_state_dict({{{name!r}: values}}, strict=False)"
+
+
+def _changed(
+    what: str,
+    planned: str,
+    fix: str = "change it before parallelize, or store the changing value in a buffer and write to "
+    "that",
+) -> UsageError:
     return UsageError(
         "AP936",
         f"{what} was changed after the model was planned",
         why=f"the plan's program is that {planned}, so the change would have no effect in training",
-        fix="change it before parallelize, or store the changing value in a buffer and write to "
-        "that",
+        fix=fix,
     )

@@ -39,8 +39,8 @@ def whole_states() -> Iterator[None]:
         put(self, _parts(self, state_dict))
 
     if not _depth:
-        Optimizer.state_dict = state_dict  # type: ignore[method-assign, assignment]
-        Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign, assignment]
+        Optimizer.state_dict = state_dict  # type: ignore[method-assign]
+        Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
     _depth += 1
     try:
         yield

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import decompose, get_proxy_mode, get_proxy_slot
@@ -27,6 +28,13 @@ _BACKWARDS = (torch.autograd.backward, Tensor.backward)
 
 class InnerGradientError(Exception):
     """A forward takes a gradient, and is not captured in ``inner_gradients``."""
+
+
+def _is_differentiating() -> bool:
+    """Return whether an op runs inside of a derivative of ``torch.func``."""
+    interpreter = functorch.peek_interpreter_stack()
+    kinds = functorch.TransformType
+    return interpreter is not None and interpreter.key() in (kinds.Grad, kinds.Jvp)
 
 
 class _Watched(TorchFunctionMode):
@@ -51,9 +59,7 @@ class _Watched(TorchFunctionMode):
                 why="the gradients of parameters are the training step's, and their place is taken",
                 fix="use torch.autograd.grad(..., create_graph=True), which returns the gradient",
             )
-        if func is not torch.autograd.grad:
-            return func(*args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if _is_differentiating():
             raise CaptureError(
                 "AP215",
                 "the forward takes a gradient by torch.func",
@@ -61,6 +67,8 @@ class _Watched(TorchFunctionMode):
                 fix="torch.autograd.grad(outputs.sum(), inputs, create_graph=True) gives the "
                 "gradients of all samples at once",
             )
+        if func is not torch.autograd.grad:
+            return func(*args, **kwargs)
         if not self._is_ready:
             raise InnerGradientError
         found = func(*args, **kwargs)

@@ -105,9 +105,30 @@ class Restriction:
 
 
 def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> tuple[Way, ...]:
-    """Every way an op can run on the mesh."""
+    """Every way an op can run on the mesh.
+
+    Axes may divide an op each alone and not together: samples by 2 and the positions of what is
+    left by 2, of 6 samples whose positions are flattened. Then the axes of positions may do
+    without, and else all.
+    """
+    every_axis = range(len(prices.mesh.shape))
+    for free in ((), restriction.split_positions, every_axis):
+        found = _ways(node, graph, prices, restriction, free)
+        if found:
+            break
+    return _as_pinned(node, found, prices, restriction)
+
+
+def _ways(
+    node: Node, graph: Graph, prices: Prices, restriction: Restriction, free: Sequence[int]
+) -> tuple[Way, ...]:
+    """The ways of an op where the axes ``free`` are not restricted."""
     specs, sizes = input_specs(node, graph), prices.mesh.shape
-    per_axis = [_numbered(node, graph, axis, prices, restriction) for axis in range(len(sizes))]
+    loose = Restriction(features=restriction.features)
+    per_axis = [
+        _numbered(node, graph, axis, prices, loose if axis in free else restriction)
+        for axis in range(len(sizes))
+    ]
     found: dict[tuple[object, ...], Way] = {}
     for chosen in product(*per_axis):
         strategies = tuple(strategy for _, strategy in chosen)
@@ -122,7 +143,7 @@ def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> 
         key = (layout.inputs, layout.outputs, balanced_axes(layout))
         if key not in found or num_inner < found[key].num_inner:
             found[key] = Way(layout, tuple(number for number, _ in chosen), num_inner)
-    return _as_pinned(node, tuple(found.values()), prices, restriction)
+    return tuple(found.values())
 
 
 def _numbered(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import autoparallel
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.planner.plan import Plan
@@ -37,3 +40,24 @@ def test_what_divides_is_split_and_the_rest_is_named() -> None:
 @pytest.mark.parametrize("n_head", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_nothing_is_named_where_everything_divides(n_head: int) -> None:
     assert planned(n_head=n_head, vocab=256, seq=16, d_model=64).unsharded_ops == ()
+
+
+class Flattened(nn.Module):
+    """Its labels are flattened, and 6 rows cannot be split by 2 twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.layer(self.table(tokens)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_axes_that_divide_an_op_each_alone_and_not_together_leave_it_whole_on_one() -> None:
+    rows = torch.zeros(6, 8, dtype=torch.int64)
+    plan = autoparallel.plan(
+        Flattened(), (rows, rows), cluster="cpu:4", parallel="cp=2,dp=2", profile="analytic"
+    )
+    assert plan.stages[0].mesh.shape == (2, 2)
