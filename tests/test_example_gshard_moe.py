@@ -10,6 +10,7 @@ import pytest
 import torch
 from capture_models import example
 from kept_captures import capture_once
+from marks import slow
 from processes import run_processes
 
 from autoparallel.cost_model.resolve import parse_cluster
@@ -98,7 +99,7 @@ def verified(text: str) -> tuple[bool, Any]:
     return found.passed, found.failures[:5]
 
 
-@pytest.mark.parametrize("parallel", ["dp=2,tp=2", "ep=2"])
+@pytest.mark.parametrize("parallel", [slow("dp=2,tp=2"), "ep=2"])
 def test_a_plan_equals_one_device(parallel: str) -> None:
     plan = planned(parallel)
     ranks = sum(len(stage.devices) for stage in plan.stages)

@@ -101,7 +101,9 @@ def by_name(model: Recaptured, name: str) -> dict[str, Alternative]:
         pytest.param(
             "zero", "ZeRO 0", "dp=4,zero=0,microbatches=2,recompute=none", marks=pytest.mark.slow
         ),
-        ("zero", "ZeRO 3", "dp=4,zero=3,microbatches=2,recompute=none"),
+        pytest.param(
+            "zero", "ZeRO 3", "dp=4,zero=3,microbatches=2,recompute=none", marks=pytest.mark.slow
+        ),
         ("recompute", "full", "dp=4,zero=1,microbatches=2,recompute=full"),
         pytest.param(
             "microbatches",

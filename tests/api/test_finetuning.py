@@ -11,6 +11,7 @@ import transformers
 from commands import run_python, run_torchrun
 from finetuned_models import save_gpt2, save_llama, save_tokenizer, words
 from forced_plans import settled
+from marks import slow
 from torch import Tensor, nn
 
 from autoparallel.lora import add_lora, parse_lora
@@ -131,7 +132,7 @@ def test_the_exported_folder_has_the_tokenizer(place: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("model", "parallel"),
-    [("llama", "tp=2"), pytest.param("gpt2", "dp=2,zero=2", marks=pytest.mark.slow)],
+    [slow("llama", "tp=2"), slow("gpt2", "dp=2,zero=2")],
 )
 def test_a_lora_fine_tune_equals_one_process_and_exports_merged(
     place: Path, tmp_path: Path, model: str, parallel: str

@@ -130,7 +130,7 @@ def _all(plan: str, kind: type[nn.Module], names: tuple[str, ...]) -> dict[str, 
     ("plan", "kind", "names"),
     [
         ("dp=2", Net, ("none", *FAULTS)),
-        ("tp=2", Heads, ("none", "a region without gradients", "a number of the script")),
+        slow("tp=2", Heads, ("none", "a region without gradients", "a number of the script")),
         slow("dp=2,zero=3", Net, ("none", "a region without gradients", "a running statistic")),
     ],
 )

@@ -69,6 +69,7 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_tells_metrics_and_callbacks_and_resumes_its_schedule_under_another_plan(
     tmp_path: Path,
 ) -> None:

@@ -296,7 +296,7 @@ def _run_all(plan: str, cases: tuple[Callable[[Adopt], Figures], ...]) -> dict[s
     [
         pytest.param("dp=2,zero=0", marks=pytest.mark.slow),
         "tp=2",
-        "dp=2,zero=3",
+        pytest.param("dp=2,zero=3", marks=pytest.mark.slow),
         "dp=2,microbatches=2",
     ],
 )

@@ -176,7 +176,7 @@ def check_script(folder: Path, model: str, parallel: str, **options: Any) -> str
     "parallel",
     [
         pytest.param("tp=2", marks=pytest.mark.slow),
-        "dp=2,zero=3,microbatches=2,recompute=full",
+        pytest.param("dp=2,zero=3,microbatches=2,recompute=full", marks=pytest.mark.slow),
         "pp=2,microbatches=4,schedule=1f1b",
     ],
 )

@@ -92,6 +92,7 @@ def write_model(folder: Path, load: str) -> None:
     torch.save(model.state_dict(), folder / "weights.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", ["copied", pytest.param("assigned", marks=pytest.mark.slow)])
 def test_a_model_that_loads_its_weights_is_trained_from_them(load: str, tmp_path: Path) -> None:
     """Verification compares with the plain build, so it proves the starting values too."""

@@ -46,6 +46,7 @@ def links_of_all_kinds() -> list[tuple[str, list[tuple[int, float, int]]]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_kind_is_measured_in_every_partition_and_all_ranks_know_the_same() -> None:
     answers = run_processes(4, links_of_all_kinds)
     assert all(answer == answers[0] for answer in answers)

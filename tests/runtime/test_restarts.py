@@ -157,6 +157,7 @@ def dies_in_its_second_save(worker: Worker, **arguments: Any) -> Any:
     return train(worker, **arguments)
 
 
+@pytest.mark.slow
 def test_a_rank_lost_while_a_checkpoint_is_written_is_no_full_disk(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

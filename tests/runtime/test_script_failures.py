@@ -41,6 +41,7 @@ def test_of_a_stopped_rank_every_other_one_says_what_it_waited_for(tmp_path):
     assert "2RECV_F2: stage 2 waits in micro-batch 2 for 1SEND_F2 of rank 1" in found[2]
 
 
+@pytest.mark.slow
 def test_of_a_rank_that_stays_in_the_script_all_say_so_itself_included(tmp_path):
     found = messages(run_until_failure(tmp_path / "pids", 1, "between steps", "sleep"))
     assert sorted(found) == [0, 1, 2, 3]

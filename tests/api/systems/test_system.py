@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from exported_plans import BATCH, CASES, NUM_DEVICES, SYSTEMS, case, plans, written
+from marks import slow
 
 from autoparallel.__main__ import run_command
 from autoparallel.cost_model.resolve import resolve_cluster
@@ -115,7 +116,7 @@ def test_a_plan_whose_model_is_there_is_priced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("system", "file", "text"),
     [
-        ("megatron", "args.txt", "--recompute-modules=layernorm"),
+        slow("megatron", "args.txt", "--recompute-modules=layernorm"),
         ("torchtitan", "train.toml", 'selective_ac_option = "op"'),
     ],
 )

@@ -69,16 +69,8 @@ def priced_and_kept(name: str, parallel: str, devices: int) -> list[tuple[float,
     return found
 
 
-QUICK = {("none", "bart")}
-
-
-@pytest.mark.parametrize(
-    ("mode", "name"),
-    [
-        case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
-        for case in product(MODES, (*FAST, *ZOO))
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "name"), [*product(MODES, (*FAST, *ZOO))])
 def test_a_stage_keeps_what_is_priced(name: str, mode: str) -> None:
     if (name, mode) == ("resnet", "none"):
         pytest.xfail("a block's output is kept by its last op and by the next block's first")
