@@ -113,7 +113,7 @@ class Adopted:
     def leaves_own_hooks(self) -> bool:
         """Tell whether a call of the model runs without the hooks that a script put on it.
 
-        They run around the program, which is therefore captured without them.
+        They, and a ``__call__`` of its class, run around the program, captured without them.
         """
         return self.computes_plainly and not (self._is_gathered or self._is_unsharded)
 

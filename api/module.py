@@ -165,13 +165,13 @@ class ParallelModule(nn.Module):
         """Give what training leaves alone the values of the trainer's last load. Collective."""
         _adopted(self).take_untrained(self)
 
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; see ``Adopted.leaves_own_hooks``.
 
         Hooks of torch that compute a weight before each forward are a part of the model.
         """
         if not _adopted(self).leaves_own_hooks:
-            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return super().__call__(*args, **kwargs)
         for hook in self._forward_pre_hooks.values():
             if isinstance(hook, WEIGHT_HOOKS):
                 hook(self, args)

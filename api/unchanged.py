@@ -114,17 +114,23 @@ WEIGHT_HOOKS = (SpectralNorm, WeightNorm)
 
 
 def check_own_hooks(model: nn.Module) -> None:
-    """Raise UsageError AP923 for hooks on the model itself, which ``Step`` would not run."""
+    """Raise UsageError AP923 for what runs around a call of the model, as ``Step`` makes none.
+
+    These are hooks on the model itself and a ``__call__`` of its class.
+    """
     hooks = (
         *model._forward_hooks.values(), *model._forward_pre_hooks.values(),
         *model._backward_hooks.values(), *model._backward_pre_hooks.values(),
     )  # fmt: skip
-    if any(not isinstance(hook, WEIGHT_HOOKS) for hook in hooks):
+    own = [each for each in type(model).__mro__[2:] if "__call__" in vars(each)]
+    is_hooked = any(not isinstance(hook, WEIGHT_HOOKS) for hook in hooks)
+    if is_hooked or own[0] is not nn.Module:
+        found = "a hook" if is_hooked else "a __call__ of its own"
         raise UsageError(
             "AP923",
-            "the model has a hook, and Step does not call the model",
-            why="hooks run around a call; Step runs the plan's program on micro-batches",
-            fix="train in a loop that calls the model, or do in the forward what the hook does",
+            f"the model has {found}, and Step does not call the model",
+            why="it runs around a call; Step runs the plan's program on micro-batches",
+            fix="train in a loop that calls the model, or do in the forward what it does",
         )
 
 

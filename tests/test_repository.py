@@ -234,7 +234,7 @@ def test_the_links_of_documents_lead_to_files_and_headings() -> None:
 
 
 def test_the_ci_runs_the_readmes_test_command() -> None:
-    command = "pip install -c constraints.txt -e '.[dev]' && pytest -n 3"
+    command = "pip install -c constraints.txt -e '.[dev]' && pytest -n 4"
     assert f"\n{command}\n" in (ROOT / "README.md").read_text()
     assert command.replace(".[dev]", r"\.\[dev\]") in (ROOT / ".ci/run").read_text()
 
@@ -352,12 +352,12 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("runtime: flat files", 92, FORMS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 29883, FORMS),
+    ("api: lines", 29889, FORMS),
     ("api: files", 181, FORMS),
     ("api: flat files", 90, FORMS),
     ("api: imports inside functions", 276, FORMS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 101946, FORMS),
+    ("all packages: lines", 101952, FORMS),
     ("all packages: files", 578, FORMS),
     ("all packages: flat files", 255, FORMS),
     ("all packages: imports inside functions", 277, FORMS),
@@ -369,12 +369,12 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("functions over 60 lines", 9),
     ("functions over 8 parameters", 22),
     ("function docstrings that begin with a clause", 862),
-    ('function docstrings with "what"', 755),
+    ('function docstrings with "what"', 756, FORMS),
     ("exceptions from formatting (fmt: skip, fmt: off)", 815, FORMS),
     ("words of docs/ without docs/adr/", 50360, FORMS),
     ("words of CHANGELOG.md", 5473, FORMS),
     ("words of README.md", 1384, FORMS),
-    ("tests: lines", 58406, FORMS),
+    ("tests: lines", 58420, FORMS),
     ("tests: files", 396, FORMS),
     ("tests: flat files", 20),
 )

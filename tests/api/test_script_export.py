@@ -19,6 +19,7 @@ import torch
 from commands import run_torchrun
 from forced_plans import settled
 from handmade import flat_plan
+from marks import slow
 from processes import run_processes
 from safetensors.torch import load_file
 from small_gpt import save_gpt
@@ -175,8 +176,8 @@ def check_script(folder: Path, model: str, parallel: str, **options: Any) -> str
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param("tp=2", marks=pytest.mark.slow),
-        pytest.param("dp=2,zero=3,microbatches=2,recompute=full", marks=pytest.mark.slow),
+        slow("tp=2"),
+        slow("dp=2,zero=3,microbatches=2,recompute=full"),
         "pp=2,microbatches=4,schedule=1f1b",
     ],
 )
@@ -239,7 +240,7 @@ def test_a_script_of_any_model_equals_one_device(tmp_path: Path, model: str, par
     check_script(tmp_path, model, parallel)
 
 
-@pytest.mark.parametrize("parallel", ["tp=2", pytest.param("dp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", ["tp=2", slow("dp=2")])
 def test_batches_are_accumulated_and_gradients_clipped_as_on_one_device(
     tmp_path: Path, parallel: str
 ) -> None:
@@ -378,7 +379,7 @@ def build_scheduler(optimizer):
 
 @pytest.mark.parametrize(
     "scheduler",
-    ["StepLR(optimizer, 1, 0.5)", "ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)"],
+    [slow("StepLR(optimizer, 1, 0.5)"), "ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)"],
 )
 def test_a_script_steps_the_targets_scheduler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str
@@ -429,7 +430,7 @@ def test_a_script_refuses_batches_that_are_not_one_global_batch(
     assert error in done.stderr
 
 
-@pytest.mark.parametrize("name", ["constants.py", "own model.py", "train.py"])
+@pytest.mark.parametrize("name", [slow("constants.py"), "own model.py", slow("train.py")])
 def test_a_model_file_of_any_name_is_imported_with_what_it_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

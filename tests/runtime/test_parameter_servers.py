@@ -109,7 +109,7 @@ def verified(cases: tuple[tuple[Case, str], ...]) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("case", [slow(CASES[0]), CASES[1], CASES[2], slow(CASES[3])])
+@pytest.mark.parametrize("case", [slow(CASES[0]), CASES[1], slow(CASES[2]), slow(CASES[3])])
 def test_bsp_trains_as_one_device_does(case: Case) -> None:
     run_processes(4, verified, ((case, plan_text(case)),), timeout_seconds=60)
 
@@ -157,7 +157,7 @@ def doom(trainer: ServerTrainer) -> None:
 
 
 DEATHS = (
-    (ServerPlan((0, 1, 2), (2, 3), (1, 1, 1)), 1),  # a worker
+    slow(ServerPlan((0, 1, 2), (2, 3), (1, 1, 1)), 1),  # a worker
     (ServerPlan((0, 1), (2, 3), (2, 1)), 2),  # a server
     slow(ServerPlan((0, 1, 2, 3), (0, 1, 2, 3), (1, 1, 1, 1)), 3),  # both in one
 )
