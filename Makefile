@@ -21,14 +21,14 @@ types:
 	MYPYPATH=$(TYPES) mypy -p autoparallel
 
 test:
-	$(PYTHON) -m pytest -n 4
+	$(PYTHON) -m pytest -n 3
 
 # The processor seconds of each test into build/durations.txt, and of each file into
 # tests/durations.txt, by which a session begins with the longest; for a session with slow tests
 # into tests/durations_of_all.txt what the last `make everything` measured, if it ran here.
 durations:
 	mkdir -p build
-	$(PYTHON) -m pytest -n 4 --processor-seconds=build/durations.txt
+	$(PYTHON) -m pytest -n 3 --processor-seconds=build/durations.txt
 	$(PYTHON) tests/support/durations.py build/durations.txt
 	[ ! -e $(EVERYTHING) ] || \
 	    $(PYTHON) tests/support/durations.py $(EVERYTHING) tests/durations_of_all.txt
@@ -42,15 +42,15 @@ structure:
 	$(PYTHON) tests/support/structure.py
 
 slow:
-	$(PYTHON) -m pytest -n 4 -m slow
+	$(PYTHON) -m pytest -n 3 -m slow
 
 # All tests, slow ones too; and all with the random suites at 500 cases each.
 everything:
 	mkdir -p build
-	$(PYTHON) -m pytest -n 4 -m "slow or not slow" --processor-seconds=$(EVERYTHING)
+	$(PYTHON) -m pytest -n 3 -m "slow or not slow" --processor-seconds=$(EVERYTHING)
 
 nightly:
-	$(PYTHON) -m pytest -n 4 -m "slow or not slow" --hypothesis-profile=nightly
+	$(PYTHON) -m pytest -n 3 -m "slow or not slow" --hypothesis-profile=nightly
 
 # The rules of NCCL and CUDA, without a GPU: every schedule on models of every shape, and the
 # runtime's own tests, on a process group that promises no more than these do.

@@ -114,9 +114,9 @@ WEIGHT_HOOKS = (SpectralNorm, WeightNorm)
 
 
 def check_own_hooks(model: nn.Module) -> None:
-    """Raise UsageError AP923 for what runs around a call of the model, as ``Step`` makes none.
+    """Raise UsageError AP923 for a hook on the model itself, or a ``__call__`` of its class.
 
-    These are hooks on the model itself and a ``__call__`` of its class.
+    Both run around a call of the model, and ``Step`` makes none.
     """
     hooks = (
         *model._forward_hooks.values(), *model._forward_pre_hooks.values(),

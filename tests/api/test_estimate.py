@@ -73,6 +73,7 @@ def test_days_and_dollars_follow_from_the_rate_and_the_price(found) -> None:
     assert full.dollars == pytest.approx(seconds / 3600 * 2 * 1.5)
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(model_file: Path) -> None:
     def figures(processes: int) -> list[tuple[str, int | None, float]]:
         both = autoparallel.estimate(

@@ -252,6 +252,7 @@ def test_a_slower_link_costs_a_plan_what_planning_for_it_says(
     assert again.prediction.step_seconds <= found.same.prediction.step_seconds * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_a_change_that_nothing_fits_names_no_plan_as_the_answer(
     models: dict[str, Recaptured],
 ) -> None:

@@ -85,6 +85,7 @@ def test_prices_are_never_invented_and_come_from_the_cluster_file_too() -> None:
     assert planned(Goal()).goal is None
 
 
+@pytest.mark.slow
 def test_the_fewest_devices_that_meet_a_deadline_are_found() -> None:
     """A deadline between the steps of two and of three devices takes three."""
     parts = sub_clusters(toys())

@@ -173,14 +173,10 @@ def check_script(folder: Path, model: str, parallel: str, **options: Any) -> str
     return text.replace(str(folder), "")
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        slow("tp=2"),
-        slow("dp=2,zero=3,microbatches=2,recompute=full"),
-        "pp=2,microbatches=4,schedule=1f1b",
-    ],
-)
+TWO = [*map(slow, ("tp=2", "dp=2,zero=3,microbatches=2,recompute=full"))]
+
+
+@pytest.mark.parametrize("parallel", [*TWO, "pp=2,microbatches=4,schedule=1f1b"])
 def test_a_script_on_two_ranks_equals_one_device(tmp_path: Path, parallel: str) -> None:
     text = check_script(tmp_path, "gpt-short", parallel)
     assert max(map(len, text.splitlines())) <= 100

@@ -131,6 +131,7 @@ def test_the_best_mesh_with_cp_is_among_those_proposed(rows: int) -> None:
     assert free == pytest.approx(best_of(program, HOSTS, request, "cp"), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_three_axes_beat_the_best_plan_of_two() -> None:
     """Two rows of two heads on four hosts of two devices.
 

@@ -114,6 +114,7 @@ def test_two_ways_fill_the_pipeline_faster_than_one() -> None:
     check_priced(deep(), own)
 
 
+@pytest.mark.slow
 def test_slices_fill_the_pipeline_faster_than_whole_sequences() -> None:
     own, plain = found(causal(), "1f1b", "terapipe", request=FEW), found(causal(), "1f1b",
                                                                         request=FEW)  # fmt: skip

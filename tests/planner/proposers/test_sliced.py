@@ -41,6 +41,7 @@ def splits_positions(found: Plan) -> bool:
     return any(place.is_shard and place.dim == 1 for layout in outputs for place in layout[1:])
 
 
+@pytest.mark.slow
 def test_slices_are_looked_at_that_layouts_of_positions_divide() -> None:
     assert planned(DEGREES).prediction.step_seconds > 0
     found = planned(f"{DEGREES},schedule=terapipe")

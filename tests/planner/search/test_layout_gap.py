@@ -25,6 +25,7 @@ def program() -> Program:
     return capture(model, example_batch(2, 512), dtype="bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "limit", "forced"),
     [

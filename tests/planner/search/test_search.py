@@ -222,6 +222,7 @@ def test_the_observer_hears_of_progress() -> None:
     assert heard[-1][1] == heard[-1][2]
 
 
+@pytest.mark.slow
 def test_planning_is_repeatable() -> None:
     def found() -> Plan:
         graph, blocks = mlp(2, rows=4)
