@@ -148,6 +148,7 @@ def check_named(
     assert f"rank {SLOW} is slow: it waits for others " in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_its_data_is_named(tmp_path, monkeypatch, capfd):
     check_named(tmp_path, monkeypatch, capfd, "dp=2,zero=0", "data", num_ranks=2)
 

@@ -22,7 +22,7 @@ def test_the_plan_of_a_configuration_is_nearest_to_it(name: str) -> None:
     assert configuration_of(case(name)) == configured(**choices)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_degrees_and_batches_multiply(name: str) -> None:
     own = configuration_of(case(name))
     assert own.num_devices == NUM_DEVICES
