@@ -110,7 +110,7 @@ class Unchanged:
 
 
 WEIGHT_HOOKS = (SpectralNorm, WeightNorm)
-"""Hooks of torch that compute a weight before each forward: a part of the model."""
+"""Classes of torch's hooks that compute a weight before each forward. They belong to the model."""
 
 
 def check_own_hooks(model: nn.Module) -> None:

@@ -38,17 +38,15 @@ def whole_states() -> Iterator[None]:
     def load_state_dict(self: Optimizer, state_dict: Mapping[str, Any]) -> None:
         put(self, _parts(self, state_dict))
 
-    if not _depth:
-        Optimizer.state_dict = state_dict  # type: ignore[method-assign]
-        Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+    Optimizer.state_dict = state_dict  # type: ignore[method-assign]
+    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
     _depth += 1
     try:
         yield
     finally:
         _depth -= 1
-        if not _depth:
-            Optimizer.state_dict = get  # type: ignore[method-assign]
-            Optimizer.load_state_dict = put  # type: ignore[method-assign]
+        Optimizer.state_dict = get  # type: ignore[method-assign]
+        Optimizer.load_state_dict = put  # type: ignore[method-assign]
 
 
 def _parts(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:

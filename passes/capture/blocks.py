@@ -255,10 +255,10 @@ def _named(graph: Graph, parts: list[_Part]) -> tuple[Block, ...]:
 def _memory(
     graph: Graph, nodes: Sequence[Node], owners: Mapping[Key, Key]
 ) -> tuple[bool | tuple[int, int], ...]:
-    """List which ops of a run copy their inputs or return views: strides from outside decide.
+    """List all that values from outside decide about the memory of a run of nodes.
 
-    And of each value from outside, whose memory it lies in, by order of first use, and the
-    elements of this memory: a block that keeps the value keeps all of it.
+    For each value from outside: the number of the tensor whose memory holds it, and the elements of
+    that tensor, which are all kept with the value. For each op: whether it copies or returns views.
     """
     inside, outside = {node.name for node in nodes}, dict[Key, tuple[int, int]]()
     for node in nodes:

@@ -105,11 +105,11 @@ class Restriction:
 
 
 def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> tuple[Way, ...]:
-    """Every way an op can run on the mesh.
+    """Return every way in which an op can run on the mesh.
 
-    Axes may divide an op each alone and not together: samples by 2 and the positions of what is
-    left by 2, of 6 samples whose positions are flattened. Then the axes of positions may do
-    without, and else all.
+    Two axes may each divide an op alone but not both together: of 6 flattened samples, one axis
+    splits off 3, which the other cannot split by 2. Then the restriction does not hold on the
+    axes of positions; if that is not enough, on no axis.
     """
     every_axis = range(len(prices.mesh.shape))
     for free in ((), restriction.split_positions, every_axis):
@@ -122,7 +122,7 @@ def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> 
 def _ways(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction, free: Sequence[int]
 ) -> tuple[Way, ...]:
-    """The ways of an op where the axes ``free`` are not restricted."""
+    """Return the ways of an op; the restriction does not hold on the axes ``free``."""
     specs, sizes = input_specs(node, graph), prices.mesh.shape
     loose = Restriction(features=restriction.features)
     per_axis = [

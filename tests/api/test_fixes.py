@@ -1,4 +1,4 @@
-"""The fix of every error that a script meets: what raises it, and the same with its fix.
+"""Errors that a script meets: each is raised, and then its fix is run.
 
 The cases of what a forward does are in ``tests/support/fixes_in_forwards.py``.
 """

@@ -359,7 +359,7 @@ def trainer(
 
 
 def fabric(adopt: Adopt, folder: str, alone: AbstractContextManager[None] | None = None) -> Figures:
-    """Lightning Fabric with its own clipping and a DataLoader; it saves and goes back to that."""
+    """Lightning Fabric with its own clipping and a DataLoader; it saves, trains on, and loads."""
     from lightning_fabric import Fabric
     from torch.utils.data import DataLoader, TensorDataset
 

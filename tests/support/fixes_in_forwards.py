@@ -99,7 +99,7 @@ class AP208(Of):
 
 
 class Result:
-    """An object that nothing says how to rebuild."""
+    """An output of a class that pytree cannot take apart and build again."""
 
     def __init__(self, loss: Tensor) -> None:
         self.loss = loss
