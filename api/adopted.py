@@ -41,7 +41,7 @@ from autoparallel.runtime.share_batch import ShareBatch
 from autoparallel.runtime.shared import share_in_place
 from autoparallel.runtime.training_call import TrainingCall
 from autoparallel.runtime.whole_weights import WholeWeights
-from autoparallel.stale_optimizer import is_retired, retire
+from autoparallel.stale_tensors import is_retired, retire
 from autoparallel.targets import Target
 from autoparallel.unchanged import Unchanged, check_autocast, check_backward_hooks
 from autoparallel.whole_module import WholeModule
@@ -216,7 +216,7 @@ class Adopted:
             for module, attribute in slots:
                 old = getattr(module, attribute)
                 setattr(module, attribute, value)
-                is_replaced = isinstance(old, nn.Parameter) and old is not value
+                is_replaced = isinstance(old, Tensor) and old is not value
                 if is_replaced and not is_retired(old):  # a tied one is seen under each name
                     if isinstance(value, nn.Parameter):
                         _take_over(value, old)

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +22,9 @@ from autoparallel.at_start import in_modes_of_training
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.programs.outputs import OutputForm, output_tensors
 from autoparallel.runtime.batches import marked
-from autoparallel.runtime.first_step import check_first_step, is_quick, why_not_compared
+from autoparallel.runtime.first_step import check_first_step, is_quick
 from autoparallel.runtime.parameters import COMPUTE_DTYPES
+from autoparallel.runtime.shared import share_value
 
 if TYPE_CHECKING:
     from autoparallel.following import Following
@@ -48,11 +49,11 @@ def compare_first_step(
 
     ``run`` runs a step by the plan and returns the loss; in the context of ``as_plain`` a call of
     the model is its own forward. ``done`` is called after a comparison. Where nothing was
-    ``asked``, a step is compared that one device takes in 10 s.
+    ``asked``, a step is compared that one device takes in 10 s. Collective over all ranks.
     """
     if asked is None and VARIABLE in os.environ:
         asked = os.environ[VARIABLE] == "1"
-    if asked is False or (asked is None and not is_quick(trainer.plan)):
+    if asked is False or (asked is None and not share_value(is_quick(trainer.plan))):
         return
     form = trainer.program.outputs if trainer.program.returned else None
 
@@ -71,14 +72,20 @@ def compare_first_step(
 
     def check(given: Mapping[str, Tensor]) -> None:
         inputs = marked({name: value.detach() for name, value in given.items()}, given)
-        why = why_not_compared(trainer, inputs)
-        if not why:
-            step = trainer.runner.backward if run is None else run
+        is_asynchronous = trainer.schedule.is_asynchronous
+        whole = None if is_asynchronous else trainer.runner.batches.whole(inputs)
+        if is_asynchronous:
+            why = "an asynchronous schedule updates weights within a step"
+        elif whole is None:
+            why = "the batch has fewer rows than planned"
+        else:
+            # Outputs of a share belong to the loss of its rows alone.
+            step = partial(trainer.runner.backward, inputs) if run is None else partial(run, whole)
             with in_modes_of_training(), following.undone():
                 why = check_first_step(
                     trainer,
-                    inputs,
-                    lambda: step(inputs),
+                    whole,
+                    step,
                     following.once(plain),
                     lambda: dict(alone().named_buffers()),
                 )

@@ -35,6 +35,7 @@ from autoparallel.planner.errors import AutoparallelError, CaptureError, UsageEr
 from autoparallel.planner.parameter_servers import check_not_served
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planner.requests.request import Forced
 from autoparallel.planning import (
     PlanOptions,
     capture_rows,
@@ -106,6 +107,7 @@ def join_training(
         program = _captured(model, target, options)
     program = replace(program, recapture=again)
     if program.returned:
+        _check_is_whole(options.forced if plan is None else plan)
         forced = replace(options.forced, num_microbatches=1, pp=1)
         options = replace(options, forced=forced)
     if plan is None:
@@ -114,13 +116,6 @@ def join_training(
     if not job.allow_idle:
         check_none_idle(plan)
     _check_length(plan, captured_seq(program))
-    if program.returned and plan.num_microbatches > 1:
-        raise UsageError(
-            "AP932",
-            f"the plan has {plan.num_microbatches} micro-batches, but the model returns no loss",
-            why="the script computes the loss from the outputs of the whole batch",
-            fix="pass loss_fn to parallelize, or plan with microbatches=1",
-        )
     plan = as_asked(plan, options.compiled, rank=rank)
     tell_difference(plan, rank)
     say_if_rows_are_apart(program, plan, rank)
@@ -289,6 +284,21 @@ def _planned_again(
         return _planned(program, target, plan.cluster, asked, device)
     except AutoparallelError:
         return None
+
+
+def _check_is_whole(wanted: Plan | Forced) -> None:
+    """Raise UsageError AP932 unless a whole batch passes a whole model at a time."""
+    stages = len(wanted.stages) if isinstance(wanted, Plan) else wanted.pp or 1
+    count = wanted.num_microbatches or 1
+    if max(count, stages) > 1:
+        what = f"{count} micro-batches" if count > 1 else f"{stages} pipeline stages"
+        raise UsageError(
+            "AP932",
+            f"the plan has {what}, but the model returns no loss",
+            why="the script computes the loss from the outputs of the whole batch",
+            fix="pass loss_fn to parallelize and train with Step, or plan with microbatches=1 "
+            "and pp=1",
+        )
 
 
 def _check_length(plan: Plan, seq: int | None) -> None:

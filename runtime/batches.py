@@ -25,7 +25,8 @@ from ..planner.plan import Plan
 from .arriving import Progress
 from .batch_check import ALL_ROWS, GLOBAL, NOTHING, SHARE, BatchCheck, Given
 from .data import check_batch
-from .share_batch import ShareBatch
+from .share_batch import ShareBatch, whole_batch
+from .shared import gather_values
 from .smaller import SmallerBatch, smaller_batch
 
 
@@ -103,6 +104,7 @@ class StepBatches:
         """``program`` is at the plan's micro-batch size; ``progress`` is told of waits for other
         ranks."""
         self._program, self._plan, self._rank = program, plan, rank
+        self._device = device
         counts = plan.num_microbatches > 1 or bool(plan.slices)
         rows = rows_of_stages(program.graph, program.blocks, plan, counts=counts)
         self._batches = {plan.model.global_batch: SmallerBatch(plan, rows)}
@@ -110,6 +112,7 @@ class StepBatches:
         self._specs: dict[int, dict[str, TensorSpec]] = {}
         self._check = BatchCheck(tuple(program.inputs), device, progress)
         self._is_share: bool | None = None
+        self._was_share: bool | None = None
         self._announced: dict[int, None] = {}
         self._last = plan.model.global_batch
         self.place = data_place(rows, plan, rank)
@@ -173,6 +176,7 @@ class StepBatches:
         """
         is_share, rows = self._recognize(inputs)
         held = self.held(rows)
+        self._was_share = self._is_share
         how = SHARE if is_share else GLOBAL
         if not inputs:
             how = NOTHING
@@ -185,16 +189,29 @@ class StepBatches:
             return ShareBatch(inputs, held, self._dims), rows
         return inputs, rows
 
-    def has_all_rows(self, inputs: Mapping[str, Tensor]) -> bool:
-        """Return whether a rank's inputs are the global batch, of as many rows as planned."""
+    def whole(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """Return the global batch on every rank, from the rows that each has; None for one of
+        fewer rows than planned. Collective over all ranks."""
         is_share, rows = self._recognize(inputs)
         held = self.held(rows)
-        is_whole = held is not None and held.is_whole
-        return bool(inputs) and rows == self.global_rows and (not is_share or is_whole)
+        has_all = bool(inputs) and (not is_share or (held is not None and held.is_whole))
+        found = gather_values((has_all, rows))
+        if any(each != self.global_rows for _, each in found):
+            return None
+        if all(has_it for has_it, _ in found):
+            return inputs
+        cpu = {name: tensor.cpu() for name, tensor in inputs.items()}
+        shares = gather_values((held, cpu, has_all))
+        whole = next((share for _, share, has_it in shares if has_it), None)
+        if whole is None:
+            parts = [(of, share) for of, share, _ in shares if of is not None and share]
+            whole = whole_batch(parts, self._dims)
+        return {name: tensor.to(self._device) for name, tensor in whole.items()}
 
     def forget(self) -> None:
         """Take the last batch for one that was not given."""
         self._check.forget()
+        self._is_share = self._was_share
 
     def check_shapes(self, batch: Mapping[str, Tensor], rows: int) -> None:
         """Raises UsageError AP130 unless a batch has the shapes of one of ``rows`` in all."""

@@ -8,7 +8,7 @@ have the other parts, once per step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -40,6 +40,24 @@ class ShareBatch(dict[str, Tensor]):
         shape = list(spec.shape)
         shape[self.dims[name]] = shape[self.dims[name]] // self.held.total * self.held.rows
         return replace(spec, shape=tuple(shape))
+
+
+def whole_batch(
+    shares: Sequence[tuple[HeldRows, Mapping[str, Tensor]]], dims: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """Return the global batch from all ranks' shares of it, each with the rows that it has.
+
+    ``dims`` is as of ``ShareBatch``.
+    """
+    ordered = sorted(shares, key=lambda share: share[0].part)  # a part without rows is not first
+    whole = dict(ordered[0][1])
+    for name, dim in dims.items():
+        rows: dict[int, Tensor] = {}
+        for held, tensors in ordered:
+            by_row = _unflattened(tensors[name], dim, (held.size, -1)).unbind(dim)
+            rows = dict(zip(held.indices(), by_row, strict=True)) | rows
+        whole[name] = torch.cat([rows[index] for index in sorted(rows)], dim)
+    return whole
 
 
 def gather_whole(

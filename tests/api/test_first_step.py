@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from forced_plans import settled
 from marks import slow
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from torch.compiler import is_exporting
 
 import autoparallel
+from autoparallel.passes.local.input_rows import StageRows
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.runtime.first_step import FirstStep, _difference, _norm
+from autoparallel.runtime.share_batch import whole_batch
 
 
 def _batch() -> tuple[Tensor]:
@@ -98,7 +101,10 @@ FAULTS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
-def _told(kind: type[nn.Module], name: str, plan: str, *, asked: bool | None) -> str:
+def _told(
+    kind: type[nn.Module], name: str, plan: str, *, asked: bool | None, rows: slice = slice(None)
+) -> str:
+    """What training on rows of the batch says, by its first two steps."""
     fault = FAULTS[name][0] if name in FAULTS else _cached
     model = autoparallel.parallelize(
         kind(fault),
@@ -110,7 +116,8 @@ def _told(kind: type[nn.Module], name: str, plan: str, *, asked: bool | None) ->
     )
     before = [parameter.detach().clone() for parameter in model.parameters()]
     try:
-        model(*_batch())
+        for batch in (_batch(), _batch()):
+            model(*(tensor[rows] for tensor in batch))
     except AutoparallelError as error:
         assert all(map(torch.equal, before, model.parameters()))
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -144,6 +151,43 @@ def test_each_kind_of_silent_difference_is_stopped(
             else:
                 assert told.startswith("AP943 the first step by the plan is not that of"), name
                 assert kind is Heads or FAULTS[name][1] in told, (name, told)
+
+
+def _by_rows(num_ranks: int) -> dict[str, list[str]]:
+    set_torchrun_variables()
+    half = 8 // num_ranks
+    own = slice(half * dist.get_rank(), half * (dist.get_rank() + 1))
+    names = ("none", "a number of the rows", "a running statistic")
+    plan = f"dp={num_ranks}"
+    return {
+        name: [_told(kind, name, plan, asked=True, rows=own) for kind in (Net, Heads)]
+        for name in names
+    }
+
+
+def test_a_step_of_own_rows_on_each_rank_is_compared() -> None:
+    for result in run_processes(2, _by_rows, 2):
+        assert result.pop("none") == ["equal", "equal"]
+        for name, told in result.items():
+            assert all(each.startswith("AP943") for each in told), (name, told)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (4, 0)])
+def test_a_batch_is_put_together_from_shares(sizes: tuple[int, ...]) -> None:
+    """Two micro-batches of four rows, of which an input has two entries for each."""
+    batch = {"x": torch.arange(16), "y": torch.arange(24).reshape(3, 8), "z": torch.tensor(5)}
+    rows, shares = StageRows((0,), sizes, {"x": 0, "y": 1}, ()), []
+    for part in range(2):
+        held = rows.held(part, 2)
+        at = torch.tensor(held.indices())
+        x = batch["x"].reshape(8, 2)[at].flatten()
+        share = {"x": x, "y": batch["y"][:, at], "z": batch["z"]}
+        if not sizes[part]:
+            share = {name: torch.full_like(tensor, -1) for name, tensor in share.items()}
+        shares.append((held, share))
+    for order in (shares, shares[::-1]):
+        whole = whole_batch(order, {"x": 0, "y": 1})
+        assert all(torch.equal(whole[name], tensor) for name, tensor in batch.items())
 
 
 def test_pieces_that_overlap_count_once_in_a_norm() -> None:

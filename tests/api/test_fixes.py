@@ -1,19 +1,19 @@
 """Errors that a script meets: each is raised, and then its fix is run.
 
-The cases of what a forward does are in ``tests/support/fixes_in_forwards.py``.
+Other cases are in ``tests/support/``: of a forward's code in ``fixes_in_forwards.py``, of classes,
+outputs and batches in ``fixes_in_scripts.py``.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from fixes_in_forwards import CASES, LABELS, PLANS, Net, Of, X, case, trained
+from fixes_in_scripts import WithLoss, unsharded
 from forced_plans import Adopt, adopting
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
@@ -58,16 +58,6 @@ class AP921:
             model(inputs).square().sum().backward()
         assert inputs.grad is not None
         return [float(inputs.grad.norm())]
-
-
-@contextmanager
-def unsharded(model: Any) -> Iterator[None]:
-    """``model.unsharded()`` of a parallel model."""
-    if not hasattr(model, "unsharded"):
-        yield
-        return
-    with model.unsharded():
-        yield
 
 
 @case
@@ -176,6 +166,25 @@ class AP925:
 
 
 @case
+class AP925OfPenalty:
+    """A weight that a term of the loss was given before the first call."""
+
+    @staticmethod
+    def wrong(adopt: Adopt) -> None:
+        model = adopt(Net(), (X,))
+        term = model.a.weight.square().sum()
+        (F.cross_entropy(model(X), LABELS) + term).backward()
+
+    @staticmethod
+    def fixed(adopt: Adopt) -> list[float]:
+        model = adopt(Net(), (X,))
+        weight = dict(model.named_parameters())["a.weight"]
+        term = autoparallel.whole(weight).square().sum()
+        (F.cross_entropy(model(X), LABELS) + term).backward()
+        return [float(autoparallel.whole(weight.grad).norm())]
+
+
+@case
 class AP926:
     @staticmethod
     def wrong(adopt: Adopt) -> None:
@@ -194,18 +203,6 @@ class AP926:
             model.a.weight.mul_(2.0)
         model.load_state_dict(state)
         return losses + trained(model)
-
-
-class WithLoss(nn.Module):
-    """Its loss and its logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.net(x)
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
 @case

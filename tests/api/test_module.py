@@ -437,7 +437,7 @@ def refusals_of_microbatches(adopt: Adopt) -> Figures:
 
 
 EXPECTED = {
-    "stale optimizer": "AP925 the optimizer holds Net.a.weight from before",
+    "stale optimizer": "AP925 Net.a.weight is used, as it was before the model was planned",
     "setting": "AP920 in training the model is called with doubled=[True]",
     "penalty": "AP947 a gradient of a gradient goes through a model",
     "input": "AP933 x requires a gradient, and the plan has 2 micro-batches",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,11 @@ from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
+from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.requests.request import Request
 from autoparallel.runtime import membership
+from autoparallel.runtime.first_step import check_first_step
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import collect
 
@@ -79,19 +81,7 @@ def trained(
     """
     if emulates:
         membership._check_eight_bits = lambda device: None
-    forced = parse_parallel(parallel)
-    request = Request(ROWS, forced=forced, precision="bf16")
-    count = (forced.dp or 1) * (forced.tp or 1) * (forced.pp or 1)
-    found = plan(program().graph, program().blocks, parse_cluster(f"cpu:{count}"), request)
-    model = replace(found.model, precision=precision)
-    found = replace(found, model=model, compiled=compiled)
-    weights = {name: each.detach() for name, each in net().named_parameters()}
-    trainer = Trainer(
-        program(), found, weights, device=torch.device("cpu"),
-        build=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-    )  # fmt: skip
-    values = batch()
-    inputs = {name: place.read(values) for name, place in program().inputs.items()}
+    trainer, inputs = trainer_of(parallel, precision, compiled)
     losses: list[float] = []
     gradients: dict[str, Any] = {}
     for step in range(STEPS):
@@ -105,6 +95,25 @@ def trained(
                 for name, held in pieces.items()
             }
     return losses, gradients
+
+
+def trainer_of(
+    parallel: str, precision: Precision, compiled: bool = False
+) -> tuple[Trainer, dict[str, Tensor]]:
+    forced = parse_parallel(parallel)
+    request = Request(ROWS, forced=forced, precision="bf16")
+    count = (forced.dp or 1) * (forced.tp or 1) * (forced.pp or 1)
+    found = plan(program().graph, program().blocks, parse_cluster(f"cpu:{count}"), request)
+    model = replace(found.model, precision=precision)
+    found = replace(found, model=model, compiled=compiled)
+    weights = {name: each.detach() for name, each in net().named_parameters()}
+    trainer = Trainer(
+        program(), found, weights, device=torch.device("cpu"),
+        build=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    )  # fmt: skip
+    values = batch()
+    inputs = {name: place.read(values) for name, place in program().inputs.items()}
+    return trainer, inputs
 
 
 def converted(training: Any) -> tuple[float, dict[str, np.ndarray]]:
@@ -170,6 +179,33 @@ def test_compiled_blocks_cast_in_their_runs() -> None:
     eager = losses_of("dp=1,microbatches=1", "fp8", 1)
     assert losses == pytest.approx(eager, rel=0.02)
     assert losses != eager
+
+
+def compared(parallel: str) -> list[str]:
+    """The comparison of a first step with that of the model, and of a model with twice its loss."""
+    membership._check_eight_bits = lambda device: None
+    trainer, inputs = trainer_of(parallel, "fp8")
+
+    def plain(weights: Any, given: Any, factor: float) -> Tensor:
+        cast = {name: value.to(torch.bfloat16) for name, value in weights.items()}
+        args = (given["x"].to(torch.bfloat16), given["y"])
+        loss: Tensor = torch.func.functional_call(net(), cast, args) * factor
+        return loss
+
+    def own() -> Tensor:
+        return trainer.runner.backward(inputs)
+
+    found = [check_first_step(trainer, inputs, own, partial(plain, factor=1.0), dict)]
+    with pytest.raises(UsageError, match=r"of the model alone: .* gradients differ") as error:
+        check_first_step(trainer, inputs, own, partial(plain, factor=2.0), dict)
+    return [*found, error.value.code]
+
+
+@pytest.mark.parametrize("parallel", ["dp=1", slow("dp=2,zero=3"), slow("pp=2,microbatches=4")])
+def test_the_first_step_is_compared_with_that_in_bf16(parallel: str) -> None:
+    pytest.importorskip("torchao.float8")
+    for result in run_processes(2 if "2" in parallel else 1, compared, parallel):
+        assert result == ["", "AP943"]
 
 
 def test_a_cpu_does_not_train_in_fp8() -> None:

@@ -1,0 +1,76 @@
+"""Parameters and buffers from before a model was planned, which train no longer.
+
+Planning puts this rank's shards in the place of a model's tensors. A script may hold the old ones:
+in an optimizer, in a list for clipping, in a term of its loss. They get no gradients and never
+change, so each use of one raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoparallel.planner.errors import UsageError
+
+_NAME = "_autoparallel_name"
+_STILL_TRUE = {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.__hash__, *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad")
+    ),
+}  # fmt: skip
+"""What an old tensor still says of itself as the new one does."""
+
+
+def retire(tensor: Tensor, name: str) -> None:
+    """Free the memory of a tensor that a shard has replaced, and have each use of it raise AP925.
+
+    A gradient that goes to it raises too.
+    """
+    if tensor.requires_grad and tensor.is_leaf:
+        tensor._backward_hooks = None  # the shard has them
+        tensor.register_hook(lambda gradient: _refuse(name))  # type: ignore[no-untyped-call]
+    tensor.grad = None
+    tensor.data = tensor.new_zeros(()).expand(tensor.shape)
+    tensor.__dict__[_NAME] = name
+    tensor.__class__ = _OldParameter if isinstance(tensor, nn.Parameter) else _Old
+
+
+def is_retired(tensor: Tensor) -> bool:
+    """Return whether a shard has replaced a tensor already."""
+    return _NAME in tensor.__dict__
+
+
+def _refuse(name: str) -> None:
+    raise UsageError(
+        "AP925",
+        f"{name} is used, as it was before the model was planned",
+        why="this rank's shards have replaced it: they are trained, and it changes nothing",
+        fix="read parameters, and create the optimizer, from model.parameters() or after "
+        "model.join(), which plans the model",
+    )
+
+
+class _Old(Tensor):
+    """A tensor whose uses raise."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<{self.__dict__[_NAME]}, as it was before the model was planned>"
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in _STILL_TRUE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        tensors = torch.utils._pytree.tree_leaves((args, kwargs))
+        _refuse(next(each.__dict__[_NAME] for each in tensors if isinstance(each, _Old)))
+        return None
+
+
+class _OldParameter(_Old, nn.Parameter):
+    pass
