@@ -6,14 +6,17 @@ import importlib.util
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from commands import run_python
 from forced_plans import settled
 
 from autoparallel.callbacks import StepRecord
-from autoparallel.metrics import JsonLines, TensorBoard, check_installed
+from autoparallel.metrics import JsonLines, TensorBoard, WeightsAndBiases, check_installed
 from autoparallel.planner.errors import UsageError
 
 MODEL = """
@@ -146,3 +149,36 @@ def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
     events.Reload()
     assert "grad_norm" in events.Tags()["scalars"]
     assert events.Scalars("lr")[0].step == 3
+
+
+def test_weights_and_biases_gets_each_steps_figures_but_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Any] = []
+    run = SimpleNamespace(
+        log=lambda named, step: told.append((step, named)), finish=lambda: told.append("finished")
+    )
+    wandb = SimpleNamespace(init=lambda **given: told.append(given) or run)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    logged = WeightsAndBiases("tuning", {"parallel": "dp=2"})
+    logged.on_step(RECORD)
+    logged.close()
+    begun, (step, named), ended = told
+    assert begun == {"project": "tuning", "config": {"parallel": "dp=2"}}
+    assert step == 3
+    assert named["lr"] == 0.1
+    assert named["loss"] is None  # not finite
+    assert "step" not in named
+    assert ended == "finished"
+
+
+def test_an_interrupted_line_and_later_steps_are_cut_off_and_earlier_runs_stay(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1}, {"step": 2}, {"step": 1}, {"step": 2}, {"step": 3}]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 4, "lo')
+    JsonLines(path, kept=1).close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 1]
+    with pytest.raises(UsageError, match="AP906"):
+        JsonLines(tmp_path / "metrics.jsonl" / "inside.jsonl")
