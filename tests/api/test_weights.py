@@ -87,7 +87,39 @@ def norms(adopt: Adopt) -> Figures:
     return found
 
 
-CASES = (numbers, penalties, averages, norms)
+def optimizers_of_whole_tensors(adopt: Adopt) -> Figures:
+    found: Figures = []
+    for kind in (torch.optim.Adafactor, torch.optim.Rprop):
+        model = adopt(Net(), _batch(0))
+        parameters = dict(model.named_parameters())
+        copies = {n: nn.Parameter(whole(p.detach()).clone()) for n, p in parameters.items()}
+        optimizer = kind(copies.values(), lr=0.1)
+        for step in range(3):
+            model.zero_grad()
+            model(*_batch(step)).backward()
+            for name, p in parameters.items():
+                copies[name].grad = whole(p.grad)  # type: ignore[arg-type]
+            optimizer.step()
+            model.load_state_dict(copies, strict=False)
+        found += [(name, whole(p.detach()).tolist()) for name, p in model.named_parameters()]
+    return found
+
+
+def optimizers(adopt: Adopt) -> Figures:
+    """Each trains the parameters themselves."""
+    found: Figures = []
+    for kind in (torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.RAdam):
+        model = adopt(Net(), _batch(0))
+        optimizer = kind(model.parameters(), lr=0.01)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(*_batch(step)).backward()
+            optimizer.step()
+        found += [(kind.__name__, whole(p.detach()).tolist()) for p in model.parameters()]
+    return found
+
+
+CASES = (numbers, penalties, averages, norms, optimizers_of_whole_tensors, optimizers)
 
 
 def _figures(plan: str) -> dict[str, Figures]:
