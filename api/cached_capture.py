@@ -217,6 +217,7 @@ def _versions(packages: set[str]) -> tuple[str, ...]:
     return tuple(f"{name} {_version(name)}" for name in sorted(packages))
 
 
+@once
 def _version(package: str) -> str:
     try:
         return metadata.version(package)  # most are installed under the name of their import

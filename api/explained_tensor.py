@@ -41,7 +41,7 @@ def explained_tensor(variants: Variants, path: str, name: str) -> Explanation:
     if own is None:
         raise UsageError(
             "AP357", f"{path} has no layout of its own in the plan", where=f"stage {index}",
-            fix=nearest(path, paths(graph)),
+            fix=nearest(path, paths(graph), is_pattern=False),
         )  # fmt: skip
     limited, prices = variants.restriction(index), variants.prices(stage)
     if node.kind == "parameter":

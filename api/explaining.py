@@ -64,7 +64,7 @@ class _Explainer:
         raise UsageError(
             "AP357", f"the plan has no tensor, op, block or stage named {name!r}",
             fix=self._stages_text() if word.startswith("stage") else ""
-            or nearest(word, [*known, *blocks, *WORDS])
+            or nearest(word, [*known, *blocks, *WORDS], is_pattern=False)
             or f"a parameter, an op, a module, a block ({blocks[0]}), stage 0, or "
             + ", ".join(WORDS),
         )  # fmt: skip
@@ -210,7 +210,7 @@ class _Explainer:
 
     def _on_mesh(self, name: str, index: int, mesh: Mesh) -> Alternative:
         limited = restriction(mesh, Forced())
-        stage = replace(self.plan.stages[index], mesh=mesh, shares=())
+        stage = replace(self.plan.stages[index], mesh=mesh, shares=(), gradient_sums=())
         try:
             layouts = self.variants.solved(index, stage, limited)
         except AutoparallelError as error:

@@ -224,7 +224,8 @@ def _check_names(source: Source, names: list[str]) -> None:
             why=f"it lacks {len(missing)} of its parameters and has {len(unknown)} others; "
             f"the first is {first}",
             where=source.files.place,
-            fix="--model TARGET, the model that was trained",
+            fix="leave --model out where the plan is beside the checkpoint: it names the model; "
+            "otherwise --model TARGET, the model that was trained",
         )
 
 

@@ -324,7 +324,9 @@ def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
             "AP170",
             "--profile measured: nothing has been measured for this cluster's devices",
             where=str(database_path(options.database)),
-            fix=f"autoparallel profile {target.name} --cluster {cluster.name}",
+            fix=f"autoparallel profile {target.name} --cluster {cluster.name}"
+            + ("" if options.database is None else f" --database {options.database}")
+            + ", with the same other options",
         )
     if profile is not None:
         profile = replace(profile, update=own_update(target))

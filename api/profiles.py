@@ -140,7 +140,9 @@ def existing(path: Path) -> Path:
     if not path.exists():
         raise UsageError(
             "AP171", f"there is no profile database {path}",
-            fix="autoparallel profile TARGET makes one",
+            fix="autoparallel profile TARGET"
+            + ("" if path == default_database() else f" --database {path}")
+            + " makes one",
         )  # fmt: skip
     return path
 

@@ -198,11 +198,10 @@ def _with_servers(
     alone = one_device(cluster)
     forced = request.forced
     count = forced.num_microbatches
-    if count is None:
-        rows = request.microbatch_size
-        workers = server_plan(forced, cluster, request.global_batch).workers
-        count = request.global_batch // rows if rows else len(workers)
-    servers = server_plan(forced, cluster, count)
+    if count is None and request.microbatch_size is not None:
+        count = request.global_batch // request.microbatch_size
+    servers = server_plan(forced, cluster, count, request.global_batch)
+    count = sum(servers.shares)
     of_worker = replace(
         forced, servers=None, consistency=None, staleness=None, place=None, zero=0,
         num_microbatches=count, dp=1, tp=1, pp=1,

@@ -17,7 +17,7 @@ from .errors import InfeasibleError, UsageError
 from .graph import Blocks, Graph
 from .plan import Plan, ServerPlan
 from .pricing.stage_cost import StageCost
-from .requests.request import Forced
+from .requests.request import Forced, divisors
 from .server_shards import elements_of, shards_of
 
 ITERATIONS = 12
@@ -39,10 +39,13 @@ def served(plan: Plan) -> str:
     return MEANINGS[plan.servers.consistency].format(staleness=plan.servers.staleness)
 
 
-def server_plan(forced: Forced, cluster: Cluster, num_microbatches: int) -> ServerPlan:
+def server_plan(
+    forced: Forced, cluster: Cluster, num_microbatches: int | None, global_batch: int
+) -> ServerPlan:
     """The roles of a cluster's ranks: servers are the last ranks, or the first beside workers.
 
-    Raises UsageError AP950 where there are too few ranks, AP951 where micro-batches do not divide.
+    ``num_microbatches``: None takes as few as there can be. Raises UsageError AP950 where there are
+    too few ranks, AP951 where micro-batches do not divide.
     """
     assert forced.servers is not None
     total, count = cluster.num_devices, forced.servers
@@ -55,11 +58,20 @@ def server_plan(forced: Forced, cluster: Cluster, num_microbatches: int) -> Serv
         )  # fmt: skip
     workers = tuple(range(num_workers))
     ranks = tuple(range(count)) if forced.place == "beside" else tuple(range(num_workers, total))
-    if num_microbatches < num_workers or (consistency != "bsp" and num_microbatches % num_workers):
+    possible = [
+        number for number in divisors(global_batch)
+        if number >= num_workers and (consistency == "bsp" or number % num_workers == 0)
+    ]  # fmt: skip
+    if num_microbatches is None and possible:
+        num_microbatches = possible[0]
+    if num_microbatches is None or num_microbatches not in possible:
+        given = "" if num_microbatches is None else f" in {num_microbatches} micro-batches"
+        least = -(-global_batch // num_workers) * num_workers
         raise UsageError(
-            "AP951", f"{num_microbatches} micro-batches cannot be given to {num_workers} workers",
-            why="each worker has one or more, and without bsp all have as many",
-            where="--parallel", fix=f"microbatches={num_workers}, or a multiple of it",
+            "AP951", f"{global_batch} samples{given} cannot be given to {num_workers} workers",
+            why="each worker has one micro-batch or more, and without bsp all have as many",
+            where="--parallel", fix=f"microbatches= one of {', '.join(map(str, possible))}"
+            if possible else f"--global-batch {least}",
         )  # fmt: skip
     least, more = divmod(num_microbatches, num_workers)
     shares = tuple(least + (worker < more) for worker in workers)

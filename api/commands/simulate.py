@@ -34,6 +34,7 @@ from autoparallel.planner.errors import UsageError
 if TYPE_CHECKING:
     from autoparallel.cost_model.cluster import Cluster
     from autoparallel.planner.configured.configuration import Configuration
+    from autoparallel.planner.requests.request import Forced
     from autoparallel.planner.schedules.schedules import ScheduleInfo
     from autoparallel.planning import PlanOptions
 
@@ -206,7 +207,7 @@ def configured(
     ep = forced.ep or 1
     dp = forced.dp or max(1, cluster.num_devices // (tp * pp * cp * ep))
     check_degrees(replace(forced, dp=dp, tp=tp, pp=pp, cp=cp), cluster)
-    rows, count = microbatches(options, dp * ep)
+    rows, count = microbatches(options, replace(forced, dp=dp))
     return Configuration(
         dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=forced.zero or 0,
         recompute=forced.recompute or "none",
@@ -239,15 +240,23 @@ def degree(own: dict[str, str], name: str) -> int:
     return int(text)
 
 
-def microbatches(options: PlanOptions, dp: int) -> tuple[int, int]:
-    """Rows and number of the micro-batches; one row per data-parallel rank if nothing is asked."""
-    batch, asked = options.global_batch, options.forced.num_microbatches
-    rows = options.micro_batch or (batch // asked if asked else dp)
+def microbatches(options: PlanOptions, forced: Forced) -> tuple[int, int]:
+    """Rows and number of the micro-batches; one row per data-parallel rank if nothing is asked.
+
+    Raises UsageError AP124 where ``forced`` does not divide the global batch so.
+    """
+    from autoparallel.planner.requests.options import fix_of_split
+
+    parts = (forced.dp or 1) * (forced.ep or 1)
+    batch, asked = options.global_batch, forced.num_microbatches
+    rows = options.micro_batch or (batch // asked if asked else parts)
     count = asked or max(1, batch // rows)
-    if rows * count != batch:
+    if rows * count != batch or rows % parts:
         raise UsageError(
             "AP124",
-            f"{count} micro-batches of {rows} samples are not a global batch of {batch}",
-            fix=f"a micro-batch size that divides {batch} and is a multiple of dp={dp}",
+            f"{count} micro-batches of {rows} samples are not a global batch of {batch}"
+            if rows * count != batch
+            else f"micro-batches of {rows} samples cannot be split over {parts} replicas",
+            fix=fix_of_split(batch, forced, options.micro_batch),
         )
     return rows, count

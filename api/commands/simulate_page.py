@@ -121,7 +121,8 @@ def check_layers(program: Program, configuration: Configuration) -> None:
         raise UsageError(
             "AP128", f"{stages} stages need at least one layer each, but the model has {count} "
             "layers",
-            fix=f"choose pp × chunks of at most {count}",
+            fix=f"pp × chunks of at most {count}, with degrees whose product is "
+            f"{configuration.num_devices}",
         )  # fmt: skip
 
 

@@ -117,7 +117,7 @@ def with_equal_constants(program: StageProgram, graph: Graph) -> StageProgram:
 def check_writable(plan: Plan) -> None:
     """Raises PlanError AP366 where the plan has what a script does not."""
     has = (
-        (plan.servers is not None, "parameter servers", "plan with --deny for them, or run it"),
+        (plan.servers is not None, "parameter servers", "plan with --deny servers, or run it"),
         (is_asynchronous(plan.schedule) and plan.has_pipeline,
          f"schedule {plan.schedule}, which updates weights in the middle of a step", ""),
         (bool(plan.slices), "slices of the sequences", ""),

@@ -250,7 +250,9 @@ def _position(graph: Graph, blocks: Blocks, path: str) -> int:
             )  # fmt: skip
     raise UsageError(
         "AP181", f"--stage-at {path}: no such block or module",
-        fix=nearest(path, [*names, *(node.module for node in graph if node.module)])
+        fix=nearest(
+            path, [*names, *(node.module for node in graph if node.module)], is_pattern=False
+        )
         or f"the blocks are {', '.join(names[:8])}{' …' if names[8:] else ''}",
     )  # fmt: skip
 

@@ -75,7 +75,7 @@ def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[i
             "AP124",
             f"a global batch of {batch} samples cannot be split as requested",
             why=_asked(request),
-            fix=f"a micro-batch size that is a multiple of {_split_by(forced)}",
+            fix=fix_of_split(batch, forced, request.microbatch_size),
         )
     middle = log2(2 * cluster.num_devices)
     return tuple(sorted(rows, key=lambda each: (abs(log2(each) - middle), each)))
@@ -107,6 +107,29 @@ def _asked(request: Request) -> str:
         "ep": forced.ep,
     }
     return ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
+
+
+def fix_of_split(batch: int, forced: Forced, rows: int | None) -> str:
+    """Say which batch, micro-batch size or number of micro-batches ``forced`` allows.
+
+    >>> fix_of_split(6, Forced(dp=4), None)
+    'a --global-batch that is a multiple of dp=4, such as 8'
+    >>> fix_of_split(8, Forced(dp=2), 3)
+    'a size that divides 8 and is a multiple of dp=2: --micro-batch 2'
+    >>> fix_of_split(8, Forced(dp=2, num_microbatches=8), None)
+    'microbatches= one of 1, 2, 4'
+    >>> fix_of_split(8, Forced(dp=2, num_microbatches=8), 2)
+    'microbatches=4, or leave it out'
+    """
+    parts, by = (forced.dp or 1) * (forced.ep or 1), _split_by(forced)
+    if batch % parts:
+        least = -(-batch // parts) * parts
+        return f"a --global-batch that is a multiple of {by}, such as {least}"
+    if rows is None:
+        return f"microbatches= one of {', '.join(map(str, divisors(batch // parts)))}"
+    if rows % parts or batch % rows:
+        return f"a size that divides {batch} and is a multiple of {by}: --micro-batch {parts}"
+    return f"microbatches={batch // rows}, or leave it out"
 
 
 def _split_by(forced: Forced) -> str:
@@ -143,6 +166,9 @@ def stage_numbers(
     Raises ``UsageError`` if a forced number has too few blocks, or is too small.
     """
     forced, least = request.forced.pp, least_stages
+    asked = request.forced
+    degrees = (asked.dp or 1) * (asked.tp or 1) * (asked.cp or 1) * (asked.ep or 1)
+    most = cluster.num_devices // degrees
     if forced is not None and forced < least:
         raise UsageError(
             "AP183",
@@ -159,13 +185,10 @@ def stage_numbers(
         raise UsageError(
             "AP128",
             f"pp={forced} needs at least as many blocks, but the model has {num_blocks}",
-            fix=f"pp of at most {num_blocks}",
+            fix=f"pp= one of {', '.join(map(str, _possible_stages(most, cluster, num_blocks)))}",
         )
     if forced is not None:
         return (forced,)
-    asked = request.forced
-    degrees = (asked.dp or 1) * (asked.tp or 1) * (asked.cp or 1) * (asked.ep or 1)
-    most = cluster.num_devices // degrees
     if not request.features.allows("pp"):
         if request.forces_chunks:
             raise UsageError(
@@ -184,6 +207,13 @@ def stage_numbers(
             fix="fewer --stage-at",
         )
     return found
+
+
+def _possible_stages(most: int, cluster: Cluster, num_blocks: int) -> tuple[int, ...]:
+    """Return the numbers of stages with a block each that equal hosts can divide into."""
+    are_equal = len(set(_host_sizes(cluster))) == 1
+    numbers = divisors(most) if are_equal else range(1, most + 1)
+    return tuple(number for number in numbers if number <= num_blocks)
 
 
 def check_forced_schedule(request: Request, num_blocks: int) -> None:

@@ -136,17 +136,23 @@ def _unknown(pin: Pin, known: Iterable[str]) -> UsageError:
     )
 
 
-def nearest(text: str, known: Iterable[str]) -> str:
+def nearest(text: str, known: Iterable[str], *, is_pattern: bool = True) -> str:
     """A sentence with the known paths that are most like ``text``, a few at most.
 
-    Numbers in a path count as ``*`` does, so one of many equal layers is named.
+    Numbers in a path count as ``*`` does, so one of many equal layers is named: with ``*`` for its
+    number where a pattern is asked for, else the layer that is most like ``text``.
 
-    >>> nearest("layers.*.up.wieght", ["layers.0.up.weight", "layers.1.up.weight", "head"])
-    'similar names: layers.*.up.weight'
+    >>> known = ["layers.0.up.weight", "layers.1.up.weight", "head"]
+    >>> nearest("layers.*.up.wieght", known), nearest("layers.1.up.wieght", known, is_pattern=False)
+    ('similar names: layers.*.up.weight', 'similar names: layers.1.up.weight')
     """
-    general = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in known))
+    general: dict[str, list[str]] = {}
+    for path in dict.fromkeys(known):
+        general.setdefault(re.sub(r"\b\d+\b", "*", path), []).append(path)
     wanted = re.sub(r"\b\d+\b", "*", text)
     close = difflib.get_close_matches(wanted, general, n=3, cutoff=0.5)
+    if not is_pattern:
+        close = [difflib.get_close_matches(text, general[each], 1, 0.0)[0] for each in close]
     return f"similar names: {', '.join(close)}" if close else ""
 
 

@@ -130,8 +130,11 @@ def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[in
 
     >>> parts_of_ranks("bfs", 2, 2), parts_of_ranks("zbv", 2, 2), parts_of_ranks("chimera", 2, 1)
     (((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 1), (1, 0)))
+
+    Raises UsageError AP153 for a number of stages per rank that the schedule cannot have.
     """
     info, last = find_schedule(name), num_ranks * num_chunks - 1
+    _check_chunks(info, num_chunks)
     if info.name == "chimera" or info.chunks == (2, 2):
         return tuple((rank, last - rank) for rank in range(num_ranks))
     return tuple(tuple(range(rank, last + 1, num_ranks)) for rank in range(num_ranks))
@@ -186,13 +189,7 @@ def _size(info: ScheduleInfo, num_stages: int, num_microbatches: int, num_chunks
     """What the schedule is asked for, once it is known to fit. Raises UsageError AP153."""
     if num_chunks < 1 or num_stages % num_chunks:
         raise _bad(f"{num_stages} stages cannot be divided into {num_chunks} chunks per rank")
-    low, high = info.chunks
-    if not low <= num_chunks <= high:
-        has = "one chunk" if high == 1 else "two chunks"
-        raise _bad(
-            f"schedule {info.name!r} runs {has} per rank, not {num_chunks}",
-            f"one of {', '.join(LOOPED)}" if high == 1 else "chunks=2",
-        )
+    _check_chunks(info, num_chunks)
     num_ranks = num_stages // num_chunks
     in_rounds = info.name in ("interleaved", "zb-h1") and num_chunks > 1
     if in_rounds and not round_size(num_ranks, num_microbatches):
@@ -210,6 +207,17 @@ def _size(info: ScheduleInfo, num_stages: int, num_microbatches: int, num_chunks
         )
     updates = per_update_of_2bw(num_ranks, num_microbatches) if info.name == "pipedream-2bw" else 1
     return Size(num_ranks, num_microbatches, num_chunks, per_update=updates)
+
+
+def _check_chunks(info: ScheduleInfo, num_chunks: int) -> None:
+    """Raise UsageError AP153 where the schedule does not run so many chunks per rank."""
+    low, high = info.chunks
+    if not low <= num_chunks <= high:
+        has = "one chunk" if high == 1 else "two chunks"
+        raise _bad(
+            f"schedule {info.name!r} runs {has} per rank, not {num_chunks}",
+            f"one of {', '.join(LOOPED)}" if high == 1 else "chunks=2",
+        )
 
 
 def _bad(what: str, fix: str = "") -> UsageError:

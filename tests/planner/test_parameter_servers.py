@@ -54,10 +54,10 @@ def test_a_slower_link_makes_the_step_longer_and_asp_waits_for_nobody() -> None:
 
 def test_roles_are_the_last_ranks_or_beside_the_first_workers() -> None:
     cluster = parse_cluster("cpu:4")
-    own = server_plan(parse_parallel("servers=1"), cluster, 4)
+    own = server_plan(parse_parallel("servers=1"), cluster, 4, 12)
     assert (own.workers, own.servers, own.shares) == ((0, 1, 2), (3,), (2, 1, 1))
     assert not own.replicas
-    beside = server_plan(parse_parallel("servers=2,place=beside"), cluster, 4)
+    beside = server_plan(parse_parallel("servers=2,place=beside"), cluster, 4, 12)
     assert (beside.workers, beside.servers) == ((0, 1, 2, 3), (0, 1))
 
 
