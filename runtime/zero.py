@@ -182,6 +182,9 @@ def apply_zero(stage: StageModule, formats: Formats) -> PendingReductions | None
             mp_policy=policy,
             ignored_params=ignored,
         )
+    for modules in groups:
+        for block in modules[:-1]:
+            block.register_forward_hook(_gather_in_backward)
     pending = PendingReductions()
     for modules in everything:
         wrapped = modules[0]
@@ -203,6 +206,15 @@ def apply_zero(stage: StageModule, formats: Formats) -> PendingReductions | None
 def _owner(stage: StageModule, parameter: StageParameter) -> nn.Module:
     """The module whose group a parameter is gathered with: its block, or the stage."""
     return stage if parameter.block is None else stage.blocks[parameter.block]
+
+
+def _gather_in_backward(block: nn.Module, args: Any, outputs: Any) -> None:
+    """Have a block's group gathered when a gradient of its outputs comes.
+
+    ``fully_shard`` does so for the last block of a group alone, which may have no gradient: it is
+    frozen, runs under ``no_grad``, or is not used.
+    """
+    fully_shard.state(block)._register_pre_backward_hook(outputs)  # type: ignore[attr-defined]
 
 
 def _gather_ahead(stage: StageModule) -> None:

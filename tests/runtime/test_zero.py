@@ -321,3 +321,57 @@ def looked_at(zero: int) -> tuple[float, float]:
 def test_weights_gathered_before_an_update_are_not_used_after_it(zero: int) -> None:
     for found, expected in run_processes(2, looked_at, zero):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Distilled(torch.nn.Module):
+    """A trained model whose outputs are compared with a model that has no gradient.
+
+    Its blocks are gathered in one group, and the teacher's are the last of it.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.student = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.teacher = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.teacher.requires_grad_(how != "frozen")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = z = x
+        for layer in self.student:
+            y = layer(y).tanh()
+        with torch.no_grad() if self.how == "no_grad" else torch.enable_grad():
+            for layer in self.teacher:
+                z = layer(z).tanh()
+        z = z.detach() if self.how == "detached" else z
+        return (y - z).square().mean()
+
+
+def _losses(how: str, *, is_parallel: bool) -> list[float]:
+    torch.manual_seed(0)
+    model, x = Distilled(how), torch.linspace(-1, 1, 64).reshape(8, 8)
+    if is_parallel:
+        model = autoparallel.parallelize(
+            model, example_batch=(x,), parallel=settled("dp=2,zero=3"), profile="analytic"
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _distilled(how: str) -> list[float]:
+    set_torchrun_variables()
+    return _losses(how, is_parallel=True)
+
+
+@pytest.mark.parametrize("how", ["no_grad", slow("frozen"), slow("detached")])
+def test_a_group_is_gathered_though_its_last_blocks_have_no_gradient(how: str) -> None:
+    alone = _losses(how, is_parallel=False)
+    for found in run_processes(2, _distilled, how):
+        assert found == pytest.approx(alone, rel=1e-5)
