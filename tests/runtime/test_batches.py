@@ -18,9 +18,13 @@ from test_verification_shares import batch_of, captured, target
 
 from autoparallel.cost_model.resolve import parse_cluster
 from autoparallel.options import parse_parallel
+from autoparallel.passes.programs.batch import Example
+from autoparallel.passes.programs.program import Program
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.graph import Blocks, Graph, Ref
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, plan_program
-from autoparallel.runtime.batches import RankInputs
+from autoparallel.runtime.batches import RankInputs, named_inputs
 from autoparallel.runtime.compare import Verification
 from autoparallel.runtime.trainer import Trainer
 from autoparallel.runtime.verify import verify
@@ -191,3 +195,30 @@ def test_batches_that_cannot_be_trained_on_are_refused(
     case = Case("mean", parallel)
     with pytest.raises(RankError, match=code):
         run_processes(ranks, function, case, planned(case, ranks))
+
+
+def test_a_batch_is_read_by_the_places_of_the_example_and_a_missing_part_is_named() -> None:
+    """A tensor alone is the one argument of a forward; all that is no tensor is fixed."""
+    x, graph = torch.ones(2, 3), Graph((), Ref("loss"), 2)
+
+    def program(example: object) -> Program:
+        found = Example.of(example)
+        return Program(
+            graph, Blocks(()), torch.nn.Identity(), "float32", found.inputs, example=found
+        )
+
+    assert torch.equal(named_inputs(x, program((x,)))["input_0"], x)
+    keyed = program({"x": x, "more": {"mode": "sum"}})
+    assert torch.equal(
+        named_inputs({"x": [[1.0]], "more": {"mode": "sum"}}, keyed)["x"], torch.ones(1, 1)
+    )
+    refused = {
+        "AP130": ({"more": {"mode": "sum"}}, "the batch has no x"),
+        "AP920": ({"x": x, "more": {"mode": "mean"}}, "has 'mean' as more"),
+    }
+    for code, (batch, text) in refused.items():
+        with pytest.raises(UsageError, match=text) as raised:
+            named_inputs(batch, keyed)
+        assert raised.value.code == code
+    with pytest.raises(UsageError, match=r"the batch has no more\['mode'\]"):
+        named_inputs({"x": x}, keyed)

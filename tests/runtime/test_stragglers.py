@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from script_ranks import group_of_one
 
 from autoparallel.options import parse_parallel, parse_settings
 from autoparallel.plan_io import save_plan
 from autoparallel.planning import PlanOptions, make_plan
 from autoparallel.runtime.launch import launch
 from autoparallel.runtime.process import Worker
-from autoparallel.runtime.stragglers import StragglerWatch, find_straggler
+from autoparallel.runtime.stragglers import (
+    StragglerWatch,
+    find_straggler,
+    gather_times,
+    is_waiting,
+)
 from autoparallel.targets import load_target
 
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
@@ -199,3 +206,45 @@ def test_a_rank_is_named_in_the_second_window_and_then_ever_more_seldom():
     other = [(0.9, 1.0), (0.3, 1.0), (0.3, 1.0)]
     assert watch.compare(other) is None
     assert watch.compare(other) is not None
+
+
+def test_a_rank_is_compared_with_its_stage_or_else_with_the_others() -> None:
+    """As planned the first stage works half as long as the second; here it works as long."""
+    planned, stages = [0.4, 0.4, 0.8, 0.8], [0, 0, 1, 1]
+    assert find_straggler([0.4, 0.4, 0.8, 0.8], planned, stages) is None
+    of_stage = find_straggler([0.4, 0.9, 0.5, 0.5], planned, stages)
+    assert of_stage is not None
+    assert (of_stage.rank, of_stage.is_of_stage) == (1, True)
+    assert str(of_stage) == (
+        "rank 1 is slow: it waits for others 10% of the time, the other ranks of its stage wait 60%"
+    )
+    alone = find_straggler([0.95, 0.3, 0.3], [0.5, 0.5, 0.5], [0, 1, 2])
+    assert alone is not None
+    assert (alone.rank, alone.is_of_stage) == (0, False)
+    assert str(alone).endswith("the other ranks wait 70%")
+
+
+def test_a_rank_that_the_plan_leaves_idle_or_that_is_alone_is_not_compared() -> None:
+    assert find_straggler([0.9, 0.4], [0.5, 0.0], [0, 0]) is None
+
+
+def test_a_rank_that_works_twice_as_long_as_others_that_hardly_work_is_not_slow() -> None:
+    assert find_straggler([0.04, 0.02, 0.02], [0.5, 0.5, 0.5], [0, 0, 0]) is None
+    assert find_straggler([0.8, 0.4, 0.4], [0.5, 0.5, 0.5], [0, 0, 0]) is not None
+
+
+def test_a_wait_is_told_from_the_line_and_the_file_that_a_thread_is_in() -> None:
+    """A line that waits for a collective's work waits; a line that computes does not."""
+
+    class Work:
+        def wait(self) -> bool:
+            return is_waiting(sys._getframe(1))
+
+    assert Work().wait()
+    work = Work.wait
+    assert not work(Work())
+
+
+def test_the_times_of_one_rank_are_its_own() -> None:
+    with group_of_one():
+        assert gather_times((1.5, 3.0)) == [(1.5, 3.0)]

@@ -1,5 +1,6 @@
 """Capturing a few of many alike layers gives what capturing all of them gives."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -359,3 +360,124 @@ def test_no_more_layers_run_for_a_deeper_model() -> None:
         counts.append(len(RUNS))
         assert len(program.blocks.blocks) == depth + 2
     assert counts == [3, 3, 3]
+
+
+class Bare(Layer):
+    """Has a setting that the test chooses."""
+
+    def __init__(self, setting: Any) -> None:
+        super().__init__()
+        self.setting = setting
+
+
+def scaled_by(factor: float) -> Callable[[float], float]:
+    return lambda value: value * factor
+
+
+class Point:
+    """A setting that is an object."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def method(self) -> float:
+        return self.at
+
+
+class Slotted:
+    """An object that holds values outside of its ``__dict__``."""
+
+    __slots__ = ("__dict__", "at")
+
+
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth else []
+
+
+@pytest.mark.parametrize(
+    ("make", "is_alike"),
+    [
+        (lambda number: 0.5, True),
+        (lambda number: number, True),
+        (lambda number: 0.5 * number, False),
+        (lambda number: [1, (2, "a")], True),
+        (lambda number: [1] * (number + 1), False),
+        (lambda number: {"a": 1, "b": {2}}, True),
+        (lambda number: {"a": 1.0 + number}, False),
+        (lambda number: {Point(1.0)}, False),
+        (lambda number: torch.ones(2), False),
+        (lambda number: scaled_by(2.0), True),
+        (lambda number: scaled_by(2.0 + number), False),
+        (lambda number: functools.partial(max, 2.0), True),
+        (lambda number: functools.partial(max, 2.0 + number), False),
+        (lambda number: Point(1.0), True),
+        (lambda number: Point(1.0 + number), False),
+        (lambda number: Point(1.0).method, False),
+        (lambda number: Slotted(), False),
+        (lambda number: nested(20), False),
+    ],
+)
+def test_layers_are_alike_where_settings_hold_the_same_or_count_the_layers(
+    make: Callable[[int], Any], is_alike: bool
+) -> None:
+    """In doubt they are not: tensors, methods, slots and deep nests are never compared."""
+    model = Stack(lambda number: Bare(make(number)))
+    repeats = find_repeats(model)
+    assert [len(each.members) for each in repeats] == ([DEPTH] if is_alike else [])
+
+
+def with_another_module(layer: Layer) -> None:
+    layer.more = nn.Linear(8, 8)
+
+
+def with_another_type(layer: Layer) -> None:
+    layer.norm = nn.LayerNorm(8, elementwise_affine=True)
+    layer.norm.__class__ = type("OtherNorm", (nn.LayerNorm,), {})
+
+
+def without_a_parameter(layer: Layer) -> None:
+    layer.up.bias = None
+
+
+def with_another_parameter(layer: Layer) -> None:
+    layer.up.scale = nn.Parameter(torch.ones(1))
+
+
+def with_another_width(layer: Layer) -> None:
+    layer.up.weight = nn.Parameter(torch.ones(4, 8))
+
+
+def with_an_unsaved_buffer(layer: Layer) -> None:
+    layer.up.register_buffer("seen", torch.zeros(1), persistent=False)
+
+
+def with_another_setting(layer: Layer) -> None:
+    layer.up.rate = 0.5
+
+
+def with_a_hook(layer: Layer) -> None:
+    layer.up.register_forward_hook(lambda module, args, output: output * 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_another_module, with_another_type, without_a_parameter, with_another_parameter,
+        with_another_width, with_an_unsaved_buffer, with_another_setting, with_a_hook,
+    ],
+)  # fmt: skip
+def test_a_layer_with_another_structure_is_in_no_group(change: Callable[[Layer], None]) -> None:
+    model = Stack()
+    change(model.layers[3])  # type: ignore[arg-type]
+    (repeat,) = find_repeats(model)
+    assert set(repeat.members) == {f"layers.{number}" for number in range(DEPTH) if number != 3}
+
+
+@pytest.mark.parametrize(("num_others", "found"), [(15, [6]), (16, [])])
+def test_a_list_of_more_than_sixteen_kinds_is_not_looked_into(
+    num_others: int, found: list[int]
+) -> None:
+    """Six layers of one kind, and others of a width of their own."""
+    others = [Layer(width=9 + number) for number in range(num_others)]
+    repeats = find_repeats(nn.Sequential(*(Layer() for _ in range(6)), *others))
+    assert [len(repeat.members) for repeat in repeats] == found

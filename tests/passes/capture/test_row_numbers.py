@@ -12,8 +12,11 @@ from capture_models import program_of
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autoparallel.passes.capture.lower import Lowered
+from autoparallel.passes.capture.row_numbers import with_numbers
 from autoparallel.passes.programs.constants import evaluate
-from autoparallel.passes.programs.interpret import run
+from autoparallel.passes.programs.interpret import LITERAL, run
+from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
 
 ROWS, WIDTH = 12, 6
 
@@ -146,3 +149,75 @@ def test_micro_batches_divide_by_the_rows_of_the_whole_batch(name: str) -> None:
     scale = 3 if sums else 1  # executors multiply sums by the number of micro-batches
     found = scale * loss_of(program, model, batch, 3)
     assert torch.allclose(found, model(*batch), rtol=1e-12)
+
+
+def lowered(
+    rows: int, *, path: str = "div.Tensor", args: tuple[Any, ...] = (Ref("x"), 1.0),
+    kwargs: dict[str, Any] | None = None, made: tuple[int, ...] | None = None,
+    literal: tuple[float, ...] = (1.0, 2.0), buffer: Tensor | None = None,
+) -> Lowered:  # fmt: skip
+    """Return a graph of an input, a literal, and an op with these arguments."""
+    held = torch.ones(2) if buffer is None else buffer
+    nodes = (
+        Node("x", "input", outputs=(TensorSpec((rows, 4), "float32"),)),
+        Node(
+            "few", "constant", LITERAL, (list(literal),), {"dtype": torch.float32},
+            (TensorSpec((len(literal),), "float32"),),
+        ),
+        Node("held", "buffer", outputs=(TensorSpec(tuple(held.shape), "float32"),)),
+        Node("op", "op", f"aten.{path}", args, kwargs or {},
+             (TensorSpec(made or (rows, 4), "float32"),)),
+        Node("loss", "op", "aten.mean.default", (Ref("op"),), outputs=(TensorSpec((), "float32"),)),
+    )  # fmt: skip
+    return Lowered(Graph(nodes, Ref("loss"), rows), {"held": held}, {})
+
+
+def test_a_number_is_taken_from_the_graph_with_all_rows() -> None:
+    few, many = lowered(2, args=(Ref("x"), 2.0)), lowered(8, args=(Ref("x"), 8.0))
+    found = with_numbers(few, many)
+    assert found is not None
+    changed, dims = found
+    assert changed.graph["op"].args == (Ref("x"), 8.0)
+    assert changed.graph["op"].spec.shape == (2, 4)
+    assert dims == {"x": (frozenset({0}),), "op": (frozenset({0}),)}
+
+
+TWO = {
+    "another number of dimensions": (lowered(2), lowered(8, made=(8, 4, 1))),
+    "another size that is not in proportion": (lowered(2), lowered(8, made=(9, 4))),
+    "another op": (lowered(2), lowered(8, path="mul.Tensor")),
+    "a tensor of the model's code that grows": (lowered(2), lowered(8, buffer=torch.ones(8))),
+    "a literal that grows with the rows": (lowered(2), lowered(8, literal=(1.0,) * 8)),
+    "one argument more": (lowered(2), lowered(8, args=(Ref("x"), 1.0, 2.0))),
+    "another keyword": (
+        lowered(2, kwargs={"rounding_mode": "floor"}), lowered(8, kwargs={"mode": "floor"}),
+    ),
+    "a number of another type": (
+        lowered(2, args=(Ref("x"), 2)), lowered(8, args=(Ref("x"), 2.5)),
+    ),
+    "a text": (
+        lowered(2, kwargs={"rounding_mode": "floor"}),
+        lowered(8, kwargs={"rounding_mode": "trunc"}),
+    ),
+    "another position": (
+        lowered(2, path="roll.default", args=(Ref("x"), [1], [0])),
+        lowered(8, path="roll.default", args=(Ref("x"), [1], [1])),
+    ),
+    "more positions": (
+        lowered(2, path="roll.default", args=(Ref("x"), [1], [0])),
+        lowered(8, path="roll.default", args=(Ref("x"), [1, 1], [0, 1])),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("difference", TWO)
+def test_graphs_that_differ_in_more_than_numbers_are_of_two_paths(difference: str) -> None:
+    assert with_numbers(*TWO[difference]) is None
+
+
+def test_a_literal_is_taken_whole_and_a_tensor_of_the_code_too() -> None:
+    many = lowered(8, literal=(3.0, 4.0), buffer=torch.full((2,), 5.0))
+    found = with_numbers(lowered(2), many)
+    assert found is not None
+    assert found[0].graph["few"].args == ([3.0, 4.0],)
+    assert found[0].literals["held"].tolist() == [5.0, 5.0]

@@ -61,3 +61,38 @@ def test_a_pass_that_breaks_the_graph_is_named(broken, problem):
     with pytest.raises(BrokenGraphError, match=problem) as caught:
         run_passes(GRAPH, (Rename("good"), broken))
     assert "'bad'" in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Gives back another graph."""
+
+    name: str
+    graph: Graph
+
+    def __call__(self, graph: Graph) -> Graph:
+        return self.graph
+
+
+X_NODE, Y_NODE = GRAPH.nodes
+
+
+@pytest.mark.parametrize(
+    ("graph", "problem"),
+    [
+        (replace(GRAPH, nodes=(X_NODE, X_NODE, Y_NODE)), "appears twice"),
+        (replace(GRAPH, nodes=(X_NODE, replace(Y_NODE, op=""))), "has no op"),
+        (replace(GRAPH, loss=Ref("z")), "no node makes the loss"),
+        (
+            replace(GRAPH, nodes=(X_NODE, replace(Y_NODE, outputs=(TensorSpec((2,), "float32"),)))),
+            "the loss is not a scalar",
+        ),
+        (replace(GRAPH, tied={"w": "z"}), "'w' is not tied to one node"),
+        (replace(GRAPH, tied={"y": "x"}), "'y' is not tied to one node"),
+    ],
+)
+def test_a_graph_that_keeps_no_rule_is_refused(graph, problem):
+    with pytest.raises(BrokenGraphError, match=problem) as caught:
+        run_passes(GRAPH, (Given("bad", graph),))
+    assert "'bad'" in str(caught.value)
+    assert run_passes(GRAPH, (Given("good", replace(GRAPH, tied={"w": "x"})),)).tied == {"w": "x"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from marks import slow
 from schedule_cases import Case
+from small_graphs import mlp
 from torch.nn import functional
 
 from autoparallel.cost_model.memory import communicator_bytes
@@ -18,6 +20,8 @@ from autoparallel.options import parse_parallel
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.memory.saved_tensors import Moment, StageActivations, run_microbatch
 from autoparallel.passes.memory.stage_memory import (
+    check_host_memory,
+    host_bytes,
     memory_by_action,
     stage_memory,
     with_stage_memory,
@@ -26,11 +30,14 @@ from autoparallel.passes.memory.storages import LiveBytes
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
+from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.evaluate import BRIEF
+from autoparallel.planner.find_plan import plan
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planner.pricing.kept_bytes import saved_parts
 from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planning import PlanOptions, capture_target, make_plan, plan_program
 from autoparallel.targets import Target, load_target
 
@@ -359,3 +366,25 @@ def test_on_gpus_the_search_counts_no_more_communicators_than_there_are() -> Non
         assert found is not None
         assert found["communicators"] == communicator_bytes("cuda", 3)
         assert stage.prediction.memory_bytes["reserve"] <= found["reserve"] + found["communicators"]
+
+
+def test_states_that_are_offloaded_must_fit_into_the_memory_of_their_host() -> None:
+    """A master and two moments in float32: 12 bytes for each parameter, on each of two devices."""
+    graph, blocks = mlp(1)
+    forced = Forced(dp=2, tp=1, pp=1, zero=0, num_microbatches=1, recompute="none")
+    found = plan(graph, blocks, parse_cluster("2xH100"), Request(4, forced=forced))
+    found = replace(found, offload="optimizer")
+    numel = 16 * 16 + 2 * 16 * 64
+    assert host_bytes(found, graph, blocks) == {0: 2 * 12 * numel}
+    assert host_bytes(replace(found, offload="none"), graph, blocks) == {}
+    (host,) = found.cluster.hosts
+
+    def with_memory(each: int) -> Plan:
+        device = replace(host.device, host_memory_bytes=each)
+        return replace(found, cluster=replace(found.cluster, hosts=(replace(host, device=device),)))
+
+    check_host_memory(with_memory(12 * numel), graph, blocks)
+    check_host_memory(with_memory(0), graph, blocks)  # not known
+    with pytest.raises(InfeasibleError, match="host 0") as raised:
+        check_host_memory(with_memory(12 * numel - 1), graph, blocks)
+    assert raised.value.code == "AP301"

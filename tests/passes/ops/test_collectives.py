@@ -12,6 +12,7 @@ from sharding import assert_close, collect, distribute, gradient_layout
 
 from autoparallel.passes.ops.collectives import (
     MOVES,
+    Alone,
     convert,
     format_steps,
     local_tensor,
@@ -141,3 +142,16 @@ def test_a_failing_rank_fails_the_test_and_hangs_nobody() -> None:
 def test_a_plain_parameter_is_its_own_local_tensor() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     assert local_tensor(parameter) is parameter
+
+
+def test_a_rank_alone_has_every_result_as_a_new_tensor() -> None:
+    alone = Alone()
+    x = torch.arange(6.0).view(2, 3)
+    results = [
+        alone.all_reduce(x, 0), alone.all_reduce(x, 0, "max"), alone.all_gather(x, 0, 1),
+        alone.reduce_scatter(x, 0, 0), alone.all_to_all(x, 0, 0, 1), alone.swap(x, 0),
+    ]  # fmt: skip
+    assert (alone.size(0), alone.coordinate(0)) == (1, 0)
+    for result in results:
+        assert torch.equal(result, x)
+        assert result.data_ptr() != x.data_ptr()

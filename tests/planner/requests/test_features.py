@@ -7,12 +7,16 @@ from functools import cache
 
 import pytest
 from one_stage import plan
-from small_graphs import cluster, mlp
+from small_graphs import cluster, leaf, mlp, op, weight, with_batch
 
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.graph import Graph, Ref
+from autoparallel.planner.layout import AxisStrategy, shard
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.requests.feature_strategies import allowed
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import SCHEDULES, Forced, Request
+from autoparallel.planner.rules import axis_strategies
 
 
 @cache
@@ -146,3 +150,68 @@ def test_what_is_forced_and_denied_is_told(make: Callable[[], Request]) -> None:
     with pytest.raises(UsageError) as caught:
         make()
     assert caught.value.code == "AP186"
+
+
+def tokens() -> Graph:
+    """Return a graph of 4 rows of 6 positions, a product with a weight, and a loss by token."""
+    nodes = (
+        leaf("x", 4, 6, 8),
+        weight("w", 8, 8),
+        op("product", "linear.default", (Ref("x"), Ref("w")), 4, 6, 8),
+        op("loss", "mean.default", (Ref("product"),)),
+    )
+    return with_batch(Graph(nodes, Ref("loss"), 4))
+
+
+def experts(path: str = "bmm.default") -> Graph:
+    """Return a graph of a product with the weights of 4 experts."""
+    nodes = (
+        leaf("x", 4, 6, 8),
+        weight("w", 4, 8, 8),
+        op("product", path, (Ref("x"), Ref("w")), 4, 6, 8),
+        op("loss", "mean.default", (Ref("product"),)),
+    )
+    return Graph(nodes, Ref("loss"), 0)
+
+
+def left(graph: Graph, *denied: str) -> set[AxisStrategy]:
+    """Return the strategies of the product that are left where features are denied."""
+    node = graph["product"]
+    found = allowed(
+        node, graph, axis_strategies(node, graph, 2),
+        lambda: dict.fromkeys((Ref("x"), Ref("product")), frozenset({0, 1})),
+        features_of((), denied, SCHEDULES),
+    )  # fmt: skip
+    return set(found)
+
+
+def test_without_data_parallelism_no_strategy_splits_rows() -> None:
+    graph = tokens()
+    lost = left(graph) - left(graph, "dp")
+    assert lost
+    assert all(shard(0) in (each.inputs[0], each.outputs[0]) for each in lost)
+    assert not any(shard(0) in (each.inputs[0], each.outputs[0]) for each in left(graph, "dp"))
+    assert any(each.inputs[1] == shard(0) for each in left(graph, "dp"))  # columns of the product
+
+
+def test_without_sequence_parallelism_no_strategy_splits_positions() -> None:
+    graph = tokens()
+    lost = left(graph) - left(graph, "sp")
+    assert lost
+    assert all(shard(1) in (each.inputs[0], each.outputs[0]) for each in lost)
+    assert not any(shard(1) in (each.inputs[0], each.outputs[0]) for each in left(graph, "sp"))
+
+
+def test_without_expert_parallelism_no_strategy_splits_experts() -> None:
+    lost = left(experts()) - left(experts(), "ep")
+    assert lost
+    assert all(each.inputs[1] == shard(0) for each in lost)
+    assert not any(each.inputs[1] == shard(0) for each in left(experts(), "ep"))
+
+
+def test_the_strategies_of_an_op_are_all_left_where_features_leave_none() -> None:
+    graph = tokens()
+    node = graph["product"]
+    rows = tuple(each for each in axis_strategies(node, graph, 2) if each.inputs[0] == shard(0))
+    assert rows
+    assert allowed(node, graph, rows, dict, features_of((), ("dp",), SCHEDULES)) == rows
