@@ -331,36 +331,43 @@ FORMS = (
     "trainers that save and resume; gradients of values that an op gives back"
 )
 
+ADVICE = (
+    "the fix of each error that a command or a script meets is tried, and was mended where it led "
+    "nowhere; old tensors of a planned model refuse every use; first steps of own rows"
+)
+
+QUICK = "lines that slow tests alone ran since the suite was shortened; fixes that are run"
+
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: lines", 9549),
     ("cost_model: files", 52),
     ("cost_model: flat files", 39),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 1),
-    ("planner: lines", 28241, FORMS),
+    ("planner: lines", 28298, ADVICE),
     ("planner: files", 144),
     ("planner: flat files", 34),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 7),
-    ("passes: lines", 15477, FORMS),
+    ("passes: lines", 15482, ADVICE),
     ("passes: files", 93, FORMS),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
     ("passes: collections of op names", 16, FORMS),
-    ("runtime: lines", 18796, FORMS),
+    ("runtime: lines", 18830, ADVICE),
     ("runtime: files", 108, FORMS),
     ("runtime: flat files", 92, FORMS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 29889, FORMS),
+    ("api: lines", 29946, ADVICE),
     ("api: files", 181, FORMS),
     ("api: flat files", 90, FORMS),
-    ("api: imports inside functions", 276, FORMS),
+    ("api: imports inside functions", 277, ADVICE),
     ("api: collections of op names", 9),
-    ("all packages: lines", 101952, FORMS),
+    ("all packages: lines", 102105, ADVICE),
     ("all packages: files", 578, FORMS),
     ("all packages: flat files", 255, FORMS),
-    ("all packages: imports inside functions", 277, FORMS),
+    ("all packages: imports inside functions", 278, ADVICE),
     ("all packages: collections of op names", 33, FORMS),
     ("import cycles", 5),
     ("files in import cycles", 23),
@@ -370,12 +377,12 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("functions over 8 parameters", 22),
     ("function docstrings that begin with a clause", 862),
     ('function docstrings with "what"', 756, FORMS),
-    ("exceptions from formatting (fmt: skip, fmt: off)", 815, FORMS),
-    ("words of docs/ without docs/adr/", 50368, FORMS),
-    ("words of CHANGELOG.md", 5493, FORMS),
+    ("exceptions from formatting (fmt: skip, fmt: off)", 817, ADVICE),
+    ("words of docs/ without docs/adr/", 50461, ADVICE),
+    ("words of CHANGELOG.md", 5565, ADVICE),
     ("words of README.md", 1384, FORMS),
-    ("tests: lines", 58428, FORMS),
-    ("tests: files", 396, FORMS),
+    ("tests: lines", 64365, QUICK),
+    ("tests: files", 429, QUICK),
     ("tests: flat files", 20),
 )
 """Ceilings of the figures of tests/support/structure.py: name, ceiling, reason if it rose."""

@@ -174,10 +174,15 @@ def _of_unknown_size(path: str, source: str) -> CaptureError:
 
 
 def _refuse_region(node: fx.Node) -> NoReturn:
+    bodies = [each for each in node.all_input_nodes if each.op == "get_attr"]
+    inner = [
+        n for each in bodies for n in getattr(each.graph.owning_module, each.target).graph.nodes
+    ]
+    traces = (each.meta.get("stack_trace") for each in (node, *inner))
     raise CaptureError(
         "AP205",
         f"the model uses {node.target}, which cannot be planned",
-        where=user_source(node.meta.get("stack_trace")),
+        where=next(filter(None, map(user_source, traces)), ""),
         fix="use `--precision` in place of autocast, and tensor operations in place of "
         "torch.cond and torch.while_loop",
     )
