@@ -174,10 +174,9 @@ def _of_unknown_size(path: str, source: str) -> CaptureError:
 
 
 def _refuse_region(node: fx.Node) -> NoReturn:
-    bodies = [each for each in node.all_input_nodes if each.op == "get_attr"]
-    inner = [
-        n for each in bodies for n in getattr(each.graph.owning_module, each.target).graph.nodes
-    ]
+    reads = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
+    bodies = [getattr(node.graph.owning_module, name) for name in reads]
+    inner = [each for body in bodies for each in body.graph.nodes]
     traces = (each.meta.get("stack_trace") for each in (node, *inner))
     raise CaptureError(
         "AP205",
