@@ -370,7 +370,8 @@ def _distilled(how: str) -> list[float]:
     return _losses(how, is_parallel=True)
 
 
-@pytest.mark.parametrize("how", ["no_grad", slow("frozen"), slow("detached")])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["no_grad", "frozen", "detached"])
 def test_a_group_is_gathered_though_its_last_blocks_have_no_gradient(how: str) -> None:
     alone = _losses(how, is_parallel=False)
     for found in run_processes(2, _distilled, how):
