@@ -79,7 +79,8 @@ def compare_first_step(
         elif whole is None:
             why = "the batch has fewer rows than planned"
         else:
-            # Outputs of a share belong to the loss of its rows alone.
+            # A loss is compared on the rows that each rank has, outputs on all rows: those of a
+            # rank's own rows would be differentiated by a loss of these alone.
             step = partial(trainer.runner.backward, inputs) if run is None else partial(run, whole)
             with in_modes_of_training(), following.undone():
                 why = check_first_step(

@@ -7,7 +7,7 @@ change, so each use of one raises.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ def is_retired(tensor: Tensor) -> bool:
     return _NAME in tensor.__dict__
 
 
-def _refuse(name: str) -> None:
+def _refuse(name: str) -> NoReturn:
     raise UsageError(
         "AP925",
         f"{name} is used, as it was before the model was planned",
@@ -69,7 +69,6 @@ class _Old(Tensor):
                 return function(*args, **(kwargs or {}))
         tensors = torch.utils._pytree.tree_leaves((args, kwargs))
         _refuse(next(each.__dict__[_NAME] for each in tensors if isinstance(each, _Old)))
-        return None
 
 
 class _OldParameter(_Old, nn.Parameter):

@@ -379,7 +379,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 756, FORMS),
     ("exceptions from formatting (fmt: skip, fmt: off)", 817, ADVICE),
     ("words of docs/ without docs/adr/", 50494, ADVICE),
-    ("words of CHANGELOG.md", 5565, ADVICE),
+    ("words of CHANGELOG.md", 5611, ADVICE),
     ("words of README.md", 1384, FORMS),
     ("tests: lines", 64365, QUICK),
     ("tests: files", 429, QUICK),

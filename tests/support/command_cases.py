@@ -85,10 +85,11 @@ def model(*changes: tuple[str, str]) -> str:
 class Case:
     """``wrong`` ends in the error ``code``, whose fix matches ``advice``; ``right`` follows it.
 
-    The groups of ``advice`` stand in ``right`` as ``{0}``, ``{1}``. ``files`` are written before
-    ``wrong``, ``mended`` before ``right``; a path is a file that moves, None removes the file.
-    ``before`` are command lines that run first. ``variables`` are the environment's of ``wrong``.
-    ``right`` may be several lines, joined by `` && ``.
+    In ``right``, ``{0}`` and ``{1}`` are replaced by what the groups of ``advice`` have matched.
+    ``files`` are written before ``wrong`` runs, ``mended`` before ``right`` runs: a name and its
+    text, a path from which the file is moved, or None to remove the file. ``before`` are command
+    lines that run first. ``variables`` are environment variables of ``wrong``. ``right`` may be
+    several lines, joined by `` && ``.
     """
 
     code: str

@@ -1,4 +1,4 @@
-"""Mistakes in other options of planning: see ``command_cases``."""
+"""Mistakes in options of planning beside the degrees, as tables of ``command_cases.Case``."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_a_view_that_joins_splits_or_repeats_is_no_box(make: Callable[[Tensor], 
 
 
 def test_no_box_lies_in_a_base_that_is_a_part_of_its_memory() -> None:
-    """Neither before the base nor behind it, nor between its elements."""
+    """The rest of the memory, around the elements of the base and between them, is not its own."""
     storage = torch.arange(12.0)
     whole, part = storage.view(3, 4), storage[4:8].view(2, 2)
     assert box_view(part, part) is None
