@@ -144,16 +144,19 @@ class Mesh:
             index = index * size + coordinate
         return index
 
-    def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
-        """The groups of device indices that differ only in their coordinate on ``axis``.
+    def groups(self, *axes: int) -> tuple[tuple[int, ...], ...]:
+        """The groups of device indices that differ only in their coordinates on ``axes``.
 
         >>> Mesh(("dp", "tp"), (2, 2)).groups(0)
         ((0, 2), (1, 3))
+        >>> Mesh(("dp", "cp", "tp"), (2, 2, 2)).groups(0, 1)
+        ((0, 2, 4, 6), (1, 3, 5, 7))
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for index in range(self.size):
-            coordinates = self.coordinates(index)
-            groups.setdefault(coordinates[:axis] + coordinates[axis + 1 :], []).append(index)
+            own = enumerate(self.coordinates(index))
+            others = tuple(place for axis, place in own if axis not in axes)
+            groups.setdefault(others, []).append(index)
         return tuple(tuple(group) for group in groups.values())
 
 

@@ -69,7 +69,7 @@ def published(row: Row, line: int) -> Run:
     assumptions = CostAssumptions(
         half_policy(_gradient_bytes(row)),
         attention_core=_selective_share(row) == 1.0,
-        shards_over_context=True,
+        joint_states=True,
         copies_states=not any(name in row.get("source", "") for name in ("alpa", "maxtext")),
         cast_bytes=6.0 if _is_titan(row) else 4.0,
         slowdown=None if _overlaps(row, configuration.zero) else inf,

@@ -117,20 +117,21 @@ class CostAssumptions:
 
     ``policy``: the bytes per parameter, where they are not those of the precision and the
     optimizer. ``attention_core``: selective recomputation runs the core of attention again and
-    nothing else (Korthikanti et al. 2022, arXiv:2205.05198, section 5). ``shards_over_context``:
-    ZeRO shards the bytes of states over context-parallel ranks too, as Megatron-LM's distributed
-    optimizer does. ``slowdown``: how much longer compute takes beside collectives of states,
-    where that is not the device's; infinite where nothing runs beside compute. ``cast_bytes``: what
-    casting an element of a product's factor to 8 bits moves: the largest value is found (2 bytes
-    read) to scale by, then the tensor is cast in both layouts (2 read, 1 written twice), as torchao
-    does with one scale per tensor.
-    ``copies_states``: parameters and gradients pass through buffers that ZeRO 2 and 3 exchange;
-    XLA exchanges the tensors themselves.
+    nothing else (Korthikanti et al. 2022, arXiv:2205.05198, section 5). ``joint_states``: a
+    parameter's states are sharded, and its gradient is summed, over all data-, expert- and
+    context-parallel ranks that hold it whole, in one collective, as Megatron-LM's distributed
+    optimizer and torchtitan's FSDP do. ``slowdown``: how much longer compute takes beside
+    collectives of states, where that is not the device's; infinite where nothing runs beside
+    compute. ``cast_bytes``: what casting an element of a product's factor to 8 bits moves: the
+    largest value is found (2 bytes read) to scale by, then the tensor is cast in both layouts (2
+    read, 1 written twice), as torchao does with one scale per tensor. ``copies_states``: parameters
+    and gradients pass through buffers that ZeRO 2 and 3 exchange; XLA exchanges the tensors
+    themselves.
     """
 
     policy: PrecisionPolicy | None = None
     attention_core: bool = False
-    shards_over_context: bool = False
+    joint_states: bool = False
     slowdown: float | None = None
     cast_bytes: float = 6.0
     copies_states: bool = True

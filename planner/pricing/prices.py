@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -66,6 +67,9 @@ from .update import host_update_seconds, step_bytes, update_curve
 
 CONVERSION_SECONDS = 1e-8
 """Added to every single-axis step, so that of equal plans the one with fewer steps wins."""
+
+JOINT_AXES = ("dp", "ep", "cp")
+"""The axes whose ranks hold a parameter whole but for experts' weights, the data axis first."""
 
 STATE_KINDS = {"all_gather": "zero_gather", "reduce_scatter": "zero_scatter"}
 """ZeRO's collectives as they are measured: with the copies into and out of their buffers."""
@@ -128,21 +132,31 @@ class Prices:
         )
         return groups
 
-    def _slowest_group(self, axis: int) -> Group:
+    def _slowest_group(self, *axes: int) -> Group:
         groups = [
             group_of(self.cluster, tuple(self.ranks[index] for index in members))
-            for members in self.mesh.groups(axis)
+            for members in self.mesh.groups(*axes)
         ]
         return max(groups, key=lambda group: collective_seconds("all_reduce", 1 << 20, group))
 
-    def collective(
-        self, kind: Any, num_bytes: float, axis: int, *, measured_as: Any = None
-    ) -> float:
-        """Seconds of one collective on an axis; ``num_bytes`` is the whole tensor's.
+    def _group(self, axes: tuple[int, ...]) -> Group:
+        """The slowest group of the ranks that differ on ``axes`` alone."""
+        if len(axes) == 1:
+            return self.groups[axes[0]]
+        key = (id(self.cluster), self.mesh, self.ranks, axes)
+        # the cluster lives as long as its id is used
+        _, (found,) = find(
+            self.cache.groups, key, lambda: (self.cluster, (self._slowest_group(*axes),))
+        )
+        return found
+
+    def collective(self, kind: Any, num_bytes: float, *axes: int, measured_as: Any = None) -> float:
+        """Seconds of one collective over all ranks of some axes; ``num_bytes`` is the whole
+        tensor's.
 
         ``measured_as`` is the kind under which a profile has it, if another.
         """
-        group, name = self.groups[axis], measured_as or kind
+        group, name = self._group(axes), measured_as or kind
         key = (name, num_bytes, group, self.profile)
         found = self.cache.collectives.get(key)
         if found is None:
@@ -150,12 +164,12 @@ class Prices:
             seconds, source = known or (collective_seconds(kind, int(num_bytes), group), "spec")
             found = self.cache.collectives[key] = Priced(seconds, 0.0, source)
             if self.asked is not None and group.num_ranks > 1 and num_bytes > 0:
-                what = (name, group, self._partition(axis))
+                what = (name, group, self._partition(axes))
                 self.asked.transfer(what, num_bytes, seconds, source)
         return self._counted(found).forward
 
-    def _partition(self, axis: int) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(self.ranks[i] for i in members) for members in self.mesh.groups(axis))
+    def _partition(self, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(self.ranks[i] for i in members) for members in self.mesh.groups(*axes))
 
     def _counted(self, found: Priced) -> Priced:
         if self.only is None:
@@ -303,52 +317,55 @@ class Prices:
             forward_issue=own.forward_issue, backward_issue=own.backward_issue,
         )  # fmt: skip
 
-    @property
-    def shards(self) -> int:
-        """How many ranks ZeRO may shard a replicated parameter over: axis "dp"'s size."""
-        return self.mesh.shape[0] if self.mesh.axes[0] == "dp" else 1
+    @cached_property
+    def state_axes(self) -> tuple[int, ...]:
+        """The axes over which a replicated parameter's states are sharded and gradients summed."""
+        names = JOINT_AXES if self.assumptions.joint_states else JOINT_AXES[:1]
+        sizes = zip(self.mesh.axes, self.mesh.shape, strict=True)
+        found = [axis for axis, (name, size) in enumerate(sizes) if name in names and size > 1]
+        return tuple(found)
 
     @property
-    def _context_shards(self) -> int:
-        """How many ranks of axis "cp" share the states of a parameter."""
-        mesh = self.mesh
-        shares = self.assumptions.shards_over_context and "cp" in mesh.axes
-        return mesh.shape[mesh.axes.index("cp")] if shares else 1
+    def shards(self) -> int:
+        """How many ranks ZeRO may shard a replicated parameter over."""
+        return self._size(self.state_axes)
+
+    def _size(self, axes: tuple[int, ...]) -> int:
+        return prod(self.mesh.shape[axis] for axis in axes)
 
     def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
         """Seconds and bytes of holding a parameter: its gradient's sums and its step.
 
-        Latency per collective is left out over "dp", where a block's parameters travel
+        Latency per collective is left out over ``state_axes``, where a block's parameters travel
         together; ``block_sync`` has it once per block.
         """
         numel = spec.numel // self.num_parts(held)
         gradient_bytes = numel * self.policy.gradient_bytes
-        shards = 1 if held[0].is_shard else self.shards
+        axes = tuple(axis for axis in self.state_axes if not held[axis].is_shard)
+        shards = self._size(axes)
         if not spec.requires_grad:
-            return self._frozen(numel, zero if shards > 1 else 0, shards)
+            return self._frozen(numel, zero if shards > 1 else 0, axes)
         seconds = Seconds()
         if shards > 1:
-            gather = self._streamed("all_gather", numel * self.policy.gathered_bytes)
+            gather = self._streamed("all_gather", numel * self.policy.gathered_bytes, axes)
             sync: CollectiveKind = "reduce_scatter" if zero else "all_reduce"
-            seconds = self._states_of(zero, gather, self._streamed(sync, gradient_bytes))
+            seconds = self._states_of(zero, gather, self._streamed(sync, gradient_bytes, axes))
             seconds = seconds.plus(self._copies(zero, numel, numel))
         sharded = shards if zero else 1
         runs_beside = shards == 1
         for axis, placement in enumerate(held):
-            is_sharding_axis = axis == 0 and self.mesh.axes[0] == "dp"
-            if not placement.is_shard and not is_sharding_axis and self.mesh.shape[axis] > 1:
+            if not placement.is_shard and axis not in axes and self.mesh.shape[axis] > 1:
                 summed = self.collective("all_reduce", gradient_bytes // sharded, axis)
                 share = self._slowed_share("all_reduce") if runs_beside else 1.0
                 seconds = seconds.plus(Seconds(gradient_sync=summed, sync_slowed=share * summed))
                 runs_beside = False
-        holders = shards * self._context_shards
-        states = state_bytes(numel, self.policy, zero if holders > 1 else 0, holders)
+        states = state_bytes(numel, self.policy, zero if shards > 1 else 0, shards)
         seconds = seconds._replace(optimizer=self._update(numel / sharded))
         gathered = exchange_bytes(numel, self.policy, zero, shards)
         return seconds, StateBytes(states.parameters, states.gradients, states.optimizer, gathered)
 
     def _states_of(self, zero: int, gather: float, sync: float) -> Seconds:
-        """Gathering parameters and summing gradients over "dp", as often as a ZeRO stage does."""
+        """Gathering parameters and summing gradients as often as a ZeRO stage does."""
         summed = self._slowed_share("reduce_scatter" if zero else "all_reduce") * sync
         if zero == 0:
             return Seconds(gradient_sync=sync, sync_slowed=summed)
@@ -388,18 +405,23 @@ class Prices:
             return 1 - 1 / given
         known = None
         if self.profile is not None and kind not in self.device.slowdown:
-            known = self.profile.slowed_share(kind, self.groups[0])
+            known = self.profile.slowed_share(kind, self._state_group)
         return self.device.slowed_share(kind) if known is None else known
 
     @property
+    def _state_group(self) -> Group:
+        return self._group(self.state_axes or (0,))
+
+    @property
     def shares_links(self) -> bool:
-        """Whether collectives over "dp" use the links of the stage's other collectives.
+        """Whether collectives of states use the links of the stage's other collectives.
 
         Over several hosts they are bound by the links between hosts.
         """
-        groups = zip(self.groups, self.mesh.shape, strict=True)
-        others = [group for group, size in list(groups)[1:] if size > 1]
-        crosses = self.groups[0].num_hosts > 1
+        own = self.state_axes or (0,)
+        sizes = enumerate(self.mesh.shape)
+        others = [self.groups[axis] for axis, size in sizes if axis not in own and size > 1]
+        crosses = self._state_group.num_hosts > 1
         return any((group.num_hosts > 1) == crosses for group in others)
 
     def _update(self, numel: float) -> float:
@@ -419,31 +441,34 @@ class Prices:
         rate = self.device.memory_bytes_per_second * self.device.efficiency.get("copy", 1.0)
         return Priced(numel * step_bytes(self.policy) / rate, 0.0, "spec")
 
-    def _frozen(self, numel: int, zero: int, shards: int) -> tuple[Seconds, StateBytes]:
+    def _frozen(self, numel: int, zero: int, axes: tuple[int, ...]) -> tuple[Seconds, StateBytes]:
         """A parameter that is not trained: sharded and gathered like others, and no more."""
         gathered_bytes = numel * self.policy.gathered_bytes
-        held = state_bytes(numel, self.policy, zero, shards)
+        held = state_bytes(numel, self.policy, zero, self._size(axes))
         states = StateBytes(parameters=held.parameters)
         if zero == 0:
             return Seconds(), states
-        gather = self._streamed("all_gather", gathered_bytes)
+        gather = self._streamed("all_gather", gathered_bytes, axes)
         seconds = self._states_of(zero, gather, 0.0).plus(self._copies(zero, numel, 0))
         gathered = gathered_bytes if zero == 3 else 0.0
         return seconds, StateBytes(parameters=held.parameters, gathered=gathered)
 
-    def _streamed(self, kind: str, num_bytes: float) -> float:
-        return max(0.0, self._states(kind, num_bytes) - self._states(kind, 1))
+    def _streamed(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
+        return max(0.0, self._states(kind, num_bytes, axes) - self._states(kind, 1, axes))
 
-    def _states(self, kind: str, num_bytes: float) -> float:
-        """Seconds of a collective of states over "dp", with the copies around it."""
-        return self.collective(kind, num_bytes, 0, measured_as=STATE_KINDS.get(kind))
+    def _states(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
+        """Seconds of a collective of states, with the copies around it."""
+        return self.collective(kind, num_bytes, *axes, measured_as=STATE_KINDS.get(kind))
 
     def block_sync(self, zero: int) -> Seconds:
-        """The latency of a block's collectives of gradients and parameters over "dp"."""
-        if self.shards == 1:
+        """The latency of a block's collectives of gradients and parameters."""
+        axes = self.state_axes
+        if not axes:
             return Seconds()
         sync: CollectiveKind = "reduce_scatter" if zero else "all_reduce"
-        return self._states_of(zero, self._states("all_gather", 1), self._states(sync, 1))
+        return self._states_of(
+            zero, self._states("all_gather", 1, axes), self._states(sync, 1, axes)
+        )
 
     def transfer(self, spec: TensorSpec, layout: Layout, link: Link) -> tuple[float, float]:
         """Seconds forward and backward of what one rank gets from another stage."""
