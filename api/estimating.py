@@ -354,7 +354,8 @@ class _Search:
             """With less memory: with micro-batches of the size that was best, if any fit."""
             less = replace(request, memory_limit_bytes=limit_bytes)
             try:
-                return searched(replace(less, microbatch_size=first.microbatch_size))
+                count = first.num_microbatches
+                return searched(replace(less, forced=replace(less.forced, num_microbatches=count)))
             except InfeasibleError:
                 return searched(less)
 

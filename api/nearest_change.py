@@ -132,7 +132,7 @@ def _choices(request: Request) -> str:
     forced = {name: getattr(request.forced, name) for name in Forced.__dataclass_fields__}
     said = [f"{name}={value}" for name, value in forced.items() if value is not None]
     if request.microbatch_size is not None:
-        said.append(f"micro-batches of {request.microbatch_size} samples")
+        said.append(f"micro-batches of {request.microbatch_size} samples a rank")
     said += [f"--pin {pin}" for pin in request.pins]
     said += [f"--stage-at {path}" for path in request.stage_at]
     said += [f"--max-tp {request.max_tp}"] if request.max_tp is not None else []

@@ -88,10 +88,36 @@ _MI325X = gpu(
     num_units=304,
     host=DGX_H100,
 )
+_MI355X = gpu(
+    "MI355X",
+    memory_mib=294896,
+    bandwidth_gb=8000,
+    tflops={
+        "float64": 78.6, "float32": 157.3, "bfloat16": 2300, "float16": 2300,
+        "float8_e4m3fn": 4600, "float8_e5m2": 4600,
+    },
+    efficiency=families(0.62, 0.3, 0.4, 0.8),
+    sources={
+        **device_sources(
+            f"bfloat16: {ML_ENGINEERING}; 8 bits (float8_e4m3fn, from CDNA 4 on) as twice of it; "
+            "float32 and float64: recalled from the vendor's data sheet, not checked",
+            "recalled from the vendor's data sheet, not checked",
+            f"measured 1565 of 2300 TFLOP/s at the best shape ({ML_ENGINEERING}) {LARGE_MATMUL}, "
+            "and again in long runs, as MI300X's",
+            ESTIMATE,
+            ESTIMATE,
+        ),
+        **_AMD,
+        "memory_bytes": f"288 GiB: {ROCM_SPECS}, less 16 MiB as MI300X's",
+    },
+    num_units=256,
+    host=DGX_H100,
+)  # fmt: skip
 
 _MESH = ((8, "all-pairs-once"),)
 AMD = (
     Preset(_MI250X, "infinity-fabric-2", "infiniband-hdr-shared"),
     Preset(_MI300X, "infinity-fabric-3", "infiniband-ndr", wires=_MESH, detour="pcie5"),
+    Preset(_MI355X, "infinity-fabric-3", "infiniband-ndr", wires=_MESH, detour="pcie5"),
     Preset(_MI325X, "infinity-fabric-3", "infiniband-ndr", wires=_MESH, detour="pcie5"),
 )

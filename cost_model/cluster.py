@@ -48,7 +48,8 @@ class Device:
 
     ``peak_flops`` is dense FLOP/s by dtype name. ``usable_memory_bytes`` is what a process
     may allocate. ``sources`` says for each field name where its figure comes from.
-    ``efficiency`` is the fraction of the peak that each op family reaches (1.0 if absent).
+    ``efficiency`` is the fraction of the peak that each op family reaches (1.0 if absent); that
+    of a family in one format is called so with the format ("matmul_float8_e4m3fn").
 
     ``launch_seconds`` is what a kernel takes on the device whatever it does: to start and to
     drain. ``issue_seconds`` is what the host takes to issue one, so that a run of ops takes

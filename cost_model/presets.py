@@ -207,7 +207,12 @@ _H20 = gpu(
 )  # fmt: skip
 
 
-_BLACKWELL_MATMUL = f"at the best shape ({ML_ENGINEERING}), less 6 to 10 % in long runs"
+_BLACKWELL_MATMUL = (
+    f"at the best shape ({ML_ENGINEERING}); long runs hold less: fitted on {{}} published runs in "
+    "bfloat16 (benchmarks/validation)"
+)
+_BLACKWELL_FP8 = "fitted on NVIDIA's published runs in 8 bits (benchmarks/validation)"
+_DGXC = read("NVIDIA/dgxc-benchmarking@841f546 README.md, peak rates")
 _BLACKWELL_MEMORY = f"measured on B300: {TORCHAO}"
 _BLACKWELL_FP32 = f"{NVIDIA_TABLES}; the others: {TORCHTITAN}; {ML_ENGINEERING}"
 _GB200_UNITS = read("152 by device properties, in files on GitHub")
@@ -228,14 +233,16 @@ def _blackwell(
         **tflops, "tfloat32": half / 2, "float16": half,
         "float8_e4m3fn": 2 * half, "float8_e5m2": 2 * half,
     }  # fmt: skip
-    common = device_sources(_BLACKWELL_FP32, NVIDIA_TABLES, ESTIMATE, ESTIMATE, _BLACKWELL_MEMORY)
+    common = device_sources(
+        f"{_BLACKWELL_FP32}; nvfp4: {_DGXC}", NVIDIA_TABLES, ESTIMATE, ESTIMATE, _BLACKWELL_MEMORY
+    )
     return gpu(
         name,
         memory_mib=memory_mib,
         bandwidth_gb=bandwidth_gb,
         tflops=peaks,
-        efficiency=families(0.7, 0.35, 0.45, 0.84),
-        sources={**common, **sources},
+        efficiency={**families(0.55, 0.35, 0.45, 0.84), "matmul_float8_e4m3fn": 0.64},
+        sources={**common, "efficiency.matmul_float8_e4m3fn": _BLACKWELL_FP8, **sources},
         num_units=num_units,
         host=DGX_H100,
     )
@@ -245,7 +252,7 @@ _B200 = _blackwell(
     "B200",
     183359,
     7700,
-    {"float64": 37, "float32": 75, "bfloat16": 2250},
+    {"float64": 37, "float32": 75, "bfloat16": 2250, "nvfp4": 9000},
     {
         "memory_bytes_per_second": f"{NVIDIA_TABLES}; 7672 by the driver: {TORCHAO}",
         "efficiency.matmul": f"measured 1745 of 2250 TFLOP/s {_BLACKWELL_MATMUL}",
@@ -256,9 +263,23 @@ _GB200 = _blackwell(
     "GB200",
     189471,
     8000,
-    {"float64": 40, "float32": 80, "bfloat16": 2500},
+    {"float64": 40, "float32": 80, "bfloat16": 2500, "nvfp4": 10000},
     {
         "efficiency.matmul": f"measured 1822 of 2500 TFLOP/s {_BLACKWELL_MATMUL}",
+        "num_units": _GB200_UNITS,
+    },
+    num_units=152,
+)
+_GB300 = _blackwell(
+    "GB300",
+    284208,
+    8000,
+    {"float32": 80, "bfloat16": 2500, "nvfp4": 15000},
+    {
+        "peak_flops": f"as GB200's; nvfp4: {_DGXC}; float64 as 1/64 of float32",
+        "memory_bytes": f"279 GB of 288: {_DGXC}",
+        "memory_bytes_per_second": _DGXC,
+        "efficiency.matmul": "as GB200's",
         "num_units": _GB200_UNITS,
     },
     num_units=152,
@@ -267,7 +288,7 @@ _B300 = _blackwell(
     "B300",
     275040,
     8000,
-    {"float32": 80, "bfloat16": 2250},
+    {"float32": 80, "bfloat16": 2250, "nvfp4": 13500},
     {
         "peak_flops": f"{TORCHAO}; float32: {ML_ENGINEERING}; float64 as 1/64 of it",
         "memory_bytes_per_second": TORCHAO,
@@ -318,6 +339,7 @@ _PRESETS = (
     Preset(_H20, "nvlink4", "infiniband-ndr"),
     Preset(_B200, "nvlink5", "infiniband-ndr"),
     Preset(_GB200, "nvlink5", "infiniband-ndr", 72),
+    Preset(_GB300, "nvlink5", "infiniband-xdr", 72),
     Preset(_B300, "nvlink5", "infiniband-xdr"),
     *CARDS,
     *AMD,
@@ -334,14 +356,14 @@ DEVICE_ALIASES: Mapping[str, str] = {
     "H100-80GB": "H100", "H100-SXM": "H100", "H100-SXM5": "H100", "H100-SXM5-80GB": "H100",
     "H100-PCIe-80GB": "H100-PCIe", "H100-80GB-PCIe": "H100-PCIe", "H200-141GB": "H200",
     "H200-SXM": "H200", "H200-SXM5-141GB": "H200", "B200-180GB": "B200",
-    "B200-SXM-180GB": "B200", "GB200-186GB": "GB200",
+    "B200-SXM-180GB": "B200", "GB200-186GB": "GB200", "GB300-288GB": "GB300",
     "H100-96GB-HBM2e": "H100-96GB", "L40S-48GB": "L40S", "A10G-24GB": "A10G", "4090": "RTX4090",
     "RTX4090-24GB": "RTX4090", "RTX-4090": "RTX4090", "3090": "RTX3090", "RTX-3090": "RTX3090",
     "RTX3090-24GB": "RTX3090", "5090": "RTX5090", "RTX-5090": "RTX5090", "RTX5090-32GB": "RTX5090",
     "T4-16GB": "T4", "L4-24GB": "L4", "A30-24GB": "A30", "A6000-48GB": "A6000",
     "RTX-A6000": "A6000", "RTXA6000": "A6000", "H20-96GB": "H20", "H800-80GB": "H800",
     "H800-SXM": "H800", "B300-288GB": "B300", "MI250X-64GB": "MI250X", "MI300X-192GB": "MI300X",
-    "MI325X-256GB": "MI325X",
+    "MI325X-256GB": "MI325X", "MI355X-288GB": "MI355X",
 }  # fmt: skip
 
 

@@ -37,9 +37,7 @@ GlobalBatchOption = Annotated[
 SeqOption = Annotated[int | None, typer.Option("--seq", min=1, help="sequence length")]
 MicroBatchOption = Annotated[
     int | None,
-    typer.Option(
-        "--micro-batch", min=1, help="samples per micro-batch, over all data-parallel ranks"
-    ),
+    typer.Option("--micro-batch", min=1, help="samples per micro-batch of a data-parallel rank"),
 ]
 PrecisionOption = Annotated[
     str,

@@ -249,7 +249,7 @@ def microbatches(options: PlanOptions, forced: Forced) -> tuple[int, int]:
 
     parts = (forced.dp or 1) * (forced.ep or 1)
     batch, asked = options.global_batch, forced.num_microbatches
-    rows = options.micro_batch or (batch // asked if asked else parts)
+    rows = (options.micro_batch or 0) * parts or (batch // asked if asked else parts)
     count = asked or max(1, batch // rows)
     if rows * count != batch or rows % parts:
         raise UsageError(

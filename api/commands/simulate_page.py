@@ -156,7 +156,7 @@ def summary(step: SimulatedStep) -> dict[str, Any]:
             "dp": own.dp, "tp": own.tp, "cp": own.cp, "ep": own.ep, "pp": own.pp,
             "chunks": own.num_chunks, "slices": own.num_slices,
             "zero": own.zero, "recompute": own.recompute, "schedule": own.schedule,
-            "microbatches": own.num_microbatches, "micro_batch": own.microbatch_size,
+            "microbatches": own.num_microbatches, "micro_batch": own.rank_rows,
         },
         "step_seconds": timeline.step_seconds,
         "tokens_per_second": step.tokens_per_second,
@@ -202,7 +202,7 @@ def headline(step: SimulatedStep, name: str) -> RenderableType:
     )
     schedule = schedule_text(own.schedule, own.num_chunks, own.num_slices)
     parts = [*strategy_parts([rank] * own.pp, schedule), *offload_text(own.offload)]
-    parts.append(microbatches_text(own.num_microbatches, own.microbatch_size))
+    parts.append(microbatches_text(own.num_microbatches, own.microbatch_size, own.rank_rows))
     figures = [
         ("step", seconds_text(timeline.step_seconds)),
         ("tokens/s" if step.has_tokens else "samples/s", count_text(step.tokens_per_second)),

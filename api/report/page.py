@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from autoparallel.planner.asynchronous import described
+from autoparallel.planner.inter_op.submesh import num_row_parts
 from autoparallel.planner.parameter_servers import served
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.planner.summary import (
@@ -251,15 +252,20 @@ def configuration_text(plan: Plan) -> str:
     parts = [*strategy_parts(rank_summaries(plan), schedule), *offload_text(plan.offload)]
     if plan.servers is not None:
         parts = [servers_text(plan.servers)]
-    return SEPARATOR.join((*parts, microbatches_text(plan.num_microbatches, plan.microbatch_size)))
+    size = plan.microbatch_size
+    of_ranks = {size // num_row_parts(stage.mesh) for stage in plan.stages}
+    is_equal = len(of_ranks) == 1 and not any(stage.shares for stage in plan.stages)
+    text = microbatches_text(plan.num_microbatches, size, of_ranks.pop() if is_equal else size)
+    return SEPARATOR.join((*parts, text))
 
 
-def microbatches_text(count: int, size: int) -> str:
+def microbatches_text(count: int, size: int, rank_rows: int) -> str:
     """
-    >>> microbatches_text(1, 32), microbatches_text(16, 4)
-    ('1 micro-batch of 32', '16 micro-batches of 4')
+    >>> microbatches_text(1, 32, 32), microbatches_text(16, 4, 1)
+    ('1 micro-batch of 32', '16 micro-batches of 4 (1 a rank)')
     """
-    return f"{count} micro-batch{'es' if count > 1 else ''} of {size}"
+    of_rank = f" ({rank_rows} a rank)" if rank_rows != size else ""
+    return f"{count} micro-batch{'es' if count > 1 else ''} of {size}{of_rank}"
 
 
 def splits(plan: Plan) -> RenderableType:

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.systems.deepspeed import CHECKPOINTING, WITHOUT_PIPELINE
-from autoparallel.systems.degrees import num_row_parts, rows
 from autoparallel.systems.features import FEATURES
 from autoparallel.systems.report import Difference
 from autoparallel.systems.system import RECIPE, Files, Job, System, write_for
@@ -48,8 +47,8 @@ def write(job: Job) -> Files:
     found = launch_config(job)
     comment = "# Written by autoparallel export --to accelerate, for accelerate 1.15.\n"
     notes = [
-        f"in your script: DataLoader(batch_size={rows(own)}) and {accumulation(own)}: "
-        f"{rows(own)} × {own.num_microbatches} × {num_row_parts(own)} data-parallel ranks = "
+        f"in your script: DataLoader(batch_size={own.rank_rows}) and {accumulation(own)}: "
+        f"{own.rank_rows} × {own.num_microbatches} × {own.row_parts} data-parallel ranks = "
         f"{job.plan.model.global_batch} samples a step",
         *backend_notes(own), RECIPE,
     ]  # fmt: skip
@@ -93,7 +92,7 @@ def backend_of(own: Configuration) -> Backend:
     """
     if own.num_devices == 1:
         return "none"
-    if num_row_parts(own) * own.cp == 1:
+    if own.row_parts * own.cp == 1:
         return "tp"
     if own.tp * own.cp == 1 and own.zero < 3 and (own.zero or own.offload == "optimizer"):
         return "deepspeed"
@@ -212,7 +211,7 @@ def fsdp(own: Configuration) -> dict[str, Any]:
 def parallelism(own: Configuration) -> dict[str, int]:
     """The degrees of ``ParallelismConfig``."""
     return {
-        "dp_replicate_size": 1, "dp_shard_size": num_row_parts(own),
+        "dp_replicate_size": 1, "dp_shard_size": own.row_parts,
         "cp_size": own.cp, "tp_size": own.tp,
     }  # fmt: skip
 

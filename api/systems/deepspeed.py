@@ -15,7 +15,6 @@ from typing import Any
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.schedules.catalogue import SCHEDULES
-from autoparallel.systems.degrees import rows
 from autoparallel.systems.features import FEATURES
 from autoparallel.systems.system import RECIPE, Files, Job, System, write_for
 
@@ -95,7 +94,7 @@ def config(own: Configuration, global_batch: int) -> dict[str, Any]:
     """The configuration; ranks of one tensor-parallel group take the same samples."""
     found: dict[str, Any] = {
         "train_batch_size": global_batch,
-        "train_micro_batch_size_per_gpu": rows(own),
+        "train_micro_batch_size_per_gpu": own.rank_rows,
         "gradient_accumulation_steps": own.num_microbatches,
         "optimizer": optimizer(own),
         "zero_optimization": {"stage": own.zero},

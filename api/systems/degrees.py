@@ -179,13 +179,3 @@ def _microbatches(plan: Plan, roles: Roles) -> tuple[int, int]:
     while count > 1 and (batch % count or batch // count % parts):
         count -= 1
     return batch // count, count
-
-
-def num_row_parts(configuration: Configuration) -> int:
-    """How many ranks get different samples: "dp" times "ep"."""
-    return configuration.dp * configuration.ep
-
-
-def rows(configuration: Configuration) -> int:
-    """The samples of a micro-batch that each of these ranks computes."""
-    return configuration.microbatch_size // num_row_parts(configuration)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoparallel.planner.configured.configuration import Configuration
-from autoparallel.systems.degrees import num_row_parts, rows
 from autoparallel.systems.features import FEATURES
 from autoparallel.systems.model_config import ModelConfig, RopeScaling, unlike_llama
 from autoparallel.systems.report import Difference
@@ -153,7 +152,7 @@ def layout_text(layers: tuple[int, ...]) -> str:
 
 def _batch(job: Job) -> Iterator[tuple[str, ...]]:
     own, seq = job.configuration, job.plan.model.seq
-    yield "--micro-batch-size", str(rows(own))
+    yield "--micro-batch-size", str(own.rank_rows)
     yield "--global-batch-size", str(job.plan.model.global_batch)
     if seq is not None:
         yield "--seq-length", str(seq)
@@ -162,11 +161,11 @@ def _batch(job: Job) -> Iterator[tuple[str, ...]]:
 
 
 def _states(own: Configuration) -> Iterator[tuple[str, ...]]:
-    if num_row_parts(own) * own.cp > 1:
+    if own.row_parts * own.cp > 1:
         yield ("--overlap-grad-reduce",)
     if own.zero == 1:
         yield ("--use-distributed-optimizer",)
-        if num_row_parts(own) * own.cp > 1:
+        if own.row_parts * own.cp > 1:
             yield ("--overlap-param-gather",)
     if own.zero > 1:
         yield ("--use-distributed-optimizer",)

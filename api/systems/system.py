@@ -17,7 +17,7 @@ from autoparallel.plan_exports import WrittenPlan
 from autoparallel.planner.configured.configuration import Configuration, even_layers
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Recompute
-from autoparallel.systems.degrees import configuration_of, layers_of, num_row_parts
+from autoparallel.systems.degrees import configuration_of, layers_of
 from autoparallel.systems.features import Feature, features_of
 from autoparallel.systems.model_config import ModelConfig, read_config
 from autoparallel.systems.priced import Priced, price
@@ -173,7 +173,7 @@ def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
             yield whole
         return
     folded = _folded(own, system, plan.model.global_batch)
-    parts, batch = num_row_parts(folded), plan.model.global_batch
+    parts, batch = folded.row_parts, plan.model.global_batch
     rows = [parts << bit for bit in range(batch.bit_length())]
     sizes = [size for size in rows if size <= batch and batch % size == 0]
     for zero in dict.fromkeys((3, max(own.zero, 1))):

@@ -18,7 +18,6 @@ from autoparallel.plan_exports import torchrun
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.schedules.schedules import build_schedule
-from autoparallel.systems.degrees import num_row_parts, rows
 from autoparallel.systems.features import FEATURES
 from autoparallel.systems.model_config import ModelConfig, RopeScaling, unlike_llama
 from autoparallel.systems.report import Difference
@@ -118,12 +117,12 @@ def settled(own: Configuration) -> Configuration:
 
 def _uses_ddp(own: Configuration) -> bool:
     """Whether DDP trains it, which stands beside no other degree."""
-    return own.zero == 0 and own.num_devices == num_row_parts(own)
+    return own.zero == 0 and own.num_devices == own.row_parts
 
 
 def _uses_fsdp(own: Configuration) -> bool:
     """Whether FSDP trains it: with ranks to shard over, unless DDP does."""
-    return num_row_parts(own) * own.cp > 1 and not _uses_ddp(own)
+    return own.row_parts * own.cp > 1 and not _uses_ddp(own)
 
 
 def every_nth(share: float) -> int:
@@ -137,7 +136,7 @@ def every_nth(share: float) -> int:
 
 def _sections(job: Job, lost: list[Difference]) -> dict[str, dict[str, object]]:
     own, plan = job.configuration, job.plan
-    parts = num_row_parts(own)
+    parts = own.row_parts
     uses_ddp = _uses_ddp(own)
     if own.zero and not any(stage.zero for stage in plan.stages) and parts * own.cp > 1:
         lost.append(Difference(
@@ -150,7 +149,7 @@ def _sections(job: Job, lost: list[Difference]) -> dict[str, dict[str, object]]:
             "float32, which is slower and larger: it has mixed precision only with FSDP or DDP, "
             "that is where dp or cp is more than 1",
         ))  # fmt: skip
-    microbatch = rows(own)
+    microbatch = own.rank_rows
     local = microbatch * own.num_microbatches if own.pp > 1 else microbatch
     half = own.precision in ("bf16", "fp8")
     return {
@@ -195,7 +194,7 @@ def _pipeline(job: Job) -> dict[str, object]:
         "pipeline_parallel_schedule": "PipelineScheduleMulti"
         if by_table else SCHEDULES[own.schedule],
         **({"pipeline_parallel_schedule_csv": str(job.folder / TABLE)} if by_table else {}),
-        "pipeline_parallel_microbatch_size": rows(own),
+        "pipeline_parallel_microbatch_size": own.rank_rows,
         "module_fqns_per_model_part": module_names(stage_layers(own, job.num_layers)),
     }  # fmt: skip
 

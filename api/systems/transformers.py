@@ -15,7 +15,6 @@ from typing import Any
 from autoparallel.plan_exports import torchrun
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.systems import accelerate, deepspeed
-from autoparallel.systems.degrees import rows
 from autoparallel.systems.features import FEATURES
 from autoparallel.systems.system import RECIPE, Files, Job, System, write_for
 
@@ -61,7 +60,7 @@ def arguments(job: Job) -> dict[str, Any]:
     own, backend = job.configuration, accelerate.backend_of(job.configuration)
     found: dict[str, Any] = {
         "output_dir": "run",
-        "per_device_train_batch_size": rows(own),
+        "per_device_train_batch_size": own.rank_rows,
         "gradient_accumulation_steps": own.num_microbatches,
         "bf16": own.precision == "bf16",
         "fp16": own.precision == "fp16",

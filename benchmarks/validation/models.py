@@ -43,7 +43,8 @@ class Shape:
     the embedding's. ``eager``: written as torchtitan's Llama is, for a compiler to fuse: RMSNorm
     and complex rotary positions in float32, an op at a time, and heads repeated. ``unpads``:
     queries, keys and values are copied without padding rows for the attention kernel, and what it
-    makes is copied back (llm-foundry's ``flash_attn_fn``).
+    makes is copied back (llm-foundry's ``flash_attn_fn``). ``fused_loss``: the loss is one kernel
+    on logits in half precision, as TransformerEngine's and a compiled one are.
     """
 
     family: Family
@@ -60,6 +61,7 @@ class Shape:
     tied: bool = False
     eager: bool = False
     unpads: bool = False
+    fused_loss: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -83,13 +85,24 @@ def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, probability: flo
     return residual + F.dropout(x + bias, probability)
 
 
-@register_op("* -> *", name="validation_rows_copied")
+def nothing(*_shapes: Sequence[int]) -> int:
+    """Bytes that an op keeps whose backward reads nothing."""
+    return 0
+
+
+@register_op("*b _ + _ + *b _ -> *b _", name="validation_bias_add", saved_bytes=nothing)
+def bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    """The same without dropout."""
+    return residual + x + bias
+
+
+@register_op("* -> *", name="validation_rows_copied", saved_bytes=nothing)
 def copied_rows(x: Tensor) -> Tensor:
     """Rows gathered by their indices, in one kernel."""
     return x.clone()
 
 
-@register_op("*b s _, [s _], [s _] -> *b s _", name="validation_rotary")
+@register_op("*b s _, [s _], [s _] -> *b s _", name="validation_rotary", saved_bytes=nothing)
 def fused_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """``rotated`` in one kernel."""
     return rotated(x, (cosine, sine))
@@ -105,6 +118,19 @@ def fused_swiglu(x: Tensor) -> Tensor:
 def fused_squared_relu(x: Tensor) -> Tensor:
     """The square of the positive part, in one kernel."""
     return F.relu(x).square()
+
+
+def half_bytes(shape: Sequence[int], *_others: Sequence[int]) -> int:
+    """Logits in half precision."""
+    return 2 * prod(shape)
+
+
+@register_op("*b v, *b -> *b", name="validation_cross_entropy", saved_bytes=half_bytes)
+def fused_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each token in one kernel. Ranks that split the vocabulary sum two numbers per
+    token, which is priced as the sum of their results."""
+    flat = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="none")
+    return flat.unflatten(0, targets.shape)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -133,6 +159,9 @@ class Output(nn.Module):
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         made: Tensor = self.product(x)
         if self.bias is not None:
+            if not self.dropout:
+                added: Tensor = bias_add(made, self.bias, residual)
+                return added
             made = bias_dropout_add(made, self.bias, residual, self.dropout)
             return made
         return residual + made
@@ -296,6 +325,9 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, table)
         logits = self.head(self.norm(x))  # (batch, seq, vocab)
+        if self.shape.fused_loss:
+            mean: Tensor = fused_cross_entropy(logits, targets).mean()
+            return mean
         return F.cross_entropy(logits.float().transpose(1, 2), targets)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autoparallel.cost_model.cluster import ClusterError
+from autoparallel.cost_model.collectives import group_of
 from autoparallel.cost_model.memory import policy
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
@@ -87,8 +88,18 @@ class Pricer:
         pricer = self.pricer(run)
         staged = pricer.staged(run.cluster, run.configuration)
         device, last = run.cluster.hosts[0].device, len(staged.costs) - 1
+        per_stage = -(-run.shape.layers // len(staged.costs))
+        passes = per_stage, per_stage * (2 if run.configuration.recompute == "full" else 1)
+        own, mesh = run.configuration, run.configuration.mesh
+        group = group_of(run.cluster, mesh.groups(0)[0] if own.dp > 1 else (0,))
         costs = [
-            run.program.around(cost, device, is_first=stage == 0, is_last=stage == last)
+            run.program.around(
+                run.program.gathered(cost, group),
+                device,
+                passes,
+                is_first=stage == 0,
+                is_last=stage == last,
+            )
             for stage, cost in enumerate(staged.costs)
         ]
         return pricer.step(run.configuration, staged, costs)

@@ -13,10 +13,11 @@ from functools import cache
 from math import inf
 
 from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.memory import PrecisionPolicy
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision, Recompute
 from autoparallel.planner.precision import EIGHT_BITS
-from autoparallel.planner.pricing.basis import CostAssumptions
+from autoparallel.planner.pricing.basis import CostAssumptions, Scaling
 from autoparallel.planner.schedules.schedules import SCHEDULES
 
 from .clusters import make_cluster
@@ -30,6 +31,8 @@ from .sources import (
     FOUNDRY,
     FOUNDRY_A100,
     FOUNDRY_H100,
+    HOOKED_SECONDS,
+    INTERNEVO,
     Program,
 )
 from .tables import (
@@ -67,11 +70,14 @@ def published(row: Row, line: int) -> Run:
     assumed += missing
     configuration = _configuration(row, assumed)
     assumptions = CostAssumptions(
-        half_policy(_gradient_bytes(row)),
+        _policy(row),
         attention_core=_selective_share(row) == 1.0,
         joint_states=True,
         copies_states=not any(name in row.get("source", "") for name in ("alpa", "maxtext")),
         cast_bytes=6.0 if _is_titan(row) else 4.0,
+        scaling=_scaling(row),
+        keeps_casts=_has_eight_bits(row) and not _is_titan(row),
+        regathers=bool(configuration.sequence_parallel) and not _is_titan(row),
         slowdown=None if _overlaps(row, configuration.zero) else inf,
     )
     shape = _shape(row, configuration.tp, assumed)
@@ -100,6 +106,7 @@ def published(row: Row, line: int) -> Run:
             exposed_share=_exposed_share(row),
             kept_outputs=_kept_outputs(row, configuration, shape.layers),
             cached=CACHED if _is_reserved(row) else 0.0,
+            layer_host_seconds=HOOKED_SECONDS if "DeepSpeed ZeRO-3" in _sharding(row) else 0.0,
         ),
         assumptions=assumptions,
     )
@@ -129,7 +136,13 @@ def _precision(row: Row, cluster: Cluster) -> Precision:
 
 def _has_eight_bits(row: Row) -> bool:
     text = row.get("precision", "").lower()
-    return "fp8" in text or "float8" in text
+    return "fp8" in text or "float8" in text or "nvfp4" in text
+
+
+def _scaling(row: Row) -> Scaling:
+    text = row.get("precision", "").lower()
+    found: tuple[Scaling, ...] = ("mxfp8", "nvfp4", "rowwise")
+    return next((each for each in found if each in text), "tensorwise")
 
 
 def _shape(row: Row, tp: int, assumed: list[str]) -> Shape:
@@ -149,8 +162,30 @@ def _shape(row: Row, tp: int, assumed: list[str]) -> Shape:
     return Shape(
         family, hidden, heads, kv_heads, ffn, number(row, "layers"), number(row, "seq_len"),
         padded(vocab, tp), attention, 0.1 if dropped else 0.0, _fuses(row), family == "gpt",
-        _is_titan(row), "llm-foundry" in row["source"],
+        _is_titan(row), "llm-foundry" in row["source"], _fuses_loss(row),
     )  # fmt: skip
+
+
+COMPILED_LOSS = ("2025-06", "2026-01", "mi300x", "b200")
+"""Words of torchtitan's runs that are later than February 2025, when it began to compile the
+loss."""
+
+
+def _fuses_loss(row: Row) -> bool:
+    """Whether the loss is one kernel: MLPerf's recipes have TransformerEngine's, llm-foundry
+    FlashAttention's, torchtitan a compiled one."""
+    text = row["source"] + row.get("row_id", "")
+    if "llm-foundry" in text or "mlcommons" in text:
+        return True
+    is_late = any(word in text for word in COMPILED_LOSS)
+    return _is_titan(row) and is_late and "compile" in row["precision"]
+
+
+def _sharding(row: Row) -> str:
+    """The cell of sharding as "DeepSpeed ZeRO-3", however it is written."""
+    text = row.get("zero_stage/fsdp", "")
+    is_third = "ZeRO-3" in text and "DeepSpeed" in text
+    return "DeepSpeed ZeRO-3" if is_third else text
 
 
 def _fuses(row: Row) -> bool:
@@ -224,11 +259,30 @@ def _recompute_share(row: Row) -> float:
     return min(1.0, 3 * (float(found[1]) / float(found[2]) - 1)) if found else 1.0
 
 
+HALF_GRADIENTS = re.compile(r"gradients in bf16|(kept and reduced|reduced) in bf16")
+"""Words of a row whose program keeps and reduces bf16 gradients."""
+
+
+RECIPES = re.compile(r"NVIDIA/(dgxc-benchmarking|NeMo)(?!.*maxtext)|mlcommons")
+"""Sources whose runs follow NVIDIA's recipes for speed: gradients in bf16 (``grad_reduce_in_fp32``
+off), and parameters gathered in 8 bits where products are."""
+
+
+def _policy(row: Row) -> PrecisionPolicy:
+    """Adam in mixed precision; parameters that are gathered in 8 bits are also held so."""
+    is_recipe = bool(RECIPES.search(row.get("source", "")))
+    eight = "gathered in fp8" in row.get("notes", "") or (is_recipe and _has_eight_bits(row))
+    return half_policy(2 if is_recipe else _gradient_bytes(row), 1 if eight else 2)
+
+
 def _gradient_bytes(row: Row) -> int:
-    """Bytes of a gradient that is kept and reduced: float32 in Megatron-LM's and FSDP's bf16."""
+    """Bytes of a gradient that is kept and reduced: float32 in Megatron-LM's and FSDP's bf16,
+    unless the row says otherwise."""
     text = row.get("precision", "").lower()
     if not text or text.startswith(("not stated", "fp32")):
         raise UnusableRowError(f"precision {text!r} is not mixed half precision")
+    if HALF_GRADIENTS.search(f"{text} {row.get('notes', '')}"):
+        return 2
     is_half = "bf16" in text and "fp16/bf16" not in text
     return 4 if is_half or _has_eight_bits(row) else 2
 
@@ -264,6 +318,8 @@ def _program(row: Row, num_microbatches: int) -> Program:
     """How gradients are accumulated, where they are: DeepSpeed's, and Megatron-LM's of 2021."""
     if "llm-foundry" in row["source"]:
         return FOUNDRY
+    if "hybrid zero optimizer" in row["zero_stage/fsdp"]:
+        return INTERNEVO
     if num_microbatches == 1:
         return Program()
     if "BF16_Optimizer" in row["zero_stage/fsdp"]:

@@ -119,9 +119,12 @@ def padded(vocab: int, tp: int) -> int:
     return -(-vocab // part) * part
 
 
-def half_policy(gradient_bytes: int) -> PrecisionPolicy:
-    """Adam in mixed precision as Megatron-LM has it: 2 + gradient + 12 bytes per parameter."""
-    return replace(policy("bf16", "adamw"), gradient_bytes=gradient_bytes)
+def half_policy(gradient_bytes: int, gathered_bytes: int = 2) -> PrecisionPolicy:
+    """Adam in mixed precision as Megatron-LM has it: gathered + gradient + 12 bytes per
+    parameter."""
+    return replace(
+        policy("bf16", "adamw"), gradient_bytes=gradient_bytes, gathered_bytes=gathered_bytes
+    )
 
 
 def check_degrees(shape: Shape, own: Configuration, num_devices: int) -> None:

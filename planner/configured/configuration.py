@@ -114,6 +114,16 @@ class Configuration:
         return StateOptions(self.gradient_dtype, self.offload == "optimizer")
 
     @property
+    def row_parts(self) -> int:
+        """How many ranks get different rows: "dp" times "ep"."""
+        return self.dp * self.ep
+
+    @property
+    def rank_rows(self) -> int:
+        """Rows of a micro-batch on one of these ranks."""
+        return self.microbatch_size // self.row_parts
+
+    @property
     def num_devices(self) -> int:
         return self.dp * self.ep * self.cp * self.tp * self.pp
 
@@ -389,7 +399,7 @@ def _check(configuration: Configuration, cluster: Cluster, graph: Graph) -> None
             f"{own.num_devices} devices, the cluster has {total}",
             fix=f"degrees whose product is {total}",
         )
-    parts = own.dp * own.ep
+    parts = own.row_parts
     if own.microbatch_size % parts:
         over = f"dp={own.dp}" + (f" × ep={own.ep}" if own.ep > 1 else "")
         raise UsageError(

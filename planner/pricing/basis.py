@@ -16,6 +16,7 @@ from ...cost_model.memory import PrecisionPolicy
 from ...cost_model.profile.case import OpCase
 from ...cost_model.profile.lookup import Profile
 from ..graph import Blocks
+from ..precision import EIGHT_BITS
 
 Kind = CollectiveKind | Literal["p2p", "zero_gather", "zero_scatter"]
 Partition = tuple[tuple[int, ...], ...]
@@ -111,6 +112,18 @@ def uses_of(blocks: Blocks) -> dict[str, int]:
     return {name: counts[kind] for kind, block in blocks.kinds.items() for name in block.nodes}
 
 
+Scaling = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
+"""One scale for a tensor, for a row, for 32 elements (MXFP8), for 16 elements of 4 bits (NVFP4)."""
+
+SCALINGS: Mapping[Scaling, str] = {
+    "tensorwise": EIGHT_BITS, "rowwise": "float8_rowwise", "mxfp8": "mxfp8", "nvfp4": "nvfp4",
+}  # fmt: skip
+"""The format of a product's factors by its scaling, as ``cost_model.compute`` knows it."""
+
+CAST_BYTES = {"tensorwise": 1.0, "rowwise": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+"""Bytes of an element that is cast, with its share of the scales."""
+
+
 @dataclass(frozen=True, slots=True)
 class CostAssumptions:
     """How a program trains.
@@ -124,9 +137,14 @@ class CostAssumptions:
     collectives of states, where that is not the device's; infinite where nothing runs beside
     compute. ``cast_bytes``: what casting an element of a product's factor to 8 bits moves: the
     largest value is found (2 bytes read) to scale by, then the tensor is cast in both layouts (2
-    read, 1 written twice), as torchao does with one scale per tensor. ``copies_states``: parameters
-    and gradients pass through buffers that ZeRO 2 and 3 exchange; XLA exchanges the tensors
-    themselves.
+    read, 1 written twice), as torchao does with one scale per tensor. ``scaling``: how 8-bit
+    products are scaled, of ``SCALINGS``. ``keeps_casts``: an 8-bit product keeps the cast of its
+    input for its backward, as TransformerEngine's does, and not the input. ``regathers``: a linear
+    layer whose weight is split by rows keeps of its input what the rank had before it was gathered,
+    and gathers it again beside the gradient of the input (Megatron-LM's sequence parallelism:
+    arXiv:2205.05198, section 4.2.2). ``copies_states``:
+    parameters and gradients pass through buffers that ZeRO 2 and 3 exchange; XLA exchanges the
+    tensors themselves.
     """
 
     policy: PrecisionPolicy | None = None
@@ -134,6 +152,9 @@ class CostAssumptions:
     joint_states: bool = False
     slowdown: float | None = None
     cast_bytes: float = 6.0
+    scaling: Scaling = "tensorwise"
+    keeps_casts: bool = False
+    regathers: bool = False
     copies_states: bool = True
 
 

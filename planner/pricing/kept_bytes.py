@@ -24,6 +24,7 @@ Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 from ..graph import Block, Graph, Node, Ref, TensorSpec
 from ..layout import Layout, NodeLayout
@@ -50,12 +51,27 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
         if not _is_kept(ref, root, node, layout, graph):
             continue
         num_bytes = prices.local_bytes(spec, layout_of(ref, node, layout))
+        if prices.assumptions.regathers:
+            num_bytes //= _gathered_over(ref, node, layout, prices)
+        if node.product_dtype and prices.assumptions.keeps_casts:
+            cast_bytes = int(num_bytes * prices.cast_element_bytes / spec.itemsize)
+            found[f"{node.name}:{root.name}", cast_bytes] = None
+            continue
         found[f"{root.name}:{root.index}", num_bytes] = None
     run = as_run(node, layout, prices.mesh.shape)
     extra = prices.rules.saved_extra_bytes(run, *_local_specs(node, layout, graph, prices))
     if extra:
         found[f"{node.name}:extra", int(extra)] = None
     return tuple(found)
+
+
+def _gathered_over(ref: Ref, node: Node, layout: NodeLayout, prices: Prices) -> int:
+    """How many ranks have gathered a linear layer's input, whose weight they split by rows."""
+    if packet(node.op) != "linear" or ref != node.inputs[0]:
+        return 1
+    data, weight = layout.inputs[:2]
+    axes = zip(data, weight, prices.mesh.shape, strict=True)
+    return prod(size for own, rows, size in axes if not own.is_shard and rows.is_shard)
 
 
 def _is_kept(ref: Ref, root: Ref, node: Node, layout: NodeLayout, graph: Graph) -> bool:

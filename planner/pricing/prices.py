@@ -55,9 +55,10 @@ from ..layout import (
 )
 from ..layout import boundary_layout as boundary_layout
 from ..plan import Precision
+from ..precision import EIGHT_BITS
 from ..rules.balanced_attention import as_run
 from ..rules_protocol import Rules as Rules
-from .basis import RUNTIME, Asked, AskedOp, CostAssumptions
+from .basis import CAST_BYTES, RUNTIME, SCALINGS, Asked, AskedOp, CostAssumptions
 from .op_case import op_case
 from .price_cache import ConversionCache, PriceCache, find
 from .seconds import Priced
@@ -283,11 +284,17 @@ class Prices:
             self.asked.op(node.name, op, found.forward + found.backward)
         return found
 
+    @property
+    def cast_element_bytes(self) -> float:
+        """Bytes of an element that an 8-bit product has cast."""
+        return CAST_BYTES[self.assumptions.scaling]
+
     def _analytic(self, node: Node, work: OpWork) -> tuple[float, float]:
         if not node.product_dtype:
             return work_seconds(self.device, work, node.spec.dtype)
-        cast_bytes = self.assumptions.cast_bytes
-        return eight_bit_seconds(self.device, work, node.spec.dtype, node.product_dtype, cast_bytes)
+        own, form = self.assumptions, node.product_dtype
+        form = SCALINGS[own.scaling] if form == EIGHT_BITS else form
+        return eight_bit_seconds(self.device, work, node.spec.dtype, form, own.cast_bytes)
 
     def op(
         self,

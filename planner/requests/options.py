@@ -64,11 +64,13 @@ def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[i
     rows = (batch,) if graph.accumulation.mixing else divisors(batch)
     if graph.accumulation.mixing and forced.num_microbatches is not None:
         rows = divisors(batch)
+    parts = (forced.dp or 1) * (forced.ep or 1)
     if request.microbatch_size is not None:
-        rows = (request.microbatch_size,)
+        ranks = range(parts, cluster.num_devices + 1, parts)
+        possible = {request.microbatch_size * number for number in ranks}
+        rows = tuple(each for each in rows if each in possible)
     if forced.num_microbatches is not None:
         rows = tuple(each for each in rows if each * forced.num_microbatches == batch)
-    parts = (forced.dp or 1) * (forced.ep or 1)
     rows = tuple(each for each in rows if each % parts == 0)
     if not rows:
         raise UsageError(
@@ -115,11 +117,11 @@ def fix_of_split(batch: int, forced: Forced, rows: int | None) -> str:
     >>> fix_of_split(6, Forced(dp=4), None)
     'a --global-batch that is a multiple of dp=4, such as 8'
     >>> fix_of_split(8, Forced(dp=2), 3)
-    'a size that divides 8 and is a multiple of dp=2: --micro-batch 2'
+    'a size that divides 8 / (dp=2): --micro-batch 1, 2 or 4'
     >>> fix_of_split(8, Forced(dp=2, num_microbatches=8), None)
     'microbatches= one of 1, 2, 4'
     >>> fix_of_split(8, Forced(dp=2, num_microbatches=8), 2)
-    'microbatches=4, or leave it out'
+    'microbatches=2, or leave it out'
     """
     parts, by = (forced.dp or 1) * (forced.ep or 1), _split_by(forced)
     if batch % parts:
@@ -127,9 +129,11 @@ def fix_of_split(batch: int, forced: Forced, rows: int | None) -> str:
         return f"a --global-batch that is a multiple of {by}, such as {least}"
     if rows is None:
         return f"microbatches= one of {', '.join(map(str, divisors(batch // parts)))}"
-    if rows % parts or batch % rows:
-        return f"a size that divides {batch} and is a multiple of {by}: --micro-batch {parts}"
-    return f"microbatches={batch // rows}, or leave it out"
+    if batch // parts % rows:
+        sizes = [str(each) for each in divisors(batch // parts)]
+        said = " or ".join(filter(None, (", ".join(sizes[:-1]), sizes[-1])))
+        return f"a size that divides {batch} / ({by}): --micro-batch {said}"
+    return f"microbatches={batch // (rows * parts)}, or leave it out"
 
 
 def _split_by(forced: Forced) -> str:

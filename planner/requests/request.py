@@ -163,8 +163,8 @@ class Forced:
 class Request:
     """One planning job.
 
-    ``global_batch`` rows make a step. ``microbatch_size`` is the rows of one micro-batch over
-    all data-parallel ranks; None lets the search choose. ``memory_limit_bytes`` per device
+    ``global_batch`` rows make a step. ``microbatch_size`` is the rows of one micro-batch on
+    one data-parallel rank; None lets the search choose. ``memory_limit_bytes`` per device
     overrides what the device says. ``top`` is how many candidates the simulator ranks.
     ``gap``: how much worse than the best a plan may be, where that can be shown. ``tolerance``:
     of plans that take no more than so much longer than the fastest, the simplest is chosen; 0

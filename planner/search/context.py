@@ -235,10 +235,15 @@ class SearchContext:
             if not self.request.features.allows_mesh(mesh, self.request.max_tp):
                 continue
             has_rows = rows > 1 or bool(self.structure.graph.batch_dims)
-            if has_rows and rows % num_row_parts(mesh):
+            if has_rows and not self._can_split(rows, num_row_parts(mesh)):
                 continue
             found.append(self.solver(rows, mesh, first))
         return found
+
+    def _can_split(self, rows: int, parts: int) -> bool:
+        """Whether a micro-batch can be split so, into parts of the size that was asked for."""
+        size = self.request.microbatch_size
+        return rows % parts == 0 and size in (None, rows // parts)
 
     def solver(
         self, rows: int, mesh: Mesh, first: int, *, free: bool = False, link: Link | None = None

@@ -127,5 +127,6 @@ def test_the_nearest_of_the_larger_limits_is_named_with_all_that_was_fixed() -> 
     request = replace(EVERYTHING, memory_limit_bytes=limit)
     error = _error(request, lambda _, asked: (asked.memory_limit_bytes or 0) >= 2 * limit)
     assert f"needs {peak / 1e9:.2f} GB, the limit is {limit / 1e9:.2f} GB" in error.what
-    for said in ("dp=2", "micro-batches of 2 samples", "--pin", "--max-tp 2", "denied: offload"):
+    fixed = ("micro-batches of 2 samples a rank", "--pin", "--max-tp 2", "denied: offload")
+    for said in ("dp=2", *fixed):
         assert said in error.why

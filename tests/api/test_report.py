@@ -35,7 +35,7 @@ def test_the_head_names_the_model_the_batch_and_the_cluster() -> None:
     head = describe(pipeline_plan()).splitlines()[:6]
     assert head[0] == "llama.py  8.03 B parameters  layers=8"
     assert head[1] == "batch 64 × 4096 tokens, bf16, eager, adamw, on 8xH100 (8 × H100-SXM)"
-    assert head[3] == "dp=2 tp=2 pp=2 · ZeRO 1 · 1F1B · 16 micro-batches of 4"
+    assert head[3] == "dp=2 tp=2 pp=2 · ZeRO 1 · 1F1B · 16 micro-batches of 4 (2 a rank)"
     assert "step 2.10 s" in head[4]
     assert "memory 55.0 of 72.0 GiB" in head[4]
 

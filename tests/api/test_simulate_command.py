@@ -94,7 +94,7 @@ def test_the_step_is_what_its_stages_add_up_to(
     assert found["step_seconds"] == pytest.approx(step)
     assert found["bubble_fraction"] == pytest.approx(0.0, abs=1e-12)
     assert found["replicas"] == [8]
-    assert found["configuration"]["micro_batch"] == 16
+    assert found["configuration"]["micro_batch"] == 2
 
 
 def test_chunks_make_a_smaller_bubble_and_hold_more(
@@ -189,6 +189,15 @@ def test_what_cannot_be_simulated_is_refused_in_words(
     assert f"error[{code}]" in captured.err
     assert says in captured.err
     assert captured.out == ""
+
+
+def test_a_micro_batch_is_of_one_rank(deep_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("--global-batch", "64", "--micro-batch", "2")
+    found = figures(capsys, deep_file, "dp=4,pp=2", *more)
+    assert found["configuration"]["micro_batch"] == 2
+    assert found["configuration"]["microbatches"] == 8
+    asked = figures(capsys, deep_file, "dp=4,pp=2,microbatches=8", "--global-batch", "64")
+    assert asked["step_seconds"] == found["step_seconds"]
 
 
 def test_a_version_in_mixed_precision_has_no_master_copy(

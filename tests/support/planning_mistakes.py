@@ -158,9 +158,9 @@ PARALLEL = (
     ),
     Case(
         "AP124",
-        f"plan {TWO} --global-batch 8 --micro-batch 1 --parallel dp=2",
-        r"a multiple of dp=2: (--micro-batch 2)",
-        "plan " + TWO + " --global-batch 8 {0} --parallel dp=2",
+        f"plan {TWO} --global-batch 8 --micro-batch 8 --parallel dp=2",
+        r"divides 8 / \(dp=2\): (--micro-batch) 1, (2) or 4",
+        "plan " + TWO + " --global-batch 8 {0} {1} --parallel dp=2",
     ),
     Case(
         "AP124",
@@ -182,9 +182,9 @@ PARALLEL = (
     ),
     Case(
         "AP124",
-        f"plan {TWO} --global-batch 8 --micro-batch 2 --parallel microbatches=2",
-        r"(microbatches=4), or leave it out",
-        "plan " + TWO + " --global-batch 8 --micro-batch 2 --parallel {0}",
+        f"plan {TWO} --global-batch 8 --micro-batch 1 --parallel microbatches=2",
+        r"(microbatches=8), or leave it out",
+        "plan " + TWO + " --global-batch 8 --micro-batch 1 --parallel {0}",
     ),
     Case(
         "AP124",

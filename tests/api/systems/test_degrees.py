@@ -10,7 +10,7 @@ from marks import slow
 
 from autoparallel.planner.layout import Mesh, NodeLayout, shard
 from autoparallel.planner.plan import Plan, ServerPlan
-from autoparallel.systems.degrees import axis_roles, configuration_of, layers_of, rows
+from autoparallel.systems.degrees import axis_roles, configuration_of, layers_of
 
 NAMES = [slow(name) if name == "experts" else name for name in CASES]
 """Experts need another model."""
@@ -26,7 +26,7 @@ def test_the_plan_of_a_configuration_is_nearest_to_it(name: str) -> None:
 def test_degrees_and_batches_multiply(name: str) -> None:
     own = configuration_of(case(name))
     assert own.num_devices == NUM_DEVICES
-    assert rows(own) * own.dp * own.ep * own.num_microbatches == BATCH
+    assert own.rank_rows * own.dp * own.ep * own.num_microbatches == BATCH
 
 
 def split_on(plan: Plan, dim: int) -> Plan:

@@ -69,8 +69,8 @@ def program(small: bool, precision: Any = "fp32") -> Program:
 
 @cache
 def planned(parallel: str = "") -> Plan:
-    options = PlanOptions(global_batch=BATCH, micro_batch=BATCH, optimizer="sgd",
-                          forced=parse_parallel(parallel))  # fmt: skip
+    forced = parse_parallel(f"{parallel},microbatches=1".strip(","))
+    options = PlanOptions(global_batch=BATCH, optimizer="sgd", forced=forced)
     target = load_target("examples/alexnet.py", {})
     return plan_program(program(small=False), target, cluster(DEVICES), options)
 
@@ -145,8 +145,8 @@ def verified(text: str) -> Verification:
 
 @pytest.mark.slow
 def test_both_on_one_axis_equal_one_device() -> None:
-    options = PlanOptions(global_batch=SMALL_BATCH, micro_batch=SMALL_BATCH, precision="fp64",
-                          optimizer="sgd", forced=parse_parallel("pp=1"))  # fmt: skip
+    options = PlanOptions(global_batch=SMALL_BATCH, precision="fp64", optimizer="sgd",
+                          forced=parse_parallel("pp=1,microbatches=1"))  # fmt: skip
     target = load_target("examples/alexnet.py", SMALL)
     plan = plan_program(
         program(small=True, precision="fp64"), target, parse_cluster("cpu:2"), options

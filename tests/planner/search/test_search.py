@@ -55,6 +55,15 @@ def test_forced_degrees_are_kept(
     assert all(each.get("tp", 1) == (forced.tp or each.get("tp", 1)) for each in degrees(found))
 
 
+@pytest.mark.parametrize(
+    ("size", "forced"), [(1, Forced(pp=1)), (2, Forced(pp=2)), (4, Forced(dp=2)), (8, Forced())]
+)
+def test_a_micro_batch_has_the_size_on_each_rank(size: int, forced: Forced) -> None:
+    graph, blocks = mlp(4, rows=8)
+    found = plan(graph, blocks, cluster(4), Request(8, microbatch_size=size, forced=forced))
+    assert {found.microbatch_size // each.get("dp", 1) for each in degrees(found)} == {size}
+
+
 def test_forced_axes_split_what_they_say() -> None:
     graph, blocks = mlp(2, rows=8)
     found = plan(graph, blocks, cluster(4), Request(8, forced=Forced(dp=2, tp=2)))
