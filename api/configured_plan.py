@@ -71,8 +71,8 @@ def configurations(like: Plan, degrees: Forced) -> Iterator[Configuration]:
     """The configurations that degrees leave open, for the batch and cluster of a plan."""
     total = like.cluster.num_devices
     tp, pp, cp, ep = (getattr(degrees, name) or 1 for name in ("tp", "pp", "cp", "ep"))
-    dp = degrees.dp or max(1, total // (tp * pp * cp * ep))
-    parts, batch = dp * ep, like.model.global_batch
+    dp = degrees.dp or max(1, total // (tp * pp * cp))
+    parts, batch = dp, like.model.global_batch
     counts = [degrees.num_microbatches] if degrees.num_microbatches else _counts(batch, parts)
     if not counts or any(batch % count or batch // count % parts for count in counts):
         raise UsageError(

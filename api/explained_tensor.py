@@ -45,7 +45,7 @@ def explained_tensor(variants: Variants, path: str, name: str) -> Explanation:
         )  # fmt: skip
     limited, prices = variants.restriction(index), variants.prices(stage)
     if node.kind == "parameter":
-        offered = held_layouts(graph[template], prices, limited)
+        offered = held_layouts(graph[template], graph, prices, limited)
     else:
         found = ways(graph[template], graph, prices, limited)
         offered = tuple(way.layout.outputs[0] for way in found)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from autoparallel.explained_tensor import explained_tensor
 from autoparallel.plan_variants import MODES, Alternative, Explanation, Variants
 from autoparallel.planner.errors import AutoparallelError, UsageError
-from autoparallel.planner.inter_op.submesh import meshes, num_row_parts, restriction
+from autoparallel.planner.inter_op.submesh import meshes, restriction
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan, Recompute, StagePlan
 from autoparallel.planner.requests.pins import nearest, paths
@@ -200,7 +200,7 @@ class _Explainer:
             name = mesh_text(mesh)
             if mesh_text(stage.mesh) == name:
                 found.append(self.priced(name, self.plan, is_chosen=True))
-            elif self.plan.microbatch_size % num_row_parts(mesh):
+            elif self.plan.microbatch_size % mesh.row_parts:
                 why = f"micro-batches of {self.plan.microbatch_size} samples do not divide"
                 found.append(Alternative(name, "NOT OFFERED", why=why))
             else:
@@ -223,7 +223,7 @@ class _Explainer:
 def undivided(plan: Plan, rows: int) -> Mesh | None:
     """The first mesh of a plan that cannot split micro-batches of so many rows."""
     meshes = (stage.mesh for stage in plan.stages)
-    return next((mesh for mesh in meshes if rows % num_row_parts(mesh)), None)
+    return next((mesh for mesh in meshes if rows % mesh.row_parts), None)
 
 
 def _blocks_text(stage: StagePlan) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -274,9 +275,11 @@ def _planned_again(
     degrees = dict(zip(plan.stages[0].mesh.axes, plan.stages[0].mesh.shape, strict=True))
     if len(meshes) > 1 or plan.stages[0].shares:
         return None
+    data = degrees.keys() & {"dp", "ep"}
     forced = replace(
-        options.forced, dp=degrees.get("dp"), tp=degrees.get("tp"), cp=degrees.get("cp"),
-        ep=degrees.get("ep"), zero=plan.stages[0].zero, schedule=plan.schedule or None,
+        options.forced, dp=prod(degrees[name] for name in data) if data else None,
+        tp=degrees.get("tp"), cp=degrees.get("cp"), ep=degrees.get("ep"),
+        zero=plan.stages[0].zero, schedule=plan.schedule or None,
         num_microbatches=plan.num_microbatches, pp=len(plan.stages),
     )  # fmt: skip
     asked = replace(options, forced=forced, measure_seconds=0.0)

@@ -88,22 +88,23 @@ _MI325X = gpu(
     num_units=304,
     host=DGX_H100,
 )
+_ROOFLINE_NOTES = read("rooflinenotes.dev/accelerators", "2026-11-27")
+_SVET = read("svethardware.cz, AMD's MI350X and MI355X", "2026-11-27")
 _MI355X = gpu(
     "MI355X",
     memory_mib=294896,
     bandwidth_gb=8000,
     tflops={
-        "float64": 78.6, "float32": 157.3, "bfloat16": 2300, "float16": 2300,
-        "float8_e4m3fn": 4600, "float8_e5m2": 4600,
+        "float32": 157.3, "bfloat16": 2516, "float16": 2516,
+        "float8_e4m3fn": 5033, "float8_e5m2": 5033,
     },
-    efficiency=families(0.62, 0.3, 0.4, 0.8),
+    efficiency=families(0.59, 0.28, 0.4, 0.8),
     sources={
         **device_sources(
-            f"bfloat16: {ML_ENGINEERING}; 8 bits (float8_e4m3fn, from CDNA 4 on) as twice of it; "
-            "float32 and float64: recalled from the vendor's data sheet, not checked",
-            "recalled from the vendor's data sheet, not checked",
-            f"measured 1565 of 2300 TFLOP/s at the best shape ({ML_ENGINEERING}) {LARGE_MATMUL}, "
-            "and again in long runs, as MI300X's",
+            f"bfloat16, 8 bits (float8_e4m3fn from CDNA 4 on): {_ROOFLINE_NOTES}, as 256 units at "
+            f"2400 MHz; float32: {_SVET}; float64 as 1/64 of it",
+            _ROOFLINE_NOTES,
+            f"measured 1565 TFLOP/s at the best shape ({ML_ENGINEERING}) {LARGE_MATMUL}",
             ESTIMATE,
             ESTIMATE,
         ),

@@ -6,7 +6,7 @@ it is what was read. A figure without such a place says ``NOT_CHECKED``, and a t
 
 from __future__ import annotations
 
-READ = "2026-11-25"
+READ = "2026-11-27"
 NOT_CHECKED = "not checked"
 
 

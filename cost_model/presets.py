@@ -212,7 +212,7 @@ _BLACKWELL_MATMUL = (
     "bfloat16 (benchmarks/validation)"
 )
 _BLACKWELL_FP8 = "fitted on NVIDIA's published runs in 8 bits (benchmarks/validation)"
-_DGXC = read("NVIDIA/dgxc-benchmarking@841f546 README.md, peak rates")
+_DGXC = read("NVIDIA/dgxc-benchmarking@841f546 README.md, peak rates", "2026-11-27")
 _BLACKWELL_MEMORY = f"measured on B300: {TORCHAO}"
 _BLACKWELL_FP32 = f"{NVIDIA_TABLES}; the others: {TORCHTITAN}; {ML_ENGINEERING}"
 _GB200_UNITS = read("152 by device properties, in files on GitHub")

@@ -125,6 +125,16 @@ class Mesh:
     def size(self) -> int:
         return prod(self.shape)
 
+    @property
+    def row_parts(self) -> int:
+        """Into how many parts the ranks cut a micro-batch at least: "dp" times "ep".
+
+        >>> Mesh(("dp", "ep", "tp"), (2, 2, 4)).row_parts
+        4
+        """
+        sizes = zip(self.axes, self.shape, strict=True)
+        return prod(size for name, size in sizes if name in ("dp", "ep"))
+
     def coordinates(self, index: int) -> tuple[int, ...]:
         """The coordinates of the ``index``-th device of the mesh.
 
@@ -208,7 +218,7 @@ def local_region(
     return tuple(box)
 
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap", "dispatch"]
 """In a swap ranks r and n - 1 - r of the group send each other a tensor: no conversion needs it."""
 
 CONVERSIONS: dict[tuple[Kind, Kind], tuple[Collective | None, Collective | None]] = {
@@ -297,12 +307,14 @@ class InnerCollective:
     """A collective that an op itself needs when split, e.g. vocabulary-parallel loss.
 
     ``num_bytes`` is the size of the tensor reduced or gathered, local to a rank's other
-    axes; ``backward`` tells the direction.
+    axes; ``backward`` tells the direction. ``copies``: of each row how many are sent, where that
+    matters.
     """
 
     kind: Collective
     num_bytes: int
     backward: bool = False
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,17 +134,20 @@ def schedule_text(name: str, num_chunks: int = 1, num_slices: int = 0) -> str:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """The degrees of a mesh that are more than one.
+    """The degrees of a mesh that are more than one: the ranks of "ep" split the batch too.
 
-    >>> mesh_text(Mesh(("dp", "tp"), (4, 2))), mesh_text(Mesh(("dp", "tp"), (1, 1)))
-    ('dp=4 tp=2', 'one device')
+    >>> mesh_text(Mesh(("dp", "tp"), (4, 2))), mesh_text(Mesh(("dp", "ep"), (2, 4)))
+    ('dp=4 tp=2', 'dp=8 ep=4')
+    >>> mesh_text(Mesh(("dp", "tp"), (1, 1)))
+    'one device'
     """
     return _degrees(mesh) or "one device"
 
 
 def _degrees(mesh: Mesh) -> str:
-    axes = zip(mesh.axes, mesh.shape, strict=True)
-    return " ".join(f"{axis}={size}" for axis, size in axes if size > 1)
+    sizes = dict(zip(mesh.axes, mesh.shape, strict=True))
+    sizes = {"dp": mesh.row_parts, **{axis: n for axis, n in sizes.items() if axis != "dp"}}
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
 
 
 def _rank_text(rank: RankSummary, *, with_zero: bool) -> str:

@@ -25,7 +25,7 @@ from autoparallel.planner.plan_file import dumps
 from autoparallel.planning import PlanOptions, plan_program
 from autoparallel.runtime.compare import Verification
 
-FEW = (("gpt", "dp=2,cp=2"), ("mixtral", "dp=2,ep=2,zero=2"))
+FEW = (("gpt", "dp=2,cp=2"), ("mixtral", "dp=4,ep=2,zero=2"))
 FOUR = (
     ("gpt", "cp=2,tp=2,microbatches=2,recompute=full"),
     ("llama", "dp=2,cp=2,zero=2"),
@@ -40,7 +40,7 @@ BALANCED_FOUR = (
     ("llama", "dp=2,cp=2,zero=3,microbatches=2"),
     ("llama", "cp=2,pp=2,microbatches=4,recompute=selective"),
 )
-EIGHT = (("llama", "dp=2,cp=2,tp=2"), ("mixtral", "dp=2,ep=2,tp=2,zero=1"))
+EIGHT = (("llama", "dp=2,cp=2,tp=2"), ("mixtral", "dp=4,ep=2,tp=2,zero=1"))
 
 
 def degrees(parallel: str) -> dict[str, int]:

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autoparallel.commands.options import (
     ClusterOption,
-    DatabaseOption,
-    Float32OpsOption,
-    GlobalBatchOption,
-    GradientDtypeOption,
     JsonOption,
-    MicroBatchOption,
-    OptimizerOption,
-    PinOption,
-    PrecisionOption,
-    ProfileOption,
-    SeqOption,
+    LoraOption,
     SetOption,
     TargetArgument,
-    Tf32Option,
-    plan_options,
+    planning,
     print_json,
     stdout_console,
+    with_lora,
 )
 from autoparallel.options import parse_settings
 from autoparallel.planner.errors import UsageError
@@ -66,65 +59,92 @@ SlowdownOption = Annotated[
         help="factor by which such a collective slows compute; default: the device's",
     ),
 ]
+DispatcherOption = Annotated[
+    str,
+    typer.Option(
+        "--dispatcher",
+        help="how tokens come to experts that ep splits: gather, as run does, alltoall (NCCL), "
+        "deepep or hybridep (once to each host)",
+    ),
+]
+ImbalanceOption = Annotated[
+    float,
+    typer.Option(
+        "--imbalance",
+        min=1.0,
+        help="tokens of the rank whose experts have the most, over the mean; 1.5 to 1.7 where a "
+        "router decides freely",
+    ),
+]
+ScalingOption = Annotated[
+    str | None,
+    typer.Option(
+        "--scaling",
+        help="of products in fp8: tensorwise, as run does, rowwise, mxfp8 or nvfp4",
+    ),
+]
 TraceOption = Annotated[
     str | None,
     typer.Option("--trace", metavar="FILE", help="write a Chrome trace, for ui.perfetto.dev"),
 ]
 
+SEARCHED = (
+    "compile", "memory_limit", "parallel", "stage_at", "max_tp", "allow", "deny", "objective",
+    "price", "deadline", "gap", "tolerance", "time_limit", "num_candidates", "search", "solver",
+    "processes", "measure_seconds",
+)  # fmt: skip
+"""Options of planning that a given configuration leaves nothing to."""
+
 OWN_DEGREES = ("schedule", "chunks", "cp", "slices")
 """What ``--parallel`` takes here otherwise than when planning."""
 
 
+@planning(without=SEARCHED)
 def simulate(
     target: TargetArgument,
+    *,
     cluster: ClusterOption = "local",
     parallel: ParallelOption = "",
-    global_batch: GlobalBatchOption = 32,
-    seq: SeqOption = None,
-    micro_batch: MicroBatchOption = None,
-    precision: PrecisionOption = "fp32",
-    float32_ops: Float32OpsOption = "autocast",
-    gradient_dtype: GradientDtypeOption = "master",
-    tf32: Tf32Option = None,
-    optimizer: OptimizerOption = "adamw",
+    options: PlanOptions,
     layers_per_stage: LayersOption = None,
     overlap: OverlapOption = True,
     slowdown: SlowdownOption = None,
+    dispatcher: DispatcherOption = "gather",
+    imbalance: ImbalanceOption = 1.0,
+    scaling: ScalingOption = None,
+    lora: LoraOption = None,
     trace: TraceOption = None,
-    pin: PinOption = None,
-    profile: ProfileOption = "auto",
-    database: DatabaseOption = None,
     settings: SetOption = None,
     json: JsonOption = False,
 ) -> None:
     """Simulate a configuration that you choose: step time, memory, timeline."""
-    own, rest = split_parallel(parallel)
-    options = plan_options(
-        global_batch=global_batch, seq=seq, micro_batch=micro_batch, precision=precision,
-        float32_ops=float32_ops, gradient_dtype=gradient_dtype, tf32=tf32, optimizer=optimizer,
-        parallel=rest, pin=pin, profile=profile, database=database,
-    )  # fmt: skip
-    layers = parse_layers(layers_per_stage)
+    from autoparallel.options import parse_parallel
     from autoparallel.planner.precision import check_precision
     from autoparallel.planning import find_cluster
 
+    own, rest = split_parallel(parallel)
+    options = replace(options, forced=parse_parallel(rest))
+    layers = parse_layers(layers_per_stage)
     found = find_cluster(cluster)
     check_precision(found, options.precision)
     configuration = configured(options, own, found, layers)
+    program_of = assumed(
+        options.precision, slowdown=slowdown if overlap else inf, dispatcher=dispatcher,
+        imbalance=imbalance, scaling=scaling,
+    )  # fmt: skip
     from autoparallel.commands.simulate_page import print_page, simulated, summary, write_trace
     from autoparallel.planning import basis_for, capture_target
     from autoparallel.progress import progress
     from autoparallel.targets import load_target
     from autoparallel.tf32 import with_choice
 
-    loaded = load_target(target, parse_settings(settings or ()))
+    loaded = load_target(target, parse_settings(with_lora(settings, lora)))
     found = with_choice(found, options.tf32)
     with progress() as observe:
         program = capture_target(loaded, options, observe)
         observe("simulate", 0, 1)
         basis = basis_for(found, options, loaded)
-        given = slowdown if overlap else inf
-        basis = replace(basis, assumptions=replace(basis.assumptions, slowdown=given))
+        basis = replace(basis, assumptions=replace(basis.assumptions, **program_of))
         step = simulated(
             program, found, configuration, options.seq,
             basis=basis, pins=options.pins,
@@ -138,6 +158,38 @@ def simulate(
     print_page(step, loaded.name, stdout_console())
     if trace is not None:
         typer.echo(f"\nwritten to {trace}; open it in https://ui.perfetto.dev", err=True)
+
+
+def assumed(
+    precision: str, *, slowdown: float | None, dispatcher: str, imbalance: float,
+    scaling: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    """How the program trains, as fields of ``CostAssumptions``. Raises UsageError AP112."""
+    from autoparallel.cost_model.dispatch import DISPATCHERS
+    from autoparallel.planner.pricing.basis import SCALINGS
+
+    for name, value, known in (
+        ("--dispatcher", dispatcher, DISPATCHERS), ("--scaling", scaling, SCALINGS),
+    ):  # fmt: skip
+        if value is not None and value not in known:
+            raise UsageError(
+                "AP112", f"{name}: {value!r} is not one of {', '.join(known)}", where=name,
+                fix=f"{name} {nearest(value, known)}",
+            )  # fmt: skip
+    if scaling is not None and precision != "fp8":
+        raise UsageError(
+            "AP112", f"--scaling {scaling}: nothing is scaled in {precision}", where="--scaling",
+            fix="--precision fp8, or leave --scaling out",
+        )  # fmt: skip
+    return {
+        "slowdown": slowdown, "dispatcher": dispatcher, "imbalance": imbalance,
+        "scaling": scaling or "tensorwise",
+    }  # fmt: skip
+
+
+def nearest(value: str, known: Iterable[str]) -> str:
+    """The known word that is most like a value."""
+    return max(known, key=lambda each: difflib.SequenceMatcher(None, value, each).ratio())
 
 
 def split_parallel(text: str) -> tuple[dict[str, str], str]:
@@ -205,7 +257,7 @@ def configured(
         )  # fmt: skip
     tp, pp, cp = forced.tp or 1, forced.pp or 1, degree(own, "cp")
     ep = forced.ep or 1
-    dp = forced.dp or max(1, cluster.num_devices // (tp * pp * cp * ep))
+    dp = forced.dp or max(1, cluster.num_devices // (tp * pp * cp))
     check_degrees(replace(forced, dp=dp, tp=tp, pp=pp, cp=cp), cluster)
     rows, count = microbatches(options, replace(forced, dp=dp))
     return Configuration(
@@ -247,7 +299,7 @@ def microbatches(options: PlanOptions, forced: Forced) -> tuple[int, int]:
     """
     from autoparallel.planner.requests.options import fix_of_split
 
-    parts = (forced.dp or 1) * (forced.ep or 1)
+    parts = forced.row_parts
     batch, asked = options.global_batch, forced.num_microbatches
     rows = (options.micro_batch or 0) * parts or (batch // asked if asked else parts)
     count = asked or max(1, batch // rows)

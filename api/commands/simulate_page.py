@@ -27,7 +27,6 @@ from autoparallel.planner.configured.configuration import (
 )
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Graph
-from autoparallel.planner.layout import Mesh
 from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planner.pricing.choices import input_specs
 from autoparallel.planner.requests.pins import Pin
@@ -195,10 +194,8 @@ def print_page(step: SimulatedStep, name: str, console: Console) -> None:
 def headline(step: SimulatedStep, name: str) -> RenderableType:
     """What was simulated, and its figures."""
     own, timeline = step.priced.configuration, step.timeline
-    degrees = {"dp": own.dp, "ep": own.ep, "cp": own.cp, "tp": own.tp}
-    mesh = Mesh(tuple(degrees), tuple(degrees.values()))
     rank = RankSummary(
-        mesh, own.zero, 1, int(own.recompute == "full"), int(own.recompute == "selective")
+        own.mesh, own.zero, 1, int(own.recompute == "full"), int(own.recompute == "selective")
     )
     schedule = schedule_text(own.schedule, own.num_chunks, own.num_slices)
     parts = [*strategy_parts([rank] * own.pp, schedule), *offload_text(own.offload)]

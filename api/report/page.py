@@ -13,7 +13,6 @@ from rich.padding import Padding
 from rich.text import Text
 
 from autoparallel.planner.asynchronous import described
-from autoparallel.planner.inter_op.submesh import num_row_parts
 from autoparallel.planner.parameter_servers import served
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.planner.summary import (
@@ -253,7 +252,7 @@ def configuration_text(plan: Plan) -> str:
     if plan.servers is not None:
         parts = [servers_text(plan.servers)]
     size = plan.microbatch_size
-    of_ranks = {size // num_row_parts(stage.mesh) for stage in plan.stages}
+    of_ranks = {size // stage.mesh.row_parts for stage in plan.stages}
     is_equal = len(of_ranks) == 1 and not any(stage.shares for stage in plan.stages)
     text = microbatches_text(plan.num_microbatches, size, of_ranks.pop() if is_equal else size)
     return SEPARATOR.join((*parts, text))

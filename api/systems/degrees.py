@@ -53,7 +53,7 @@ def configuration_of(plan: Plan) -> Configuration:
     counts = tuple(len(layers_of(plan, stage)) for stage in plan.stages)
     size, count = _microbatches(plan, roles)
     return Configuration(
-        dp=roles.dp, tp=roles.tp, pp=pp, cp=roles.cp, ep=roles.ep,
+        dp=roles.dp * roles.ep, tp=roles.tp, pp=pp, cp=roles.cp, ep=roles.ep,
         zero=0 if plan.servers is not None else max(stage.zero for stage in plan.stages),
         recompute=recompute, recompute_share=_recomputed_share(plan),
         recomputes_ends=_recomputes_ends(plan, recompute),

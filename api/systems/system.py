@@ -190,11 +190,11 @@ def _folded(own: Configuration, system: System, batch: int) -> Configuration:
     for that, tensor-parallel. Raises UsageError AP364."""
     spare = 1
     for name in system.lacks:
-        spare *= getattr(own, name)
+        spare *= getattr(own, name) if name != "ep" else 1
     kept: dict[str, Any] = {
         name: 1 if name in system.lacks else getattr(own, name) for name in DEGREES
     }
-    parts = kept["dp"] * kept["ep"]
+    parts = kept["dp"]
     more = gcd(batch // parts, spare)
     kept["dp"] *= more
     if spare // more > 1:

@@ -76,7 +76,7 @@ SETTINGS = (
             "arXiv:2407.21783, section 3.3 (recomputation and chunks assumed)", 128,
             settings=LLAMA_405B),
     Setting("Mixtral-8x22B, 128 H100", f"hf:{HERE / 'mixtral_8x22b'}", "16x8xH100", 512, 4096,
-            "dp=4,ep=8,pp=4,zero=1,recompute=selective,schedule=interleaved,chunks=7",
+            "dp=32,ep=8,pp=4,zero=1,recompute=selective,schedule=interleaved,chunks=7",
             "Megatron Core's recipe for experts (ep within a host, pp across)", 32),
     Setting("GPT-3 175B, 1,024 A100", GPT, "128x8xA100-80GB", 1536, 2048,
             "dp=8,tp=8,pp=16,zero=0,recompute=full,schedule=1f1b",

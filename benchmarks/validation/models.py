@@ -20,7 +20,7 @@ kernel would be: one pass over memory, as torch's on a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -28,8 +28,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from autoparallel.register import register_op
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.programs.program import Program
+from autoparallel.register import register_op, registered_rules
 
+from .depth import FEWEST_LAYERS
+
+CAPTURE_ROWS = 2
 Family = Literal["gpt", "llama", "nemotron"]
 Kernels = Literal["flash", "unfused", "apart"]
 
@@ -67,6 +72,23 @@ class Shape:
     def head_dim(self) -> int:
         return self.hidden // self.heads
 
+    @property
+    def repeated(self) -> int:
+        """How many of the layers are alike."""
+        return self.layers
+
+    @property
+    def few(self) -> Shape:
+        """The shape with no more layers than can be repeated."""
+        return replace(self, layers=min(self.layers, FEWEST_LAYERS))
+
+    def program(self, dtype: str) -> Program:
+        """The decoder captured."""
+        with torch.device("meta"):
+            model = Decoder(self)
+        batch = example_batch(self, CAPTURE_ROWS)
+        return capture(model, batch, dtype=dtype, rules=registered_rules())
+
 
 def mask_bytes(shape: Sequence[int], *_others: Sequence[int]) -> int:
     """Dropout's mask: one byte per element."""
@@ -88,12 +110,6 @@ def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, probability: flo
 def nothing(*_shapes: Sequence[int]) -> int:
     """Bytes that an op keeps whose backward reads nothing."""
     return 0
-
-
-@register_op("*b _ + _ + *b _ -> *b _", name="validation_bias_add", saved_bytes=nothing)
-def bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-    """The same without dropout."""
-    return residual + x + bias
 
 
 @register_op("* -> *", name="validation_rows_copied", saved_bytes=nothing)
@@ -159,9 +175,6 @@ class Output(nn.Module):
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         made: Tensor = self.product(x)
         if self.bias is not None:
-            if not self.dropout:
-                added: Tensor = bias_add(made, self.bias, residual)
-                return added
             made = bias_dropout_add(made, self.bias, residual, self.dropout)
             return made
         return residual + made

@@ -6,26 +6,19 @@ Models are captured with a few layers; ``depth`` then repeats one of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-
-import torch
+from dataclasses import dataclass, field
 
 from autoparallel.cost_model.cluster import ClusterError
 from autoparallel.cost_model.collectives import group_of
 from autoparallel.cost_model.memory import policy
-from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import ConfigurationPricer, PricedStep
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.pricing.basis import Basis, CostAssumptions
-from autoparallel.register import registered_rules
 
-from .depth import FEWEST_LAYERS, deeper
-from .models import Decoder, Shape, example_batch
-from .tables import Run, Skipped
-
-CAPTURE_ROWS = 2
+from .depth import deeper
+from .tables import Model, Run, Skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +48,17 @@ class Result:
 class Pricer:
     """Prices one run after the other and keeps what they share."""
 
-    programs: dict[tuple[Shape, Precision], Program] = field(default_factory=dict)
-    pricers: dict[tuple[Shape, Precision, CostAssumptions], ConfigurationPricer] = field(
+    programs: dict[tuple[Model, str], Program] = field(default_factory=dict)
+    pricers: dict[tuple[Model, Precision, CostAssumptions], ConfigurationPricer] = field(
         default_factory=dict
     )
 
-    def program(self, shape: Shape, precision: Precision = "bf16") -> Program:
-        """The shape captured, with no more layers than can be repeated."""
-        few = replace(shape, layers=min(shape.layers, FEWEST_LAYERS))
-        key = few, precision
+    def program(self, model: Model, precision: Precision = "bf16") -> Program:
+        """The model captured, with no more layers than can be repeated."""
+        dtype = policy(precision).compute_dtype
+        key = model.few, dtype
         if key not in self.programs:
-            with torch.device("meta"):
-                model = Decoder(few)
-            self.programs[key] = capture(
-                model, example_batch(few, CAPTURE_ROWS), dtype=policy(precision).compute_dtype,
-                rules=registered_rules(),
-            )  # fmt: skip
+            self.programs[key] = model.few.program(dtype)
         return self.programs[key]
 
     def pricer(self, run: Run) -> ConfigurationPricer:
@@ -79,14 +67,14 @@ class Pricer:
         key = run.shape, precision, run.assumptions
         if key not in self.pricers:
             program = self.program(run.shape, precision)
-            graph, blocks = deeper(program.graph, program.blocks, run.shape.layers)
+            graph, blocks = deeper(program.graph, program.blocks, run.shape.repeated)
             basis = Basis(assumptions=run.assumptions)
             self.pricers[key] = ConfigurationPricer(graph, blocks, basis)
         return self.pricers[key]
 
     def step(self, run: Run) -> PricedStep:
         pricer = self.pricer(run)
-        staged = pricer.staged(run.cluster, run.configuration)
+        staged = pricer.staged(run.program.launched(run.cluster), run.configuration)
         device, last = run.cluster.hosts[0].device, len(staged.costs) - 1
         per_stage = -(-run.shape.layers // len(staged.costs))
         passes = per_stage, per_stage * (2 if run.configuration.recompute == "full" else 1)

@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.validation.experts import run_of
 from benchmarks.validation.pricing import Pricer, Result
 from benchmarks.validation.published import published
 from benchmarks.validation.scores import (
@@ -49,6 +50,7 @@ TABLES = (
     Table("vtrain_single", "vtrain_a100_single_node.csv", single_node),
     Table("vtrain_multi", "vtrain_a100_multi_node.csv", multi_node),
     Table("runs", "published_runs.csv", published),
+    Table("experts", "moe_runs.csv", run_of),
 )
 
 

@@ -34,7 +34,10 @@ class Program:
     ``optimizer_passes``: bytes that the optimizer's step moves over those that a fused one does.
     ``layer_host_seconds``: what the host takes at least for a layer in a pass, hooks included; a
     recomputed layer has three passes. ``broadcasts``: after the step each rank in turn broadcasts
-    the parameters that it has updated, and nothing runs beside that.
+    the parameters that it has updated, and nothing runs beside that. ``graphs``: the share of
+    kernels that CUDA graphs launch, so that the host takes no time for them. ``waits``: in a layer
+    of experts and a pass, how long the device is idle because the host first waits to learn how
+    many tokens come.
     """
 
     message_seconds: float = 0.0
@@ -47,6 +50,8 @@ class Program:
     cached: float = 0.0
     layer_host_seconds: float = 0.0
     broadcasts: bool = False
+    graphs: float = 0.0
+    waits: float = 0.0
 
     def gathered(self, cost: StageCost, group: Group) -> StageCost:
         """A stage's cost, whose optimizer's step ends when ``group`` has the new parameters."""
@@ -87,11 +92,25 @@ class Program:
         received, memory = (forward, backward), self._held(cost.memory_bytes)
         return replace(cost, seconds=seconds, receive_seconds=received, memory_bytes=memory)
 
+    def launched(self, cluster: Cluster) -> Cluster:
+        """The cluster whose hosts issue what no graph launches."""
+        if not self.graphs:
+            return cluster
+        share = 1 - self.graphs
+        devices = [
+            replace(host.device, issue_seconds=share * host.device.issue_seconds)
+            for host in cluster.hosts
+        ]
+        hosts = zip(cluster.hosts, devices, strict=True)
+        return replace(cluster, hosts=tuple(replace(host, device=own) for host, own in hosts))
+
     def _issued(self, cost: StageCost, passes: tuple[int, int]) -> Seconds:
         """Seconds in which no pass is shorter than the host takes for its layers."""
         least = [self.layer_host_seconds * number for number in passes]
+        waits = [self.waits * number for number in passes]
         forward, backward = (
-            max(0.0, floor - own) for floor, own in zip(least, cost.compute_seconds, strict=True)
+            max(wait, floor - own)
+            for wait, floor, own in zip(waits, least, cost.compute_seconds, strict=True)
         )
         own = cost.seconds
         return (

@@ -10,9 +10,11 @@ import csv
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.memory import PrecisionPolicy, policy
+from autoparallel.passes.programs.program import Program as Captured
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.pricing.basis import RUNTIME, CostAssumptions
 
@@ -29,6 +31,27 @@ class UnusableRowError(ValueError):
     """A row that cannot be priced; the text says why."""
 
 
+class Model(Protocol):
+    """A model to capture: ``Shape``, or ``experts.Listed``."""
+
+    @property
+    def layers(self) -> int:
+        """How many layers the model has."""
+
+    @property
+    def repeated(self) -> int:
+        """How many layers are as the ones that are repeated."""
+
+    @property
+    def few(self) -> Model:
+        """The model with few of its layers."""
+
+    def program(self, dtype: str) -> Captured:
+        """The model captured."""
+
+    def __hash__(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """A measured run.
@@ -40,7 +63,7 @@ class Run:
 
     name: str
     source: str
-    shape: Shape
+    shape: Model
     cluster: Cluster
     configuration: Configuration
     measured_seconds: float | None

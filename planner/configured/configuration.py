@@ -51,6 +51,7 @@ from ..pricing.stage_cost import StageCost, together
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, message_seconds, pipeline_table, simulate_stages
 from ..pricing.structure import Structure
+from ..requests.options import check_experts
 from ..requests.pins import Pin, by_template, check_priced, pinned_blocks, plain_kind
 from ..requests.request import Forced
 from ..schedules.schedules import parts_of_ranks
@@ -66,7 +67,8 @@ ONCE = ("transient", "buffers", "reserve")
 class Configuration:
     """How a model is trained.
 
-    ``microbatch_size`` rows make a micro-batch over all data-parallel ranks. ``num_chunks``
+    ``dp`` ranks split the batch, and ``ep`` of them in a row the experts. ``microbatch_size`` rows
+    make a micro-batch over all data-parallel ranks. ``num_chunks``
     stages share a pipeline rank. ``num_slices`` of sequences, for TeraPipe. ``layers`` of each
     stage (default: even). ``recompute`` is of every block, as in a plan; where not
     ``recomputes_ends``, of layers alone; with ``selective_share`` less than 1, of so many of a
@@ -115,8 +117,8 @@ class Configuration:
 
     @property
     def row_parts(self) -> int:
-        """How many ranks get different rows: "dp" times "ep"."""
-        return self.dp * self.ep
+        """How many ranks get different rows."""
+        return self.dp
 
     @property
     def rank_rows(self) -> int:
@@ -125,7 +127,7 @@ class Configuration:
 
     @property
     def num_devices(self) -> int:
-        return self.dp * self.ep * self.cp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
 
     @property
     def num_stages(self) -> int:
@@ -133,8 +135,8 @@ class Configuration:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of a stage."""
-        return mesh_of(self.dp, self.tp, self.cp, self.ep)
+        """The mesh of a stage: experts are spread over neighbouring data-parallel ranks."""
+        return mesh_of(self.dp // self.ep, self.tp, self.cp, self.ep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,16 +394,17 @@ def _rank_of_stage(own: Configuration) -> tuple[int, ...]:
 
 def _check(configuration: Configuration, cluster: Cluster, graph: Graph) -> None:
     own, total = configuration, cluster.num_devices
+    check_experts(own.dp, own.ep)
     if own.num_devices != total:
         raise UsageError(
             "AP127",
-            f"dp={own.dp} × tp={own.tp} × pp={own.pp} × cp={own.cp} × ep={own.ep} is "
+            f"dp={own.dp} × tp={own.tp} × pp={own.pp} × cp={own.cp} is "
             f"{own.num_devices} devices, the cluster has {total}",
             fix=f"degrees whose product is {total}",
         )
     parts = own.row_parts
     if own.microbatch_size % parts:
-        over = f"dp={own.dp}" + (f" × ep={own.ep}" if own.ep > 1 else "")
+        over = f"dp={own.dp}"
         raise UsageError(
             "AP124",
             f"micro-batches of {own.microbatch_size} samples cannot be split over {over}",

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd
 
 from ...cost_model.cluster import Cluster
 from ...cost_model.memory import policy
@@ -120,7 +120,7 @@ class Proposals:
             if forced.ep is None and (forced.cp or 1) == 1:
                 degrees |= dict.fromkeys(self._experts_split(parts, tp, rows, host_size))
         for dp, tp, cp, ep in degrees:
-            if forced.dp in (None, dp) and forced.tp in (None, tp):
+            if forced.dp in (None, dp * ep) and forced.tp in (None, tp):
                 yield mesh_of(dp, tp, cp, ep)
 
     def _positions_split(
@@ -194,7 +194,7 @@ def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]
     cp, ep = forced.cp or 1, forced.ep or 1
     for tp in divisors(num_devices // (cp * ep)) if num_devices % (cp * ep) == 0 else ():
         dp = num_devices // (tp * cp * ep)
-        if forced.dp not in (None, dp) or forced.tp not in (None, tp):
+        if forced.dp not in (None, dp * ep) or forced.tp not in (None, tp):
             continue
         if host_size > 1 and host_size % tp and forced.tp is None and forced.dp is None:
             continue
@@ -213,16 +213,6 @@ def mesh_of(dp: int, tp: int, cp: int = 1, ep: int = 1) -> Mesh:
     degrees = (("dp", dp), ("ep", ep), ("cp", cp), ("tp", tp))
     sizes = {name: size for name, size in degrees if size > 1} or {"dp": 1}
     return Mesh(tuple(sizes), tuple(sizes.values()))
-
-
-def num_row_parts(mesh: Mesh) -> int:
-    """Into how many parts a mesh must be able to cut a micro-batch: "dp" times "ep".
-
-    >>> num_row_parts(mesh_of(2, 4, ep=2))
-    4
-    """
-    sizes = zip(mesh.axes, mesh.shape, strict=True)
-    return prod(size for name, size in sizes if name in ("dp", "ep"))
 
 
 def restriction(mesh: Mesh, forced: Forced, *, free: bool = False) -> Restriction:

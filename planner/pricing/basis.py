@@ -12,6 +12,7 @@ from typing import Literal
 
 from ...cost_model.cluster import Source
 from ...cost_model.collectives import CollectiveKind, Group
+from ...cost_model.dispatch import Dispatcher
 from ...cost_model.memory import PrecisionPolicy
 from ...cost_model.profile.case import OpCase
 from ...cost_model.profile.lookup import Profile
@@ -142,9 +143,11 @@ class CostAssumptions:
     input for its backward, as TransformerEngine's does, and not the input. ``regathers``: a linear
     layer whose weight is split by rows keeps of its input what the rank had before it was gathered,
     and gathers it again beside the gradient of the input (Megatron-LM's sequence parallelism:
-    arXiv:2205.05198, section 4.2.2). ``copies_states``:
-    parameters and gradients pass through buffers that ZeRO 2 and 3 exchange; XLA exchanges the
-    tensors themselves.
+    arXiv:2205.05198, section 4.2.2). ``casts_experts``: in fp8 the products of experts are 8-bit
+    ones too. ``fuses_experts``: experts keep no more than what their products and activations
+    read. ``dispatcher``: how tokens come to their experts. ``imbalance``: how many tokens the
+    fullest rank of experts has, over the mean. ``copies_states``: parameters and gradients pass
+    through buffers that ZeRO 2 and 3 exchange; XLA exchanges the tensors themselves.
     """
 
     policy: PrecisionPolicy | None = None
@@ -155,6 +158,10 @@ class CostAssumptions:
     scaling: Scaling = "tensorwise"
     keeps_casts: bool = False
     regathers: bool = False
+    casts_experts: bool = False
+    fuses_experts: bool = False
+    dispatcher: Dispatcher = "gather"
+    imbalance: float = 1.0
     copies_states: bool = True
 
 

@@ -44,6 +44,7 @@ from ..positions import (
 from ..requests.feature_strategies import allowed
 from ..requests.features import Features
 from ..requests.pins import Pins, kept
+from ..rules.dispatch import SENT, sent_strategies
 from .price_cache import find
 from .prices import Prices
 
@@ -206,10 +207,14 @@ def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayo
 def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
     """Every way to run a node on an axis of a size, found once for equal nodes."""
     form = _form(node, graph, prices)
-    return find(
-        prices.cache.strategies, (form, size),
-        lambda: prices.rules.axis_strategies(node, graph, size),
-    )  # fmt: skip
+
+    def make() -> tuple[AxisStrategy, ...]:
+        found = prices.rules.axis_strategies(node, graph, size)
+        if prices.assumptions.dispatcher == "gather":
+            return found
+        return (*sent_strategies(node, input_specs(node, graph), size), *found)
+
+    return find(prices.cache.strategies, (form, size), make)
 
 
 def _form(node: Node, graph: Graph, prices: Prices) -> int:
@@ -236,7 +241,8 @@ def _axis_strategies(
         return _batch_split(node, batch_dims(graph, prices), strategies)
     if axis in restriction.split_experts:
         by_rows = _batch_split(node, batch_dims(graph, prices), strategies)
-        return by_experts(node, strategies, by_rows, experts_on(graph, size, prices))
+        found = by_experts(node, strategies, by_rows, experts_on(graph, size, prices))
+        return tuple(each for each in found if each.label == SENT) or found
     if axis in restriction.split_parameters:
         fitting = _batch_whole(node, graph, strategies)
         if restriction.sequence_parallel is None:
@@ -374,7 +380,9 @@ def _divides(
     )
 
 
-def held_layouts(node: Node, prices: Prices, restriction: Restriction) -> tuple[Layout, ...]:
+def held_layouts(
+    node: Node, graph: Graph, prices: Prices, restriction: Restriction
+) -> tuple[Layout, ...]:
     """The layouts a parameter may be held in: split or replicated on each axis.
 
     Where positions stay whole (``sequence_parallel`` False) its gradient is the same on all
@@ -384,8 +392,11 @@ def held_layouts(node: Node, prices: Prices, restriction: Restriction) -> tuple[
     same = INVARIANT if restriction.sequence_parallel is False else REPLICATE
     options: list[list[Placement]] = []
     for axis, size in enumerate(prices.mesh.shape):
+        experts = _split_weights(graph, axis, prices, restriction)
         splits = [shard(dim) for dim, length in enumerate(shape) if length and length % size == 0]
-        if axis in restriction.gathers and size > 1:
+        if axis in restriction.split_experts and node.name in experts:
+            options.append([shard(0)])
+        elif axis in restriction.gathers and size > 1:
             options.append([*(each for each in splits if each.dim == 0), REPLICATE])
         elif axis in restriction.given or size == 1:
             options.append([REPLICATE])
@@ -397,6 +408,16 @@ def held_layouts(node: Node, prices: Prices, restriction: Restriction) -> tuple[
             options.append([*splits, REPLICATE])
     found = [each for each in product(*options) if divides(shape, each, prices.mesh.shape)]
     return kept(found, restriction.pins.get(node.name, ()), prices.mesh)
+
+
+def _split_weights(
+    graph: Graph, axis: int, prices: Prices, restriction: Restriction
+) -> Mapping[str, int]:
+    """The weights of experts that an axis splits by expert, wherever they are held."""
+    size = prices.mesh.shape[axis]
+    if axis not in restriction.split_experts or axis in restriction.gathers or size == 1:
+        return {}
+    return experts_on(graph, size, prices).weights
 
 
 def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:

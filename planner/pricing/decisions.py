@@ -187,9 +187,11 @@ def _is_dominated(figures: Floats) -> NDArray[np.bool_]:
     return found
 
 
-def parameter_decision(node: Node, prices: Prices, restriction: Restriction) -> Decision:
+def parameter_decision(
+    node: Node, graph: Graph, prices: Prices, restriction: Restriction
+) -> Decision:
     """The decision of a parameter that has several uses."""
-    layouts = held_layouts(node, prices, restriction)
+    layouts = held_layouts(node, graph, prices, restriction)
     costs = [[prices.parameter(node.spec, layout, zero) for layout in layouts] for zero in ZEROS]
     seconds = np.array([[own for own, _ in each] for each in costs])
     broken = [

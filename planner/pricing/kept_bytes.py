@@ -23,7 +23,7 @@ Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from ..graph import Block, Graph, Node, Ref, TensorSpec
@@ -32,6 +32,8 @@ from ..replay import RECOMPUTE_MODES as RECOMPUTE_MODES
 from ..replay import Replay as Replay
 from ..replay import find_replay
 from ..rules.balanced_attention import as_run
+from ..rules.dispatch import EXPERTS, FIRST_WEIGHT
+from ..rules.saved import expert_pairs
 from ..rules.storage import copy_of
 from ..rules.table import packet
 from .choices import dims_on, input_specs
@@ -58,11 +60,24 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
             found[f"{node.name}:{root.name}", cast_bytes] = None
             continue
         found[f"{root.name}:{root.index}", num_bytes] = None
-    run = as_run(node, layout, prices.mesh.shape)
-    extra = prices.rules.saved_extra_bytes(run, *_local_specs(node, layout, graph, prices))
+    run, local = as_run(node, layout, prices.mesh.shape), _local_specs(node, layout, graph, prices)
+    extra = prices.rules.saved_extra_bytes(run, *local)
+    if packet(node.op) == EXPERTS and prices.assumptions.fuses_experts:
+        extra = int(_fused_experts_bytes(run, local[0], prices))
     if extra:
         found[f"{node.name}:extra", int(extra)] = None
     return tuple(found)
+
+
+def _fused_experts_bytes(node: Node, inputs: Sequence[TensorSpec], prices: Prices) -> float:
+    """What experts in fused kernels keep: for each pair of a token and an expert the token, what
+    the activation reads, and what it makes."""
+    tokens, up, down = inputs[0], inputs[FIRST_WEIGHT], inputs[FIRST_WEIGHT + 1]
+    per_expert = [weight.numel // weight.shape[0] for weight in (up, down)]
+    read, made = (numel // tokens.shape[-1] for numel in per_expert)
+    factor = prices.cast_element_bytes if prices.casts_experts else tokens.itemsize
+    row = factor * (tokens.shape[-1] + made) + tokens.itemsize * read
+    return prices.assumptions.imbalance * expert_pairs(node, inputs) * row
 
 
 def _gathered_over(ref: Ref, node: Node, layout: NodeLayout, prices: Prices) -> int:

@@ -230,7 +230,7 @@ class _Making:
             if is_own_parameter(ref, graph[name], graph)
         ]
         layouts = {
-            ref.name: held_layouts(graph[ref.name], self.prices, self.restriction)
+            ref.name: held_layouts(graph[ref.name], graph, self.prices, self.restriction)
             for _, _, ref in parameters
         }
         choices: list[Choice] = []

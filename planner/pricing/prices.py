@@ -31,6 +31,7 @@ from ...cost_model.collectives import (
     p2p_seconds,
 )
 from ...cost_model.compute import OpWork, eight_bit_seconds, host_seconds, work_seconds
+from ...cost_model.dispatch import dispatch_seconds
 from ...cost_model.memory import (
     DEFAULT,
     PrecisionPolicy,
@@ -57,6 +58,8 @@ from ..layout import boundary_layout as boundary_layout
 from ..plan import Precision
 from ..precision import EIGHT_BITS
 from ..rules.balanced_attention import as_run
+from ..rules.dispatch import EXPERTS, FIRST_WEIGHT
+from ..rules.table import packet
 from ..rules_protocol import Rules as Rules
 from .basis import CAST_BYTES, RUNTIME, SCALINGS, Asked, AskedOp, CostAssumptions
 from .op_case import op_case
@@ -125,7 +128,7 @@ class Prices:
 
     def _slowest_groups(self) -> tuple[Group, ...]:
         """Of every axis, found once per cluster and ranks: a large mesh has many groups."""
-        key = (id(self.cluster), self.mesh, self.ranks)
+        key = (id(self.cluster), self.mesh, self.ranks, ())
         axes = range(len(self.mesh.axes))
         # the cluster lives as long as its id is used
         _, groups = find(
@@ -146,10 +149,10 @@ class Prices:
             return self.groups[axes[0]]
         key = (id(self.cluster), self.mesh, self.ranks, axes)
         # the cluster lives as long as its id is used
-        _, (found,) = find(
+        _, groups = find(
             self.cache.groups, key, lambda: (self.cluster, (self._slowest_group(*axes),))
         )
-        return found
+        return groups[0]
 
     def collective(self, kind: Any, num_bytes: float, *axes: int, measured_as: Any = None) -> float:
         """Seconds of one collective over all ranks of some axes; ``num_bytes`` is the whole
@@ -264,7 +267,9 @@ class Prices:
     ) -> Priced:
         work = self.rules.work(node, inputs, outputs)
         issue = host_seconds(self.device, work)
-        analytic = Priced(*self._analytic(node, work), "spec", *issue)
+        more = self.assumptions.imbalance if packet(node.op) == EXPERTS else 1.0
+        forward, backward = self._analytic(node, work)
+        analytic = Priced(more * forward, more * backward, "spec", *issue)
         has_no_case = node.fused is not None or node.product_dtype
         if (self.profile is None and self.asked is None) or has_no_case:
             return analytic
@@ -285,14 +290,21 @@ class Prices:
         return found
 
     @property
+    def casts_experts(self) -> bool:
+        """Whether the products of experts are 8-bit ones."""
+        return self.assumptions.casts_experts and self.precision == "fp8"
+
+    @property
     def cast_element_bytes(self) -> float:
         """Bytes of an element that an 8-bit product has cast."""
         return CAST_BYTES[self.assumptions.scaling]
 
     def _analytic(self, node: Node, work: OpWork) -> tuple[float, float]:
-        if not node.product_dtype:
+        is_cast = self.casts_experts and packet(node.op) == EXPERTS
+        product_dtype = EIGHT_BITS if is_cast else node.product_dtype
+        if not product_dtype:
             return work_seconds(self.device, work, node.spec.dtype)
-        own, form = self.assumptions, node.product_dtype
+        own, form = self.assumptions, product_dtype
         form = SCALINGS[own.scaling] if form == EIGHT_BITS else form
         return eight_bit_seconds(self.device, work, node.spec.dtype, form, own.cast_bytes)
 
@@ -314,6 +326,9 @@ class Prices:
                 if other != axis and any(each[other].is_shard for each in whole)
             )
             num_bytes = item.num_bytes // others
+            if item.kind == "dispatch":
+                sent[item.backward] += self._dispatch(item, inputs, layout, axis)
+                continue
             sent[item.backward] += (
                 self._swap(num_bytes, self.groups[axis])
                 if item.kind == "swap"
@@ -323,6 +338,18 @@ class Prices:
             own.forward, sent[0], own.backward, sent[1],
             forward_issue=own.forward_issue, backward_issue=own.backward_issue,
         )  # fmt: skip
+
+    def _dispatch(
+        self, item: InnerCollective, inputs: Sequence[TensorSpec], layout: NodeLayout, axis: int
+    ) -> float:
+        """Seconds in which tokens come to their experts on an axis, or back."""
+        own = self.assumptions
+        parts = self.num_parts(layout.inputs[0])
+        num_experts = inputs[FIRST_WEIGHT].shape[0]
+        seconds = dispatch_seconds(
+            item.num_bytes / parts, item.copies, num_experts, self.groups[axis], own.dispatcher
+        )
+        return self._counted(Priced(own.imbalance * seconds, 0.0, "spec")).forward
 
     @cached_property
     def state_axes(self) -> tuple[int, ...]:

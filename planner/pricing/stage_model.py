@@ -154,7 +154,8 @@ class StageModel:
         return found
 
     def _parameter(self, name: str) -> Decision:
-        return parameter_decision(self.structure.graph[name], self.prices, self.restriction)
+        graph = self.structure.graph
+        return parameter_decision(graph[name], graph, self.prices, self.restriction)
 
     def _make_kind(self, kind: str) -> KindModel:
         graph = self.structure.graph

@@ -17,10 +17,11 @@ from .request import CHUNKED_NAMES, Forced, Request, divisors
 
 def check_degrees(forced: Forced, cluster: Cluster) -> None:
     """Raises ``UsageError`` where the forced degrees cannot use every device exactly once."""
+    check_experts(forced.dp, forced.ep)
     degrees = {
         name: value
         for name in ("dp", "ep", "cp", "tp", "pp")
-        if (value := getattr(forced, name)) is not None
+        if (value := getattr(forced, name)) is not None and (name != "ep" or forced.dp is None)
     }
     product = 1
     for value in degrees.values():
@@ -38,6 +39,17 @@ def check_degrees(forced: Forced, cluster: Cluster) -> None:
             "AP127",
             f"{said} does not divide the cluster's {total} devices",
             fix=f"degrees whose product divides {total}: {', '.join(map(str, divisors(total)))}",
+        )
+
+
+def check_experts(dp: int | None, ep: int | None) -> None:
+    """Raises ``UsageError`` AP127 where data-parallel ranks cannot share experts so."""
+    if dp is not None and ep is not None and dp % ep:
+        raise UsageError(
+            "AP127",
+            f"ep={ep} does not divide dp={dp}",
+            why="experts are spread over data-parallel ranks",
+            fix=f"ep= one of {', '.join(map(str, divisors(dp)))}",
         )
 
 
@@ -64,7 +76,7 @@ def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[i
     rows = (batch,) if graph.accumulation.mixing else divisors(batch)
     if graph.accumulation.mixing and forced.num_microbatches is not None:
         rows = divisors(batch)
-    parts = (forced.dp or 1) * (forced.ep or 1)
+    parts = forced.row_parts
     if request.microbatch_size is not None:
         ranks = range(parts, cluster.num_devices + 1, parts)
         possible = {request.microbatch_size * number for number in ranks}
@@ -123,7 +135,7 @@ def fix_of_split(batch: int, forced: Forced, rows: int | None) -> str:
     >>> fix_of_split(8, Forced(dp=2, num_microbatches=8), 2)
     'microbatches=2, or leave it out'
     """
-    parts, by = (forced.dp or 1) * (forced.ep or 1), _split_by(forced)
+    parts, by = forced.row_parts, _split_by(forced)
     if batch % parts:
         least = -(-batch // parts) * parts
         return f"a --global-batch that is a multiple of {by}, such as {least}"
@@ -137,14 +149,12 @@ def fix_of_split(batch: int, forced: Forced, rows: int | None) -> str:
 
 
 def _split_by(forced: Forced) -> str:
-    """The degrees that split rows.
+    """The degree that splits rows.
 
-    >>> _split_by(Forced(dp=2, ep=4)), _split_by(Forced())
-    ('dp=2 × ep=4', 'dp=1')
+    >>> _split_by(Forced(dp=8, ep=4)), _split_by(Forced(ep=4)), _split_by(Forced())
+    ('dp=8', 'ep=4', 'dp=1')
     """
-    degrees = {"dp": forced.dp or 1, "ep": forced.ep or 1}
-    said = [f"{name}={size}" for name, size in degrees.items() if size > 1]
-    return " × ".join(said) or "dp=1"
+    return f"ep={forced.ep}" if forced.dp is None and forced.ep else f"dp={forced.dp or 1}"
 
 
 def _several(request: Request, num_devices: int, num_blocks: int) -> tuple[int, ...]:
@@ -171,7 +181,7 @@ def stage_numbers(
     """
     forced, least = request.forced.pp, least_stages
     asked = request.forced
-    degrees = (asked.dp or 1) * (asked.tp or 1) * (asked.cp or 1) * (asked.ep or 1)
+    degrees = asked.row_parts * (asked.tp or 1) * (asked.cp or 1)
     most = cluster.num_devices // degrees
     if forced is not None and forced < least:
         raise UsageError(

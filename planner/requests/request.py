@@ -66,12 +66,12 @@ class Placer(Protocol):
 class Forced:
     """Choices that the caller made; the search decides those that are None.
 
-    ``dp=k``: a mesh axis "dp" of size k that splits the batch and replicates parameters.
+    ``dp=k``: k ranks split the batch and replicate parameters but those of experts.
     ``tp=k``: a mesh axis "tp" of size k that does not split the batch of the inputs and
     splits, and computes split with, every parameter of two or more dimensions that it
     divides. ``pp=k``: k stages, or k times ``chunks`` where a schedule runs several per rank.
-    ``cp=k``: a mesh axis "cp" of size k that splits positions; ``ep=k``: one that splits the
-    weights of experts by expert and all else by rows. ``sequence_parallel``: whether
+    ``cp=k``: a mesh axis "cp" of size k that splits positions; ``ep=k``: k neighbouring
+    data-parallel ranks split the weights of experts by expert. ``sequence_parallel``: whether
     values between the split parameters of "tp" are split along positions (True), whole
     (False), or as the solver finds (None). ``slices``: of sequences, equal ones, or of lengths
     that the planner chooses, as it does for None where the schedule has slices. ``allreduce``:
@@ -132,6 +132,11 @@ class Forced:
                 why="ZeRO 1 to 3 sum gradients by reduce-scatters, block by block",
                 where="--parallel", fix="zero=0, or leave allreduce and gradients out",
             )  # fmt: skip
+
+    @property
+    def row_parts(self) -> int:
+        """How many ranks split the batch at least: ``dp``, of which ``ep`` are a part."""
+        return self.dp or self.ep or 1
 
     @property
     def all_reduces(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from ..graph import Node
 from ..layout import BALANCED, AxisStrategy, InnerCollective, NodeLayout, shard
 from .case import Case, argument
+from .dispatch import EXPERTS, as_received
 from .table import packet
 
 BALANCED_ATTENTION = "autoparallel.balanced_attention.default"
@@ -59,11 +60,14 @@ def balanced_strategies(
 
 
 def as_run(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
-    """The node as the busiest rank runs it: another op where its ranks swap halves of queries.
+    """The node as the busiest rank runs it: another op where its ranks swap halves of queries,
+    and experts with the tokens that they received.
 
     That op's fourth argument says up to where each half of its queries sees the keys. Attention
     of a later slice of the positions has a mask, and no halves.
     """
+    if packet(node.op) == EXPERTS:
+        return as_received(node, layout, mesh_shape)
     if BALANCED not in layout.labels or not argument(node, 5, "is_causal", False):
         return node
     dim = len(node.spec.shape) - 2

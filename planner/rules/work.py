@@ -182,6 +182,8 @@ def _products(
     if family == "attention":
         own = attention_products(node, inputs[0], inputs[1])
         return own, own if wanted else ()
+    if name == "experts":
+        return _expert_products(node, inputs, wanted)
     factors = _factors(node, len(inputs))
     if family != "matmul" or len(factors) != 2 or name == "_grouped_mm":
         return (), ()
@@ -194,6 +196,28 @@ def _products(
         return (), ()
     first, second = (at in wanted for at in factors)
     return (product,), gradient_products(product, first=first, second=second)
+
+
+def _expert_products(
+    node: Node, inputs: Sequence[TensorSpec], wanted: Sequence[int]
+) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
+    """Of each expert's rows with its weights, in turn, if routing is even."""
+    forward: list[Product] = []
+    backward: list[Product] = []
+    widths, experts = inputs[0].shape[-1], inputs[3].shape[0]
+    rows = max(1, expert_pairs(node, inputs) // experts)
+    for position in (3, 4):
+        weight = inputs[position]
+        rest = weight.numel // experts
+        # the up-projection reads tokens; the down-projection makes what is as wide as they are
+        product = (
+            (experts, rows, rest // widths, widths)
+            if position == 3
+            else (experts, rows, widths, rest // widths)
+        )
+        forward.append(product)
+        backward += gradient_products(product, first=True, second=position in wanted)
+    return tuple(forward), tuple(backward) if wanted else ()
 
 
 def _registered(rule: OpRule, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:

@@ -24,7 +24,6 @@ from ..inter_op.inter_op import Floats, StageChoice, Table
 from ..inter_op.submesh import (
     Proposals,
     meshes,
-    num_row_parts,
     proposals,
     restriction,
     submesh_sizes,
@@ -235,7 +234,7 @@ class SearchContext:
             if not self.request.features.allows_mesh(mesh, self.request.max_tp):
                 continue
             has_rows = rows > 1 or bool(self.structure.graph.batch_dims)
-            if has_rows and not self._can_split(rows, num_row_parts(mesh)):
+            if has_rows and not self._can_split(rows, mesh.row_parts):
                 continue
             found.append(self.solver(rows, mesh, first))
         return found

@@ -66,6 +66,7 @@ def test_a_source_has_its_date() -> None:
         ("H200", "float8_e4m3fn", 1830, 8192), ("H100-PCIe", "bfloat16", 1620, 4096),
         ("MI250X", "bfloat16", 1700, 1024), ("MI250X", "float64", 1700, 256),
         ("MI300X", "bfloat16", 2100, 2048), ("MI325X", "float32", 2100, 256),
+        ("MI355X", "bfloat16", 2400, 4096), ("MI355X", "float32", 2400, 256),
     ],
 )  # fmt: skip
 def test_a_dense_peak_is_units_times_clock_times_operations(

@@ -194,6 +194,12 @@ PARALLEL = (
     ),
     Case(
         "AP127",
+        f"simulate {FOUR} --parallel dp=4,ep=3",
+        r"ep= one of 1, (\d+), 4",
+        "simulate " + FOUR + " --parallel dp=4,ep={0}",
+    ),
+    Case(
+        "AP127",
         f"plan {FOUR} --parallel dp=3",
         r"degrees whose product divides 4: 1, 2, (\d+)",
         "plan " + FOUR + " --parallel dp={0}",

@@ -72,7 +72,8 @@ def test_a_configuration_costs_what_the_search_says(forced: dict[str, Any]) -> N
     own = program(4)
     forced = {"zero": 0, "recompute": "none", **forced}
     request = Request(
-        16, precision="bf16", microbatch_size=ROWS, forced=Forced(**forced, schedule="1f1b")
+        16, precision="bf16", microbatch_size=ROWS // forced["dp"],
+        forced=Forced(**forced, schedule="1f1b"),
     )  # fmt: skip
     found = plan(own.graph, own.blocks, cluster(4), request)
     layers = tuple(sum(b.kind == "layers" for b in stage.blocks) for stage in found.stages)

@@ -1,0 +1,180 @@
+"""``moe_runs.csv``: runs of models with experts, from their Hugging Face configurations.
+
+In: a row, and the folder of its model. Out: a ``Run`` whose model is built by transformers and
+captured like any user's. Of a model's layers those at the start that have a dense feed-forward are
+captured, and ``FEWEST`` of those with experts, which ``depth`` repeats.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autoparallel.cost_model.dispatch import Dispatcher
+from autoparallel.options import parse_settings
+from autoparallel.passes.programs.program import Program as Captured
+from autoparallel.planner.configured.configuration import Configuration, even_layers
+from autoparallel.planner.plan import Precision, Recompute
+from autoparallel.planner.pricing.basis import CostAssumptions, Scaling
+from autoparallel.planning import PlanOptions, capture_target
+from autoparallel.targets import load_target
+
+from .clusters import make_cluster
+from .sources import Program
+from .tables import Row, Run, UnusableRowError, half_policy, measured, microbatches, number
+
+GIB = 2**30
+FEWEST = 4
+"""Layers with experts that are captured: more than of any other kind."""
+HYBRID = ("Nemotron", "Qwen3-Next", "Llama-4", "GPT-OSS", "V4-Flash")
+"""Models whose layers of several kinds alternate, so that no layer can be repeated."""
+DISPATCHERS: dict[str, Dispatcher] = {
+    "alltoall": "alltoall", "deepep": "deepep", "hybridep": "hybridep"
+}  # fmt: skip
+NATURAL_IMBALANCE = 1.5
+"""Tokens of the fullest rank over the mean where a router decides: 1.50 to 1.66 over 32 ranks
+(LAER-MoE artifact, arXiv:2602.11686)."""
+WAITS = 2.5e-3
+"""Seconds of ``Program.waits`` without CUDA graphs; fitted on Qwen3-30B-A3B on B200 and H100."""
+HIDDEN_SHARE = 0.75
+"""Of the messages between experts what 1F1B's overlap hides; fitted on DeepSeek-V3 and Qwen3 in
+NVIDIA's pages of 2026."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A model by the folder of its configuration. ``dense`` layers at the start have no experts."""
+
+    folder: str
+    layers: int
+    dense: int
+    seq: int
+
+    @property
+    def repeated(self) -> int:
+        """How many layers have experts."""
+        return self.layers - self.dense
+
+    @property
+    def few(self) -> Listed:
+        """The model with the fewest layers of which one can be repeated."""
+        return replace(self, layers=min(self.layers, self.dense + FEWEST))
+
+    def program(self, dtype: str) -> Captured:
+        """The model captured."""
+        settings = parse_settings([f"num_hidden_layers={self.layers}"])
+        target = load_target(f"hf:{self.folder}", settings)
+        precision: Precision = "bf16" if dtype == "bfloat16" else "fp32"
+        return capture_target(target, PlanOptions(2, self.seq, precision=precision))
+
+
+MODELS = Path(__file__).with_name("data") / "moe_models"
+
+
+def run_of(row: Row, line: int, folder: Path = MODELS) -> Run:
+    """The run of a row."""
+    model = row.get("model", "")
+    if any(name in model for name in HYBRID):
+        raise UnusableRowError(f"{model} has layers of several kinds")
+    if not (folder / model / "config.json").is_file():
+        raise UnusableRowError(f"there is no configuration of {model}")
+    if number(row, "tp", default=1) > 1:
+        raise UnusableRowError("experts beside tensor parallelism")
+    cluster, missing = make_cluster(
+        row.get("gpu_type", ""), number(row, "n_gpus"), number(row, "gpus_per_node", default=8),
+        row.get("interconnect", ""),
+    )  # fmt: skip
+    dense = int(float(row.get("dense_layers") or 0))
+    shape = Listed(str(folder / model), number(row, "layers"), dense, number(row, "seq_len"))
+    configuration = _configuration(row, shape)
+    memory = row.get("peak_memory_gib", "")
+    return Run(
+        row.get("row_id") or f"line {line}", row.get("source", ""), shape, cluster, configuration,
+        measured(row.get("derived_iter_time_s", ""), "derived_iter_time_s"),
+        measured(memory, "peak_memory_gib") * GIB if memory else None,
+        quality=row.get("quality") or "A", assumed=missing,
+        program=Program(
+            exposed_share=_exposed_share(row), graphs=_graphs(row), waits=_waits(row),
+        ),
+        assumptions=_assumptions(row),
+    )  # fmt: skip
+
+
+def _precision(row: Row) -> str:
+    return row.get("precision", "").lower()
+
+
+def _has_eight_bits(row: Row) -> bool:
+    return "fp8" in _precision(row) or "nvfp4" in _precision(row)
+
+
+def _assumptions(row: Row) -> CostAssumptions:
+    eight, is_fsdp = _has_eight_bits(row), "FSDP2" in row.get("zero_stage/fsdp", "")
+    found: tuple[Scaling, ...] = ("mxfp8", "nvfp4")
+    scaling = next((each for each in found if each in _precision(row)), "tensorwise")
+    return CostAssumptions(
+        half_policy(4 if is_fsdp else 2, 1 if eight and not is_fsdp else 2),
+        joint_states=True, cast_bytes=4.0, scaling=scaling, keeps_casts=eight, regathers=True,
+        casts_experts=eight, fuses_experts=True,
+        dispatcher=_dispatcher(row),
+        imbalance=1.0 if row.get("routing") == "forced_balanced" else NATURAL_IMBALANCE,
+    )  # fmt: skip
+
+
+def _dispatcher(row: Row) -> Dispatcher:
+    """As stated; else HybridEP in racks of NVL72, DeepEP over several hosts, NCCL in one host."""
+    stated = DISPATCHERS.get(row.get("dispatcher", "").lower())
+    if stated is not None:
+        return stated
+    if "NVL72" in row.get("interconnect", ""):
+        return "hybridep"
+    is_wide = number(row, "ep", default=1) > number(row, "gpus_per_node", default=8)
+    return "deepep" if is_wide else "alltoall"
+
+
+def _configuration(row: Row, shape: Listed) -> Configuration:
+    dp, pp, cp = (number(row, name, default=1) for name in ("dp", "pp", "cp"))
+    rows, chunks = number(row, "micro_batch"), number(row, "vp", default=1)
+    ep = number(row, "ep", default=1)
+    if dp % ep:
+        raise UnusableRowError(f"ep {ep} is spread over more than the dp {dp} data-parallel ranks")
+    recompute: Recompute = "full" if row.get("recompute", "").startswith("full") else "none"
+    count = microbatches(number(row, "global_batch_seqs"), dp, rows)
+    chunks = chunks if pp > 1 else 1
+    return Configuration(
+        dp=dp, pp=pp, cp=cp, ep=ep, zero=3 if "FSDP2" in row.get("zero_stage/fsdp", "") else 1,
+        recompute=recompute, recomputes_ends=False, microbatch_size=rows * dp,
+        num_microbatches=count, num_chunks=chunks, compiled=True,
+        schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
+        precision="fp8" if _has_eight_bits(row) else "bf16",
+        layers=_layers(shape, pp * chunks) if pp > 1 else None,
+    )  # fmt: skip
+
+
+def _layers(shape: Listed, stages: int) -> tuple[int, ...]:
+    """Layers with experts of each stage; the first one has all dense layers, and fewer others."""
+    first, *rest = even_layers(shape.layers, stages)
+    if first >= shape.dense:
+        return (first - shape.dense, *rest)
+    return (0, *even_layers(shape.repeated, stages - 1))
+
+
+def _exposed_share(row: Row) -> float:
+    """Of the messages to experts what nothing runs beside."""
+    return 1 - HIDDEN_SHARE if "all-to-all overlapped" in row.get("overlap", "") else 1.0
+
+
+def _waits(row: Row) -> float:
+    """Graphs of a part of each layer hide a third of the wait, one of the whole step all."""
+    graphs = _graphs(row)
+    return 0.0 if graphs == 1 else WAITS * (1 - graphs * 2 / 3)
+
+
+def _graphs(row: Row) -> float:
+    """The share of kernels that CUDA graphs launch; half where NVIDIA's pages do not say."""
+    text = row.get("cuda_graphs", "")
+    if text.startswith("full_iteration"):
+        return 1.0
+    is_bridge = not text and "Megatron-Bridge" in row.get("source", "")
+    return 0.5 if is_bridge or re.match(r"transformer_engine|on", text) else 0.0

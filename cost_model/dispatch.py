@@ -1,0 +1,74 @@
+"""Seconds of sending tokens to the ranks that hold their experts, and of bringing them back.
+
+In: the bytes of a rank's own tokens, how many experts each token visits, the group of ranks over
+which the experts are spread evenly, what sends. Out: seconds of one direction.
+
+``alltoall``, NCCL's, sends a copy of a token for every expert that it visits. ``deepep`` and
+``hybridep`` send a token once to each other host, over the network, and hand it on there to each
+rank that holds some of its experts. A token that visits k of E experts, which n places hold in
+equal parts, is wanted by ``distinct_places`` of them in the mean, where every choice of k experts
+is as likely as any other.
+
+Sources: Lepikhin et al. 2020, GShard (arXiv:2006.16668), section 3.3; DeepSeek-AI 2024,
+DeepSeek-V3 (arXiv:2412.19437), section 3.2.2.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .collectives import Group, collective_seconds
+
+Dispatcher = Literal["gather", "alltoall", "deepep", "hybridep"]
+"""``gather``: all ranks gather all tokens and sum what their own experts add, as this package's
+runtime does."""
+
+DISPATCHERS: tuple[Dispatcher, ...] = ("gather", "alltoall", "deepep", "hybridep")
+
+WITHIN_SHARE = 0.75
+"""Of the rate of collectives within a host what both reach: 494 and 420 GB/s (DeepEP, 24 units),
+536 and 531 (HybridEP, 16 units) of 680 on 8 B200, 4096 tokens of 7168 in bfloat16
+(deepseek-ai/DeepEP, branch hybrid-ep)."""
+BETWEEN_SHARE = 0.8
+"""Of the rate between hosts: HybridEP on 64 H100 of 8 hosts brings 41 to 48 GB/s of tokens to
+their hosts, of which 7 of 8 cross 50 GB/s (same source)."""
+
+
+def dispatch_seconds(
+    num_bytes: float, copies: int, num_experts: int, group: Group, dispatcher: Dispatcher
+) -> float:
+    """Seconds in which each rank of ``group`` sends its tokens of ``num_bytes`` to their experts.
+
+    >>> from .cluster import Link
+    >>> link = Link("wire", alpha_seconds=0.0, bytes_per_second=1e9)
+    >>> dispatch_seconds(1e9, 2, 4, Group(4, 4, 1, link, link), "alltoall")
+    1.5
+    """
+    if group.num_ranks <= 1 or num_bytes <= 0:
+        return 0.0
+    if dispatcher == "alltoall":
+        return collective_seconds("all_to_all", num_bytes * copies, group)
+    ranks, hosts = group.num_ranks, group.num_hosts
+    on_ranks = distinct_places(ranks, copies, num_experts)
+    within = (
+        on_ranks * (1 - 1 / group.ranks_per_host) / (WITHIN_SHARE * group.intra.bytes_per_second)
+    )
+    start = group.intra.base_seconds
+    if hosts == 1:
+        return start + num_bytes * within
+    on_hosts = distinct_places(hosts, copies, num_experts)
+    between = on_hosts * (1 - 1 / hosts) / (BETWEEN_SHARE * group.inter.bytes_per_second)
+    return max(start, group.inter.base_seconds) + num_bytes * max(within, between)
+
+
+def distinct_places(places: int, copies: int, num_experts: int) -> float:
+    """At how many of ``places`` the ``copies`` different experts of a token are, in the mean.
+
+    >>> distinct_places(4, 1, 8), distinct_places(8, 8, 8), round(distinct_places(2, 2, 4), 3)
+    (1.0, 8.0, 1.667)
+    """
+    elsewhere = 1.0
+    of_place = num_experts / places
+    for taken in range(copies):
+        elsewhere *= max(0.0, (num_experts - of_place - taken) / (num_experts - taken))
+    return places * (1 - elsewhere)
