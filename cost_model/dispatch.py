@@ -62,7 +62,7 @@ def dispatch_seconds(
 
 
 def distinct_places(places: int, copies: int, num_experts: int) -> float:
-    """At how many of ``places`` the ``copies`` different experts of a token are, in the mean.
+    """The mean number of ``places`` that hold the ``copies`` different experts of a token.
 
     >>> distinct_places(4, 1, 8), distinct_places(8, 8, 8), round(distinct_places(2, 2, 4), 3)
     (1.0, 8.0, 1.667)

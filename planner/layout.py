@@ -127,7 +127,7 @@ class Mesh:
 
     @property
     def row_parts(self) -> int:
-        """Into how many parts the ranks cut a micro-batch at least: "dp" times "ep".
+        """The least number of parts that the ranks cut a micro-batch into: "dp" times "ep".
 
         >>> Mesh(("dp", "ep", "tp"), (2, 2, 4)).row_parts
         4

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +19,7 @@ from autoparallel.commands.options import (
     stdout_console,
     with_lora,
 )
-from autoparallel.options import parse_settings
+from autoparallel.options import did_you_mean, parse_parallel, parse_settings
 from autoparallel.planner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -118,7 +116,6 @@ def simulate(
     json: JsonOption = False,
 ) -> None:
     """Simulate a configuration that you choose: step time, memory, timeline."""
-    from autoparallel.options import parse_parallel
     from autoparallel.planner.precision import check_precision
     from autoparallel.planning import find_cluster
 
@@ -145,10 +142,8 @@ def simulate(
         observe("simulate", 0, 1)
         basis = basis_for(found, options, loaded)
         basis = replace(basis, assumptions=replace(basis.assumptions, **program_of))
-        step = simulated(
-            program, found, configuration, options.seq,
-            basis=basis, pins=options.pins,
-        )  # fmt: skip
+        pins = options.pins
+        step = simulated(program, found, configuration, options.seq, basis=basis, pins=pins)
         observe("simulate", 1, 1)
     if trace is not None:
         write_trace(step, trace)
@@ -174,7 +169,7 @@ def assumed(
         if value is not None and value not in known:
             raise UsageError(
                 "AP112", f"{name}: {value!r} is not one of {', '.join(known)}", where=name,
-                fix=f"{name} {nearest(value, known)}",
+                fix=did_you_mean(value, tuple(known)),
             )  # fmt: skip
     if scaling is not None and precision != "fp8":
         raise UsageError(
@@ -185,11 +180,6 @@ def assumed(
         "slowdown": slowdown, "dispatcher": dispatcher, "imbalance": imbalance,
         "scaling": scaling or "tensorwise",
     }  # fmt: skip
-
-
-def nearest(value: str, known: Iterable[str]) -> str:
-    """The known word that is most like a value."""
-    return max(known, key=lambda each: difflib.SequenceMatcher(None, value, each).ratio())
 
 
 def split_parallel(text: str) -> tuple[dict[str, str], str]:

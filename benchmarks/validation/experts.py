@@ -77,6 +77,7 @@ def run_of(row: Row, line: int, folder: Path = MODELS) -> Run:
     model = row.get("model", "")
     if any(name in model for name in HYBRID):
         raise UnusableRowError(f"{model} has layers of several kinds")
+    model = model.replace(" ", "-")
     if not (folder / model / "config.json").is_file():
         raise UnusableRowError(f"there is no configuration of {model}")
     if number(row, "tp", default=1) > 1:
@@ -166,7 +167,12 @@ def _exposed_share(row: Row) -> float:
 
 
 def _waits(row: Row) -> float:
-    """Graphs of a part of each layer hide a third of the wait, one of the whole step all."""
+    """Graphs of a part of each layer hide a third of the wait, one of the whole step all.
+
+    AutoModel's grouped products take the numbers of tokens from the device, and wait for none.
+    """
+    if "automodel" in row.get("source", "").lower():
+        return 0.0
     graphs = _graphs(row)
     return 0.0 if graphs == 1 else WAITS * (1 - graphs * 2 / 3)
 

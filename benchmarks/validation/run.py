@@ -50,6 +50,7 @@ TABLES = (
     Table("vtrain_single", "vtrain_a100_single_node.csv", single_node),
     Table("vtrain_multi", "vtrain_a100_multi_node.csv", multi_node),
     Table("runs", "published_runs.csv", published),
+    Table("runs_2", "published_runs_2.csv", published),
     Table("experts", "moe_runs.csv", run_of),
 )
 

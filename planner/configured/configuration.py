@@ -117,7 +117,7 @@ class Configuration:
 
     @property
     def row_parts(self) -> int:
-        """How many ranks get different rows."""
+        """The number of ranks that get different rows."""
         return self.dp
 
     @property

@@ -70,8 +70,8 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
 
 
 def _fused_experts_bytes(node: Node, inputs: Sequence[TensorSpec], prices: Prices) -> float:
-    """What experts in fused kernels keep: for each pair of a token and an expert the token, what
-    the activation reads, and what it makes."""
+    """Bytes that experts in fused kernels keep: for each pair of a token and an expert the token,
+    and the activation's input and result."""
     tokens, up, down = inputs[0], inputs[FIRST_WEIGHT], inputs[FIRST_WEIGHT + 1]
     per_expert = [weight.numel // weight.shape[0] for weight in (up, down)]
     read, made = (numel // tokens.shape[-1] for numel in per_expert)
@@ -81,7 +81,7 @@ def _fused_experts_bytes(node: Node, inputs: Sequence[TensorSpec], prices: Price
 
 
 def _gathered_over(ref: Ref, node: Node, layout: NodeLayout, prices: Prices) -> int:
-    """How many ranks have gathered a linear layer's input, whose weight they split by rows."""
+    """The number of ranks that gathered a linear layer's input and split its weight by rows."""
     if packet(node.op) != "linear" or ref != node.inputs[0]:
         return 1
     data, weight = layout.inputs[:2]

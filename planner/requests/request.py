@@ -135,7 +135,7 @@ class Forced:
 
     @property
     def row_parts(self) -> int:
-        """How many ranks split the batch at least: ``dp``, of which ``ep`` are a part."""
+        """The least number of ranks that split the batch: ``dp``, of which ``ep`` are a part."""
         return self.dp or self.ep or 1
 
     @property

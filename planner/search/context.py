@@ -240,7 +240,7 @@ class SearchContext:
         return found
 
     def _can_split(self, rows: int, parts: int) -> bool:
-        """Whether a micro-batch can be split so, into parts of the size that was asked for."""
+        """Tells whether a micro-batch can be split into parts of the size that was asked for."""
         size = self.request.microbatch_size
         return rows % parts == 0 and size in (None, rows // parts)
 

@@ -56,7 +56,7 @@ def plans(kind: str = "llama") -> ConfiguredPlans:
 def configured(kind: str = "llama", **choices: Any) -> Configuration:
     """A configuration with the batch of the tests; ``rows`` per data-parallel rank."""
     rows = choices.pop("rows", 1)
-    size = rows * choices.get("dp", 1) * choices.get("ep", 1)
+    size = rows * choices.get("dp", 1)
     fields = {
         "precision": "bf16", "microbatch_size": size, "num_microbatches": BATCH // size,
         "recomputes_ends": False, **choices,
@@ -97,7 +97,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "llama",
         {"dp": 2, "tp": 2, "pp": 2, "zero": 1, "layers": (4, 4), "sequence_parallel": True},
     ),
-    "experts": ("mixtral", {"dp": 2, "ep": 4}),
+    "experts": ("mixtral", {"dp": 8, "ep": 4}),
     "cp": ("llama", {"dp": 2, "cp": 4, "zero": 3}),
     "uneven stages": ("llama", {"dp": 2, "pp": 4, "zero": 1, "layers": (3, 2, 2, 1)}),
     "some layers": ("llama", {"dp": 8, "recompute": "full", "recompute_share": 0.5, "zero": 1}),

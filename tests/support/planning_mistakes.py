@@ -193,6 +193,18 @@ PARALLEL = (
         "simulate " + TWO + " --parallel dp=2 --global-batch {0}",
     ),
     Case(
+        "AP112",
+        f"simulate {FOUR} --dispatcher deppep",
+        r"did you mean (deepep)\?",
+        "simulate " + FOUR + " --dispatcher {0}",
+    ),
+    Case(
+        "AP112",
+        f"simulate {FOUR} --scaling rowwise",
+        r"--precision fp8, or leave (--scaling) out",
+        "simulate " + FOUR,
+    ),
+    Case(
         "AP127",
         f"simulate {FOUR} --parallel dp=4,ep=3",
         r"ep= one of 1, (\d+), 4",
