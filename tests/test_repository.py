@@ -379,10 +379,10 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("function docstrings that begin with a clause", 862),
     ('function docstrings with "what"', 756, FORMS),
     ("exceptions from formatting (fmt: skip, fmt: off)", 823, PRICES),
-    ("words of docs/ without docs/adr/", 50848, PRICES),
+    ("words of docs/ without docs/adr/", 50923, PRICES),
     ("words of CHANGELOG.md", 5720, PRICES),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 64587, PRICES),
+    ("tests: lines", 64596, PRICES),
     ("tests: files", 431, PRICES),
     ("tests: flat files", 20),
 )

@@ -49,12 +49,21 @@ def degrees(parallel: str) -> dict[str, int]:
     return {name: size for name in names if (size := getattr(forced, name) or 1) > 1}
 
 
+def mesh_degrees(parallel: str) -> dict[str, int]:
+    """The sizes of the axes: "dp" has the data-parallel ranks that share no experts."""
+    found = degrees(parallel)
+    if "dp" in found and "ep" in found:
+        found = {**found, "dp": found["dp"] // found["ep"]}
+    return found
+
+
 @cache
 def planned(model: str, parallel: str) -> Plan:
     options = PlanOptions(global_batch=GLOBAL_BATCH, seq=SEQ, forced=parse_parallel(parallel))
-    cluster = parse_cluster(f"cpu:{prod(degrees(parallel).values())}")
+    asked = mesh_degrees(parallel)
+    cluster = parse_cluster(f"cpu:{prod(asked.values())}")
     found = plan_program(captured(model, "fp32")[1], target(model), cluster, options)
-    axes = {name: size for name, size in degrees(parallel).items() if name != "pp"}
+    axes = {name: size for name, size in asked.items() if name != "pp"}
     for stage in found.stages:
         assert dict(zip(stage.mesh.axes, stage.mesh.shape, strict=True)) == axes
     return found

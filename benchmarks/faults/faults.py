@@ -152,7 +152,7 @@ FAULTS = (
           "features.allows_mesh(mesh, self.request.max_tp)", "features.allows_mesh(mesh)",
           "tests/planner/requests/test_features.py"),
     # the optimizer's step has one price, wherever its states are and whatever gradients are in
-    Fault("update-without-policy", "planner/pricing/prices.py",
+    Fault("update-without-policy", "planner/pricing/state_prices.py",
           "key = (numel, self.optimizer, self.policy, self.speed, self.profile)",
           "key = (numel, self.optimizer, self.speed, self.profile)",
           "tests/planner/search/test_tables.py tests/planner/test_offload.py"),
