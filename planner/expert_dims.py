@@ -55,6 +55,12 @@ def expert_dims(graph: Graph, strategies: Strategies) -> ExpertDims:
     return ExpertDims(weights, frozenset(own), {ref: each for ref, each in dims.items() if each})
 
 
+def experts_of_layers(graph: Graph) -> tuple[int, ...]:
+    """The different numbers of experts that the layers of a graph have."""
+    layers = (node for node in graph if node.op.startswith(LAYER))
+    return tuple(sorted({graph.spec(node.inputs[FIRST_WEIGHT]).shape[0] for node in layers}))
+
+
 def _views(graph: Graph, strategies: Strategies) -> dict[Ref, tuple[str, frozenset[int]]]:
     """Parameters that may be of experts and what is made of one alone, with the dimensions."""
     found: dict[Ref, tuple[str, frozenset[int]]] = {

@@ -252,7 +252,7 @@ def search(
     def attempt(order: HostOrder, limited: Request) -> tuple[SearchContext, CandidatePool]:
         if contexts and contexts[-1].stopped:
             raise _ended_early(contexts[-1].stopped)
-        check_degrees(limited.forced, order.cluster)
+        check_degrees(limited.forced, order.cluster, graph)
         context = SearchContext.of(
             graph, own_blocks, order.cluster, limited, rules=rules, basis=basis, tables=tables
         )

@@ -25,6 +25,7 @@ from .. import rules as default_rules
 from ..budget import Budget
 from ..errors import UsageError
 from ..evaluate import Evaluator, Staged
+from ..expert_dims import experts_of_layers
 from ..fusion import with_fusion
 from ..graph import Block, Blocks, Graph
 from ..inter_op.submesh import mesh_of, restriction
@@ -394,7 +395,7 @@ def _rank_of_stage(own: Configuration) -> tuple[int, ...]:
 
 def _check(configuration: Configuration, cluster: Cluster, graph: Graph) -> None:
     own, total = configuration, cluster.num_devices
-    check_experts(own.dp, own.ep)
+    check_experts(own.dp, own.ep, experts_of_layers(graph))
     if own.num_devices != total:
         raise UsageError(
             "AP127",

@@ -6,18 +6,21 @@ In: a request, a graph, a cluster. Out: sizes of micro-batches and numbers of st
 
 from __future__ import annotations
 
-from math import log2
+from collections.abc import Sequence
+from math import gcd, log2
 
 from ...cost_model.cluster import Cluster
 from ..errors import UsageError
+from ..expert_dims import experts_of_layers
 from ..graph import Graph
 from ..schedules.schedules import LOOPED, build_schedule, find_schedule
 from .request import CHUNKED_NAMES, Forced, Request, divisors
 
 
-def check_degrees(forced: Forced, cluster: Cluster) -> None:
-    """Raises ``UsageError`` where the forced degrees cannot use every device exactly once."""
-    check_experts(forced.dp, forced.ep)
+def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) -> None:
+    """Raises ``UsageError`` where the forced degrees cannot use every device exactly once, or
+    cannot share the experts of ``graph``."""
+    check_experts(forced.dp, forced.ep, () if graph is None else experts_of_layers(graph))
     degrees = {
         name: value
         for name in ("dp", "ep", "cp", "tp", "pp")
@@ -42,15 +45,20 @@ def check_degrees(forced: Forced, cluster: Cluster) -> None:
         )
 
 
-def check_experts(dp: int | None, ep: int | None) -> None:
-    """Raises ``UsageError`` AP127 where data-parallel ranks cannot share experts so."""
-    if dp is not None and ep is not None and dp % ep:
-        raise UsageError(
-            "AP127",
-            f"ep={ep} does not divide dp={dp}",
-            why="experts are spread over data-parallel ranks",
-            fix=f"ep= one of {', '.join(map(str, divisors(dp)))}",
-        )
+def check_experts(dp: int | None, ep: int | None, numbers: Sequence[int] = ()) -> None:
+    """Raises ``UsageError`` AP127 where data-parallel ranks cannot share experts so; ``numbers``
+    are how many experts layers have."""
+    if ep is None:
+        return
+    possible = divisors(gcd(dp or 0, *numbers) or ep)
+    fix = f"ep= one of {', '.join(map(str, possible))}"
+    if dp is not None and dp % ep:
+        why = "experts are spread over data-parallel ranks"
+        raise UsageError("AP127", f"ep={ep} does not divide dp={dp}", why=why, fix=fix)
+    for number in numbers:
+        if number % ep:
+            what = f"ep={ep} does not divide the {number} experts of a layer"
+            raise UsageError("AP127", what, fix=fix)
 
 
 def _host_sizes(cluster: Cluster) -> tuple[int, ...]:

@@ -98,3 +98,5 @@ def test_experts_of_data_parallel_ranks_are_summed_over_the_others() -> None:
 def test_data_parallel_ranks_that_cannot_share_experts_are_refused() -> None:
     with pytest.raises(UsageError, match="AP127"):
         priced(SENT, dp=4, ep=3)
+    with pytest.raises(UsageError, match="ep= one of 1, 2, 4"):
+        priced(SENT, dp=8, ep=8)
