@@ -72,11 +72,11 @@ def configurations(like: Plan, degrees: Forced) -> Iterator[Configuration]:
     total = like.cluster.num_devices
     tp, pp, cp, ep = (getattr(degrees, name) or 1 for name in ("tp", "pp", "cp", "ep"))
     dp = degrees.dp or max(1, total // (tp * pp * cp))
-    parts, batch = dp, like.model.global_batch
-    counts = [degrees.num_microbatches] if degrees.num_microbatches else _counts(batch, parts)
-    if not counts or any(batch % count or batch // count % parts for count in counts):
+    batch = like.model.global_batch
+    counts = [degrees.num_microbatches] if degrees.num_microbatches else _counts(batch, dp)
+    if not counts or any(batch % count or batch // count % dp for count in counts):
         raise UsageError(
-            "AP124", f"a global batch of {batch} samples cannot be split over dp={parts}",
+            "AP124", f"a global batch of {batch} samples cannot be split over dp={dp}",
             fix="degrees whose dp divides the batch, or microbatches= of a multiple of dp rows",
         )  # fmt: skip
     for count in counts:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -275,9 +274,9 @@ def _planned_again(
     degrees = dict(zip(plan.stages[0].mesh.axes, plan.stages[0].mesh.shape, strict=True))
     if len(meshes) > 1 or plan.stages[0].shares:
         return None
-    data = degrees.keys() & {"dp", "ep"}
+    splits_rows = not degrees.keys().isdisjoint(("dp", "ep"))
     forced = replace(
-        options.forced, dp=prod(degrees[name] for name in data) if data else None,
+        options.forced, dp=plan.stages[0].mesh.row_parts if splits_rows else None,
         tp=degrees.get("tp"), cp=degrees.get("cp"), ep=degrees.get("ep"),
         zero=plan.stages[0].zero, schedule=plan.schedule or None,
         num_microbatches=plan.num_microbatches, pp=len(plan.stages),

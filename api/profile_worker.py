@@ -34,7 +34,7 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.find_plan import plan
 from autoparallel.planner.precision import with_precision
 from autoparallel.planner.pricing.basis import Basis
-from autoparallel.planner.pricing.state_prices import STATE_KINDS
+from autoparallel.planner.pricing.mesh_prices import STATE_KINDS
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, update_kind
 from autoparallel.planner.profiling_targets import Wanted, asked_cases
 from autoparallel.planning import (

@@ -1,4 +1,4 @@
-"""Seconds of sending tokens to the ranks that hold their experts, and of bringing them back.
+"""Seconds of sending tokens to the ranks that hold their experts, or of bringing results back.
 
 In: the bytes of a rank's own tokens, how many experts each token visits, the group of ranks over
 which the experts are spread evenly, what sends. Out: seconds of one direction.
@@ -15,7 +15,7 @@ DeepSeek-V3 (arXiv:2412.19437), section 3.2.2.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from .collectives import Group, collective_seconds
 
@@ -23,7 +23,7 @@ Dispatcher = Literal["gather", "alltoall", "deepep", "hybridep"]
 """``gather``: all ranks gather all tokens and sum what their own experts add, as this package's
 runtime does."""
 
-DISPATCHERS: tuple[Dispatcher, ...] = ("gather", "alltoall", "deepep", "hybridep")
+DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
 
 WITHIN_SHARE = 0.75
 """Of the rate of collectives within a host what both reach: 494 and 420 GB/s (DeepEP, 24 units),

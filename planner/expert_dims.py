@@ -26,6 +26,11 @@ FIRST_WEIGHT = 3
 """Of a layer of experts, the first input that is a weight; all after it are."""
 
 
+def is_expert_layer(node: Node) -> bool:
+    """Tells whether a node is a layer of experts that a capture made one op."""
+    return node.op.startswith(LAYER)
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertDims:
     """``weights``: how many experts each parameter has. ``views``: these, and what is made of one
@@ -57,7 +62,7 @@ def expert_dims(graph: Graph, strategies: Strategies) -> ExpertDims:
 
 def experts_of_layers(graph: Graph) -> tuple[int, ...]:
     """The different numbers of experts that the layers of a graph have."""
-    layers = (node for node in graph if node.op.startswith(LAYER))
+    layers = filter(is_expert_layer, graph)
     return tuple(sorted({graph.spec(node.inputs[FIRST_WEIGHT]).shape[0] for node in layers}))
 
 
@@ -80,7 +85,7 @@ def _read_by(
     node: Node, strategies: Strategies, views: Mapping[Ref, tuple[str, frozenset[int]]]
 ) -> tuple[Ref, ...]:
     """The weights of experts that an op computes with."""
-    if node.op.startswith(LAYER):
+    if is_expert_layer(node):
         return tuple(ref for ref in node.inputs[FIRST_WEIGHT:] if ref in views)
     if not node.op.startswith(PRODUCTS):
         return ()

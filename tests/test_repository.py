@@ -336,7 +336,7 @@ ADVICE = (
     "nowhere; old tensors of a planned model refuse every use; first steps of own rows"
 )
 
-PRICES = "experts, scaling in 8 bits, joint groups and their published runs"
+PRICES = "prices of experts, of scaled 8-bit products, of groups over several axes; published runs"
 QUICK = "lines that slow tests alone ran since the suite was shortened; fixes that are run"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (

@@ -125,7 +125,7 @@ def simulate(
     found = find_cluster(cluster)
     check_precision(found, options.precision)
     configuration = configured(options, own, found, layers)
-    program_of = assumed(
+    trained = assumed(
         options.precision, slowdown=slowdown if overlap else inf, dispatcher=dispatcher,
         imbalance=imbalance, scaling=scaling,
     )  # fmt: skip
@@ -141,7 +141,7 @@ def simulate(
         program = capture_target(loaded, options, observe)
         observe("simulate", 0, 1)
         basis = basis_for(found, options, loaded)
-        basis = replace(basis, assumptions=replace(basis.assumptions, **program_of))
+        basis = replace(basis, assumptions=replace(basis.assumptions, **trained))
         pins = options.pins
         step = simulated(program, found, configuration, options.seq, basis=basis, pins=pins)
         observe("simulate", 1, 1)
@@ -291,7 +291,9 @@ def microbatches(options: PlanOptions, forced: Forced) -> tuple[int, int]:
 
     parts = forced.row_parts
     batch, asked = options.global_batch, forced.num_microbatches
-    rows = (options.micro_batch or 0) * parts or (batch // asked if asked else parts)
+    rows = batch // asked if asked else parts
+    if options.micro_batch is not None:
+        rows = options.micro_batch * parts
     count = asked or max(1, batch // rows)
     if rows * count != batch or rows % parts:
         raise UsageError(

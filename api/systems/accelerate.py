@@ -48,7 +48,7 @@ def write(job: Job) -> Files:
     comment = "# Written by autoparallel export --to accelerate, for accelerate 1.15.\n"
     notes = [
         f"in your script: DataLoader(batch_size={own.rank_rows}) and {accumulation(own)}: "
-        f"{own.rank_rows} × {own.num_microbatches} × {own.row_parts} data-parallel ranks = "
+        f"{own.rank_rows} × {own.num_microbatches} × {own.dp} data-parallel ranks = "
         f"{job.plan.model.global_batch} samples a step",
         *backend_notes(own), RECIPE,
     ]  # fmt: skip
@@ -92,7 +92,7 @@ def backend_of(own: Configuration) -> Backend:
     """
     if own.num_devices == 1:
         return "none"
-    if own.row_parts * own.cp == 1:
+    if own.dp * own.cp == 1:
         return "tp"
     if own.tp * own.cp == 1 and own.zero < 3 and (own.zero or own.offload == "optimizer"):
         return "deepspeed"
@@ -211,7 +211,7 @@ def fsdp(own: Configuration) -> dict[str, Any]:
 def parallelism(own: Configuration) -> dict[str, int]:
     """The degrees of ``ParallelismConfig``."""
     return {
-        "dp_replicate_size": 1, "dp_shard_size": own.row_parts,
+        "dp_replicate_size": 1, "dp_shard_size": own.dp,
         "cp_size": own.cp, "tp_size": own.tp,
     }  # fmt: skip
 

@@ -161,11 +161,11 @@ def _batch(job: Job) -> Iterator[tuple[str, ...]]:
 
 
 def _states(own: Configuration) -> Iterator[tuple[str, ...]]:
-    if own.row_parts * own.cp > 1:
+    if own.dp * own.cp > 1:
         yield ("--overlap-grad-reduce",)
     if own.zero == 1:
         yield ("--use-distributed-optimizer",)
-        if own.row_parts * own.cp > 1:
+        if own.dp * own.cp > 1:
             yield ("--overlap-param-gather",)
     if own.zero > 1:
         yield ("--use-distributed-optimizer",)

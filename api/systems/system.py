@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import gcd
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
             yield whole
         return
     folded = _folded(own, system, plan.model.global_batch)
-    parts, batch = folded.row_parts, plan.model.global_batch
+    parts, batch = folded.dp, plan.model.global_batch
     rows = [parts << bit for bit in range(batch.bit_length())]
     sizes = [size for size in rows if size <= batch and batch % size == 0]
     for zero in dict.fromkeys((3, max(own.zero, 1))):
@@ -188,9 +188,8 @@ def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
 def _folded(own: Configuration, system: System, batch: int) -> Configuration:
     """A configuration whose missing degrees are data-parallel; where the batch has too few samples
     for that, tensor-parallel. Raises UsageError AP364."""
-    spare = 1
-    for name in system.lacks:
-        spare *= getattr(own, name) if name != "ep" else 1
+    # ranks that share experts are data-parallel ones already
+    spare = prod(getattr(own, name) for name in system.lacks if name != "ep")
     kept: dict[str, Any] = {
         name: 1 if name in system.lacks else getattr(own, name) for name in DEGREES
     }

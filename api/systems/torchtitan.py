@@ -117,12 +117,12 @@ def settled(own: Configuration) -> Configuration:
 
 def _uses_ddp(own: Configuration) -> bool:
     """Whether DDP trains it, which stands beside no other degree."""
-    return own.zero == 0 and own.num_devices == own.row_parts
+    return own.zero == 0 and own.num_devices == own.dp
 
 
 def _uses_fsdp(own: Configuration) -> bool:
     """Whether FSDP trains it: with ranks to shard over, unless DDP does."""
-    return own.row_parts * own.cp > 1 and not _uses_ddp(own)
+    return own.dp * own.cp > 1 and not _uses_ddp(own)
 
 
 def every_nth(share: float) -> int:
@@ -136,7 +136,7 @@ def every_nth(share: float) -> int:
 
 def _sections(job: Job, lost: list[Difference]) -> dict[str, dict[str, object]]:
     own, plan = job.configuration, job.plan
-    parts = own.row_parts
+    parts = own.dp
     uses_ddp = _uses_ddp(own)
     if own.zero and not any(stage.zero for stage in plan.stages) and parts * own.cp > 1:
         lost.append(Difference(

@@ -35,7 +35,7 @@ FAULTS = (
           "GATHERED_BLOCKS = 2", "GATHERED_BLOCKS = 1",
           "tests/planner/search/test_brute_force.py"),
     # collectives of different groups share a price
-    Fault("price-without-group", "planner/pricing/prices.py",
+    Fault("price-without-group", "planner/pricing/mesh_prices.py",
           "key = (name, num_bytes, group, self.profile)",
           "key = (name, num_bytes, self.profile)",
           "tests/planner/search/test_goldens_meshes.py tests/planner/search/test_goldens.py"),
@@ -152,7 +152,7 @@ FAULTS = (
           "features.allows_mesh(mesh, self.request.max_tp)", "features.allows_mesh(mesh)",
           "tests/planner/requests/test_features.py"),
     # the optimizer's step has one price, wherever its states are and whatever gradients are in
-    Fault("update-without-policy", "planner/pricing/state_prices.py",
+    Fault("update-without-policy", "planner/pricing/mesh_prices.py",
           "key = (numel, self.optimizer, self.policy, self.speed, self.profile)",
           "key = (numel, self.optimizer, self.speed, self.profile)",
           "tests/planner/search/test_tables.py tests/planner/test_offload.py"),

@@ -11,27 +11,36 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autoparallel.cost_model.dispatch import Dispatcher
+from autoparallel.cost_model.dispatch import DISPATCHERS, Dispatcher
 from autoparallel.options import parse_settings
 from autoparallel.passes.programs.program import Program as Captured
 from autoparallel.planner.configured.configuration import Configuration, even_layers
 from autoparallel.planner.plan import Precision, Recompute
-from autoparallel.planner.pricing.basis import CostAssumptions, Scaling
+from autoparallel.planner.pricing.basis import CostAssumptions
 from autoparallel.planning import PlanOptions, capture_target
 from autoparallel.targets import load_target
 
 from .clusters import make_cluster
 from .sources import Program
-from .tables import Row, Run, UnusableRowError, half_policy, measured, microbatches, number
+from .tables import (
+    GIB,
+    Row,
+    Run,
+    UnusableRowError,
+    half_policy,
+    has_eight_bits,
+    measured,
+    microbatches,
+    number,
+    scaling,
+)
 
-GIB = 2**30
+MODELS = Path(__file__).with_name("data") / "moe_models"
 FEWEST = 4
-"""Layers with experts that are captured: more than of any other kind."""
+"""Layers with experts that are captured. The dense layers of a model are fewer, so that ``depth``
+takes one of these for the layer to repeat."""
 HYBRID = ("Nemotron", "Qwen3-Next", "Llama-4", "GPT-OSS", "V4-Flash")
 """Models whose layers of several kinds alternate, so that no layer can be repeated."""
-DISPATCHERS: dict[str, Dispatcher] = {
-    "alltoall": "alltoall", "deepep": "deepep", "hybridep": "hybridep"
-}  # fmt: skip
 NATURAL_IMBALANCE = 1.5
 """Tokens of the fullest rank over the mean where a router decides: 1.50 to 1.66 over 32 ranks
 (LAER-MoE artifact, arXiv:2602.11686)."""
@@ -53,7 +62,7 @@ class Listed:
 
     @property
     def repeated(self) -> int:
-        """How many layers have experts."""
+        """The number of layers with experts."""
         return self.layers - self.dense
 
     @property
@@ -62,18 +71,15 @@ class Listed:
         return replace(self, layers=min(self.layers, self.dense + FEWEST))
 
     def program(self, dtype: str) -> Captured:
-        """The model captured."""
+        """Capture the model."""
         settings = parse_settings([f"num_hidden_layers={self.layers}"])
         target = load_target(f"hf:{self.folder}", settings)
         precision: Precision = "bf16" if dtype == "bfloat16" else "fp32"
         return capture_target(target, PlanOptions(2, self.seq, precision=precision))
 
 
-MODELS = Path(__file__).with_name("data") / "moe_models"
-
-
 def run_of(row: Row, line: int, folder: Path = MODELS) -> Run:
-    """The run of a row."""
+    """Return the run of a row."""
     model = row.get("model", "")
     if any(name in model for name in HYBRID):
         raise UnusableRowError(f"{model} has layers of several kinds")
@@ -102,32 +108,27 @@ def run_of(row: Row, line: int, folder: Path = MODELS) -> Run:
     )  # fmt: skip
 
 
-def _precision(row: Row) -> str:
-    return row.get("precision", "").lower()
-
-
-def _has_eight_bits(row: Row) -> bool:
-    return "fp8" in _precision(row) or "nvfp4" in _precision(row)
-
-
 def _assumptions(row: Row) -> CostAssumptions:
-    eight, is_fsdp = _has_eight_bits(row), "FSDP2" in row.get("zero_stage/fsdp", "")
-    found: tuple[Scaling, ...] = ("mxfp8", "nvfp4")
-    scaling = next((each for each in found if each in _precision(row)), "tensorwise")
+    eight, is_fsdp = has_eight_bits(row), _is_fsdp(row)
     return CostAssumptions(
         half_policy(4 if is_fsdp else 2, 1 if eight and not is_fsdp else 2),
-        joint_states=True, cast_bytes=4.0, scaling=scaling, keeps_casts=eight, regathers=True,
+        joint_states=True, cast_bytes=4.0, scaling=scaling(row), keeps_casts=eight, regathers=True,
         casts_experts=eight, fuses_experts=True,
         dispatcher=_dispatcher(row),
         imbalance=1.0 if row.get("routing") == "forced_balanced" else NATURAL_IMBALANCE,
     )  # fmt: skip
 
 
+def _is_fsdp(row: Row) -> bool:
+    return "FSDP2" in row.get("zero_stage/fsdp", "")
+
+
 def _dispatcher(row: Row) -> Dispatcher:
     """As stated; else HybridEP in racks of NVL72, DeepEP over several hosts, NCCL in one host."""
-    stated = DISPATCHERS.get(row.get("dispatcher", "").lower())
-    if stated is not None:
-        return stated
+    named = row.get("dispatcher", "").lower()
+    stated = [each for each in DISPATCHERS if each == named]
+    if stated:
+        return stated[0]
     if "NVL72" in row.get("interconnect", ""):
         return "hybridep"
     is_wide = number(row, "ep", default=1) > number(row, "gpus_per_node", default=8)
@@ -144,11 +145,11 @@ def _configuration(row: Row, shape: Listed) -> Configuration:
     count = microbatches(number(row, "global_batch_seqs"), dp, rows)
     chunks = chunks if pp > 1 else 1
     return Configuration(
-        dp=dp, pp=pp, cp=cp, ep=ep, zero=3 if "FSDP2" in row.get("zero_stage/fsdp", "") else 1,
+        dp=dp, pp=pp, cp=cp, ep=ep, zero=3 if _is_fsdp(row) else 1,
         recompute=recompute, recomputes_ends=False, microbatch_size=rows * dp,
         num_microbatches=count, num_chunks=chunks, compiled=True,
         schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
-        precision="fp8" if _has_eight_bits(row) else "bf16",
+        precision="fp8" if has_eight_bits(row) else "bf16",
         layers=_layers(shape, pp * chunks) if pp > 1 else None,
     )  # fmt: skip
 
@@ -162,13 +163,14 @@ def _layers(shape: Listed, stages: int) -> tuple[int, ...]:
 
 
 def _exposed_share(row: Row) -> float:
-    """Of the messages to experts what nothing runs beside."""
+    """The share of the messages to experts that no compute hides."""
     return 1 - HIDDEN_SHARE if "all-to-all overlapped" in row.get("overlap", "") else 1.0
 
 
 def _waits(row: Row) -> float:
-    """Graphs of a part of each layer hide a third of the wait, one of the whole step all.
+    """Return how long a layer of experts waits for the host in a pass.
 
+    CUDA graphs of parts of a layer hide a third of the wait, a graph of the whole step all of it.
     AutoModel's grouped products take the numbers of tokens from the device, and wait for none.
     """
     if "automodel" in row.get("source", "").lower():
@@ -178,7 +180,8 @@ def _waits(row: Row) -> float:
 
 
 def _graphs(row: Row) -> float:
-    """The share of kernels that CUDA graphs launch; half where NVIDIA's pages do not say."""
+    """The share of kernels that CUDA graphs launch. Where NVIDIA's pages name none, it is taken to
+    be half."""
     text = row.get("cuda_graphs", "")
     if text.startswith("full_iteration"):
         return 1.0

@@ -74,7 +74,7 @@ class Shape:
 
     @property
     def repeated(self) -> int:
-        """How many of the layers are alike."""
+        """The number of layers that are alike."""
         return self.layers
 
     @property
@@ -83,7 +83,7 @@ class Shape:
         return replace(self, layers=min(self.layers, FEWEST_LAYERS))
 
     def program(self, dtype: str) -> Program:
-        """The decoder captured."""
+        """Capture the decoder."""
         with torch.device("meta"):
             model = Decoder(self)
         batch = example_batch(self, CAPTURE_ROWS)

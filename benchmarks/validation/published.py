@@ -17,7 +17,7 @@ from autoparallel.cost_model.memory import PrecisionPolicy
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision, Recompute
 from autoparallel.planner.precision import EIGHT_BITS
-from autoparallel.planner.pricing.basis import CostAssumptions, Scaling
+from autoparallel.planner.pricing.basis import CostAssumptions
 from autoparallel.planner.schedules.schedules import SCHEDULES
 
 from .clusters import make_cluster
@@ -36,18 +36,20 @@ from .sources import (
     Program,
 )
 from .tables import (
+    GIB,
     Row,
     Run,
     UnusableRowError,
     check_degrees,
     half_policy,
+    has_eight_bits,
     measured,
     microbatches,
     number,
     padded,
+    scaling,
 )
 
-GIB = 2**30
 TITAN_PRODUCTS_KEPT = 0.5
 """torchtitan's selective checkpointing keeps attention and every second matrix product
 (parallelisms/parallelize_llama.py)."""
@@ -75,8 +77,8 @@ def published(row: Row, line: int) -> Run:
         joint_states=True,
         copies_states=not any(name in row.get("source", "") for name in ("alpa", "maxtext")),
         cast_bytes=6.0 if _is_titan(row) else 4.0,
-        scaling=_scaling(row),
-        keeps_casts=_has_eight_bits(row) and not _is_titan(row),
+        scaling=scaling(row),
+        keeps_casts=has_eight_bits(row) and not _is_titan(row),
         regathers=bool(configuration.sequence_parallel) and not _is_titan(row),
         slowdown=None if _overlaps(row, configuration.zero) else inf,
     )
@@ -106,7 +108,7 @@ def published(row: Row, line: int) -> Run:
             exposed_share=_exposed_share(row),
             kept_outputs=_kept_outputs(row, configuration, shape.layers),
             cached=CACHED if _is_reserved(row) else 0.0,
-            layer_host_seconds=HOOKED_SECONDS if "DeepSpeed ZeRO-3" in _sharding(row) else 0.0,
+            layer_host_seconds=HOOKED_SECONDS if _runs_hooks(row) else 0.0,
         ),
         assumptions=assumptions,
     )
@@ -126,23 +128,12 @@ def _cluster(
 
 def _precision(row: Row, cluster: Cluster) -> Precision:
     """The planner's precision: bfloat16 is as fast as float16 where devices have it."""
-    if _has_eight_bits(row):
+    if has_eight_bits(row):
         if any(EIGHT_BITS not in host.device.peak_flops for host in cluster.hosts):
             raise UnusableRowError(f"{row['gpu_type']} does not compute in 8 bits")
         return "fp8"
     has_bfloat16 = all("bfloat16" in host.device.peak_flops for host in cluster.hosts)
     return "bf16" if has_bfloat16 else "fp16"
-
-
-def _has_eight_bits(row: Row) -> bool:
-    text = row.get("precision", "").lower()
-    return "fp8" in text or "float8" in text or "nvfp4" in text
-
-
-def _scaling(row: Row) -> Scaling:
-    text = row.get("precision", "").lower()
-    found: tuple[Scaling, ...] = ("mxfp8", "nvfp4", "rowwise")
-    return next((each for each in found if each in text), "tensorwise")
 
 
 def _shape(row: Row, tp: int, assumed: list[str]) -> Shape:
@@ -172,8 +163,11 @@ loss."""
 
 
 def _fuses_loss(row: Row) -> bool:
-    """Whether the loss is one kernel: MLPerf's recipes have TransformerEngine's, llm-foundry
-    FlashAttention's, torchtitan a compiled one."""
+    """Tells whether one kernel computes the loss.
+
+    MLPerf's recipes use that of TransformerEngine, llm-foundry that of FlashAttention, and
+    torchtitan's later runs one that the compiler generates.
+    """
     text = row["source"] + row.get("row_id", "")
     if "llm-foundry" in text or "mlcommons" in text:
         return True
@@ -181,11 +175,10 @@ def _fuses_loss(row: Row) -> bool:
     return _is_titan(row) and is_late and "compile" in row["precision"]
 
 
-def _sharding(row: Row) -> str:
-    """The cell of sharding as "DeepSpeed ZeRO-3", however it is written."""
+def _runs_hooks(row: Row) -> bool:
+    """Tells whether DeepSpeed's ZeRO 3 gathers parameters in hooks of every module."""
     text = row.get("zero_stage/fsdp", "")
-    is_third = "ZeRO-3" in text and "DeepSpeed" in text
-    return "DeepSpeed ZeRO-3" if is_third else text
+    return "ZeRO-3" in text and "DeepSpeed" in text
 
 
 def _fuses(row: Row) -> bool:
@@ -262,7 +255,6 @@ def _recompute_share(row: Row) -> float:
 HALF_GRADIENTS = re.compile(r"gradients in bf16|(kept and reduced|reduced) in bf16")
 """Words of a row whose program keeps and reduces bf16 gradients."""
 
-
 RECIPES = re.compile(r"NVIDIA/(dgxc-benchmarking|NeMo)(?!.*maxtext)|mlcommons")
 """Sources whose runs follow NVIDIA's recipes for speed: gradients in bf16 (``grad_reduce_in_fp32``
 off), and parameters gathered in 8 bits where products are."""
@@ -271,7 +263,7 @@ off), and parameters gathered in 8 bits where products are."""
 def _policy(row: Row) -> PrecisionPolicy:
     """Adam in mixed precision; parameters that are gathered in 8 bits are also held so."""
     is_recipe = bool(RECIPES.search(row.get("source", "")))
-    eight = "gathered in fp8" in row.get("notes", "") or (is_recipe and _has_eight_bits(row))
+    eight = "gathered in fp8" in row.get("notes", "") or (is_recipe and has_eight_bits(row))
     return half_policy(2 if is_recipe else _gradient_bytes(row), 1 if eight else 2)
 
 
@@ -284,7 +276,7 @@ def _gradient_bytes(row: Row) -> int:
     if HALF_GRADIENTS.search(f"{text} {row.get('notes', '')}"):
         return 2
     is_half = "bf16" in text and "fp16/bf16" not in text
-    return 4 if is_half or _has_eight_bits(row) else 2
+    return 4 if is_half or has_eight_bits(row) else 2
 
 
 def _zero(row: Row) -> int:

@@ -54,7 +54,7 @@ class Program:
     waits: float = 0.0
 
     def gathered(self, cost: StageCost, group: Group) -> StageCost:
-        """A stage's cost, whose optimizer's step ends when ``group`` has the new parameters."""
+        """Return a stage's cost whose step ends when all ranks of ``group`` have the parameters."""
         if not self.broadcasts or group.num_ranks == 1:
             return cost
         part = int(cost.memory_bytes["gradients"] / group.num_ranks)
@@ -68,7 +68,10 @@ class Program:
         self, cost: StageCost, device: Device, passes: tuple[int, int] = (0, 0), *,
         is_first: bool, is_last: bool,
     ) -> StageCost:  # fmt: skip
-        """A stage's cost with them; ``passes`` of layers forward and backward in a micro-batch."""
+        """Return a stage's cost in this program.
+
+        ``passes``: how many layers a micro-batch passes forward, and how many backward.
+        """
         seconds, (forward, backward) = self._issued(cost, passes), cost.receive_seconds
         seconds = seconds._replace(
             optimizer=seconds.optimizer * self.optimizer_passes,
@@ -93,7 +96,7 @@ class Program:
         return replace(cost, seconds=seconds, receive_seconds=received, memory_bytes=memory)
 
     def launched(self, cluster: Cluster) -> Cluster:
-        """The cluster whose hosts issue what no graph launches."""
+        """Return the cluster as its hosts issue the kernels that no CUDA graph launches."""
         if not self.graphs:
             return cluster
         share = 1 - self.graphs
@@ -105,7 +108,7 @@ class Program:
         return replace(cluster, hosts=tuple(replace(host, device=own) for host, own in hosts))
 
     def _issued(self, cost: StageCost, passes: tuple[int, int]) -> Seconds:
-        """Seconds in which no pass is shorter than the host takes for its layers."""
+        """Return a stage's seconds with the host's time for its layers."""
         least = [self.layer_host_seconds * number for number in passes]
         waits = [self.waits * number for number in passes]
         forward, backward = (
@@ -113,13 +116,11 @@ class Program:
             for wait, floor, own in zip(waits, least, cost.compute_seconds, strict=True)
         )
         own = cost.seconds
-        return (
-            own._replace(
-                forward_compute=max(own.forward_compute, own.forward_issue) + forward,
-                backward_compute=max(own.backward_compute, own.backward_issue) + backward,
-            )
-            if forward or backward
-            else own
+        if not (forward or backward):
+            return own
+        return own._replace(
+            forward_compute=cost.compute_seconds[0] + forward,
+            backward_compute=cost.compute_seconds[1] + backward,
         )
 
     def _held(self, memory: Mapping[str, float]) -> dict[str, float]:

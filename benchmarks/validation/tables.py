@@ -16,13 +16,14 @@ from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.memory import PrecisionPolicy, policy
 from autoparallel.passes.programs.program import Program as Captured
 from autoparallel.planner.configured.configuration import Configuration
-from autoparallel.planner.pricing.basis import RUNTIME, CostAssumptions
+from autoparallel.planner.pricing.basis import RUNTIME, CostAssumptions, Scaling
 
 from .models import Shape
 from .sources import Program
 
 Row = Mapping[str, str]
 
+GIB = 2**30
 VOCAB_PART = 128
 """Megatron-LM pads the vocabulary to a multiple of this times the tensor-parallel degree."""
 
@@ -36,18 +37,18 @@ class Model(Protocol):
 
     @property
     def layers(self) -> int:
-        """How many layers the model has."""
+        """The number of the model's layers."""
 
     @property
     def repeated(self) -> int:
-        """How many layers are as the ones that are repeated."""
+        """The number of layers that are like the repeated one."""
 
     @property
     def few(self) -> Model:
-        """The model with few of its layers."""
+        """The same model with few of its layers."""
 
     def program(self, dtype: str) -> Captured:
-        """The model captured."""
+        """Capture the model."""
 
     def __hash__(self) -> int: ...
 
@@ -119,6 +120,19 @@ def number(row: Row, name: str, *, default: int | None = None) -> int:
     if value < 1 or value != int(value):
         raise UnusableRowError(f"{name} is {row.get(name, '')!r}, not a positive whole number")
     return int(value)
+
+
+def has_eight_bits(row: Row) -> bool:
+    """Tells whether products are computed in 8 or 4 bits."""
+    text = row.get("precision", "").lower()
+    return any(name in text for name in ("fp8", "float8", "nvfp4"))
+
+
+def scaling(row: Row) -> Scaling:
+    """Return how such products are scaled: by tensor, unless the row says otherwise."""
+    text = row.get("precision", "").lower()
+    found: tuple[Scaling, ...] = ("mxfp8", "nvfp4", "rowwise")
+    return next((each for each in found if each in text), "tensorwise")
 
 
 def measured(text: str, what: str) -> float:

@@ -68,8 +68,8 @@ ONCE = ("transient", "buffers", "reserve")
 class Configuration:
     """How a model is trained.
 
-    ``dp`` ranks split the batch, and ``ep`` of them in a row the experts. ``microbatch_size`` rows
-    make a micro-batch over all data-parallel ranks. ``num_chunks``
+    ``dp`` ranks split the batch, and every ``ep`` neighbours among them the experts.
+    ``microbatch_size`` rows make a micro-batch over all data-parallel ranks. ``num_chunks``
     stages share a pipeline rank. ``num_slices`` of sequences, for TeraPipe. ``layers`` of each
     stage (default: even). ``recompute`` is of every block, as in a plan; where not
     ``recomputes_ends``, of layers alone; with ``selective_share`` less than 1, of so many of a
@@ -117,14 +117,9 @@ class Configuration:
         return StateOptions(self.gradient_dtype, self.offload == "optimizer")
 
     @property
-    def row_parts(self) -> int:
-        """The number of ranks that get different rows."""
-        return self.dp
-
-    @property
     def rank_rows(self) -> int:
-        """Rows of a micro-batch on one of these ranks."""
-        return self.microbatch_size // self.row_parts
+        """Rows of a micro-batch on one data-parallel rank."""
+        return self.microbatch_size // self.dp
 
     @property
     def num_devices(self) -> int:
@@ -403,13 +398,11 @@ def _check(configuration: Configuration, cluster: Cluster, graph: Graph) -> None
             f"{own.num_devices} devices, the cluster has {total}",
             fix=f"degrees whose product is {total}",
         )
-    parts = own.row_parts
-    if own.microbatch_size % parts:
-        over = f"dp={own.dp}"
+    if own.microbatch_size % own.dp:
         raise UsageError(
             "AP124",
-            f"micro-batches of {own.microbatch_size} samples cannot be split over {over}",
-            fix=f"a multiple of {parts} samples",
+            f"micro-batches of {own.microbatch_size} samples cannot be split over dp={own.dp}",
+            fix=f"a multiple of {own.dp} samples",
         )
     if not graph.batch_dims and own.microbatch_size != graph.batch_size:
         raise UsageError(

@@ -25,7 +25,7 @@ from math import gcd
 
 from ...cost_model.cluster import Cluster
 from ...cost_model.memory import policy
-from ..expert_dims import LAYER, expert_dims
+from ..expert_dims import expert_dims, is_expert_layer
 from ..graph import Graph, Node
 from ..layout import AxisStrategy, Mesh
 from ..positions import Strategies
@@ -84,7 +84,7 @@ def experts_of(graph: Graph, strategies: Strategies, *, gradient_bytes: int) -> 
     for node in graph:
         if node.kind != "op" or not any(ref in found.views for ref in node.inputs):
             continue
-        if node.op.startswith(LAYER):
+        if is_expert_layer(node):
             gathered += graph.spec(node.inputs[0]).num_bytes
         elif not any(ref in found.dims and ref not in found.views for ref in node.inputs):
             data = (ref for ref in node.inputs if ref not in found.views)

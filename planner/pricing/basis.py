@@ -116,13 +116,12 @@ def uses_of(blocks: Blocks) -> dict[str, int]:
 Scaling = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
 """One scale for a tensor, for a row, for 32 elements (MXFP8), for 16 elements of 4 bits (NVFP4)."""
 
-SCALINGS: Mapping[Scaling, str] = {
-    "tensorwise": EIGHT_BITS, "rowwise": "float8_rowwise", "mxfp8": "mxfp8", "nvfp4": "nvfp4",
+SCALINGS: Mapping[Scaling, tuple[str, float]] = {
+    "tensorwise": (EIGHT_BITS, 1.0), "rowwise": ("float8_rowwise", 1.0),
+    "mxfp8": ("mxfp8", 1 + 1 / 32), "nvfp4": ("nvfp4", 0.5 + 1 / 16),
 }  # fmt: skip
-"""The format of a product's factors by its scaling, as ``cost_model.compute`` knows it."""
-
-CAST_BYTES = {"tensorwise": 1.0, "rowwise": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
-"""Bytes of an element that is cast, with its share of the scales."""
+"""The format of a product's factors, as ``cost_model.compute`` knows it, and the bytes of a cast
+element with its share of the scales."""
 
 
 @dataclass(frozen=True, slots=True)

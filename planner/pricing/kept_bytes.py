@@ -26,13 +26,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
+from ..expert_dims import FIRST_WEIGHT, is_expert_layer
 from ..graph import Block, Graph, Node, Ref, TensorSpec
 from ..layout import Layout, NodeLayout
 from ..replay import RECOMPUTE_MODES as RECOMPUTE_MODES
 from ..replay import Replay as Replay
 from ..replay import find_replay
 from ..rules.balanced_attention import as_run
-from ..rules.dispatch import EXPERTS, FIRST_WEIGHT
 from ..rules.saved import expert_pairs
 from ..rules.storage import copy_of
 from ..rules.table import packet
@@ -62,7 +62,7 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
         found[f"{root.name}:{root.index}", num_bytes] = None
     run, local = as_run(node, layout, prices.mesh.shape), _local_specs(node, layout, graph, prices)
     extra = prices.rules.saved_extra_bytes(run, *local)
-    if packet(node.op) == EXPERTS and prices.assumptions.fuses_experts:
+    if is_expert_layer(node) and prices.assumptions.fuses_experts:
         extra = int(_fused_experts_bytes(run, local[0], prices))
     if extra:
         found[f"{node.name}:extra", int(extra)] = None

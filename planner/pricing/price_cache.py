@@ -78,9 +78,9 @@ MeshKey = tuple[Mesh, tuple[Group, ...], Profile | None, Source | None]
 class PriceCache:
     """Tables by what they hold; a batch size or the size of an axis is a key's ``int``."""
 
-    groups: dict[
-        tuple[int, Mesh, tuple[int, ...], tuple[int, ...]], tuple[Cluster, tuple[Group, ...]]
-    ] = field(default_factory=dict)
+    groups: dict[tuple[int, Mesh, tuple[int, ...], tuple[int, ...]], tuple[Cluster, Group]] = field(
+        default_factory=dict
+    )
     ops: dict[tuple[object, ...], Priced] = field(default_factory=dict)
     collectives: dict[tuple[object, ...], Priced] = field(default_factory=dict)
     messages: dict[tuple[int, Group, Profile | None], Priced] = field(default_factory=dict)

@@ -1,13 +1,11 @@
-"""What things cost on one stage's mesh: conversions, ops, parameters.
+"""What things cost on one stage's mesh: conversions and ops, beside ``mesh_prices``.
 
 In: a mesh on ranks of a cluster, a number format, an optimizer. Out: seconds and bytes per
 device. Both the solver's tables and ``evaluate`` ask here, each walking the graph its own way.
 
 A conversion is the sum of its single-axis steps; a step on an axis moves the tensor that is
 whole on that axis and local on the others. An op's time is its forward and backward work at
-local shapes plus the collectives its strategy needs inside. A parameter that is held whole
-on an axis has a partial gradient there, summed once per step (once per micro-batch over the
-sharding axis "dp" under ZeRO 2 and 3).
+local shapes plus the collectives its strategy needs inside.
 
 Every time comes from the profile where there is one that knows it (measured, or interpolated
 from measurements), and else from the device's and links' figures ("spec").
@@ -16,34 +14,23 @@ from measurements), and else from the device's and links' figures ("spec").
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
-from ...cost_model.cluster import Cluster, Device, Link, Source
+from ...cost_model.cluster import Link, Source
 from ...cost_model.collectives import (
     Group,
     Library,
-    collective_seconds,
-    group_of,
     p2p_seconds,
 )
 from ...cost_model.compute import OpWork, eight_bit_seconds, host_seconds, work_seconds
 from ...cost_model.dispatch import dispatch_seconds
-from ...cost_model.memory import (
-    DEFAULT,
-    PrecisionPolicy,
-    StateOptions,
-    policy,
-    policy_on,
-)
 from ...cost_model.profile.lookup import Profile, level_of
 from ...cost_model.tf32 import TFLOAT32, product_dtype
+from ..expert_dims import FIRST_WEIGHT, is_expert_layer
 from ..graph import Node, TensorSpec
 from ..layout import (
     InnerCollective,
     Layout,
-    Mesh,
     NodeLayout,
     balanced_axes,
     conversion_steps,
@@ -51,130 +38,23 @@ from ..layout import (
     local_shape,
 )
 from ..layout import boundary_layout as boundary_layout
-from ..plan import Precision
 from ..precision import EIGHT_BITS
 from ..rules.balanced_attention import as_run
-from ..rules.dispatch import EXPERTS, FIRST_WEIGHT
-from ..rules.table import packet
 from ..rules_protocol import Rules as Rules
-from .basis import CAST_BYTES, RUNTIME, SCALINGS, Asked, AskedOp, CostAssumptions
+from .basis import SCALINGS, AskedOp
+from .mesh_prices import MeshPrices
 from .op_case import op_case
-from .price_cache import ConversionCache, PriceCache, find
+from .price_cache import find
 from .seconds import Priced
 from .seconds import Seconds as Seconds
 from .seconds import StateBytes as StateBytes
-from .state_prices import StatePrices
 
 CONVERSION_SECONDS = 1e-8
 """Added to every single-axis step, so that of equal plans the one with fewer steps wins."""
 
 
-@dataclass(frozen=True)
-class Prices(StatePrices):
-    """Prices on ``mesh``, whose devices are the cluster's ``ranks`` in row-major order.
-
-    ``cache`` may be shared by every use with one cluster and one graph. ``asked`` records
-    what is asked for the first time. With ``only``, seconds of other sources count as none.
-    ``own``: the ranks whose devices compute, if not all do the same.
-    """
-
-    mesh: Mesh
-    cluster: Cluster
-    ranks: tuple[int, ...]
-    precision: Precision
-    optimizer: str
-    rules: Rules
-    cache: PriceCache = field(default_factory=PriceCache, repr=False)
-    profile: Profile | None = None
-    asked: Asked | None = field(default=None, repr=False)
-    only: Source | None = None
-    own: tuple[int, ...] = ()
-    assumptions: CostAssumptions = RUNTIME
-    states: StateOptions = DEFAULT
-    device: Device = field(init=False)
-    groups: tuple[Group, ...] = field(init=False)
-    policy: PrecisionPolicy = field(init=False)
-    speed: str = field(init=False, repr=False)
-    converted: ConversionCache = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        set_field = object.__setattr__
-        set_field(self, "device", self.cluster.slowest_device(self.own or self.ranks))
-        set_field(self, "speed", self.device.speed)
-        set_field(self, "groups", self._slowest_groups())
-        given = self.assumptions.policy
-        rules = given or policy(self.precision, self.optimizer, self.states)
-        set_field(self, "policy", policy_on(self.device.kind, rules))
-        key = (self.mesh, self.groups, self.profile, self.only)
-        set_field(self, "converted", find(self.cache.conversions, key, ConversionCache))
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal where all prices are, of one ``cache``: but for transfers between stages."""
-        return (
-            type(self), self.mesh, self.groups, self.speed, self.precision, self.optimizer,
-            self.policy, self.profile, self.only, self.assumptions,
-        )  # fmt: skip
-
-    def _slowest_groups(self) -> tuple[Group, ...]:
-        """Of every axis, found once per cluster and ranks: a large mesh has many groups."""
-        key = (id(self.cluster), self.mesh, self.ranks, ())
-        axes = range(len(self.mesh.axes))
-        # the cluster lives as long as its id is used
-        _, groups = find(
-            self.cache.groups, key, lambda: (self.cluster, tuple(map(self._slowest_group, axes)))
-        )
-        return groups
-
-    def _slowest_group(self, *axes: int) -> Group:
-        groups = [
-            group_of(self.cluster, tuple(self.ranks[index] for index in members))
-            for members in self.mesh.groups(*axes)
-        ]
-        return max(groups, key=lambda group: collective_seconds("all_reduce", 1 << 20, group))
-
-    def _group(self, axes: tuple[int, ...]) -> Group:
-        """The slowest group of the ranks that differ on ``axes`` alone."""
-        if len(axes) == 1:
-            return self.groups[axes[0]]
-        key = (id(self.cluster), self.mesh, self.ranks, axes)
-        # the cluster lives as long as its id is used
-        _, groups = find(
-            self.cache.groups, key, lambda: (self.cluster, (self._slowest_group(*axes),))
-        )
-        return groups[0]
-
-    def collective(self, kind: Any, num_bytes: float, *axes: int, measured_as: Any = None) -> float:
-        """Seconds of one collective over all ranks of some axes; ``num_bytes`` is the whole
-        tensor's.
-
-        ``measured_as`` is the kind under which a profile has it, if another.
-        """
-        group, name = self._group(axes), measured_as or kind
-        key = (name, num_bytes, group, self.profile)
-        found = self.cache.collectives.get(key)
-        if found is None:
-            known = self.profile.collective(name, num_bytes, group) if self.profile else None
-            seconds, source = known or (collective_seconds(kind, int(num_bytes), group), "spec")
-            found = self.cache.collectives[key] = Priced(seconds, 0.0, source)
-            if self.asked is not None and group.num_ranks > 1 and num_bytes > 0:
-                what = (name, group, self._partition(axes))
-                self.asked.transfer(what, num_bytes, seconds, source)
-        return self._counted(found).forward
-
-    def _partition(self, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(self.ranks[i] for i in members) for members in self.mesh.groups(*axes))
-
-    def _counted(self, found: Priced) -> Priced:
-        if self.only is None:
-            return found
-        counts = self.only == found.source
-        return Priced(found.forward * counts, found.backward * counts, found.source)
-
-    @property
-    def has_spec(self) -> bool:
-        """Whether seconds from specifications count."""
-        return self.only in (None, "spec")
+class Prices(MeshPrices):
+    """Prices on ``mesh``, whose devices are the cluster's ``ranks`` in row-major order."""
 
     def conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
         """Seconds forward and backward to bring a value from one layout to another."""
@@ -214,14 +94,6 @@ class Prices(StatePrices):
     def local_bytes(self, spec: TensorSpec, layout: Layout) -> int:
         return spec.num_bytes // self.num_parts(layout)
 
-    def num_parts(self, layout: Layout) -> int:
-        """Into how many different parts a layout cuts a tensor."""
-        return prod(
-            size
-            for placement, size in zip(layout, self.mesh.shape, strict=True)
-            if placement.is_shard
-        )
-
     def compute(
         self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout
     ) -> tuple[float, float]:
@@ -257,7 +129,7 @@ class Prices(StatePrices):
     ) -> Priced:
         work = self.rules.work(node, inputs, outputs)
         issue = host_seconds(self.device, work)
-        more = self.assumptions.imbalance if packet(node.op) == EXPERTS else 1.0
+        more = self.assumptions.imbalance if is_expert_layer(node) else 1.0
         forward, backward = self._analytic(node, work)
         analytic = Priced(more * forward, more * backward, "spec", *issue)
         has_no_case = node.fused is not None or node.product_dtype
@@ -287,15 +159,15 @@ class Prices(StatePrices):
     @property
     def cast_element_bytes(self) -> float:
         """Bytes of an element that an 8-bit product has cast."""
-        return CAST_BYTES[self.assumptions.scaling]
+        return SCALINGS[self.assumptions.scaling][1]
 
     def _analytic(self, node: Node, work: OpWork) -> tuple[float, float]:
-        is_cast = self.casts_experts and packet(node.op) == EXPERTS
+        is_cast = self.casts_experts and is_expert_layer(node)
         product_dtype = EIGHT_BITS if is_cast else node.product_dtype
         if not product_dtype:
             return work_seconds(self.device, work, node.spec.dtype)
         own, form = self.assumptions, product_dtype
-        form = SCALINGS[own.scaling] if form == EIGHT_BITS else form
+        form = SCALINGS[own.scaling][0] if form == EIGHT_BITS else form
         return eight_bit_seconds(self.device, work, node.spec.dtype, form, own.cast_bytes)
 
     def op(

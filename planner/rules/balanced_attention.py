@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..expert_dims import is_expert_layer
 from ..graph import Node
 from ..layout import BALANCED, AxisStrategy, InnerCollective, NodeLayout, shard
 from .case import Case, argument
-from .dispatch import EXPERTS, as_received
+from .dispatch import as_received
 from .table import packet
 
 BALANCED_ATTENTION = "autoparallel.balanced_attention.default"
@@ -66,7 +67,7 @@ def as_run(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
     That op's fourth argument says up to where each half of its queries sees the keys. Attention
     of a later slice of the positions has a mask, and no halves.
     """
-    if packet(node.op) == EXPERTS:
+    if is_expert_layer(node):
         return as_received(node, layout, mesh_shape)
     if BALANCED not in layout.labels or not argument(node, 5, "is_causal", False):
         return node

@@ -10,22 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..expert_dims import FIRST_WEIGHT, is_expert_layer
 from ..graph import Node, TensorSpec
 from ..layout import AxisStrategy, InnerCollective, NodeLayout, shard
 from .case import argument
-from .table import packet
 
-EXPERTS = "experts"
 SENT = "sent"
 """The label of the strategy."""
-FIRST_WEIGHT = 3
 
 
 def sent_strategies(
     node: Node, inputs: Sequence[TensorSpec], axis_size: int
 ) -> tuple[AxisStrategy, ...]:
-    """The strategy of a layer of experts whose tokens are sent; nothing for other nodes."""
-    if node.kind != "op" or packet(node.op) != EXPERTS or axis_size == 1:
+    """Return the strategy that sends tokens to their experts: one for a layer of experts that the
+    axis divides, none for other nodes."""
+    if not is_expert_layer(node) or axis_size == 1:
         return ()
     tokens, ids, weights = inputs[0], inputs[1], inputs[FIRST_WEIGHT:]
     if tokens.shape[0] % axis_size or any(each.shape[0] % axis_size for each in weights):
@@ -40,10 +39,11 @@ def sent_strategies(
 
 
 def as_received(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
-    """The layer as a rank computes it: its experts take the tokens of all ranks, so that of as
-    many tokens as its own each visits as many of them."""
-    if packet(node.op) != EXPERTS:
-        return node
+    """Return a layer of experts as a rank computes it on the tokens that it received.
+
+    If routing is even, a rank receives as many pairs of a token and an expert as it sends. So with
+    its own tokens' number, its experts count as all that there are.
+    """
     parts = 1
     for tokens, weight, size in zip(
         layout.inputs[0], layout.inputs[FIRST_WEIGHT], mesh_shape, strict=True

@@ -24,6 +24,7 @@ from autoparallel.cost_model.products import (
 from autoparallel.planner.rules.work import Work
 
 A100 = find_preset("A100-80GB").device
+Row = tuple[str, str, int, int, int, float]
 AZURE = [
     # Azure/AI-benchmarking-guide@8fd0c6e, cuBLASLt: device, dtype, m, n, k, measured TFLOP/s
     ("A100-80GB", "float16", 1024, 1024, 1024, 119.4),
@@ -77,16 +78,14 @@ def seconds(name: str, dtype: str, product: Product) -> float:
     return device.launch_seconds + busy
 
 
-def error(row: tuple[str, str, int, int, int, float]) -> float:
+def error(row: Row) -> float:
     name, dtype, m, n, k, measured = row
     found = 2 * m * n * k / seconds(name, dtype, (1, m, n, k)) / 1e12
     return found / measured - 1
 
 
 @pytest.mark.parametrize("row", AZURE, ids=lambda row: f"{row[0]}-{row[2]}x{row[3]}x{row[4]}")
-def test_measured_products_are_met_within_a_quarter(
-    row: tuple[str, str, int, int, int, float],
-) -> None:
+def test_measured_products_are_met_within_a_quarter(row: Row) -> None:
     assert abs(error(row)) < 0.26
 
 
@@ -96,10 +95,10 @@ def test_measured_products_are_met_within_5_percent_on_average() -> None:
 
 
 @pytest.mark.parametrize("row", BEST_SHAPES, ids=lambda row: row[0])
-def test_the_best_shape_of_a_search_in_bursts_is_at_most_half_faster(
-    row: tuple[str, str, int, int, int, float],
-) -> None:
-    assert -1 / 3 < error(row) < 0.0
+def test_the_best_shape_of_a_search_in_bursts_is_at_most_a_third_faster(row: Row) -> None:
+    """At most half faster on Blackwell, whose share is that of long runs in bfloat16."""
+    least = -1 / 3 if row[0] in ("B200", "GB200") else -0.25
+    assert least < error(row) < 0.0
 
 
 def hand(product: Product, *, tiles: int, area: int, splits: int = 1) -> float:

@@ -16,12 +16,12 @@ from autoparallel.planner.configured.configuration import (
     PricedStep,
 )
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.expert_dims import FIRST_WEIGHT, is_expert_layer
 from autoparallel.planner.layout import INVARIANT, NodeLayout, local_shape, shard
 from autoparallel.planner.pricing.basis import Basis, CostAssumptions
 from autoparallel.planner.pricing.choices import input_specs
-from autoparallel.planner.rules.dispatch import EXPERTS, FIRST_WEIGHT, as_received
+from autoparallel.planner.rules.dispatch import as_received
 from autoparallel.planner.rules.saved import expert_pairs
-from autoparallel.planner.rules.table import packet
 from autoparallel.planning import PlanOptions, capture_target
 from autoparallel.targets import load_target
 
@@ -58,7 +58,7 @@ def test_each_rank_holds_its_own_experts(assumptions: CostAssumptions, ep: int) 
 
 def test_a_rank_computes_as_many_pairs_whether_tokens_are_sent_or_not() -> None:
     graph = program().graph
-    node = next(node for node in graph.nodes if packet(node.op) == EXPERTS)
+    node = next(filter(is_expert_layer, graph.nodes))
     inputs = input_specs(node, graph)
     split, whole = (shard(0),), (INVARIANT,)
     sent = NodeLayout((split,) * len(inputs), (split,))

@@ -1,25 +1,40 @@
-"""What holding parameters costs on one stage's mesh: sums, gathering, the optimizer's step, bytes.
+"""What collectives and parameters cost on one stage's mesh.
 
-In: a parameter and how it is held, a ZeRO stage. Out: seconds and bytes per device. A parameter
-that is held whole on an axis has a partial gradient there, summed once per step (once per
-micro-batch under ZeRO 2 and 3). States are sharded over axis "dp"; of other programs over all
-data-, expert- and context-parallel ranks, in one collective (``CostAssumptions.joint_states``).
+In: a mesh on ranks of a cluster; the bytes of a collective, or a parameter with its layout and ZeRO
+stage. Out: seconds, and bytes per device. A parameter costs the sum of its gradient, its gathering
+and the optimizer's step.
+
+A parameter that is held whole on an axis has a partial gradient there, summed once per step (once
+per micro-batch under ZeRO 2 and 3). This package's runtime shards states over axis "dp" alone, and
+sums over the other axes apart. Other programs do both in one collective of all data-, expert- and
+context-parallel ranks (``CostAssumptions.joint_states``).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
 
-from ...cost_model.cluster import Device
-from ...cost_model.collectives import CollectiveKind, Group
-from ...cost_model.memory import PrecisionPolicy, exchange_bytes, state_bytes
+from ...cost_model.cluster import Cluster, Device, Source
+from ...cost_model.collectives import CollectiveKind, Group, collective_seconds, group_of
+from ...cost_model.memory import (
+    DEFAULT,
+    PrecisionPolicy,
+    StateOptions,
+    exchange_bytes,
+    policy,
+    policy_on,
+    state_bytes,
+)
 from ...cost_model.profile.lookup import Profile
 from ..graph import TensorSpec
 from ..layout import Layout, Mesh
-from .basis import Asked, CostAssumptions
-from .price_cache import PriceCache, find
+from ..plan import Precision
+from ..rules_protocol import Rules
+from .basis import RUNTIME, Asked, CostAssumptions
+from .price_cache import ConversionCache, PriceCache, find
 from .seconds import Priced, Seconds, StateBytes
 from .update import host_update_seconds, step_bytes, update_curve
 
@@ -30,38 +45,114 @@ STATE_KINDS = {"all_gather": "zero_gather", "reduce_scatter": "zero_scatter"}
 """ZeRO's collectives as they are measured: with the copies into and out of their buffers."""
 
 
-class StatePrices:
-    """The part of ``Prices`` that prices states; the rest of it is what is declared here."""
+@dataclass(frozen=True)
+class MeshPrices:
+    """Prices on ``mesh``, whose devices are the cluster's ``ranks`` in row-major order.
+
+    ``cache`` may be shared by every use with one cluster and one graph. ``asked`` records
+    what is asked for the first time. With ``only``, seconds of other sources count as none.
+    ``own``: the ranks whose devices compute, if not all do the same.
+    """
 
     mesh: Mesh
-    groups: tuple[Group, ...]
-    device: Device
-    policy: PrecisionPolicy
-    assumptions: CostAssumptions
-    profile: Profile | None
-    asked: Asked | None
-    cache: PriceCache
+    cluster: Cluster
+    ranks: tuple[int, ...]
+    precision: Precision
     optimizer: str
-    speed: str
+    rules: Rules
+    cache: PriceCache = field(default_factory=PriceCache, repr=False)
+    profile: Profile | None = None
+    asked: Asked | None = field(default=None, repr=False)
+    only: Source | None = None
+    own: tuple[int, ...] = ()
+    assumptions: CostAssumptions = RUNTIME
+    states: StateOptions = DEFAULT
+    device: Device = field(init=False)
+    groups: tuple[Group, ...] = field(init=False)
+    policy: PrecisionPolicy = field(init=False)
+    speed: str = field(init=False, repr=False)
+    converted: ConversionCache = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        set_field(self, "device", self.cluster.slowest_device(self.own or self.ranks))
+        set_field(self, "speed", self.device.speed)
+        axes = range(len(self.mesh.axes))
+        set_field(self, "groups", tuple(self._slowest_group(axis) for axis in axes))
+        given = self.assumptions.policy
+        rules = given or policy(self.precision, self.optimizer, self.states)
+        set_field(self, "policy", policy_on(self.device.kind, rules))
+        key = (self.mesh, self.groups, self.profile, self.only)
+        set_field(self, "converted", find(self.cache.conversions, key, ConversionCache))
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal where all prices are, of one ``cache``: but for transfers between stages."""
+        return (
+            type(self), self.mesh, self.groups, self.speed, self.precision, self.optimizer,
+            self.policy, self.profile, self.only, self.assumptions,
+        )  # fmt: skip
+
+    def group(self, *axes: int) -> Group:
+        """The slowest group of the ranks that differ on ``axes`` alone."""
+        return self.groups[axes[0]] if len(axes) == 1 else self._slowest_group(*axes)
+
+    def _slowest_group(self, *axes: int) -> Group:
+        """The same, found once per cluster and ranks: a large mesh has many groups."""
+
+        def find_slowest() -> tuple[Cluster, Group]:
+            groups = [
+                group_of(self.cluster, tuple(self.ranks[index] for index in members))
+                for members in self.mesh.groups(*axes)
+            ]
+            slowest = max(
+                groups, key=lambda group: collective_seconds("all_reduce", 1 << 20, group)
+            )
+            return self.cluster, slowest
+
+        # The cluster is kept beside its group, so that no other one gets its id.
+        key = (id(self.cluster), self.mesh, self.ranks, axes)
+        return find(self.cache.groups, key, find_slowest)[1]
 
     def collective(self, kind: Any, num_bytes: float, *axes: int, measured_as: Any = None) -> float:
-        """See ``Prices``."""
-        raise NotImplementedError
+        """Seconds of one collective over all ranks of some axes; ``num_bytes`` is the whole
+        tensor's.
 
-    def num_parts(self, layout: Layout) -> int:
-        """See ``Prices``."""
-        raise NotImplementedError
+        ``measured_as`` is the kind under which a profile has it, if another.
+        """
+        group, name = self.group(*axes), measured_as or kind
+        key = (name, num_bytes, group, self.profile)
+        found = self.cache.collectives.get(key)
+        if found is None:
+            known = self.profile.collective(name, num_bytes, group) if self.profile else None
+            seconds, source = known or (collective_seconds(kind, int(num_bytes), group), "spec")
+            found = self.cache.collectives[key] = Priced(seconds, 0.0, source)
+            if self.asked is not None and group.num_ranks > 1 and num_bytes > 0:
+                what = (name, group, self._partition(axes))
+                self.asked.transfer(what, num_bytes, seconds, source)
+        return self._counted(found).forward
+
+    def _partition(self, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(self.ranks[i] for i in members) for members in self.mesh.groups(*axes))
+
+    def _counted(self, found: Priced) -> Priced:
+        if self.only is None:
+            return found
+        counts = self.only == found.source
+        return Priced(found.forward * counts, found.backward * counts, found.source)
 
     @property
     def has_spec(self) -> bool:
-        """See ``Prices``."""
-        raise NotImplementedError
+        """Tells whether seconds from specifications count."""
+        return self.only in (None, "spec")
 
-    def _counted(self, found: Priced) -> Priced:
-        raise NotImplementedError
-
-    def _group(self, axes: tuple[int, ...]) -> Group:
-        raise NotImplementedError
+    def num_parts(self, layout: Layout) -> int:
+        """Into how many different parts a layout cuts a tensor."""
+        return prod(
+            size
+            for placement, size in zip(layout, self.mesh.shape, strict=True)
+            if placement.is_shard
+        )
 
     @cached_property
     def state_axes(self) -> tuple[int, ...]:
@@ -156,11 +247,11 @@ class StatePrices:
 
     @property
     def _state_group(self) -> Group:
-        return self._group(self.state_axes or (0,))
+        return self.group(*(self.state_axes or (0,)))
 
     @property
     def shares_links(self) -> bool:
-        """Whether collectives of states use the links of the stage's other collectives.
+        """Tells whether collectives of states use links that the stage's other collectives use.
 
         Over several hosts they are bound by the links between hosts.
         """
