@@ -120,7 +120,7 @@ def _assumptions(row: Row) -> CostAssumptions:
 
 
 def _is_fsdp(row: Row) -> bool:
-    return "FSDP2" in row.get("zero_stage/fsdp", "")
+    return bool(re.search("FSDP2|ZeRO-3", row.get("zero_stage/fsdp", "")))
 
 
 def _dispatcher(row: Row) -> Dispatcher:
