@@ -12,6 +12,7 @@ import json
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..cost_model.cluster import Cluster
@@ -180,9 +181,14 @@ def _scalar(value: Any, kind: type, key: str) -> Any:
     return value
 
 
+@cache
+def _types_of(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
 def _decode_dataclass(value: Any, kind: Any, key: str) -> Any:
     _require(isinstance(value, dict), key, f"{value!r} is not an object")
-    hints = get_type_hints(kind)
+    hints = _types_of(kind)
     prefix = f"{key}." if key else ""
     for name in hints:
         if name not in value:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ...planner.errors import CaptureError
@@ -34,7 +35,7 @@ from .functionalize import functionalize
 from .hf_experts import capturable_experts
 from .inner_gradients import InnerGradientError, inner_gradients, watched_gradients
 from .leaves import LeafError, widen
-from .locate import capture_error
+from .locate import capture_error, noting_user_frames
 from .modes import (
     explicit_ops,
     inference_without_gradients,
@@ -329,8 +330,14 @@ def _climb(
 def _export(
     wrapped: nn.Module, tensors: tuple[Tensor, ...], *, strict: bool, dtype: Dtype
 ) -> ExportedProgram:
-    # torch.export prints its half-made graph to stderr before it raises, and logs the error.
-    with _modes(strict=strict, dtype=dtype), redirect_stderr(io.StringIO()):
+    # Graphs become code only where they run. torch.export prints its half-made graph to stderr
+    # before it raises, and logs the error.
+    with (
+        _modes(strict=strict, dtype=dtype),
+        redirect_stderr(io.StringIO()),
+        noting_user_frames(),
+        _use_lazy_graph_module(True),
+    ):
         level = FAKE_TENSOR_LOG.level
         FAKE_TENSOR_LOG.setLevel(logging.CRITICAL)
         try:

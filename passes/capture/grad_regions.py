@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .locate import user_source
 _DETACH = torch.ops.aten.detach.default
 _CAST = torch.ops.aten._to_copy.default
 """The op that captures record for ``x.to(dtype)``, also where that is ``x`` itself."""
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 SWITCH = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
 
@@ -214,6 +216,8 @@ def shown_arguments(node: fx.Node) -> list[Shown] | None:
     The op runs on fake tensors: whether ``x.reshape(...)`` copies and whether ``x.contiguous()``
     is ``x`` itself depends on the strides and the dtype, not on the op's schema.
     """
+    if not _may_show(node.target):
+        return None
     values = {value: value.meta.get("val") for value in node.all_input_nodes}
     fakes = {value: fake for value, fake in values.items() if isinstance(fake, FakeTensor)}
     if not fakes or any(isinstance(value, Tensor) for value in values.keys() - fakes.keys()):
@@ -228,6 +232,13 @@ def shown_arguments(node: fx.Node) -> list[Shown] | None:
         return [Shown(source, is_itself=True)] if is_itself else None
     found = [_shown_by(output, fakes) for output in outputs]
     return None if None in found else found  # type: ignore[return-value]
+
+
+@cache
+def _may_show(op: OpOverload) -> bool:
+    """Return whether an op may show an argument: its schema says so, or it is made of other ops."""
+    is_said = any(made.alias_info is not None for made in op._schema.returns)
+    return is_said or op is _CAST or op.has_kernel_for_dispatch_key(_COMPOSITE)
 
 
 def _shown_by(output: Any, fakes: Mapping[fx.Node, Tensor]) -> Shown | None:
