@@ -14,7 +14,6 @@ from schedule_cases import SCHEDULES, Case
 from strict_cases import COUNTS, MODELS, planned, run_cases
 
 SAMPLE = (
-    Case("skip", "interleaved,chunks=2", 4),
     Case("skip", "zbv", 16),
     Case("skip", "zb-h1", 4, hosts=(2, 1)),
 )

@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import run_python
 from forced_plans import settled
+from marks import slow
 from one_device import reference_of
 from processes import RankError, run_processes
 from test_batches import BOTH, DP, PLANNED, PP, Case, make_trainer, planned
@@ -147,7 +148,7 @@ def read_all(case: Case, text: str) -> list[str]:
         (2, DP),
         pytest.param(2, PP, marks=pytest.mark.slow),
         pytest.param(4, BOTH, marks=pytest.mark.slow),
-        (4, "pp=4,microbatches=2"),
+        slow(4, "pp=4,microbatches=2"),
     ],
 )
 def test_every_source_goes_on_where_it_stopped(ranks: int, parallel: str) -> None:

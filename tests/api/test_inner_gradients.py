@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from forced_plans import Adopt, adopting
+from kept_captures import ranks_share_captures
 from marks import slow
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
@@ -95,7 +96,11 @@ def _trained(adopt: Adopt, name: str) -> list[float]:
 
 def _all(plan: str) -> dict[str, list[float]]:
     set_torchrun_variables()
-    return {name: _trained(adopting(plan), name) for name in MODELS}
+    found = {}
+    for name in MODELS:
+        with ranks_share_captures(__file__, name):
+            found[name] = _trained(adopting(plan), name)
+    return found
 
 
 @pytest.mark.parametrize("plan", [slow("dp=2"), "tp=2"])

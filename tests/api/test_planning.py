@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from handmade import pipeline_plan
+from marks import slow
 from torch import Tensor, nn
 
 import autoparallel
@@ -138,7 +139,7 @@ def test_a_model_is_planned_whose_batches_all_have_the_same_rows(tmp_path: Path)
     ("build", "batch", "asked"),
     [
         (Shared, (torch.empty(8, 4, device="meta"),), "pp=2"),
-        (SequenceFirst, (torch.empty(8, 7, dtype=torch.int64, device="meta"),), "tp=2"),
+        slow(SequenceFirst, (torch.empty(8, 7, dtype=torch.int64, device="meta"),), "tp=2"),
         (SequenceFirst, (torch.empty(8, 7, dtype=torch.int64, device="meta"),), "dp=2"),
     ],
 )

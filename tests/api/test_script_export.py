@@ -478,7 +478,7 @@ def build_optimizer(parameters):
 
 @pytest.mark.parametrize(
     ("optimizer", "is_refused"),
-    [("Own(parameters, lr=0.1)", True), ("torch.optim.Adafactor(parameters)", False)],
+    [("Own(parameters, lr=0.1)", True), slow("torch.optim.Adafactor(parameters)", False)],
 )
 def test_an_optimizer_that_may_read_all_weights_is_refused_beside_a_pipeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, is_refused: bool

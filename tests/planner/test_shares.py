@@ -91,7 +91,7 @@ def test_an_even_split_is_slower_by_what_the_slow_device_takes_more() -> None:
     assert ratio == pytest.approx(2.0, rel=1e-3)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(1))
 def test_no_shares_zero_stage_or_micro_batch_is_faster(seed: int) -> None:
     """Against ``evaluate`` of every division at every number of micro-batches; it walks nodes."""
     rng = random.Random(seed)

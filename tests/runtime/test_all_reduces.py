@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from marks import slow
 from processes import run_processes
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -49,7 +50,7 @@ def _summed(layouts: list[tuple[int, ...]]) -> list[bytes]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "layouts"),
-    [(2, [(2,), (1, 1)]), (3, [(3,), (2, 1)]), (4, [(4,), (2, 2), (1, 3)])],
+    [(2, [(2,), (1, 1)]), (3, [(3,), (2, 1)]), slow(4, [(4,), (2, 2), (1, 3)])],
 )
 def test_every_algorithm_leaves_the_same_bits_on_every_rank(
     num_ranks: int, layouts: list[tuple[int, ...]]

@@ -48,7 +48,7 @@ def verify_steps(device_type: str, model: str, texts: list[str]) -> list[Verific
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("model", [slow("gpt2"), "llama", "dropout"])
+@pytest.mark.parametrize("model", [slow("gpt2"), "llama", slow("dropout")])
 def test_steps_equal_those_of_the_plain_model_on_a_cpu(model: str, device: str) -> None:
     """GPT-2 with and Llama without dropout; a GPT that drops everywhere, in attention too."""
     texts = [planned(model, parallel) for parallel in PLANS]

@@ -156,7 +156,7 @@ def losses_of(
 
 PLANS = (
     slow("dp=2,zero=0,microbatches=1"),
-    "dp=2,zero=3,microbatches=2,recompute=selective",
+    slow("dp=2,zero=3,microbatches=2,recompute=selective"),
     slow("tp=2,microbatches=1,recompute=full"),
     "pp=2,microbatches=4,schedule=zb-h1",
 )

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from kept_captures import capture_once
+from marks import slow
 from torch import Tensor, nn
 
 from autoparallel.passes.capture.counter_random import batch_dims
@@ -42,7 +43,7 @@ def reference(name: str, device: torch.device | None, told: list[str]) -> Refere
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["gpt2_dropout", "t5", "resnet"])
+@pytest.mark.parametrize("name", [slow("gpt2_dropout"), slow("t5"), "resnet"])
 def test_a_streamed_reference_is_the_plain_one(name: str, device: str) -> None:
     told: list[str] = []
     plain, found = reference(name, None, []), reference(name, torch.device(device), told)

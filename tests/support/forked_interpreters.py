@@ -25,6 +25,7 @@ import brief_search
 import processes
 import pytest
 from brief_search import searches_are_brief
+from kept_captures import FOLDER
 from processes import forking_context, measure_briefly, profile_briefly
 
 from autoparallel.runtime import launch
@@ -114,13 +115,14 @@ def _interpret(
     if is_new_session:
         os.setsid()
     atexit._clear()  # those of the fork server
-    measure_briefly()
-    profile_briefly()
+    kept = os.environ.get(FOLDER, "")
     # What this process forks comes from the same server.
     processes.ensure_running = lambda: None
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update({FOLDER: kept, **environment})
+    measure_briefly()
+    profile_briefly()
     os.chdir(folder)
     for number, file in enumerate(files):
         os.dup2(file.fileno(), number)

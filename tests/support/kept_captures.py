@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ from autoparallel.targets import Batch, Target
 FOLDER = "AUTOPARALLEL_TEST_CAPTURES"
 """The variable that names the session's folder; without it nothing is kept."""
 
+T = TypeVar("T")
+
 
 def capture_once(target: Target, batch: Batch, precision: Precision) -> tuple[Deferred, Program]:
     """The model of ``target`` without weights, and its program in ``precision``.
@@ -48,7 +50,7 @@ def capture_once(target: Target, batch: Batch, precision: Precision) -> tuple[De
     settings = sorted(target.settings.items())
     module = type(deferred.model).__module__  # which the pickle names
     key = target.name, module, settings, _shapes(batch), precision
-    return deferred, replace(_once(captured, *key), model=deferred.model)
+    return deferred, replace(once(captured, *key), model=deferred.model)
 
 
 def _shapes(batch: Batch) -> list[tuple[object, ...]]:
@@ -60,18 +62,18 @@ def _shapes(batch: Batch) -> list[tuple[object, ...]]:
     ]
 
 
-def _once(captured: Callable[[], Program], *key: object) -> Program:
-    """The session's program of this ``key``, which the first process that asks captures."""
+def once(make: Callable[[], T], *key: object) -> T:
+    """Return the session's value of this ``key``, which the first process that asks makes."""
     folder = os.environ.get(FOLDER)
-    if folder is None:
-        return captured()
+    if not folder:
+        return make()
     path = Path(folder, digest(*key))
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            path.write_bytes(pickle.dumps(captured()))
-        program: Program = pickle.loads(path.read_bytes())
-    return program
+            path.write_bytes(pickle.dumps(make()))
+        value: T = pickle.loads(path.read_bytes())
+    return value
 
 
 _plans: dict[str, Plan] = {}
@@ -102,7 +104,7 @@ def ranks_share_captures(*key: object) -> Iterator[None]:
             return capture_rows(target, model, seq=seq, **asked)
         loss = getattr(target.loss_fn, "__qualname__", "")
         shapes = _shapes(target.example_batch(2, seq))
-        made = _once(captured, *key, model_text(model), loss, shapes, sorted(asked.items()))
+        made = once(captured, *key, model_text(model), loss, shapes, sorted(asked.items()))
         return replace(made, model=model)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -160,10 +160,13 @@ def _collect(ends: list[Connection], deadline: float, may_die: Collection[int] =
 
 
 def measure_briefly() -> None:
-    """Measure a CPU's rates for ``BRIEF_SECONDS`` each, and once in this process."""
+    """Measure a CPU's rates for ``BRIEF_SECONDS`` each, and once in the session."""
+    from kept_captures import once
+
     detect._PATIENCE_SECONDS = BRIEF_SECONDS
-    if not hasattr(detect._measure_cpu, "cache_info"):
-        detect._measure_cpu = cache(detect._measure_cpu)
+    measure = detect._measure_cpu
+    if not hasattr(measure, "cache_info"):
+        detect._measure_cpu = cache(lambda *asked: once(lambda: measure(*asked), "cpu", *asked))
 
 
 def profile_briefly() -> None:

@@ -30,8 +30,9 @@ def deepened(config: dict[str, Any], depth: int) -> dict[str, Any]:
     return made
 
 
-ARCHITECTURES = {"gpt2_dropout": 6, "mixtral": 5, "vit": 7}
+ARCHITECTURES = {"gpt2_dropout": 6, "vit": 7}
 LARGER = {
+    "mixtral": 5,
     "llama": 5,
     "gemma2": 10,
     "bert": 5,

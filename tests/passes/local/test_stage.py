@@ -107,7 +107,7 @@ def compare(program: Program, cuts: list[int], meshes: list[Mesh], seed: int) ->
         assert_close(gradient, own, f"gradient of {name}", 1e-9)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(1))
 @pytest.mark.parametrize("mesh", [
     Mesh(("tp",), (2,)), Mesh(("tp",), (4,)), Mesh(("dp", "tp"), (2, 2)),
     Mesh(("dp", "sp", "tp"), (2, 2, 2)),
@@ -118,7 +118,7 @@ def test_one_stage_under_a_random_plan_equals_one_device(
     compare(program, [], [mesh], seed)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(1))
 @pytest.mark.parametrize("shapes", [((1,), (1,)), ((2,), (2,)), ((2, 1), (1, 2)), ((4,), (2, 2))],
                          ids=str)  # fmt: skip
 def test_two_stages_on_meshes_of_any_shape_equal_one_device(

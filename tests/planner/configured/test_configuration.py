@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from one_stage import plan
 
 from autoparallel.cost_model.cluster import Cluster
@@ -220,7 +221,7 @@ def test_zero_shards_over_context_ranks_too_where_a_program_does() -> None:
     assert alone == pytest.approx(2 * both, rel=0.01)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [slow(0), slow(1), slow(2), 3])
 def test_a_joint_group_of_data_and_context_ranks_sums_gradients_as_data_ranks_do(zero: int) -> None:
     megatron = Basis(assumptions=CostAssumptions(joint_states=True))
     states = ("gradient_sync", "parameter_gather", "forward_states", "backward_states")

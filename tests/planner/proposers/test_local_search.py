@@ -66,7 +66,7 @@ def test_a_cut_moves_by_one_block_and_no_stage_is_left_without() -> None:
 
 
 @pytest.mark.parametrize("issue_seconds", [1e-5, pytest.param(0.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(1))
 def test_no_schedule_takes_less_than_a_pipeline_may(seed: int, issue_seconds: float) -> None:
     """Without a limit of memory the stages are the same under every schedule."""
     job = job_of(random_case(seed), issue_seconds)
@@ -81,7 +81,7 @@ def test_no_schedule_takes_less_than_a_pipeline_may(seed: int, issue_seconds: fl
             assert least <= each.step_seconds * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("seed", seeds(1))
 def test_no_pipeline_of_few_beats_the_winner(seed: int) -> None:
     """Its stages as the solver gives them, under any schedule, where hosts bind."""
     case = random_case(seed)

@@ -50,8 +50,8 @@ USES: dict[str, Callable[[Plan], bool]] = {
 }
 
 
-COVERED = ("pp", "2d-mesh")
-"""Denied elsewhere too: one axis alone is one without pipelines, or without meshes of two."""
+COVERED = ("pp", "2d-mesh", "dp", "1f1b")
+"""Denied elsewhere too: what a test forces is denied to all others."""
 
 
 @pytest.mark.parametrize(

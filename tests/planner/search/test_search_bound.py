@@ -71,7 +71,7 @@ def test_equal_stages_without_messages_take_just_the_bound() -> None:
     assert simulate_figures("1f1b", 4, figures) == pytest.approx(6 * 3 + 0.5)
 
 
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(1))
 def test_the_bound_is_between_that_of_the_work_and_the_best_step(seed: int) -> None:
     """With memory that binds or not. "dp" is for the batch alone, as in the space of the bound."""
     case = random_case(seed, mixed=False)
