@@ -389,7 +389,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/", 50927, PRICES),
     ("words of CHANGELOG.md", 5728, CAPTURES),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 64630, CAPTURES),
+    ("tests: lines", 64632, CAPTURES),
     ("tests: files", 431, PRICES),
     ("tests: flat files", 20),
 )
@@ -404,8 +404,8 @@ def test_the_figures_are_printed_beside_their_ceilings(capsys: pytest.CaptureFix
     structure.main()
     lines = capsys.readouterr().out.splitlines()
     for (name, ceiling, *reason), line in zip(CEILINGS, lines[1:], strict=False):
-        figure = measure_repository()[name]
-        assert line.split() == [*name.split(), str(figure), str(ceiling), *" ".join(reason).split()]
+        words = [*name.split(), str(measure_repository()[name]), str(ceiling), *reason]
+        assert line.split() == " ".join(words).split()
 
 
 def test_no_figure_of_the_structure_is_above_its_ceiling() -> None:

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import subprocess
 import sys
 from itertools import count
@@ -35,10 +36,9 @@ MODULES = [
 
 
 def measure_anew(patch: pytest.MonkeyPatch) -> None:
-    """As the product does: for as long, and not once for all tests of this process."""
+    """As the product does: for as long, and not once for all tests of the session."""
     patch.setattr(detect, "_PATIENCE_SECONDS", FULL_SECONDS)
-    measure = detect._measure_cpu
-    patch.setattr(detect, "_measure_cpu", getattr(measure, "__wrapped__", measure))
+    patch.setattr(detect, "_measure_cpu", inspect.unwrap(detect._measure_cpu))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from autoparallel.cost_model import detect
+from autoparallel.cost_model.cluster import Device
 
 HERE = Path(__file__).resolve().parent
 
@@ -165,8 +166,15 @@ def measure_briefly() -> None:
 
     detect._PATIENCE_SECONDS = BRIEF_SECONDS
     measure = detect._measure_cpu
-    if not hasattr(measure, "cache_info"):
-        detect._measure_cpu = cache(lambda *asked: once(lambda: measure(*asked), "cpu", *asked))
+    if hasattr(measure, "cache_info"):
+        return
+
+    @cache
+    @wraps(measure)
+    def measured(*asked: int) -> Device:
+        return once(lambda: measure(*asked), "cpu", *asked)
+
+    detect._measure_cpu = measured
 
 
 def profile_briefly() -> None:

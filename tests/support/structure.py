@@ -242,6 +242,7 @@ def find_import_cycles(graph: nx.DiGraph[str]) -> list[list[str]]:
     return sorted(cycles, key=lambda cycle: (-len(cycle), cycle))
 
 
+@cache
 def measure_repository() -> dict[str, int]:
     """Return all figures of the repository by name."""
     files = [read_source(path) for path in sources()]

@@ -18,7 +18,7 @@ from solved_cases import SAME, Solved, assert_is_near, best_of_all, found_plan, 
 from autoparallel.planner.evaluate import evaluate
 
 NUM_CASES = 200
-SAMPLE = (1, 7, 10, 15)
+SAMPLE = (1, 7, 10, 15, 17)
 """Cases that are no slow tests, of every sort, whose brute force is quick."""
 
 SEEDS = [

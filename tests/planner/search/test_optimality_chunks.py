@@ -20,7 +20,7 @@ from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.plan import Plan
 
 NUM_CASES = 160
-SAMPLE = (1, 2, 10)
+SAMPLE = (1, 7, 10)
 """Cases that are no slow tests, whose brute force is quick; memory is tight in one of them."""
 
 SEEDS = [
