@@ -31,6 +31,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions
 from autoparallel.refused_gradient import refusal
 from autoparallel.runtime.batches import marked
+from autoparallel.runtime.chosen_gradients import differentiate_chosen
 from autoparallel.runtime.global_values import (
     read_whole_values,
     take_norms_of_empty_shards,
@@ -39,6 +40,7 @@ from autoparallel.runtime.global_values import (
 from autoparallel.runtime.parameters import COMPUTE_DTYPES, get_by_path
 from autoparallel.runtime.share_batch import ShareBatch
 from autoparallel.runtime.shared import share_in_place
+from autoparallel.runtime.spread_draws import draw_whole_values
 from autoparallel.runtime.training_call import TrainingCall
 from autoparallel.runtime.whole_weights import WholeWeights
 from autoparallel.stale_tensors import is_retired, retire
@@ -170,7 +172,10 @@ class Adopted:
             self.calls = TrainingCall(executor, self.tell)
         self._put_shards(model)
         read_whole_values()
-        take_norms_of_empty_shards(p.master for p in trainer.model.parameters.values())
+        masters = [parameter.master for parameter in trainer.model.parameters.values()]
+        take_norms_of_empty_shards(masters)
+        differentiate_chosen(masters)
+        draw_whole_values(masters)
         trainer.model.beside.update(
             (name, parameter)
             for name, parameter in model.named_parameters()

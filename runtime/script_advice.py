@@ -15,11 +15,6 @@ _ADVICE = (
     ("Sharding propagation failed", "this op has no form for weights that are spread", _WHOLE),
     ("sharding strategy registered", "this op has no form for weights that are spread", _WHOLE),
     ("in-place operations", "this op cannot write to a weight that is spread", _WHOLE),
-    (
-        "appears to not have been used in the graph",
-        "autograd.grad gives no gradients of a parallel model's parameters",
-        f"loss.backward(), then parameter.grad; {_PAGE}",
-    ),
 )
 
 

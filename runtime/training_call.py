@@ -24,6 +24,7 @@ from ..passes.ops.collectives import convert, local_tensor
 from ..planner.errors import UsageError
 from ..planner.layout import INVARIANT, conversion_steps
 from .arriving import shared_sum
+from .chosen_gradients import second_gradient
 from .communicator import ProcessCommunicator
 from .mesh import DATA_AXIS
 from .parameters import StageParameter
@@ -360,13 +361,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():
-            raise UsageError(
-                "AP947",
-                "a gradient of a gradient goes through a model that trains by a plan",
-                why="create_graph=True differentiates the backward, which holds messages between "
-                "ranks",
-                fix="leave this model plain (no parallelize); others of the script may be parallel",
-            )
+            raise second_gradient()
         gradient = gradients[0]
         for axis in ctx.axes:
             gradient = ctx.communicator.all_reduce(gradient.contiguous(), axis)

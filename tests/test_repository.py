@@ -330,6 +330,11 @@ FOLLOWED = (
     "models against plain PyTorch"
 )
 
+WEIGHTS = (
+    "gradients of chosen parameters and random numbers for spread weights, which differed from the "
+    "model alone in silence"
+)
+
 CAPTURES = "captures that take a quarter less: traces of users' files alone; a quicker test suite"
 
 FORMS = (
@@ -362,19 +367,19 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
     ("passes: collections of op names", 16, FORMS),
-    ("runtime: lines", 18830, ADVICE),
-    ("runtime: files", 108, FORMS),
-    ("runtime: flat files", 92, FORMS),
+    ("runtime: lines", 19049, WEIGHTS),
+    ("runtime: files", 110, WEIGHTS),
+    ("runtime: flat files", 94, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 29977, PRICES),
+    ("api: lines", 29982, WEIGHTS),
     ("api: files", 181, FORMS),
     ("api: flat files", 90, FORMS),
     ("api: imports inside functions", 279, PRICES),
     ("api: collections of op names", 9),
-    ("all packages: lines", 102643, CAPTURES),
-    ("all packages: files", 581, PRICES),
-    ("all packages: flat files", 256, PRICES),
+    ("all packages: lines", 102864, WEIGHTS),
+    ("all packages: files", 583, WEIGHTS),
+    ("all packages: flat files", 258, WEIGHTS),
     ("all packages: imports inside functions", 280, PRICES),
     ("all packages: collections of op names", 33, FORMS),
     ("import cycles", 5),
@@ -385,12 +390,12 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("functions over 8 parameters", 22),
     ("function docstrings that begin with a clause", 862),
     ('function docstrings with "what"', 756, FORMS),
-    ("exceptions from formatting (fmt: skip, fmt: off)", 823, PRICES),
-    ("words of docs/ without docs/adr/", 50927, PRICES),
-    ("words of CHANGELOG.md", 5728, CAPTURES),
+    ("exceptions from formatting (fmt: skip, fmt: off)", 827, WEIGHTS),
+    ("words of docs/ without docs/adr/", 50950, WEIGHTS),
+    ("words of CHANGELOG.md", 5767, WEIGHTS),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 64632, CAPTURES),
-    ("tests: files", 431, PRICES),
+    ("tests: lines", 64852, WEIGHTS),
+    ("tests: files", 433, WEIGHTS),
     ("tests: flat files", 20),
 )
 """Ceilings of the figures of tests/support/structure.py: name, ceiling, reason if it rose."""
