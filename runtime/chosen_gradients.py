@@ -8,27 +8,29 @@ before it again, and only those that were asked for are given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial, wraps
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from ..planner.errors import UsageError
 
 _MASTERS: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 """The parameters of planned models by their ``id``."""
 
+_autograd: Any = torch.autograd
+_run_plainly = _autograd._engine_run_backward
+
 
 def differentiate_chosen(masters: Iterable[Tensor]) -> None:
     """Have ``torch.autograd`` find the gradients of these parameters where a script names them."""
-    if not _MASTERS:
-        for name, function in (("backward", _backward), ("grad", _grad)):
-            plain = getattr(torch.autograd, name)
-            if not hasattr(plain, "finds_planned"):
-                setattr(torch.autograd, name, _where_planned(plain, function))
+    _autograd._engine_run_backward = (
+        _run  # of grad and backward, by whatever name a script has them
+    )
     _MASTERS.update((id(master), master) for master in masters)
 
 
@@ -42,74 +44,52 @@ def second_gradient() -> UsageError:
     )
 
 
-def _where_planned(plain: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of ``torch.autograd``: where ``inputs`` has planned parameters, another."""
-
-    @wraps(plain)
-    def called(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = args[0] if args and function is _grad else kwargs.get("inputs")
-        chosen = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
-        if not any(id(tensor) in _MASTERS for tensor in chosen):
-            return plain(outputs, *args, **kwargs)
-        return function(outputs, *args, **kwargs)
-
-    called.finds_planned = True  # type: ignore[attr-defined]
-    called.plain = plain  # type: ignore[attr-defined]
-    return called
-
-
-def _backward(
-    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None,
-    create_graph: bool = False, grad_variables: Any = None, inputs: Any = None,
-) -> None:  # fmt: skip
-    """Add the gradients of ``inputs`` to their ``grad``."""
-    if create_graph:
+def _run(
+    outputs: Sequence[Tensor | GradientEdge], scales: Sequence[Tensor | None], retain_graph: bool,
+    create_graph: bool, inputs: Sequence[Tensor], allow_unreachable: bool, *, accumulate_grad: bool,
+) -> Any:  # fmt: skip
+    """Run a backward: add the gradients of ``inputs`` to their ``grad``, or return them."""
+    if not any(id(tensor) in _MASTERS for tensor in inputs):
+        return _run_plainly(
+            outputs, scales, retain_graph, create_graph, inputs, allow_unreachable,
+            accumulate_grad=accumulate_grad,
+        )  # fmt: skip
+    batched = torch._C._functorch.is_legacy_batchedtensor
+    if create_graph or any(isinstance(scale, Tensor) and batched(scale) for scale in scales):
         raise second_gradient()
-    scales = grad_variables if grad_tensors is None else grad_tensors
-    chosen = _listed(inputs)
-    found = _found(_listed(tensors), scales, chosen, retain_graph)
-    for tensor in chosen:
+    found = _found(outputs, scales, inputs, retain_graph)
+    if not accumulate_grad:
+        if not allow_unreachable and any(id(each) not in found for each in inputs):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. "
+                "Set allow_unused=True if this is the desired behavior."
+            )
+        return tuple(found.get(id(each)) for each in inputs)
+    for tensor in inputs:
         gradient = found.get(id(tensor))
         if gradient is not None:
             tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
-
-
-def _grad(
-    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None,
-    create_graph: bool = False, only_inputs: bool = True, allow_unused: bool | None = None,
-    *more: Any, materialize_grads: bool = False, **others: Any,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of ``inputs``; ``others`` may have ``is_grads_batched``."""
-    if create_graph or any(more) or any(others.values()):
-        raise second_gradient()
-    chosen = _listed(inputs)
-    found = _found(_listed(outputs), grad_outputs, chosen, retain_graph)
-    if not (allow_unused or materialize_grads) and any(id(each) not in found for each in chosen):
-        raise RuntimeError(
-            "One of the differentiated Tensors appears to not have been used in the graph. "
-            "Set allow_unused=True if this is the desired behavior."
-        )
-    empty = torch.zeros_like if materialize_grads else lambda tensor: None
-    return tuple(found[id(each)] if id(each) in found else empty(each) for each in chosen)
+    return None
 
 
 def _found(
-    outputs: Sequence[Tensor], scales: Any, chosen: Sequence[Tensor], retain_graph: bool | None
-) -> Mapping[int, Tensor]:
-    """Return the gradients of the chosen tensors by their ``id``, of one whole backward."""
+    outputs: Sequence[Tensor | GradientEdge], scales: Sequence[Tensor | None],
+    inputs: Sequence[Tensor], retain_graph: bool,
+) -> Mapping[int, Tensor]:  # fmt: skip
+    """Return the gradients of ``inputs`` by their ``id``, of one whole backward."""
     leaves = {id(leaf): leaf for leaf in (*_MASTERS.values(), *_leaves(outputs))}
     before = [(leaf, leaf.grad) for leaf in leaves.values()]
-    seen: dict[int, Tensor] = {}
-    inner = [each for each in chosen if not each.is_leaf]
-    hooks = [each.register_hook(partial(seen.__setitem__, id(each))) for each in inner]  # type: ignore[no-untyped-call]
+    found: dict[int, Tensor] = {}
+    inner = [each for each in inputs if not each.is_leaf]
+    hooks = [each.register_hook(partial(found.__setitem__, id(each))) for each in inner]  # type: ignore[no-untyped-call]
     try:
         for leaf in leaves.values():
             leaf.grad = None
-        torch.autograd.backward.plain(outputs, scales, retain_graph)  # type: ignore[attr-defined]
-        for each in chosen:
+        _run_plainly(outputs, scales, retain_graph, False, (), True, accumulate_grad=True)
+        for each in inputs:
             if id(each) in leaves and each.grad is not None:
-                seen[id(each)] = each.grad
-        return seen
+                found[id(each)] = each.grad
+        return found
     finally:
         for hook in hooks:
             hook.remove()
@@ -117,9 +97,10 @@ def _found(
             leaf.grad = gradient
 
 
-def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+def _leaves(outputs: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
     """Return the leaves of a graph, to whose ``grad`` a backward adds."""
-    found, waiting, seen = [], [each.grad_fn for each in outputs], set[Any]()
+    waiting = [each.node if isinstance(each, GradientEdge) else each.grad_fn for each in outputs]
+    found, seen = [], set[Any]()
     while waiting:
         node: Any = waiting.pop()
         if node is None or node in seen:
@@ -129,7 +110,3 @@ def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
             found.append(node.variable)
         waiting += [following for following, _ in node.next_functions]
     return found
-
-
-def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)

@@ -10,6 +10,7 @@ from forced_plans import Adopt, adopting
 from marks import slow
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
+from torch.autograd import grad
 
 import autoparallel
 from autoparallel.planner.errors import UsageError
@@ -62,7 +63,7 @@ def _computed(adopt: Adopt, *, is_loss: bool) -> Figures:
     losses()[1].backward(inputs=[*head, parameters[0]])
     note("chosen again")
     first, second = losses()
-    found["first"] = _figures(torch.autograd.grad(first, parameters, retain_graph=True))
+    found["first"] = _figures(grad(first, parameters, retain_graph=True))
     found["second"] = _figures(torch.autograd.grad(second, [head[0], *model.trunk.parameters()]))
     note("after grad")
     penalty = autoparallel.whole(model.scale).square().sum()
@@ -101,7 +102,8 @@ def _of_second_order() -> list[str]:
     set_torchrun_variables()
     model: Any = adopting("dp=2")(Loss(), (torch.randn(8, 6),))
     told = []
-    for option in ({"create_graph": True}, {"is_grads_batched": True}):
+    batched = {"is_grads_batched": True, "grad_outputs": torch.ones(2)}
+    for option in ({"create_graph": True}, batched):
         with pytest.raises(UsageError) as caught:
             torch.autograd.grad(model(torch.randn(8, 6)), list(model.parameters()), **option)
         told.append(caught.value.code)
