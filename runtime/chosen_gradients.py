@@ -1,9 +1,9 @@
 """Gradients of chosen parameters: ``torch.autograd.grad`` and ``backward(inputs=...)``.
 
-In: losses of planned models, and tensors among which there are their parameters. Out: what plain
-PyTorch gives. A planned model's parameters are no part of the graph that autograd sees, so torch
-would find no way to them. Instead a whole backward runs, all gradients of leaves are those of
-before it again, and only those that were asked for are given.
+In: a loss of a planned model, and the tensors to differentiate it by, some of them the model's
+parameters. Out: the gradients that plain PyTorch gives. The parameters are no part of the graph
+that autograd sees, so torch would find no way to them. Instead a whole backward runs; then every
+leaf gets back the gradient that it had, and the gradients that were asked for are given.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def differentiate_chosen(masters: Iterable[Tensor]) -> None:
 
 
 def second_gradient() -> UsageError:
-    """Return the error of a gradient of a gradient of a planned model."""
+    """Return the error for a second derivative of a planned model."""
     return UsageError(
         "AP947",
         "a gradient of a gradient goes through a model that trains by a plan",
@@ -48,7 +48,7 @@ def _run(
     outputs: Sequence[Tensor | GradientEdge], scales: Sequence[Tensor | None], retain_graph: bool,
     create_graph: bool, inputs: Sequence[Tensor], allow_unreachable: bool, *, accumulate_grad: bool,
 ) -> Any:  # fmt: skip
-    """Run a backward: add the gradients of ``inputs`` to their ``grad``, or return them."""
+    """Run a backward; if planned parameters are among ``inputs``, a whole one."""
     if not any(id(tensor) in _MASTERS for tensor in inputs):
         return _run_plainly(
             outputs, scales, retain_graph, create_graph, inputs, allow_unreachable,

@@ -61,12 +61,16 @@ def _of_whole(name: str) -> Callable[..., Any]:
 def take_norms_of_empty_shards(parameters: Iterable[Tensor]) -> None:
     """Have ``clip_grad_norm_`` take the infinity norm where a rank has no element of a parameter.
 
-    torch refuses the largest of no elements. Its DTensor has no public place for an op's handler.
+    torch refuses the largest of no elements.
     """
+    if any(map(_has_empty_shards, parameters)):
+        op_handlers()[torch.ops.aten._foreach_norm.Scalar] = _foreach_norm
+
+
+def op_handlers() -> dict[Any, Any]:
+    """Return DTensor's table of handlers for single ops, which has no public name."""
     dispatcher: Any = DTensor._op_dispatcher
-    handlers = getattr(dispatcher, "_custom_op_handlers", None)
-    if handlers is not None and any(map(_has_empty_shards, parameters)):
-        handlers[torch.ops.aten._foreach_norm.Scalar] = _foreach_norm
+    return getattr(dispatcher, "_custom_op_handlers", {})
 
 
 def _has_empty_shards(parameter: Tensor) -> bool:

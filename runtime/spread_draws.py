@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._pytree import tree_map_only
 
 from ..passes.ops.collectives import local_tensor
-from .global_values import whole
+from .global_values import op_handlers, whole
 
 _aten = torch.ops.aten
 _DRAWS = (
@@ -35,21 +35,15 @@ _MESHES: set[DeviceMesh] = set()
 
 
 def draw_whole_values(masters: Iterable[Tensor]) -> None:
-    """Have draws for tensors on the meshes of these parameters be those for whole tensors.
+    """Make random ops on tensors of these parameters' meshes draw for the whole tensor.
 
     Each is collective over its mesh: all ranks take what the first one draws.
     """
-    handlers = _handlers()
+    handlers = op_handlers()
     if not _MESHES:
         for op in _draws():
             handlers[op] = _drawn
     _MESHES.update(master.device_mesh for master in masters if isinstance(master, DTensor))
-
-
-def _handlers() -> dict[Any, Any]:
-    """Return DTensor's table of ops with handlers of their own, which has no public name."""
-    dispatcher: Any = DTensor._op_dispatcher
-    return getattr(dispatcher, "_custom_op_handlers", {})
 
 
 def _draws() -> Iterator[Any]:
@@ -86,7 +80,7 @@ def _placed(drawn: Tensor, like: DTensor) -> DTensor:
 
 
 def _left_to_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    handlers = _handlers()
+    handlers = op_handlers()
     del handlers[op]
     try:
         return op(*args, **kwargs)

@@ -62,10 +62,10 @@ def _is_users(file: str) -> bool:
 
 
 class _UserFrames:
-    """Notes the frames of an op for a tracer: a forward, and within it forwards and users' code.
+    """Stands in for torch's ``CapturedTraceback``, which notes where an op was called.
 
-    torch's own ``CapturedTraceback`` has every frame with the text of its line, which takes a
-    seventh of a capture.
+    It has the frames within the outermost ``forward``: those of users' files, and other forwards.
+    torch's has every frame with the text of its line, which takes a seventh of a capture.
     """
 
     def __init__(self, frames: list[FrameSummary]) -> None:
@@ -88,7 +88,7 @@ class _UserFrames:
 
 @contextmanager
 def noting_user_frames() -> Iterator[None]:
-    """Have tracers note only those frames of an op that ``user_source`` may tell."""
+    """Make tracers note for each op only the frames that ``user_source`` reads."""
     tracers: Any = proxy
     before, tracers.CapturedTraceback = tracers.CapturedTraceback, _UserFrames
     try:

@@ -36,7 +36,7 @@ MODULES = [
 
 
 def measure_anew(patch: pytest.MonkeyPatch) -> None:
-    """As the product does: for as long, and not once for all tests of the session."""
+    """Have the CPU measured as the product does: for its full time, and anew in each test."""
     patch.setattr(detect, "_PATIENCE_SECONDS", FULL_SECONDS)
     patch.setattr(detect, "_measure_cpu", inspect.unwrap(detect._measure_cpu))
 

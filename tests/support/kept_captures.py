@@ -1,4 +1,4 @@
-"""Captures that all processes of a test session share.
+"""Captures, and measurements of the CPU, that all processes of a test session share.
 
 In: a target, an example batch, a precision. Out: the recorded model and its captured program. The
 first process that asks for a capture makes it and writes it to the session's folder; the others
@@ -63,7 +63,7 @@ def _shapes(batch: Batch) -> list[tuple[object, ...]]:
 
 
 def once(make: Callable[[], T], *key: object) -> T:
-    """Return the session's value of this ``key``, which the first process that asks makes."""
+    """Return the value of ``key`` in this test session; the first process that asks makes it."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return make()
