@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from .optimizer import BuildOptimizer, built, sum_of_squares
+from .optimizer import BuildOptimizer, built, sum_of_all_squares
 from .profile_links import LinkTime, Meshes, agree, median_seconds
 
 TOTAL_BYTES = 1 << 26
@@ -107,12 +107,9 @@ def _update(
     optimizer: Optimizer, masters: Sequence[nn.Parameter], device: torch.device
 ) -> Callable[[], object]:
     def step() -> None:
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for master in masters:
-            gradient = master.grad
-            assert isinstance(gradient, DTensor)
-            local = gradient.to_local()
-            total += sum_of_squares(local)
+        gradients = [master.grad for master in masters]
+        local = [each.to_local() for each in gradients if isinstance(each, DTensor)]
+        sum_of_all_squares(local, device)
         optimizer.step()
 
     return step

@@ -29,6 +29,9 @@ from xdist.scheduler import LoadFileScheduling
 
 HERE = Path(__file__).resolve().parent
 
+SLOW = frozenset((HERE / "slow_tests.txt").read_text().splitlines())
+"""Tests that are slow beside those marked so: names of functions and of single cases."""
+
 gc.disable()  # until all tests are collected: what is imported lives until the end
 
 # A job that a shell starts in the background ignores SIGINT, and so would what tests start.
@@ -89,8 +92,9 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU where there is none, and begin with the longest files."""
+    """Mark slow tests, skip those of a GPU where there is none, begin with the longest files."""
     scopes: dict[str, float] = defaultdict(float)
     is_default = config.getoption("markexpr") == "not slow"
     durations = {} if is_default else read_durations(FILE_OF_ALL)
@@ -99,6 +103,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             scopes[scope_of(name)] += seconds
     items.sort(key=lambda item: -scopes[scope_of(item.nodeid)])
     for item in items:
+        if not SLOW.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
@@ -114,7 +120,7 @@ def _own_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         measure_briefly()
         patch.setenv(FOLDER, str(_session_folder(tmp_path_factory, "captures")))
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-        patch.setenv("AUTOPARALLEL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("AUTOPARALLEL_CACHE", str(_session_folder(tmp_path_factory, "cache")))
         patch.setenv("AUTOPARALLEL_MEASURE_SECONDS", "0")  # plans are the same on every machine
         yield
 

@@ -269,6 +269,18 @@ FOREIGN = frozenset({
 """Names in docstrings that are of torch, of models, or of formulas."""
 
 
+def test_the_list_of_slow_tests_names_tests() -> None:
+    listed = (ROOT / "tests" / "slow_tests.txt").read_text().splitlines()
+    names = [line.partition("[")[0] for line in listed if not line.startswith("#")]
+    files = {name.partition("::")[0] for name in names}
+    found = {
+        f"{file}::{name}"
+        for file in files
+        for name in re.findall(r"^def (test_\w+)", (ROOT / file).read_text(), re.MULTILINE)
+    }
+    assert set(names) - found == set()
+
+
 def test_names_in_docstrings_exist() -> None:
     """What stands between double backticks and could be a name is one, somewhere."""
     known, docstrings = _names_and_docstrings()
@@ -288,18 +300,16 @@ def _names_and_docstrings() -> tuple[set[str], list[tuple[Path, str]]]:
     for folder in (*PACKAGES, "tests", "benchmarks", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             tree = ast.parse(path.read_text())
-            own = {
-                id(node.value): node.value.value
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-                and isinstance(node.value.value, str)
-            }  # fmt: skip
+            known.update(path.relative_to(ROOT).with_suffix("").parts)
+            own: dict[int, str] = {}
+            for node in ast.walk(tree):  # a statement comes before the text that it is
+                match node:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        own[id(node.value)] = text
+                    case _ if id(node) not in own:
+                        known.update(_names(node))
             if folder in PACKAGES:
                 docstrings += [(path, text) for text in own.values()]
-            known.update(path.relative_to(ROOT).with_suffix("").parts)
-            for node in ast.walk(tree):
-                if id(node) not in own:
-                    known.update(_names(node))
     return known, docstrings
 
 

@@ -55,8 +55,8 @@ def test_a_gpu_allocates_what_is_counted() -> None:
     model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).to(device)
     x = torch.ones(512, 1024, device=device)
 
-    def step() -> None:
-        model(x).sum().backward()
+    def step() -> None:  # a sum alone has a gradient of stride 0, which a product copies uncounted
+        model(x).square().sum().backward()
 
     step()
     model.zero_grad()

@@ -3,7 +3,7 @@
 In: nothing. Out: within ``searches_are_brief()`` the planner looks at pipelines of one stage per
 rank by its dynamic program, at branches, unequal shares and interleaving, and at Chimera and
 TeraPipe only where they are forced. It does not search on around the fastest plan, and proves no
-bound. The tests of ``tests/planner`` search in full.
+bound. A plan's memory follows from the rules of ops, not from a run of its stages. The tests of ``tests/planner`` search in full.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 
 from autoparallel import goals
+from autoparallel.passes.memory import stage_memory
 from autoparallel.planner.find_plan import Proposer, SearchMethod
 from autoparallel.planner.proposers.interleaved import interleaved
 from autoparallel.planner.proposers.pipelines import dynamic_program, parallel_branches
@@ -51,5 +52,6 @@ def searches_are_brief() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         method = partial(SearchMethod, BRIEF, is_bounded=False)
         patch.setattr(goals, "SearchMethod", method)
+        patch.setattr(stage_memory, "runs_stages", lambda plan, blocks: False)
         patch.setenv(VARIABLE, "1")
         yield
