@@ -345,6 +345,10 @@ WEIGHTS = (
     "model alone in silence"
 )
 
+MEASURED = "steps measured on a GPU, and what was mended by them"
+
+QUICKER = "a list of slow tests that names tests; a default suite that ends in six minutes"
+
 CAPTURES = "captures that take a quarter less: traces of users' files alone; a quicker test suite"
 
 FORMS = (
@@ -401,10 +405,10 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("function docstrings that begin with a clause", 862),
     ('function docstrings with "what"', 756, FORMS),
     ("exceptions from formatting (fmt: skip, fmt: off)", 828, WEIGHTS),
-    ("words of docs/ without docs/adr/", 50950, WEIGHTS),
-    ("words of CHANGELOG.md", 5767, WEIGHTS),
+    ("words of docs/ without docs/adr/", 51010, MEASURED),
+    ("words of CHANGELOG.md", 5820, MEASURED),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 64854, WEIGHTS),
+    ("tests: lines", 64890, QUICKER),
     ("tests: files", 433, WEIGHTS),
     ("tests: flat files", 20),
 )

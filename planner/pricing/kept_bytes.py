@@ -133,11 +133,16 @@ def storages(graph: Graph, prices: Prices) -> Mapping[tuple[str, int], tuple[str
 
 
 def working_bytes(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> int:
-    """What an op's distinct inputs and its outputs take on a rank."""
-    inputs = dict(zip(node.inputs, layout.inputs, strict=True))
+    """Bytes of an op's distinct inputs and its outputs on a rank.
+
+    Of an op that a compiler fuses with others those that go through memory.
+    """
+    reads, writes, fused = range(len(node.inputs)), range(len(node.outputs)), node.fused
+    if fused is not None:
+        reads, writes = fused.reads, fused.writes
+    inputs = {node.inputs[at]: layout.inputs[at] for at in reads}
     return sum(prices.local_bytes(graph.spec(ref), each) for ref, each in inputs.items()) + sum(
-        prices.local_bytes(spec, each)
-        for spec, each in zip(node.outputs, layout.outputs, strict=True)
+        prices.local_bytes(node.outputs[at], layout.outputs[at]) for at in writes
     )
 
 

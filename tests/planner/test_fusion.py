@@ -9,13 +9,17 @@ from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.planner import rules
 from autoparallel.planner.fusion import with_fusion
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
+from autoparallel.planner.layout import INVARIANT, Mesh, NodeLayout
 from autoparallel.planner.pricing.choices import input_specs
+from autoparallel.planner.pricing.kept_bytes import working_bytes
+from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.rules.work import Work
 
 ROWS, WIDTH = 64, 32
 X = TensorSpec((ROWS, WIDTH), "float32", requires_grad=True)
 W = TensorSpec((WIDTH, WIDTH), "float32", requires_grad=True)
 SIZE = X.num_bytes
+WHOLE = (INVARIANT,)
 
 
 def leaf(name: str, spec: TensorSpec) -> Node:
@@ -81,6 +85,22 @@ def test_a_gate_keeps_its_factors_and_not_what_it_computes_between() -> None:
 
     assert kept(graph) == {"x", "y", "silu"}
     assert kept(compiled) == {"x", "y"}
+
+
+def test_a_value_between_fused_ops_takes_no_memory_while_they_run() -> None:
+    """Eager: silu reads x and makes a value, the product reads that and y. Compiled: it is none."""
+    graph, blocks = gate()
+    prices = Prices(Mesh(("dp",), (1,)), parse_cluster("1xH100"), (0,), "fp32", "adamw", rules)
+
+    def working(graph: Graph) -> list[int]:
+        found = []
+        for node in (graph[name] for name in ("silu", "product")):
+            layout = NodeLayout((WHOLE,) * len(node.inputs), (WHOLE,))
+            found.append(working_bytes(node, layout, graph, prices))
+        return found
+
+    assert working(graph) == [2 * SIZE, 3 * SIZE]
+    assert working(with_fusion(graph, blocks)) == [SIZE, 2 * SIZE]
 
 
 def around_a_product() -> tuple[Graph, Blocks]:

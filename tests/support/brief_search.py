@@ -3,7 +3,8 @@
 In: nothing. Out: within ``searches_are_brief()`` the planner looks at pipelines of one stage per
 rank by its dynamic program, at branches, unequal shares and interleaving, and at Chimera and
 TeraPipe only where they are forced. It does not search on around the fastest plan, and proves no
-bound. A plan's memory follows from the rules of ops, not from a run of its stages. The tests of ``tests/planner`` search in full.
+bound. A plan's memory follows from the rules of ops, not from a run of its stages. The tests of
+``tests/planner`` search in full.
 """
 
 from __future__ import annotations
