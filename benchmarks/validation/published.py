@@ -233,6 +233,7 @@ def _configuration(row: Row, assumed: list[str]) -> Configuration:
         selective_share=_selective_share(row),
         recompute_share=_recompute_share(row),
         compiled="torch.compile" in row["precision"],
+        compiles_ends="torchtitan@b5bcd76" not in row["source"],  # whose loss was not compiled
     )
 
 

@@ -74,8 +74,8 @@ class Configuration:
     stage (default: even). ``recompute`` is of every block, as in a plan; where not
     ``recomputes_ends``, of layers alone; with ``selective_share`` less than 1, of so many of a
     stage's layers, and the others are recomputed fully; with ``recompute_share`` less than 1, of so
-    many of a stage's layers, and the others keep what they made. ``compiled``: blocks run compiled.
-    ``gradient_dtype`` and ``offload`` are a plan's.
+    many of a stage's layers, and the others keep what they made. ``compiled``: blocks run compiled,
+    or layers alone, where not ``compiles_ends``. ``gradient_dtype`` and ``offload`` are a plan's.
     """
 
     dp: int = 1
@@ -98,6 +98,7 @@ class Configuration:
     selective_share: float = 1.0
     recompute_share: float = 1.0
     compiled: bool = False
+    compiles_ends: bool = True
     gradient_dtype: GradientDtype = "master"
     offload: Offload = "none"
 
@@ -110,6 +111,11 @@ class Configuration:
             precision=model.precision, gradient_dtype=model.gradient_dtype,
             optimizer=model.optimizer, compiled=plan.compiled, **degrees,
         )  # fmt: skip
+
+    @property
+    def form(self) -> tuple[str, bool, bool]:
+        """What the graph depends on that is priced."""
+        return self.precision, self.compiled, self.compiles_ends
 
     @property
     def states(self) -> StateOptions:
@@ -190,7 +196,7 @@ class ConfigurationPricer:
     def staged(self, cluster: Cluster, configuration: Configuration) -> Staged:
         """The configuration's plan, and what its stages cost."""
         plan = self.plan(cluster, configuration)
-        own = configuration.precision, configuration.compiled
+        own = configuration.form
         if own not in self._evaluators:
             graph = self._structure(configuration, self.graph.batch_size).graph
             self._evaluators[own] = Evaluator(graph, self.blocks, basis=self.basis)
@@ -263,9 +269,13 @@ class ConfigurationPricer:
             StagePrediction({}, {}),
         )
 
+    @property
+    def _layers(self) -> Blocks:
+        return Blocks(tuple(self.blocks.blocks[at] for at in find_layers(self.blocks)))
+
     def _modes(self, own: Configuration, blocks: Sequence[Block]) -> list[Recompute]:
         """How each of a stage's blocks is recomputed."""
-        layers = {self.blocks.blocks[at].name for at in find_layers(self.blocks)}
+        layers = {block.name for block in self._layers.blocks}
         again = [own.recomputes_ends or block.name in layers for block in blocks]
         share = own.selective_share if own.recompute == "selective" else 1.0
         num_full = round((1 - share) * sum(again))
@@ -296,9 +306,7 @@ class ConfigurationPricer:
         before, here = (range(first, first + own.mesh.size) for first in firsts)
         link = cluster.send_link(before, here)
         # the cluster lives as long as its id is used
-        known = self._prices.setdefault(
-            (id(cluster), own.precision, own.compiled), (cluster, PriceCache())
-        )
+        known = self._prices.setdefault((id(cluster), *own.form), (cluster, PriceCache()))
         prices = Prices(
             own.mesh, cluster, tuple(here), own.precision, own.optimizer, default_rules, known[1],
             profile=self.basis.used, assumptions=self.basis.assumptions, states=own.states,
@@ -322,10 +330,11 @@ class ConfigurationPricer:
 
     def _structure(self, own: Configuration, rows: int) -> Structure:
         """The graph in the configuration's precision, at a number of rows."""
-        key = own.precision, own.compiled
+        key = own.form
         if key not in self._structures:
             graph = with_precision(self.graph, own.precision)
-            graph = with_fusion(graph, self.blocks) if own.compiled else graph
+            if own.compiled:
+                graph = with_fusion(graph, self.blocks if own.compiles_ends else self._layers)
             self._structures[key] = Structure(graph, self.blocks)
         whole = self._structures[key]
         if rows == whole.graph.batch_size:

