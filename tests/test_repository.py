@@ -345,6 +345,11 @@ WEIGHTS = (
     "model alone in silence"
 )
 
+HELD = (
+    "tensors that a model's code holds: constants of several outputs, class weights under verify, "
+    "numbers that are read from a buffer"
+)
+
 MEASURED = "steps measured on a GPU, and what was mended by them"
 
 QUICKER = "a list of slow tests that names tests; a default suite that ends in six minutes"
@@ -376,7 +381,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("planner: flat files", 34),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 7),
-    ("passes: lines", 15544, CAPTURES),
+    ("passes: lines", 15591, HELD),
     ("passes: files", 93, FORMS),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
@@ -391,7 +396,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("api: flat files", 90, FORMS),
     ("api: imports inside functions", 279, PRICES),
     ("api: collections of op names", 9),
-    ("all packages: lines", 102860, MEASURED),
+    ("all packages: lines", 102901, HELD),
     ("all packages: files", 583, WEIGHTS),
     ("all packages: flat files", 258, WEIGHTS),
     ("all packages: imports inside functions", 280, PRICES),
@@ -406,9 +411,9 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 756, FORMS),
     ("exceptions from formatting (fmt: skip, fmt: off)", 828, WEIGHTS),
     ("words of docs/ without docs/adr/", 51050, MEASURED),
-    ("words of CHANGELOG.md", 5820, MEASURED),
+    ("words of CHANGELOG.md", 5860, HELD),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 64890, QUICKER),
+    ("tests: lines", 64975, HELD),
     ("tests: files", 433, WEIGHTS),
     ("tests: flat files", 20),
 )

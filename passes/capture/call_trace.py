@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ..programs.outputs import OutputForm
@@ -240,7 +241,7 @@ class _Recorder(TorchFunctionMode):
         if tensor.is_meta or tensor.layout != torch.strided:
             return
         position = len(self._trace.tensors)
-        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        with _disable_current_modes(), torch._C.DisableTorchFunction():  # nothing is recorded
             plain = tensor.detach().cpu()
             plain = plain.float() if plain.dtype == torch.bfloat16 else plain
             self._hold(tensor, plain.numpy())

@@ -173,6 +173,17 @@ def _of_unknown_size(path: str, source: str) -> CaptureError:
     )
 
 
+def _of_unknown_value(node: fx.Node) -> CaptureError:
+    return CaptureError(
+        "AP202",
+        "the model computes with a number that is read from a tensor",
+        why="its value is not known where the plan is made, and may change between steps",
+        where=user_source(node.meta.get("stack_trace")),
+        fix="keep it a tensor: self.scale in place of self.scale.item(), and for x[:, at] with a "
+        "tensor of no dimension x.index_select(1, at.view(1)).squeeze(1)",
+    )
+
+
 def _refuse_region(node: fx.Node) -> NoReturn:
     reads = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
     bodies = [getattr(node.graph.owning_module, name) for name in reads]
@@ -424,6 +435,8 @@ def _op_name(state: _Lowering, traced: str) -> str:
 def _arguments(state: _Lowering, value: Any) -> Any:
     """An fx argument with nodes replaced by their ``Ref``s and immutable lists by lists."""
     if isinstance(value, fx.Node):
+        if value not in state.values:
+            raise _of_unknown_value(value)
         return state.values[value]
     if isinstance(value, tuple):
         return tuple(_arguments(state, item) for item in value)

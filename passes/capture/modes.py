@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...planner.errors import CaptureError
 from .masked import is_selection, selected
@@ -38,7 +39,15 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Promote(TorchFunctionMode):
-    """Every floating dtype that a call asks for becomes float64."""
+    """Every floating dtype that a call asks for becomes float64.
+
+    So does a tensor that the model's code holds beside its state: while a model is captured
+    outside of what is recorded, and once, so that its graph is that of any other dtype.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
         self,
@@ -49,17 +58,21 @@ class _Promote(TorchFunctionMode):
     ) -> Any:
         if func in _FLOAT_METHODS:
             return args[0].double()
-        args = tuple(_promoted(arg) for arg in args)
-        kwargs = {key: _promoted(arg) for key, arg in (kwargs or {}).items()}
+        args = tuple(map(self._promoted, args))
+        kwargs = {key: self._promoted(arg) for key, arg in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
-
-def _promoted(value: Any) -> Any:
-    """A dtype, or a tensor that the model's code holds beside its state, in float64."""
-    if isinstance(value, torch.dtype):
-        return _PROMOTED.get(value, value)
-    is_held = type(value) is Tensor and value.dtype in _PROMOTED
-    return value.to(_PROMOTED[value.dtype]) if is_held else value
+    def _promoted(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return _PROMOTED.get(value, value)
+        if type(value) is not Tensor or value.dtype not in _PROMOTED:
+            return value
+        if not torch.compiler.is_exporting():
+            return value.to(_PROMOTED[value.dtype])
+        if id(value) not in self._held:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                self._held[id(value)] = value, value.to(_PROMOTED[value.dtype])
+        return self._held[id(value)][1]
 
 
 @contextmanager

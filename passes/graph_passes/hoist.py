@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...planner.graph import Graph, Node
+from ...planner.graph import Graph, Node, Ref, map_refs
 from ..ops.torch_ops import is_random
 
 
@@ -23,19 +23,42 @@ class Hoist:
 
 
 def hoist_constants(graph: Graph) -> Graph:
-    """The graph with every input-independent, parameter-free op node made a ``constant``."""
+    """The graph with every input-independent, parameter-free op node made a ``constant``.
+
+    Of one with several outputs each that follows the first is a constant of its own, as constants
+    are held by name.
+    """
     free = {
         node.name
         for node in graph.nodes
         if node.kind in ("buffer", "constant") and node.name not in graph.updates
     }
-    nodes = []
+    nodes: list[Node] = []
+    parts: dict[Ref, Ref] = {}
+    dims = dict(graph.batch_dims)
+
+    def part(ref: Ref) -> Ref:
+        return parts.get(ref, ref)
+
     for node in graph.nodes:
-        if _is_constant(node, free):
-            node = replace(node, kind="constant")
-            free.add(node.name)
+        node = replace(node, args=map_refs(node.args, part), kwargs=map_refs(node.kwargs, part))
         nodes.append(node)
-    return replace(graph, nodes=tuple(nodes))
+        if not _is_constant(node, free):
+            continue
+        nodes[-1] = replace(node, kind="constant")
+        free.add(node.name)
+        for index, spec in enumerate(node.outputs[1:], start=1):  # each a constant of its own
+            name, ref = f"{node.name}_part{index}", Ref(node.name, index)
+            own = replace(nodes[-1], name=name, op="aten.alias.default", args=(ref,), kwargs={})
+            nodes.append(replace(own, outputs=(spec,)))
+            parts[ref] = Ref(name)
+            free.add(name)
+            if node.name in dims:
+                dims[name] = dims[node.name][index : index + 1]
+    updates = {name: part(ref) for name, ref in graph.updates.items()}
+    return replace(
+        graph, nodes=tuple(nodes), loss=part(graph.loss), updates=updates, batch_dims=dims
+    )
 
 
 def _is_constant(node: Node, free: set[str]) -> bool:

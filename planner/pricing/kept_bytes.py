@@ -137,9 +137,10 @@ def working_bytes(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) 
 
     Of an op that a compiler fuses with others those that go through memory.
     """
-    reads, writes, fused = range(len(node.inputs)), range(len(node.outputs)), node.fused
-    if fused is not None:
-        reads, writes = fused.reads, fused.writes
+    reads: Sequence[int] = range(len(node.inputs))
+    writes: Sequence[int] = range(len(node.outputs))
+    if node.fused is not None:
+        reads, writes = node.fused.reads, node.fused.writes
     inputs = {node.inputs[at]: layout.inputs[at] for at in reads}
     return sum(prices.local_bytes(graph.spec(ref), each) for ref, each in inputs.items()) + sum(
         prices.local_bytes(node.outputs[at], layout.outputs[at]) for at in writes

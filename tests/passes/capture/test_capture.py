@@ -7,12 +7,13 @@ from commands import run_python
 from marks import slow
 from torch import Tensor, nn
 
+from autoparallel.passes.capture.call_trace import tracing_calls
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.capture.tie import find_tied
 from autoparallel.passes.initialization.deferred_init import plain_build, record_build
 from autoparallel.passes.programs.batch import InputPlace
-from autoparallel.passes.programs.interpret import run
+from autoparallel.passes.programs.interpret import LITERAL, run
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import CaptureError
 
@@ -80,6 +81,32 @@ def test_the_fingerprint_does_not_depend_on_the_dtype(build):
         for dtype in ("float32", "bfloat16", "float64")
     }
     assert len(prints) == 1
+
+
+def test_tensors_that_the_code_holds_leave_the_graph_the_same_in_every_dtype():
+    """In float64 they are float64 constants. Neither the cast nor a look at them is recorded."""
+    weights, half = torch.tensor([0.5, 1.5]), torch.tensor([0.25, 3.0], dtype=torch.bfloat16)
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            z = self.linear(x)
+            scaled = (z * weights.to(z.dtype)).mean() + (z * half).mean() + (z * weights).sum()
+            return nn.functional.cross_entropy(z, y, weight=weights) + scaled
+
+    batch = {"x": torch.randn(2, 4), "y": torch.tensor([0, 1])}
+    model = record_build(Weighted).model
+    graphs = []
+    for dtype in ("float32", "float64"):
+        graphs.append(capture(model, batch, dtype=dtype).graph)
+        with tracing_calls():
+            graphs.append(capture(model, batch, dtype=dtype).graph)  # reads them
+    assert len({graph.fingerprint for graph in graphs}) == 1
+    held = [node.spec.dtype for node in graphs[2] if node.op == LITERAL]
+    assert held == ["float64", "float64"]
 
 
 def test_bfloat16_casts_parameters_and_keeps_what_the_model_asks_for_in_float32():
@@ -338,3 +365,33 @@ def test_devices_that_a_forward_names_are_ignored() -> None:
     assert not any("device" in str(value) and "cuda" in str(value) for node in graph
                    for value in (node.args, node.kwargs))  # fmt: skip
     assert graph.spec(graph.loss).shape == ()
+
+
+class Scaled(nn.Module):
+    """Computes with a buffer of one number; ``form`` says how."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.linear, self.form = nn.Linear(4, 3), form
+        self.register_buffer("number", torch.tensor(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        match self.form:
+            case "item":
+                return (y * self.number.item()).mean()
+            case "index":
+                return y[:, self.number].mean()
+            case "tensor":
+                return (y * self.number).mean()
+        return y.index_select(1, self.number.view(1)).squeeze(1).mean()
+
+
+@pytest.mark.parametrize(("form", "other"), [("item", "tensor"), ("index", "selected")])
+def test_a_number_that_is_read_from_a_buffer_is_refused_with_what_to_write(form, other):
+    with pytest.raises(CaptureError, match="a number that is read from a tensor"):
+        capture(record_build(lambda: Scaled(form)).model, (torch.randn(2, 4),))
+    program = capture(record_build(lambda: Scaled(other)).model, (torch.randn(2, 4),))
+    model, x = plain_build(lambda: Scaled(form), seed=0), torch.randn(2, 4)
+    loss, _ = loss_and_gradients(program, plain_build(lambda: Scaled(other), seed=0), (x,))
+    torch.testing.assert_close(loss, model(x))

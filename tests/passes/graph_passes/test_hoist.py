@@ -41,6 +41,33 @@ def test_random_ops_are_no_constants():
     assert kinds["aten.ones.default"] == "constant"
 
 
+def test_each_output_of_a_constant_is_a_constant():
+    """The pairs below the diagonal, as recommenders take them from products of features."""
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            rows, columns = torch.tril_indices(3, 3, -1)
+            largest, at = torch.tensor([0.5, 2.0, 1.0]).max(0)
+            products = (y[:, :, None] * y[:, None])[:, rows, columns]
+            return products.mean() * largest + y.index_select(1, at.view(1)).mean()
+
+    program = capture(record_build(Pairs).model, (torch.randn(2, 4),))
+    graph = program.graph
+    read = {ref for node in graph if node.kind == "op" for ref in node.inputs}
+    constants = {ref for ref in read if graph[ref.name].kind == "constant"}
+    assert len(constants) >= 4
+    assert {ref.index for ref in constants} == {0}
+    values = evaluate(program, [ref.name for ref in constants])
+    found = sorted(value.tolist() for value in values.values() if value.dim() == 1)
+    assert found == [[0, 0, 1], [1], [1, 2, 2]]
+    assert [value.item() for value in values.values() if value.dim() == 0] == [2.0]
+
+
 def test_what_the_loss_does_not_need_is_dropped():
     class Chatty(nn.Module):
         def __init__(self) -> None:
