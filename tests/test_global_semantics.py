@@ -58,16 +58,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 GRAPHS = ("mean", "sum", "masked at random", "wide_resnet", "unet")
 RECOMPUTED = "tp=2,microbatches=2,recompute=full"
 CASES = {
-    2: [(model, RECOMPUTED) for model in ("sum", "normalized", "nll")]
-    + [("average", "dp=2"), ("wide_resnet", "tp=2"), ("wide_resnet", "dp=2,microbatches=2")]
-    + [("diffusion", "dp=2,zero=3,microbatches=2"), ("unet", "pp=2")],
+    2: [(model, RECOMPUTED) for model in ("sum", "nll")]
+    + [("average", "dp=2"), ("wide_resnet", "dp=2,microbatches=2")]
+    + [("diffusion", "dp=2,zero=3,microbatches=2")],
 }
 MORE = {
-    2: [(m, RECOMPUTED) for m in LOSSES if m not in ("sum", "normalized", "nll")]
+    2: [(m, RECOMPUTED) for m in LOSSES if m not in ("sum", "nll")]
     + [("average", "tp=2"), ("average", "dp=2,microbatches=2")]
-    + [("wide_resnet", p) for p in ("dp=2", "pp=2", "dp=2,recompute=full")]
+    + [("wide_resnet", p) for p in ("dp=2", "tp=2", "pp=2", "dp=2,recompute=full")]
     + [(model, p) for model in ("diffusion", "mlp_mixer") for p in ("dp=2", "tp=2", "pp=2")]
-    + [("unet", "dp=2"), ("unet", "tp=2")],
+    + [("unet", p) for p in ("dp=2", "tp=2", "pp=2")],
     4: [(m, "dp=2,pp=2,microbatches=4") for m in LOSSES]
     + [("wide_resnet", "dp=2,tp=2")]
     + [(model, "dp=2,pp=2,microbatches=2") for model in ("unet", "diffusion")],

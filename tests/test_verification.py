@@ -54,10 +54,10 @@ RANDOM = (
     "tp=2,pp=2,microbatches=2",
 )
 QUICK = {
-    "gpt": ("dp=2,zero=2", RANKS_IN_TURN),
+    "gpt": ("dp=2,zero=2",),
     "gpt-tied": (),
     "llama": ("tp=2",),
-    "dropout": ("pp=2,microbatches=4,recompute=full",),
+    "dropout": (),
     "gpt2": ("tp=2,pp=2,microbatches=2",),
 }
 """Degrees that are verified by default: each kind by one of the models. The others are slow."""
