@@ -25,6 +25,8 @@ _OF_LAUNCH = (
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
 
+_COPIED_BYTES = 1 << 20
+
 
 @contextmanager
 def one_process() -> Iterator[None]:
@@ -56,17 +58,28 @@ def own_folder(folder: str | os.PathLike[str]) -> str:
         with autoparallel.one_process():
             args = transformers.TrainingArguments(autoparallel.own_folder("out"))
 
-    A temporary folder has links to the contents of ``folder`` at that time, so that all ranks
-    resume from the same checkpoint; it is removed when the process ends.
+    A temporary folder has the contents of ``folder`` at that time, so that all ranks resume from
+    the same checkpoint: folders of its own, copies of files of at most a mebibyte, and links to
+    larger ones. It is removed when the process ends. A large file that is written again under its
+    name is written by every rank.
     """
     folder = Path(folder)
     if not rank_of_launch():
         return str(folder)
     own = Path(tempfile.mkdtemp(prefix="autoparallel-"))
     atexit.register(shutil.rmtree, own, ignore_errors=True)
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        (own / entry.name).symlink_to(entry.absolute())
+    if not folder.is_dir():
+        return str(own)
+    shutil.copytree(folder.absolute(), own, copy_function=_linked, dirs_exist_ok=True)
     return str(own)
+
+
+def _linked(source: str, copy: str) -> None:
+    """Copy a small file, and link to a large one."""
+    if os.path.getsize(source) <= _COPIED_BYTES:
+        shutil.copyfile(source, copy)
+    else:
+        os.symlink(source, copy)
 
 
 @contextmanager

@@ -345,6 +345,8 @@ WEIGHTS = (
     "model alone in silence"
 )
 
+FOLDERS = "folders of trainers, of which each rank writes its own"
+
 HELD = (
     "tensors that a model's code holds: constants of several outputs, class weights under verify, "
     "numbers that are read from a buffer"
@@ -391,12 +393,12 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("runtime: flat files", 94, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 29982, WEIGHTS),
+    ("api: lines", 29996, FOLDERS),
     ("api: files", 181, FORMS),
     ("api: flat files", 90, FORMS),
     ("api: imports inside functions", 279, PRICES),
     ("api: collections of op names", 9),
-    ("all packages: lines", 102901, HELD),
+    ("all packages: lines", 102915, FOLDERS),
     ("all packages: files", 583, WEIGHTS),
     ("all packages: flat files", 258, WEIGHTS),
     ("all packages: imports inside functions", 280, PRICES),
@@ -411,9 +413,9 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 756, FORMS),
     ("exceptions from formatting (fmt: skip, fmt: off)", 828, WEIGHTS),
     ("words of docs/ without docs/adr/", 51050, MEASURED),
-    ("words of CHANGELOG.md", 5860, HELD),
+    ("words of CHANGELOG.md", 5890, FOLDERS),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 64975, HELD),
+    ("tests: lines", 65000, FOLDERS),
     ("tests: files", 433, WEIGHTS),
     ("tests: flat files", 20),
 )

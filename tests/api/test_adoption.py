@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import adopted_scripts
@@ -79,3 +81,25 @@ def test_a_script_computes_what_it_computes_alone(
             assert [name for name, _ in found] == [name for name, _ in expected]
             for (name, value), (_, truth) in zip(found, expected, strict=True):
                 assert value == pytest.approx(truth, rel=TOLERANCE, abs=TOLERANCE), (plan, name)
+
+
+def test_a_rank_writes_and_removes_checkpoints_in_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a checkpoint of the same name is there already, as after a restart of the trainer."""
+    saved = tmp_path / "checkpoint-1"
+    saved.mkdir()
+    (saved / "state.json").write_text("old")
+    (saved / "weights").write_bytes(bytes((1 << 20) + 1))
+    monkeypatch.setenv("RANK", "0")
+    assert autoparallel.own_folder(tmp_path) == str(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    own = Path(autoparallel.own_folder(tmp_path)) / "checkpoint-1"
+    assert (own / "state.json").read_text() == "old"
+    assert (own / "weights").read_bytes() == (saved / "weights").read_bytes()
+    assert (own / "weights").is_symlink()
+    (own / "state.json").write_text("new")
+    shutil.rmtree(own)
+    assert (saved / "state.json").read_text() == "old"
+    assert (saved / "weights").exists()
+    assert list(Path(autoparallel.own_folder(tmp_path / "none")).iterdir()) == []
