@@ -26,6 +26,7 @@ _OF_LAUNCH = (
 )  # fmt: skip
 
 _COPIED_BYTES = 1 << 20
+"""Files of at most this size are copied into a folder of a rank; to larger ones it has links."""
 
 
 @contextmanager
@@ -58,24 +59,22 @@ def own_folder(folder: str | os.PathLike[str]) -> str:
         with autoparallel.one_process():
             args = transformers.TrainingArguments(autoparallel.own_folder("out"))
 
-    A temporary folder has the contents of ``folder`` at that time, so that all ranks resume from
-    the same checkpoint: folders of its own, copies of files of at most a mebibyte, and links to
-    larger ones. It is removed when the process ends. A large file that is written again under its
-    name is written by every rank.
+    The temporary folder begins with the present contents of ``folder``, so all ranks resume from
+    the same checkpoint. It has folders of its own, copies of files of at most a mebibyte, and links
+    to larger ones. If a trainer writes such a larger file again under the same name, every rank
+    writes to it. The folder is removed when the process ends.
     """
     folder = Path(folder)
     if not rank_of_launch():
         return str(folder)
     own = Path(tempfile.mkdtemp(prefix="autoparallel-"))
     atexit.register(shutil.rmtree, own, ignore_errors=True)
-    if not folder.is_dir():
-        return str(own)
-    shutil.copytree(folder.absolute(), own, copy_function=_linked, dirs_exist_ok=True)
+    if folder.is_dir():
+        shutil.copytree(folder.absolute(), own, copy_function=_copy_or_link, dirs_exist_ok=True)
     return str(own)
 
 
-def _linked(source: str, copy: str) -> None:
-    """Copy a small file, and link to a large one."""
+def _copy_or_link(source: str, copy: str) -> None:
     if os.path.getsize(source) <= _COPIED_BYTES:
         shutil.copyfile(source, copy)
     else:

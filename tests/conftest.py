@@ -30,7 +30,7 @@ from xdist.scheduler import LoadFileScheduling
 HERE = Path(__file__).resolve().parent
 
 SLOW = frozenset((HERE / "slow_tests.txt").read_text().splitlines())
-"""Tests that are slow beside those marked so: names of functions and of single cases."""
+"""Names of test functions and of single cases that are slow without being marked in the code."""
 
 gc.disable()  # until all tests are collected: what is imported lives until the end
 
@@ -94,7 +94,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark slow tests, skip those of a GPU where there is none, begin with the longest files."""
+    """Mark listed tests as slow, skip tests of absent GPUs, and put the longest files first."""
     scopes: dict[str, float] = defaultdict(float)
     is_default = config.getoption("markexpr") == "not slow"
     durations = {} if is_default else read_durations(FILE_OF_ALL)

@@ -34,9 +34,7 @@ PARALLEL = ("dp=2", "tp=2", "pp=2")
 ZERO = ("dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3")
 MODELS = ("lora", "several", "seq2seq", "towers", "own", "opaque", "rowwise")
 CASES = [(m, p) for m in MODELS for p in PARALLEL] + [("lora", p) for p in ZERO]
-QUICK = (
-    ("lora", "tp=2"), ("opaque", "dp=2"),
-)  # fmt: skip
+QUICK = (("lora", "tp=2"), ("opaque", "dp=2"))
 
 
 @cache

@@ -64,8 +64,8 @@ def _is_users(file: str) -> bool:
 class _UserFrames:
     """Stands in for torch's ``CapturedTraceback``, which notes where an op was called.
 
-    It has the frames within the outermost ``forward``: those of users' files, and other forwards.
-    torch's has every frame with the text of its line, which takes a seventh of a capture.
+    It keeps the calls within the outermost ``forward`` in users' files and in a ``forward``.
+    torch keeps all calls and the text of their lines, which takes a seventh of a capture.
     """
 
     def __init__(self, frames: list[FrameSummary]) -> None:

@@ -39,10 +39,10 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Promote(TorchFunctionMode):
-    """Every floating dtype that a call asks for becomes float64.
+    """Turns every floating dtype that a call asks for into float64.
 
-    So does a tensor that the model's code holds beside its state: while a model is captured
-    outside of what is recorded, and once, so that its graph is that of any other dtype.
+    It also casts tensors that the model's code holds beside its state. A capture does not record
+    these casts, and makes one for each tensor, so the graph is the same as in any other dtype.
     """
 
     def __init__(self) -> None:

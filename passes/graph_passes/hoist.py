@@ -23,10 +23,9 @@ class Hoist:
 
 
 def hoist_constants(graph: Graph) -> Graph:
-    """The graph with every input-independent, parameter-free op node made a ``constant``.
+    """Make a ``constant`` of every op that depends on no input and no parameter.
 
-    Of one with several outputs each that follows the first is a constant of its own, as constants
-    are held by name.
+    Constants are held by name, so each further output of an op becomes a constant of its own.
     """
     free = {
         node.name
@@ -41,16 +40,17 @@ def hoist_constants(graph: Graph) -> Graph:
         return parts.get(ref, ref)
 
     for node in graph.nodes:
-        node = replace(node, args=map_refs(node.args, part), kwargs=map_refs(node.kwargs, part))
-        nodes.append(node)
-        if not _is_constant(node, free):
+        if not parts.keys().isdisjoint(node.inputs):
+            node = replace(node, args=map_refs(node.args, part), kwargs=map_refs(node.kwargs, part))
+        is_constant = _is_constant(node, free)
+        nodes.append(replace(node, kind="constant") if is_constant else node)
+        if not is_constant:
             continue
-        nodes[-1] = replace(node, kind="constant")
         free.add(node.name)
-        for index, spec in enumerate(node.outputs[1:], start=1):  # each a constant of its own
+        for index, spec in enumerate(node.outputs[1:], start=1):
             name, ref = f"{node.name}_part{index}", Ref(node.name, index)
-            own = replace(nodes[-1], name=name, op="aten.alias.default", args=(ref,), kwargs={})
-            nodes.append(replace(own, outputs=(spec,)))
+            own = Node(name, "constant", "aten.alias.default", (ref,), {}, (spec,))
+            nodes.append(replace(own, module=node.module, source=node.source))
             parts[ref] = Ref(name)
             free.add(name)
             if node.name in dims:

@@ -114,7 +114,7 @@ class Configuration:
 
     @property
     def form(self) -> tuple[str, bool, bool]:
-        """What the graph depends on that is priced."""
+        """The options on which the priced graph depends."""
         return self.precision, self.compiled, self.compiles_ends
 
     @property

@@ -135,7 +135,7 @@ def storages(graph: Graph, prices: Prices) -> Mapping[tuple[str, int], tuple[str
 def working_bytes(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> int:
     """Bytes of an op's distinct inputs and its outputs on a rank.
 
-    Of an op that a compiler fuses with others those that go through memory.
+    Values that a fused kernel keeps in registers do not count.
     """
     reads: Sequence[int] = range(len(node.inputs))
     writes: Sequence[int] = range(len(node.outputs))

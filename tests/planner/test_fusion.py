@@ -88,7 +88,7 @@ def test_a_gate_keeps_its_factors_and_not_what_it_computes_between() -> None:
 
 
 def test_a_value_between_fused_ops_takes_no_memory_while_they_run() -> None:
-    """Eager: silu reads x and makes a value, the product reads that and y. Compiled: it is none."""
+    """Eager, the product reads the result of silu from memory; compiled, it is in registers."""
     graph, blocks = gate()
     prices = Prices(Mesh(("dp",), (1,)), parse_cluster("1xH100"), (0,), "fp32", "adamw", rules)
 

@@ -42,7 +42,7 @@ def test_random_ops_are_no_constants():
 
 
 def test_each_output_of_a_constant_is_a_constant():
-    """The pairs below the diagonal, as recommenders take them from products of features."""
+    """A recommender takes the products of all pairs of features, those below the diagonal."""
 
     class Pairs(nn.Module):
         def __init__(self) -> None:
