@@ -76,6 +76,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if file := config.getoption(processor_seconds.OPTION):
         config.pluginmanager.register(processor_seconds.Recorder(Path(file)))
+    starts_workers = config.getoption("dist", "no") != "no" and not config.option.collectonly
+    # Of a shared server no worker could tell the processor time of its tests.
+    if starts_workers and not hasattr(config, "workerinput") and not file:
+        from processes import share_fork_server
+
+        share_fork_server()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
@@ -131,11 +137,22 @@ FULL_SEARCH = (HERE / "planner", HERE / "api", HERE / "benchmarks")
 
 @pytest.fixture(autouse=True)
 def _brief_search(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Make searches brief where a test runs a plan and does not ask how it was found."""
-    from brief_search import searches_are_brief
+    """Make searches brief where a test runs a plan and does not ask how it was found.
+
+    Tests of ``api`` search in full, but run the stages of a plan for its memory only where they
+    are marked with ``runs_stages``.
+    """
+    from brief_search import memory_follows_rules, searches_are_brief
 
     is_full = any(request.path.is_relative_to(folder) for folder in FULL_SEARCH)
-    with nullcontext() if is_full else searches_are_brief():
+    needs_runs = request.node.get_closest_marker("runs_stages")
+    if not is_full:
+        context = searches_are_brief()
+    elif request.path.is_relative_to(HERE / "api") and not needs_runs:
+        context = memory_follows_rules()
+    else:
+        context = nullcontext()
+    with context:
         yield
 
 

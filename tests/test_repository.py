@@ -370,6 +370,7 @@ ADVICE = (
 )
 
 PRICES = "prices of experts, of scaled 8-bit products, of groups over several axes; published runs"
+SERVER = "the workers of the suite share a fork server"
 QUICK = "lines that slow tests alone ran since the suite was shortened; fixes that are run"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
@@ -415,7 +416,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/", 51050, MEASURED),
     ("words of CHANGELOG.md", 5890, FOLDERS),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 65000, FOLDERS),
+    ("tests: lines", 65050, SERVER),
     ("tests: files", 433, WEIGHTS),
     ("tests: flat files", 20),
 )

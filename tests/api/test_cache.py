@@ -164,6 +164,7 @@ def test_the_second_plan_reuses_the_first(folder: Path, capsys: pytest.CaptureFi
     assert "reused 1 of 1 capture" in capsys.readouterr().err
 
 
+@pytest.mark.runs_stages
 def test_the_command_shows_and_clears(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["cache"]) == 0
     assert "no values" in capsys.readouterr().out

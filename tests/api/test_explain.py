@@ -155,6 +155,7 @@ def test_what_cannot_be_split_is_not_offered_and_says_why(models: dict[str, Reca
     )  # fmt: skip
 
 
+@pytest.mark.runs_stages
 def test_what_is_cheaper_and_too_large_says_so(models: dict[str, Recaptured], folder: Path) -> None:
     """A plan with recomputation on devices that have just what it needs."""
     wide = autoparallel.plan(

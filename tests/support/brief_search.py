@@ -3,8 +3,8 @@
 In: nothing. Out: within ``searches_are_brief()`` the planner looks at pipelines of one stage per
 rank by its dynamic program, at branches, unequal shares and interleaving, and at Chimera and
 TeraPipe only where they are forced. It does not search on around the fastest plan, and proves no
-bound. A plan's memory follows from the rules of ops, not from a run of its stages. The tests of
-``tests/planner`` search in full.
+bound. A plan's memory is estimated as within ``memory_follows_rules()``: by the rules of ops, not
+by a run of its stages. The tests of ``tests/planner`` search in full.
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ def searches_are_brief() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         method = partial(SearchMethod, BRIEF, is_bounded=False)
         patch.setattr(goals, "SearchMethod", method)
-        patch.setattr(stage_memory, "runs_stages", lambda plan, blocks: False)
         patch.setenv(VARIABLE, "1")
+        with memory_follows_rules():
+            yield
+
+
+@contextmanager
+def memory_follows_rules() -> Iterator[None]:
+    """Estimate the memory of this process's plans by the rules of ops until the context ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_memory, "runs_stages", lambda plan, blocks: False)
         yield

@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,8 +116,7 @@ def _interpret(
     atexit._clear()  # those of the fork server
     kept = os.environ.get(FOLDER, "")
     # What this process forks comes from the same server.
-    processes.ensure_running = lambda: None
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+    processes.server.ensure_running = lambda: None  # type: ignore[method-assign]
     os.environ.clear()
     os.environ.update({FOLDER: kept, **environment})
     measure_briefly()

@@ -1,7 +1,8 @@
 """Running a function on several gloo processes of this machine.
 
 A fork server imports torch and this package once; each rank is forked from it, so a run of a few
-ranks starts in a fraction of a second. Ranks find each other through a file.
+ranks starts in a fraction of a second. The workers of pytest-xdist share one server. Ranks find
+each other through a file.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from datetime import timedelta
 from functools import cache, wraps
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
-from multiprocessing.forkserver import ensure_running
+from multiprocessing.forkserver import _forkserver as server
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,10 @@ BRIEF_SECONDS = 0.003
 """For so long the product measures each of a CPU's rates, and tests do that need no exact rates."""
 
 
+ADDRESS = "AUTOPARALLEL_TEST_FORK_SERVER"
+"""The variable with the address of a fork server that several processes share."""
+
+
 class RankError(AssertionError):
     """A rank failed; the text is its traceback."""
 
@@ -89,7 +94,7 @@ def run_processes(
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes, ends = [], []
-        job = (function, args, not may_die)
+        job = (function, args, not may_die, dict(os.environ))
         for rank in range(num_ranks):
             end, child_end = context.Pipe(duplex=False)
             process = context.Process(
@@ -116,11 +121,22 @@ def forking_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     os.environ["OMP_NUM_THREADS"] = "1"
+    if (address := os.environ.get(ADDRESS)) and server._forkserver_address is None:
+        server._forkserver_address = address
+        server._forkserver_alive_fd = os.pipe()[1]  # ours, for the processes that are forked
+        server.ensure_running = lambda: None  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         # Where the server finds ``first_uses``, and the package that this process has imported.
         patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
-        ensure_running()
+        server.ensure_running()
     return context
+
+
+def share_fork_server() -> None:
+    """Start a fork server for this process and all that it starts."""
+    forking_context()
+    if not hasattr(server, "_forkserver_authkey"):  # Python 3.14's has a key of its own
+        os.environ[ADDRESS] = str(server._forkserver_address)
 
 
 def set_torchrun_variables() -> None:
@@ -193,10 +209,12 @@ def _rank(
     num_ranks: int,
     timeout_seconds: float,
     backend: str,
-    job: tuple[Callable[..., Any], tuple[Any, ...], bool],
+    job: tuple[Callable[..., Any], tuple[Any, ...], bool, dict[str, str]],
 ) -> None:
-    """``job``: the function, its arguments, and whether all ranks meet at the end."""
-    function, args, meets = job
+    """``job``: the function, its arguments, whether all ranks meet at the end, the environment."""
+    function, args, meets, environment = job
+    os.environ.clear()
+    os.environ.update(environment)
     import torch
     import torch.distributed as dist
 
