@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autoparallel.planner.configured.configuration import find_layers
+from autoparallel.planner.configured.configuration import find_equal
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref, map_refs
 
 FEWEST_LAYERS = 3
@@ -19,11 +19,11 @@ FEWEST_LAYERS = 3
 
 
 def deeper(graph: Graph, blocks: Blocks, num_layers: int) -> tuple[Graph, Blocks]:
-    """The model with ``num_layers`` layers: its second one is repeated.
+    """The model with ``num_layers`` equal layers: the second of these is repeated.
 
     Raises ``ValueError`` for a model of fewer than ``FEWEST_LAYERS``, or of more than is asked for.
     """
-    layers = find_layers(blocks)
+    layers = find_equal(blocks)
     more = num_layers - len(layers)
     if more == 0:
         return graph, blocks

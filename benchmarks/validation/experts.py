@@ -14,7 +14,7 @@ from pathlib import Path
 from autoparallel.cost_model.dispatch import DISPATCHERS, Dispatcher
 from autoparallel.options import parse_settings
 from autoparallel.passes.programs.program import Program as Captured
-from autoparallel.planner.configured.configuration import Configuration, even_layers
+from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision, Recompute
 from autoparallel.planner.pricing.basis import CostAssumptions
 from autoparallel.planning import PlanOptions, capture_target
@@ -39,8 +39,10 @@ MODELS = Path(__file__).with_name("data") / "moe_models"
 FEWEST = 4
 """Layers with experts that are captured. The dense layers of a model are fewer, so that ``depth``
 takes one of these for the layer to repeat."""
-HYBRID = ("Nemotron", "Qwen3-Next", "Llama-4", "GPT-OSS", "V4-Flash")
-"""Models whose layers of several kinds alternate, so that no layer can be repeated."""
+LONG_CAPTURES = ("Qwen3-Next", "V4-Flash")
+"""Models whose layers are captured with an op for each of many steps, for minutes."""
+ALTERNATING = ("Nemotron", "Llama-4")
+"""Models whose layers of several kinds alternate, so that all are captured."""
 NATURAL_IMBALANCE = 1.5
 """Tokens of the fullest rank over the mean where a router decides: 1.50 to 1.66 over 32 ranks
 (LAER-MoE artifact, arXiv:2602.11686)."""
@@ -53,22 +55,25 @@ NVIDIA's pages of 2026."""
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A model by the folder of its configuration. ``dense`` layers at the start have no experts."""
+    """A model by the folder of its configuration. ``dense`` layers at the start have no experts;
+    the others are equal if one ``is_repeated``."""
 
     folder: str
     layers: int
     dense: int
     seq: int
+    is_repeated: bool
 
     @property
-    def repeated(self) -> int:
-        """The number of layers with experts."""
-        return self.layers - self.dense
+    def repeated(self) -> int | None:
+        """The number of layers with experts, or None where no layer is repeated."""
+        return self.layers - self.dense if self.is_repeated else None
 
     @property
     def few(self) -> Listed:
         """The model with the fewest layers of which one can be repeated."""
-        return replace(self, layers=min(self.layers, self.dense + FEWEST))
+        few = self.dense + FEWEST if self.is_repeated else self.layers
+        return replace(self, layers=min(self.layers, few))
 
     def program(self, dtype: str) -> Captured:
         """Capture the model."""
@@ -81,8 +86,8 @@ class Listed:
 def run_of(row: Row, line: int, folder: Path = MODELS) -> Run:
     """Return the run of a row."""
     model = row.get("model", "")
-    if any(name in model for name in HYBRID):
-        raise UnusableRowError(f"{model} has layers of several kinds")
+    if any(name in model for name in LONG_CAPTURES):
+        raise UnusableRowError(f"{model} takes minutes to capture")
     model = model.replace(" ", "-")
     if not (folder / model / "config.json").is_file():
         raise UnusableRowError(f"there is no configuration of {model}")
@@ -93,7 +98,10 @@ def run_of(row: Row, line: int, folder: Path = MODELS) -> Run:
         row.get("interconnect", ""),
     )  # fmt: skip
     dense = int(float(row.get("dense_layers") or 0))
-    shape = Listed(str(folder / model), number(row, "layers"), dense, number(row, "seq_len"))
+    is_repeated = not any(name in model for name in ALTERNATING)
+    shape = Listed(
+        str(folder / model), number(row, "layers"), dense, number(row, "seq_len"), is_repeated
+    )
     configuration = _configuration(row, shape)
     memory = row.get("peak_memory_gib", "")
     return Run(
@@ -150,16 +158,7 @@ def _configuration(row: Row, shape: Listed) -> Configuration:
         num_microbatches=count, num_chunks=chunks, compiled=True,
         schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
         precision="fp8" if has_eight_bits(row) else "bf16",
-        layers=_layers(shape, pp * chunks) if pp > 1 else None,
     )  # fmt: skip
-
-
-def _layers(shape: Listed, stages: int) -> tuple[int, ...]:
-    """Layers with experts of each stage; the first one has all dense layers, and fewer others."""
-    first, *rest = even_layers(shape.layers, stages)
-    if first >= shape.dense:
-        return (first - shape.dense, *rest)
-    return (0, *even_layers(shape.repeated, stages - 1))
 
 
 def _exposed_share(row: Row) -> float:

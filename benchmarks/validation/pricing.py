@@ -67,7 +67,9 @@ class Pricer:
         key = run.shape, precision, run.assumptions
         if key not in self.pricers:
             program = self.program(run.shape, precision)
-            graph, blocks = deeper(program.graph, program.blocks, run.shape.repeated)
+            graph, blocks = program.graph, program.blocks
+            if run.shape.repeated is not None:
+                graph, blocks = deeper(graph, blocks, run.shape.repeated)
             basis = Basis(assumptions=run.assumptions)
             self.pricers[key] = ConfigurationPricer(graph, blocks, basis)
         return self.pricers[key]

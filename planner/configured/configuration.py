@@ -12,7 +12,7 @@ stages outermost, as Megatron-LM numbers them (Narayanan et al. 2021, arXiv:2104
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -345,11 +345,27 @@ class ConfigurationPricer:
 
 
 def find_layers(blocks: Blocks) -> range:
-    """Where the layers are: the longest run of blocks that are equal but for what is pinned."""
-    kinds = [plain_kind(block.kind) for block in blocks.blocks]
-    kind = Counter(kinds).most_common(1)[0][0]
-    ends = [-1, *(at for at, each in enumerate(kinds) if each != kind), len(kinds)]
-    return max((range(a + 1, b) for a, b in pairwise(ends)), key=len)
+    """Where the layers are: the longest run of blocks that are numbered members of one list, of
+    whatever kinds, or that are equal."""
+    lists = [_NUMBER.sub("", block.name) for block in blocks.blocks]
+    numbered = [own if own != block.name else "" for own, block in zip(lists, blocks.blocks)]
+    return max(_longest_run(numbered), find_equal(blocks), key=len)
+
+
+def find_equal(blocks: Blocks) -> range:
+    """Where the longest run of blocks is that are equal but for what is pinned."""
+    return _longest_run([plain_kind(block.kind) for block in blocks.blocks])
+
+
+def _longest_run(values: Sequence[str]) -> range:
+    """The longest run of one value that is not empty."""
+    starts = [at for at, each in enumerate(values) if at == 0 or each != values[at - 1]]
+    runs = (range(a, b) for a, b in pairwise([*starts, len(values)]))
+    return max((run for run in runs if values[run.start]), key=len, default=range(0))
+
+
+_NUMBER = re.compile(r"\.\d+(\+\d+)?$")
+"""The end of the name of a block that is a member of a list of layers, or a copy of one."""
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -22,12 +22,13 @@ from autoparallel.planner.configured.configuration import (
     ConfigurationPricer,
     PricedStep,
     even_layers,
+    find_equal,
     find_layers,
     stage_bounds,
 )
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.graph import Ref
+from autoparallel.planner.graph import Block, Blocks, Ref
 from autoparallel.planner.inter_op.submesh import mesh_of, restriction
 from autoparallel.planner.positions import position_dims
 from autoparallel.planner.pricing.basis import DEFAULT, Basis, CostAssumptions
@@ -255,6 +256,25 @@ def test_rows_and_positions_are_told_from_features() -> None:
     )
     assert dims[Ref(norm)] == {0, 1}  # (batch, seq, hidden)
     assert dims[Ref(attention)] == {0, 2}  # (batch, heads, seq, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("names", "kinds", "layers", "equal"),
+    [
+        ("embed layers.0 layers.1 layers.2 head", "embed a b b head", range(1, 4), range(2, 4)),
+        ("enc.0 enc.1 dec.0 dec.1 dec.2", "a a b c b", range(2, 5), range(2)),
+        ("in layers.0 layers.0+1 layers.1 out", "in a a a out", range(1, 4), range(1, 4)),
+        ("x y z", "a a b", range(2), range(2)),
+    ],
+)
+def test_layers_are_the_members_of_a_list_whatever_their_kinds(
+    names: str, kinds: str, layers: range, equal: range
+) -> None:
+    """A model that begins with dense layers and goes on with experts, or alternates."""
+    pairs = zip(names.split(), kinds.split(), strict=True)
+    blocks = Blocks(tuple(Block(name, kind, (), ()) for name, kind in pairs))
+    assert find_layers(blocks) == layers
+    assert find_equal(blocks) == equal
 
 
 def test_every_block_is_in_one_stage() -> None:
