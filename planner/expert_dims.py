@@ -21,6 +21,13 @@ from .layout import AxisStrategy, Placement
 from .positions import Dims, Strategies
 
 PRODUCTS = ("aten.einsum.", "aten.bmm.", "aten.matmul.", "aten.baddbmm.", "aten._grouped_mm.")
+VIEWS = (
+    "aten.view.default",
+    "aten.reshape.",
+    "aten._unsafe_view.",
+    "aten.flatten.",
+    "aten.unflatten.",
+)
 LAYER = "autoparallel.experts"
 FIRST_WEIGHT = 3
 """Of a layer of experts, the first input that is a weight; all after it are."""
@@ -64,6 +71,65 @@ def experts_of_layers(graph: Graph) -> tuple[int, ...]:
     """The different numbers of experts that the layers of a graph have."""
     layers = filter(is_expert_layer, graph)
     return tuple(sorted({graph.spec(node.inputs[FIRST_WEIGHT]).shape[0] for node in layers}))
+
+
+def token_nodes(graph: Graph) -> frozenset[str]:
+    """The nodes that see tokens in one dimension around layers of experts, where rows and
+    positions are joined: from the views that join them to those that part them again, and the
+    parameters that these alone read, but for the weights of experts."""
+    layers = [node for node in graph if is_expert_layer(node)]
+    found = {node.name for node in layers}
+    waiting = [ref.name for node in layers for ref in node.inputs[:FIRST_WEIGHT]]
+    while waiting:
+        node = graph[waiting.pop()]
+        if node.name in found or node.kind != "op" or not _counts_rows(node, graph):
+            continue
+        found.add(node.name)
+        if not joins_tokens(node, graph):
+            waiting += [ref.name for ref in node.inputs]
+    waiting = [user for node in layers for user in graph.users[node.name]]
+    while waiting:
+        node = graph[waiting.pop()]
+        if node.name in found or not _counts_rows(node, graph):
+            continue
+        found.add(node.name)
+        if not parts_tokens(node, graph):
+            waiting += graph.users[node.name]
+    weights = {ref.name for node in layers for ref in node.inputs[FIRST_WEIGHT:]}
+    for node in reversed(graph.nodes):
+        is_own = node.kind in ("op", "parameter") and not _counts_rows(node, graph)
+        users = graph.users[node.name]
+        if is_own and users and node.name not in weights and found.issuperset(users):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def joins_tokens(node: Node, graph: Graph) -> bool:
+    """Tells whether a view makes one dimension of the first two of its input."""
+    return is_view(node) and is_join(graph.spec(node.inputs[0]).shape, node.spec.shape)
+
+
+def parts_tokens(node: Node, graph: Graph) -> bool:
+    """Tells whether a view makes two dimensions of the first one of its input."""
+    return is_view(node) and is_join(node.spec.shape, graph.spec(node.inputs[0]).shape)
+
+
+def is_join(apart: Sequence[int], joined: Sequence[int]) -> bool:
+    """Tells whether the second shape has the first two dimensions of the first one as one.
+
+    >>> is_join((2, 3, 4), (6, 4)), is_join((2, 3, 4), (2, 12))
+    (True, False)
+    """
+    return len(apart) == len(joined) + 1 and apart[0] * apart[1] == joined[0]
+
+
+def is_view(node: Node) -> bool:
+    """Tells whether a node is a view of one value that may join or part dimensions."""
+    return node.op.startswith(VIEWS) and len(node.inputs) == 1
+
+
+def _counts_rows(node: Node, graph: Graph) -> bool:
+    return any(dim is not None for dim in graph.batch_dims.get(node.name, ()))
 
 
 def _views(graph: Graph, strategies: Strategies) -> dict[Ref, tuple[str, frozenset[int]]]:

@@ -248,7 +248,8 @@ def configured(
     tp, pp, cp = forced.tp or 1, forced.pp or 1, degree(own, "cp")
     ep = forced.ep or 1
     dp = forced.dp or max(1, cluster.num_devices // (tp * pp * cp))
-    check_degrees(replace(forced, dp=dp, tp=tp, pp=pp, cp=cp), cluster)
+    data_ep = Configuration(dp=dp, tp=tp, cp=cp, ep=ep).data_ep
+    check_degrees(replace(forced, dp=dp, tp=tp, pp=pp, cp=cp, ep=data_ep), cluster)
     rows, count = microbatches(options, replace(forced, dp=dp))
     return Configuration(
         dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=forced.zero or 0,

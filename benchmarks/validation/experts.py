@@ -41,8 +41,10 @@ FEWEST = 4
 takes one of these for the layer to repeat."""
 LONG_CAPTURES = ("Qwen3-Next", "V4-Flash")
 """Models whose layers are captured with an op for each of many steps, for minutes."""
-ALTERNATING = ("Nemotron", "Llama-4")
+ALTERNATING = ("Nemotron",)
 """Models whose layers of several kinds alternate, so that all are captured."""
+DENSE = ("Llama-4",)
+"""Models whose experts transformers computes for all tokens, so that no tokens are sent."""
 NATURAL_IMBALANCE = 1.5
 """Tokens of the fullest rank over the mean where a router decides: 1.50 to 1.66 over 32 ranks
 (LAER-MoE artifact, arXiv:2602.11686)."""
@@ -88,16 +90,17 @@ def run_of(row: Row, line: int, folder: Path = MODELS) -> Run:
     model = row.get("model", "")
     if any(name in model for name in LONG_CAPTURES):
         raise UnusableRowError(f"{model} takes minutes to capture")
+    if any(name in model for name in DENSE):
+        raise UnusableRowError(f"transformers computes every expert of {model} for every token")
     model = model.replace(" ", "-")
     if not (folder / model / "config.json").is_file():
         raise UnusableRowError(f"there is no configuration of {model}")
-    if number(row, "tp", default=1) > 1:
-        raise UnusableRowError("experts beside tensor parallelism")
     cluster, missing = make_cluster(
         row.get("gpu_type", ""), number(row, "n_gpus"), number(row, "gpus_per_node", default=8),
         row.get("interconnect", ""),
     )  # fmt: skip
-    dense = int(float(row.get("dense_layers") or 0))
+    stated = row.get("dense_layers", "")
+    dense = int(stated) if stated.isdecimal() else 0
     is_repeated = not any(name in model for name in ALTERNATING)
     shape = Listed(
         str(folder / model), number(row, "layers"), dense, number(row, "seq_len"), is_repeated
@@ -123,8 +126,18 @@ def _assumptions(row: Row) -> CostAssumptions:
         joint_states=True, cast_bytes=4.0, scaling=scaling(row), keeps_casts=eight, regathers=True,
         casts_experts=eight, fuses_experts=True,
         dispatcher=_dispatcher(row),
-        imbalance=1.0 if row.get("routing") == "forced_balanced" else NATURAL_IMBALANCE,
+        imbalance=1.0 if _is_forced(row) or _has_capacity(row) else NATURAL_IMBALANCE,
     )  # fmt: skip
+
+
+def _is_forced(row: Row) -> bool:
+    return row.get("routing") == "forced_balanced"
+
+
+def _has_capacity(row: Row) -> bool:
+    """Tell whether experts get a fixed number of tokens, padded and dropped: as all of NVIDIA's
+    recipes of Grok-1 have it."""
+    return "capacity" in row.get("routing", "") or row["model"] == "Grok-1"
 
 
 def _is_fsdp(row: Row) -> bool:
@@ -144,16 +157,15 @@ def _dispatcher(row: Row) -> Dispatcher:
 
 
 def _configuration(row: Row, shape: Listed) -> Configuration:
-    dp, pp, cp = (number(row, name, default=1) for name in ("dp", "pp", "cp"))
+    dp, tp, pp, cp = (number(row, name, default=1) for name in ("dp", "tp", "pp", "cp"))
     rows, chunks = number(row, "micro_batch"), number(row, "vp", default=1)
-    ep = number(row, "ep", default=1)
-    if dp % ep:
-        raise UnusableRowError(f"ep {ep} is spread over more than the dp {dp} data-parallel ranks")
+    ep, etp = (number(row, name, default=1) for name in ("ep", "etp"))
     recompute: Recompute = "full" if row.get("recompute", "").startswith("full") else "none"
     count = microbatches(number(row, "global_batch_seqs"), dp, rows)
     chunks = chunks if pp > 1 else 1
     return Configuration(
-        dp=dp, pp=pp, cp=cp, ep=ep, zero=3 if _is_fsdp(row) else 1,
+        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, zero=3 if _is_fsdp(row) else 1,
+        sequence_parallel=True if tp > 1 else None,
         recompute=recompute, recomputes_ends=False, microbatch_size=rows * dp,
         num_microbatches=count, num_chunks=chunks, compiled=True,
         schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
@@ -170,9 +182,10 @@ def _waits(row: Row) -> float:
     """Return how long a layer of experts waits for the host in a pass.
 
     CUDA graphs of parts of a layer hide a third of the wait, a graph of the whole step all of it.
-    AutoModel's grouped products take the numbers of tokens from the device, and wait for none.
+    AutoModel's grouped products take the numbers of tokens from the device, and wait for none; with
+    a fixed number of tokens there is nothing to wait for.
     """
-    if "automodel" in row.get("source", "").lower():
+    if "automodel" in row.get("source", "").lower() or _has_capacity(row):
         return 0.0
     graphs = _graphs(row)
     return 0.0 if graphs == 1 else WAITS * (1 - graphs * 2 / 3)

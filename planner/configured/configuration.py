@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any
 
 from ...cost_model.cluster import Cluster
@@ -68,7 +69,10 @@ ONCE = ("transient", "buffers", "reserve")
 class Configuration:
     """How a model is trained.
 
-    ``dp`` ranks split the batch, and every ``ep`` neighbours among them the experts.
+    ``dp`` ranks split the batch, and ``ep`` ranks the experts: neighbours among the data-parallel
+    ones, and where ``ep`` is a multiple of ``tp`` that these alone do not hold, or ``etp`` is 1,
+    tensor- and context-parallel ranks too (``folded``). ``etp`` ranks share each expert: 1 or
+    ``tp``.
     ``microbatch_size`` rows make a micro-batch over all data-parallel ranks. ``num_chunks``
     stages share a pipeline rank. ``num_slices`` of sequences, for TeraPipe. ``layers`` of each
     stage (default: even). ``recompute`` is of every block, as in a plan; where not
@@ -83,6 +87,7 @@ class Configuration:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int | None = None
     zero: int = 0
     recompute: Recompute = "none"
     microbatch_size: int = 1
@@ -136,9 +141,28 @@ class Configuration:
         return self.pp * self.num_chunks
 
     @property
+    def folded(self) -> tuple[str, ...]:
+        """The axes besides "ep" that split experts: as Megatron-LM numbers ranks, tensor-parallel
+        ones are neighbours first, then context-parallel ones, then data-parallel ones."""
+        if self.ep == 1:
+            return ()
+        is_whole = self.etp == 1 or (self.etp is None and self.dp % self.ep != 0)
+        names, left = [], self.ep
+        for name, size, is_asked in (("tp", self.tp, is_whole), ("cp", self.cp, True)):
+            if is_asked and size > 1 and left % size == 0:
+                names.append(name)
+                left //= size
+        return tuple(names) if is_whole or self.etp is not None else ()
+
+    @property
+    def data_ep(self) -> int:
+        """How many of the ranks that split experts are data-parallel ones."""
+        return self.ep // prod(getattr(self, name) for name in self.folded)
+
+    @property
     def mesh(self) -> Mesh:
-        """The mesh of a stage: experts are spread over neighbouring data-parallel ranks."""
-        return mesh_of(self.dp // self.ep, self.tp, self.cp, self.ep)
+        """The mesh of a stage, whose axis "ep" has the data-parallel ranks that split experts."""
+        return mesh_of(self.dp // self.data_ep, self.tp, self.cp, self.data_ep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +253,12 @@ class ConfigurationPricer:
         """The plan that a configuration describes, without predictions."""
         own = configuration
         _check(own, cluster, self.graph)
+        if "cp" in own.folded and self.basis.assumptions.dispatcher == "gather":
+            raise UsageError(
+                "AP127", f"ep={own.ep} does not divide dp × tp = {own.dp * own.tp}",
+                why="this package spreads experts over data- and tensor-parallel ranks",
+                fix=f"ep= a divisor of {own.dp * own.tp}",
+            )  # fmt: skip
         structure = self._structure(own, own.microbatch_size)
         bounds = stage_bounds(self.blocks, own.layers, own.num_stages)
         stages = tuple(
@@ -313,20 +343,36 @@ class ConfigurationPricer:
         )  # fmt: skip
         key = (
             prices.key, id(structure), link, cluster.joins_hosts(link), own.sequence_parallel,
-            own.zero,
+            own.zero, own.ep, own.etp,
         )  # fmt: skip
         if key not in self.solvers:
             forced = Forced(
-                dp=own.dp, tp=own.tp, cp=own.cp, ep=own.ep, sequence_parallel=own.sequence_parallel
+                dp=own.dp, tp=own.tp, cp=own.cp, ep=own.data_ep,
+                sequence_parallel=own.sequence_parallel,
             )  # fmt: skip
             given = replace(
-                restriction(own.mesh, forced), gathers=(),
+                restriction(own.mesh, forced), gathers=(), **self._around_experts(own),
                 pins=by_template(self.graph, self.blocks, self.pins),
             )  # fmt: skip
             model = StageModel(structure, prices, given, link)
             limits = Limits(float("inf"), (own.zero,), "none")
             self.solvers[key] = IntraOp(model, limits, Budget.of(float("inf")))
         return self.solvers[key]
+
+    def _around_experts(self, own: Configuration) -> dict[str, tuple[int, ...]]:
+        """What the tensor- and context-parallel axes are for at layers of experts to which another
+        program sends tokens: for the fields ``tokens``, ``folded`` and ``sliced``."""
+        if self.basis.assumptions.dispatcher == "gather" or not experts_of_layers(self.graph):
+            return {}
+        axes = {name: axis for axis, name in enumerate(own.mesh.axes)}
+        names = ["cp", *(["tp"] if own.sequence_parallel else [])]
+        sliced = [] if "tp" in own.folded or own.etp == 1 else ["tp"]
+        return {
+            field: tuple(axes[name] for name in chosen if name in axes and name in names)
+            for field, chosen in (
+                ("tokens", names), ("folded", own.folded), ("sliced", sliced)
+            )
+        }  # fmt: skip
 
     def _structure(self, own: Configuration, rows: int) -> Structure:
         """The graph in the configuration's precision, at a number of rows."""
@@ -347,9 +393,9 @@ class ConfigurationPricer:
 def find_layers(blocks: Blocks) -> range:
     """Where the layers are: the longest run of blocks that are numbered members of one list, of
     whatever kinds, or that are equal."""
-    lists = [_NUMBER.sub("", block.name) for block in blocks.blocks]
-    numbered = [own if own != block.name else "" for own, block in zip(lists, blocks.blocks)]
-    return max(_longest_run(numbered), find_equal(blocks), key=len)
+    numbers = [_NUMBER.search(block.name) for block in blocks.blocks]
+    lists = [found.string[: found.start()] if found else "" for found in numbers]
+    return max(_longest_run(lists), find_equal(blocks), key=len)
 
 
 def find_equal(blocks: Blocks) -> range:
@@ -415,7 +461,8 @@ def _rank_of_stage(own: Configuration) -> tuple[int, ...]:
 
 def _check(configuration: Configuration, cluster: Cluster, graph: Graph) -> None:
     own, total = configuration, cluster.num_devices
-    check_experts(own.dp, own.ep, experts_of_layers(graph))
+    sharing = own.dp * own.ep // own.data_ep
+    check_experts(sharing, own.ep, experts_of_layers(graph))
     if own.num_devices != total:
         raise UsageError(
             "AP127",

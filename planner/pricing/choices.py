@@ -15,7 +15,7 @@ from itertools import product
 from typing import TypeVar
 
 from ..batch import rows_apart
-from ..expert_dims import ExpertDims, by_experts, expert_dims
+from ..expert_dims import ExpertDims, by_experts, expert_dims, token_nodes
 from ..graph import Graph, Node, TensorSpec
 from ..layout import (
     BALANCED,
@@ -39,14 +39,14 @@ from ..positions import (
     features_only,
     position_dims,
     positions_where_whole,
-    splits,
 )
 from ..requests.feature_strategies import allowed
 from ..requests.features import Features
 from ..requests.pins import Pins, kept
-from ..rules.dispatch import SENT, sent_strategies
+from ..rules.dispatch import SENT, SLICED, TOKENS, sent_strategies
 from .price_cache import find
 from .prices import Prices
+from .split_values import batch_split, batch_whole, parameters_split, positions_split
 
 T = TypeVar("T")
 Inner = tuple[tuple[int, InnerCollective], ...]
@@ -78,7 +78,9 @@ class Restriction:
     ``split_experts`` the weights of experts are split by expert and all else as on one of
     ``split_batch`` (expert parallelism). ``pins`` are the layouts that the user asks for, by
     node of a kind, ``features`` the means that are allowed. On axes of ``gathers`` a parameter
-    that is used whole may still be held split, along its first dimension, and gathered.
+    that is used whole may still be held split, along its first dimension, and gathered. On axes
+    of ``tokens`` nothing is whole that layers of experts see of tokens: of these axes those of
+    ``folded`` split experts too, those of ``sliced`` each expert.
     """
 
     split_batch: tuple[int, ...] = ()
@@ -89,6 +91,9 @@ class Restriction:
     features: Features = field(default_factory=Features)
     split_experts: tuple[int, ...] = ()
     gathers: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    folded: tuple[int, ...] = ()
+    sliced: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -96,7 +101,7 @@ class Restriction:
         return (
             self.split_batch, self.split_parameters, self.sequence_parallel,
             self.split_positions, tuple(self.pins.items()), self.features, self.split_experts,
-            self.gathers,
+            self.gathers, self.tokens, self.folded, self.sliced,
         )  # fmt: skip
 
     @property
@@ -234,24 +239,43 @@ def _axis_strategies(
         num_inputs, num_outputs = len(node.inputs), len(node.outputs)
         return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
     strategies = strategies_of(node, graph, size, prices)
+    if axis in restriction.tokens and node.name in tokens_of(graph, prices):
+        return _tokens_split(node, graph, axis, prices, restriction)
+    strategies = tuple(each for each in strategies if each.label not in (SLICED, TOKENS))
     if axis not in restriction.given:
         dims = partial(dims_on, graph, size, prices)
         strategies = allowed(node, graph, strategies, dims, restriction.features)
     if axis in restriction.split_batch and (graph.batch_dims or graph.batch_size % size == 0):
-        return _batch_split(node, batch_dims(graph, prices), strategies)
+        return batch_split(node, batch_dims(graph, prices), strategies)
     if axis in restriction.split_experts:
-        by_rows = _batch_split(node, batch_dims(graph, prices), strategies)
+        by_rows = batch_split(node, batch_dims(graph, prices), strategies)
         found = by_experts(node, strategies, by_rows, experts_on(graph, size, prices))
         return tuple(each for each in found if each.label == SENT) or found
     if axis in restriction.split_parameters:
-        fitting = _batch_whole(node, graph, strategies)
+        fitting = batch_whole(node, graph, strategies)
         if restriction.sequence_parallel is None:
-            return _parameters_split(node, graph, fitting)
+            return parameters_split(node, graph, fitting)
         return _as_megatron(node, graph, fitting, dims_on(graph, size, prices), restriction)
     if axis in restriction.split_positions:
-        whole = _batch_whole(node, graph, strategies)
-        return _positions_split(node, whole, dims_on(graph, size, prices))
+        whole = batch_whole(node, graph, strategies)
+        return positions_split(node, whole, dims_on(graph, size, prices))
     return strategies
+
+
+def _tokens_split(
+    node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
+) -> tuple[AxisStrategy, ...]:
+    """The strategies that split tokens, those of a layer of experts as the axis is used there."""
+    strategies = strategies_of(node, graph, prices.mesh.shape[axis], prices)
+    label = SENT if axis in restriction.folded else SLICED if axis in restriction.sliced else None
+    own = tuple(each for each in strategies if each.label in (label, TOKENS))
+    rest = tuple(each for each in strategies if each.label not in (SENT, SLICED))
+    return own or batch_split(node, batch_dims(graph, prices), rest)
+
+
+def tokens_of(graph: Graph, prices: Prices) -> frozenset[str]:
+    """The nodes that see joined tokens, found once per graph."""
+    return find(prices.cache.token_nodes, graph.batch_size, lambda: token_nodes(graph))
 
 
 def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, ...]]:
@@ -265,8 +289,17 @@ def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
     """The dimensions of rows and positions, made once per graph and size of an axis."""
     return find(
         prices.cache.position_dims, (size, graph.batch_size),
-        lambda: position_dims(graph, lambda node: strategies_of(node, graph, size, prices)),
+        lambda: position_dims(graph, lambda node: _descending(node, graph, size, prices)),
     )  # fmt: skip
+
+
+def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
+    """The strategies along which positions descend: of views that join them, those around layers
+    of experts alone."""
+    strategies = strategies_of(node, graph, size, prices)
+    if node.name in tokens_of(graph, prices):
+        return strategies
+    return tuple(each for each in strategies if each.label != TOKENS)
 
 
 def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
@@ -289,83 +322,7 @@ def _as_megatron(
         fitting = positions_where_whole(node, strategies, dims)
     else:
         fitting = features_only(node, strategies, dims)
-    return by_entries(node, _parameters_split(node, graph, fitting), dims)
-
-
-def _positions_split(
-    node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
-) -> tuple[AxisStrategy, ...]:
-    """The strategies that split what they make along positions, or else use nothing split."""
-    fitting = tuple(strategy for strategy in strategies if splits(node, strategy, dims))
-    making = tuple(
-        strategy for strategy in fitting if any(each.is_shard for each in strategy.outputs)
-    )
-    return making or fitting or features_only(node, strategies, dims)
-
-
-def _batch_split(
-    node: Node,
-    dims: Mapping[str, tuple[int | None, ...]],
-    strategies: tuple[AxisStrategy, ...],
-) -> tuple[AxisStrategy, ...]:
-    """The strategies that split the batch wherever a tensor has one, if there are any."""
-    if node.name not in dims:
-        return strategies
-    inputs = [dims[ref.name][ref.index] for ref in node.inputs]
-    outputs = list(dims[node.name])
-    fitting = tuple(
-        strategy
-        for strategy in strategies
-        if all(map(_fits_batch, inputs, strategy.inputs))
-        and all(map(_fits_batch, outputs, strategy.outputs))
-    )
-    return fitting or strategies
-
-
-def _batch_whole(
-    node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
-) -> tuple[AxisStrategy, ...]:
-    """The strategies that split no tensor along its batch, if there are any."""
-    if not graph.batch_dims:
-        return strategies
-    dims = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
-    dims += graph.batch_dims[node.name]
-    fitting = tuple(
-        strategy
-        for strategy in strategies
-        if not any(
-            dim is not None and placement == shard(dim)
-            for dim, placement in zip(dims, (*strategy.inputs, *strategy.outputs), strict=True)
-        )
-    )
-    return fitting or strategies
-
-
-def _parameters_split(
-    node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
-) -> tuple[AxisStrategy, ...]:
-    """The strategies that use every parameter of two or more dimensions split, if any do."""
-    wide = [
-        position
-        for position, ref in enumerate(node.inputs)
-        if _is_weight(graph[ref.name], graph) and len(graph.spec(ref).shape) >= 2
-    ]
-    fitting = tuple(
-        strategy
-        for strategy in strategies
-        if all(strategy.inputs[position].is_shard for position in wide)
-    )
-    return fitting or strategies
-
-
-def _is_weight(node: Node, graph: Graph) -> bool:
-    """Whether a node is a parameter, or the parts of one (a fused weight's)."""
-    is_cut = node.kind == "op" and node.op.startswith("aten.split_with_sizes.")
-    return node.kind == "parameter" or (is_cut and _is_weight(graph[node.inputs[0].name], graph))
-
-
-def _fits_batch(dim: int | None, placement: Placement) -> bool:
-    return not placement.is_shard if dim is None else placement == shard(dim)
+    return by_entries(node, parameters_split(node, graph, fitting), dims)
 
 
 def _divides(
@@ -394,8 +351,10 @@ def held_layouts(
     for axis, size in enumerate(prices.mesh.shape):
         experts = _split_weights(graph, axis, prices, restriction)
         splits = [shard(dim) for dim, length in enumerate(shape) if length and length % size == 0]
-        if axis in restriction.split_experts and node.name in experts:
+        if node.name in experts:
             options.append([shard(0)])
+        elif axis in restriction.tokens and node.name in tokens_of(graph, prices):
+            options.append([REPLICATE])
         elif axis in restriction.gathers and size > 1:
             options.append([*(each for each in splits if each.dim == 0), REPLICATE])
         elif axis in restriction.given or size == 1:
@@ -415,7 +374,8 @@ def _split_weights(
 ) -> Mapping[str, int]:
     """The weights of experts that an axis splits by expert, wherever they are held."""
     size = prices.mesh.shape[axis]
-    if axis not in restriction.split_experts or axis in restriction.gathers or size == 1:
+    is_split = axis in restriction.split_experts or axis in restriction.folded
+    if not is_split or axis in restriction.gathers or size == 1:
         return {}
     return experts_on(graph, size, prices).weights
 

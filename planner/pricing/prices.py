@@ -181,6 +181,7 @@ class Prices(MeshPrices):
         own = self._priced(node, inputs, layout)
         sent = [0.0, 0.0]
         whole = (*layout.inputs, *layout.outputs)
+        dispatching = sorted({axis for axis, item in inner if item.kind == "dispatch"})
         for axis, item in inner:
             others = prod(
                 size
@@ -189,7 +190,8 @@ class Prices(MeshPrices):
             )
             num_bytes = item.num_bytes // others
             if item.kind == "dispatch":
-                sent[item.backward] += self._dispatch(item, inputs, layout, axis)
+                if axis == dispatching[0]:  # one message over all of these axes
+                    sent[item.backward] += self._dispatch(item, inputs, layout, dispatching)
                 continue
             sent[item.backward] += (
                 self._swap(num_bytes, self.groups[axis])
@@ -202,14 +204,18 @@ class Prices(MeshPrices):
         )  # fmt: skip
 
     def _dispatch(
-        self, item: InnerCollective, inputs: Sequence[TensorSpec], layout: NodeLayout, axis: int
+        self,
+        item: InnerCollective,
+        inputs: Sequence[TensorSpec],
+        layout: NodeLayout,
+        axes: Sequence[int],
     ) -> float:
-        """Seconds in which tokens come to their experts on an axis, or back."""
+        """Seconds in which tokens come to their experts over some axes, or back."""
         own = self.assumptions
         parts = self.num_parts(layout.inputs[0])
         num_experts = inputs[FIRST_WEIGHT].shape[0]
         seconds = dispatch_seconds(
-            item.num_bytes / parts, item.copies, num_experts, self.groups[axis], own.dispatcher
+            item.num_bytes / parts, item.copies, num_experts, self.group(*axes), own.dispatcher
         )
         return self._counted(Priced(own.imbalance * seconds, 0.0, "spec")).forward
 

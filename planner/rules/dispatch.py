@@ -1,48 +1,90 @@
-"""Experts whose tokens are sent to them: the strategy of other programs than this package's.
+"""Experts whose tokens are sent to them: the strategies of other programs than this package's.
 
 In: a layer of experts (``passes.ops.experts``), an axis. Out: the strategy in which every rank has
 its own tokens and its own experts, with the messages inside: tokens to their experts and results
-back, and the same of the gradients; and the call that a rank makes of the tokens that it received.
+back, and the same of the gradients; the one in which it has its own tokens and a part of each
+expert, so that the ranks of the axis gather what they received and sum what they computed; and the
+call that a rank makes of the tokens that it received. Such tokens are split by rows on some axes
+and by positions on others: where a view joins the two dimensions, a rank has some positions of
+each of its rows, in whatever order, as each token is computed for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
-from ..expert_dims import FIRST_WEIGHT, is_expert_layer
+from ..expert_dims import FIRST_WEIGHT, is_expert_layer, is_join, is_view
 from ..graph import Node, TensorSpec
-from ..layout import AxisStrategy, InnerCollective, NodeLayout, shard
+from ..layout import REPLICATE, AxisStrategy, InnerCollective, NodeLayout, shard
 from .case import argument
 
 SENT = "sent"
-"""The label of the strategy."""
+SLICED = "sliced"
+TOKENS = "tokens"
+"""The labels of the strategies: of experts, of a part of each, and of views of tokens."""
 
 
 def sent_strategies(
     node: Node, inputs: Sequence[TensorSpec], axis_size: int
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategy that sends tokens to their experts: one for a layer of experts that the
-    axis divides, none for other nodes."""
-    if not is_expert_layer(node) or axis_size == 1:
+    """Return the strategies of a layer of experts, and of a view that joins the first two
+    dimensions or parts them; none for other nodes."""
+    if axis_size == 1 or not inputs:
         return ()
+    if is_expert_layer(node):
+        return tuple(_of_experts(node, inputs, axis_size))
+    source, made = inputs[0].shape, node.spec.shape
+    if is_view(node) and is_join(source, made) and source[1] % axis_size == 0:
+        return (AxisStrategy(TOKENS, (shard(1),), (shard(0),)),)
+    if is_view(node) and is_join(made, source) and made[1] % axis_size == 0:
+        return (AxisStrategy(TOKENS, (shard(0),), (shard(1),)),)
+    return ()
+
+
+def _of_experts(node: Node, inputs: Sequence[TensorSpec], axis_size: int) -> Iterator[AxisStrategy]:
     tokens, ids, weights = inputs[0], inputs[1], inputs[FIRST_WEIGHT:]
-    if tokens.shape[0] % axis_size or any(each.shape[0] % axis_size for each in weights):
-        return ()
+    if tokens.shape[0] % axis_size:
+        return
     directions = (False, True) if tokens.requires_grad else (False,)
-    sent = tuple(
-        InnerCollective("dispatch", spec.num_bytes, backward, copies=ids.shape[1])
-        for backward in directions
-        for spec in (tokens, node.spec)
-    )
-    return (AxisStrategy(SENT, (shard(0),) * len(inputs), (shard(0),), sent),)
+    copies, own = ids.shape[1], (shard(0),) * FIRST_WEIGHT
+    if all(each.shape[0] % axis_size == 0 for each in weights):
+        sent = tuple(
+            InnerCollective("dispatch", spec.num_bytes, backward, copies=copies)
+            for backward in directions
+            for spec in (tokens, node.spec)
+        )
+        yield AxisStrategy(SENT, (*own, *(shard(0) for _ in weights)), (shard(0),), sent)
+    parts = [_hidden(each, at, tokens.shape[-1]) for at, each in enumerate(weights)]
+    if all(dim is None or weights[at].shape[dim] % axis_size == 0 for at, dim in enumerate(parts)):
+        received, made = copies * tokens.num_bytes, copies * node.spec.num_bytes
+        moved = [
+            InnerCollective("all_gather", received), InnerCollective("reduce_scatter", made)
+        ]  # fmt: skip
+        if tokens.requires_grad:
+            moved += [
+                InnerCollective("all_gather", made, backward=True),
+                InnerCollective("reduce_scatter", received, backward=True),
+            ]
+        held = (REPLICATE if dim is None else shard(dim) for dim in parts)
+        yield AxisStrategy(SLICED, (*own, *held), (shard(0),), tuple(moved))
+
+
+def _hidden(weight: TensorSpec, at: int, width: int) -> int | None:
+    """The dimension of an expert's weight that counts its hidden values: None of the second
+    bias, which is as wide as tokens are."""
+    if len(weight.shape) == 2:
+        return 1 if at == 2 else None
+    return 1 if weight.shape[2] == width else 2
 
 
 def as_received(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
     """Return a layer of experts as a rank computes it on the tokens that it received.
 
-    If routing is even, a rank receives as many pairs of a token and an expert as it sends. So with
-    its own tokens' number, its experts count as all that there are.
+    If routing is even, a rank receives as many pairs of a token and an expert as it sends, and of
+    each rank with which it shares its experts as many again. So with its own tokens' number, its
+    experts count as all that there are, or as a multiple of these.
     """
     parts = 1
     for tokens, weight, size in zip(
@@ -51,5 +93,5 @@ def as_received(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> No
         parts *= size if tokens.is_shard and weight.is_shard else 1
     if parts == 1:
         return node
-    count = int(argument(node, 8, "num_experts"))
-    return replace(node, kwargs={**node.kwargs, "num_experts": count // parts})
+    count = Fraction(argument(node, 8, "num_experts"), parts)
+    return replace(node, kwargs={**node.kwargs, "num_experts": count})

@@ -219,7 +219,7 @@ def _normalized_bytes(node: Node, out: TensorSpec, itemsize: int) -> int:
 def expert_pairs(node: Node, inputs: Sequence[TensorSpec]) -> int:
     """The (token, expert) pairs that ``experts`` computes at these shapes, if routing is even."""
     held = inputs[3].shape[0]
-    return int(inputs[1].numel * held // max(int(argument(node, 8, "num_experts", held)), 1))
+    return int(inputs[1].numel * held / argument(node, 8, "num_experts", held))
 
 
 def is_identity(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:

@@ -10,16 +10,23 @@ import pytest
 
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.programs.program import Program
+from autoparallel.planner import rules
 from autoparallel.planner.configured.configuration import (
     Configuration,
     ConfigurationPricer,
     PricedStep,
 )
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.expert_dims import FIRST_WEIGHT, is_expert_layer
-from autoparallel.planner.layout import INVARIANT, NodeLayout, local_shape, shard
+from autoparallel.planner.expert_dims import (
+    FIRST_WEIGHT,
+    is_expert_layer,
+    joins_tokens,
+    token_nodes,
+)
+from autoparallel.planner.layout import INVARIANT, REPLICATE, NodeLayout, local_shape, shard
 from autoparallel.planner.pricing.basis import Basis, CostAssumptions
-from autoparallel.planner.pricing.choices import input_specs
+from autoparallel.planner.pricing.choices import inner_collectives, input_specs
+from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.rules.dispatch import as_received
 from autoparallel.planner.rules.saved import expert_pairs
 from autoparallel.planning import PlanOptions, capture_target
@@ -100,3 +107,97 @@ def test_data_parallel_ranks_that_cannot_share_experts_are_refused() -> None:
         priced(SENT, dp=4, ep=3)
     with pytest.raises(UsageError, match="ep= one of 1, 2, 4"):
         priced(SENT, dp=8, ep=8)
+    with pytest.raises(UsageError, match="ep=4 does not divide dp × tp = 2"):
+        priced(GATHER, dp=1, tp=2, cp=2, ep=4)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "folded", "data_ep"),
+    [
+        ({"dp": 8, "ep": 4}, (), 4),
+        ({"dp": 8, "tp": 2, "ep": 4}, (), 4),
+        ({"dp": 4, "tp": 2, "ep": 8}, ("tp",), 4),
+        ({"dp": 8, "tp": 2, "ep": 4, "etp": 1}, ("tp",), 2),
+        ({"dp": 8, "tp": 4, "cp": 2, "ep": 8, "etp": 1}, ("tp", "cp"), 1),
+        ({"dp": 8, "tp": 4, "cp": 2, "ep": 8, "etp": 4}, ("cp",), 4),
+        ({"dp": 4, "tp": 8, "ep": 2, "etp": 1}, (), 2),
+    ],
+)
+def test_expert_ranks_are_tensor_parallel_then_context_then_data_parallel_ones(
+    degrees: dict[str, int], folded: tuple[str, ...], data_ep: int
+) -> None:
+    own = Configuration(**degrees)  # type: ignore[arg-type]
+    assert (own.folded, own.data_ep) == (folded, data_ep)
+    assert own.mesh.size == own.dp * own.tp * own.cp
+
+
+FOLDS: tuple[dict[str, Any], ...] = (
+    {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "sequence_parallel": True},
+    {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True},
+    {"dp": 2, "cp": 2, "ep": 4},
+)
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+def test_folded_experts_are_held_and_computed_as_on_data_parallel_ranks(
+    fold: dict[str, Any],
+) -> None:
+    """Of four ranks each has a quarter of the experts, or of each of a half of them."""
+    pricer = ConfigurationPricer(program().graph, program().blocks, Basis(assumptions=SENT))
+    pairs, weights = [], []
+    for degrees in ({"dp": 4, "ep": 4}, fold):
+        own = Configuration(microbatch_size=ROWS, **degrees)
+        stage = pricer.plan(parse_cluster("1x4xH100"), own).stages[0]
+        node = next(filter(is_expert_layer, pricer.graph.nodes))
+        layout = stage.layouts[node.name]
+        local = [
+            replace(spec, shape=local_shape(spec.shape, each, own.mesh.shape))
+            for spec, each in zip(input_specs(node, pricer.graph), layout.inputs, strict=True)
+        ]
+        pairs.append(expert_pairs(as_received(node, layout, own.mesh.shape), local))
+        weights.append([local[at].numel for at in range(FIRST_WEIGHT, len(local))])
+        held = stage.layouts[node.inputs[FIRST_WEIGHT].name].outputs[0]
+        assert held == layout.inputs[FIRST_WEIGHT]
+    whole = fold.get("etp", 1) == 1
+    assert pairs[1] == pairs[0] * (1 if whole else 2)  # of half of each expert twice as many
+    assert weights[0] == weights[1]
+
+
+def test_what_joins_tokens_is_split_by_positions_where_data_is() -> None:
+    """The router sees a rank's own tokens with whole weights; attention is as ever."""
+    graph = program().graph
+    found = token_nodes(graph)
+    layer = next(filter(is_expert_layer, graph.nodes))
+    router = next(graph[ref.name] for ref in graph[layer.inputs[1].name].inputs)
+    assert {layer.name, router.name} <= found
+    assert not any("self_attn" in graph[name].module for name in found)
+    assert not found.intersection(ref.name for ref in layer.inputs[FIRST_WEIGHT:])
+    (gate,) = {name for name in found if graph[name].kind == "parameter" and "layers.0" in name}
+    assert "gate" in gate
+    own = Configuration(microbatch_size=ROWS, **FOLDS[0])
+    pricer = ConfigurationPricer(graph, program().blocks, Basis(assumptions=SENT))
+    stage = pricer.plan(parse_cluster("1x4xH100"), own).stages[0]
+    assert stage.layouts[gate].outputs[0][-1] == REPLICATE
+    joined = next(name for name in found if joins_tokens(graph[name], graph))
+    assert stage.layouts[joined].inputs[0][-1] == shard(1)
+    assert stage.layouts[joined].outputs[0][-1] == shard(0)
+
+
+@pytest.mark.parametrize("fold", [FOLDS[0], FOLDS[2]])
+def test_tokens_are_sent_over_all_folded_axes_at_once(fold: dict[str, Any]) -> None:
+    """One message over four ranks of a host, whatever the axes of the mesh."""
+    graph, cluster = program().graph, parse_cluster("1x4xH100")
+    pricer = ConfigurationPricer(graph, program().blocks, Basis(assumptions=SENT))
+    node = next(filter(is_expert_layer, graph.nodes))
+    sent = []
+    for degrees in ({"dp": 4, "ep": 4}, fold):
+        own = Configuration(microbatch_size=ROWS, **degrees)
+        layout = pricer.plan(cluster, own).stages[0].layouts[node.name]
+        prices = Prices(
+            own.mesh, cluster, tuple(range(4)), "fp32", "adamw", rules, assumptions=SENT
+        )  # fmt: skip
+        inner = inner_collectives(node, graph, prices, layout)
+        seconds = prices.op(node, input_specs(node, graph), layout, inner)
+        sent.append((seconds.forward_communication, seconds.backward_communication))
+    assert sent[0] == sent[1]
+    assert all(sent[0])

@@ -1,0 +1,89 @@
+"""Strategies that split what an axis is for: a batch, positions, parameters, or none of them.
+
+In: a node with its strategies on an axis. Out: those of the strategies that split the batch
+wherever the node has one, or nowhere; positions; or the parameters. Where none does, all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..graph import Graph, Node
+from ..layout import AxisStrategy, Placement, shard
+from ..positions import Dims, features_only, splits
+
+
+def positions_split(
+    node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
+) -> tuple[AxisStrategy, ...]:
+    """The strategies that split what they make along positions, or else use nothing split."""
+    fitting = tuple(strategy for strategy in strategies if splits(node, strategy, dims))
+    making = tuple(
+        strategy for strategy in fitting if any(each.is_shard for each in strategy.outputs)
+    )
+    return making or fitting or features_only(node, strategies, dims)
+
+
+def batch_split(
+    node: Node,
+    dims: Mapping[str, tuple[int | None, ...]],
+    strategies: tuple[AxisStrategy, ...],
+) -> tuple[AxisStrategy, ...]:
+    """The strategies that split the batch wherever a tensor has one, if there are any."""
+    if node.name not in dims:
+        return strategies
+    inputs = [dims[ref.name][ref.index] for ref in node.inputs]
+    outputs = list(dims[node.name])
+    fitting = tuple(
+        strategy
+        for strategy in strategies
+        if all(map(_fits_batch, inputs, strategy.inputs))
+        and all(map(_fits_batch, outputs, strategy.outputs))
+    )
+    return fitting or strategies
+
+
+def batch_whole(
+    node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
+) -> tuple[AxisStrategy, ...]:
+    """The strategies that split no tensor along its batch, if there are any."""
+    if not graph.batch_dims:
+        return strategies
+    dims = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
+    dims += graph.batch_dims[node.name]
+    fitting = tuple(
+        strategy
+        for strategy in strategies
+        if not any(
+            dim is not None and placement == shard(dim)
+            for dim, placement in zip(dims, (*strategy.inputs, *strategy.outputs), strict=True)
+        )
+    )
+    return fitting or strategies
+
+
+def parameters_split(
+    node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
+) -> tuple[AxisStrategy, ...]:
+    """The strategies that use every parameter of two or more dimensions split, if any do."""
+    wide = [
+        position
+        for position, ref in enumerate(node.inputs)
+        if _is_weight(graph[ref.name], graph) and len(graph.spec(ref).shape) >= 2
+    ]
+    fitting = tuple(
+        strategy
+        for strategy in strategies
+        if all(strategy.inputs[position].is_shard for position in wide)
+    )
+    return fitting or strategies
+
+
+def _is_weight(node: Node, graph: Graph) -> bool:
+    """Whether a node is a parameter, or the parts of one (a fused weight's)."""
+    is_cut = node.kind == "op" and node.op.startswith("aten.split_with_sizes.")
+    return node.kind == "parameter" or (is_cut and _is_weight(graph[node.inputs[0].name], graph))
+
+
+def _fits_batch(dim: int | None, placement: Placement) -> bool:
+    return not placement.is_shard if dim is None else placement == shard(dim)
