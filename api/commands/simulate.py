@@ -93,7 +93,7 @@ SEARCHED = (
 )  # fmt: skip
 """Options of planning that a given configuration leaves nothing to."""
 
-OWN_DEGREES = ("schedule", "chunks", "cp", "slices")
+OWN_DEGREES = ("schedule", "chunks", "cp", "slices", "etp")
 """What ``--parallel`` takes here otherwise than when planning."""
 
 
@@ -124,7 +124,7 @@ def simulate(
     layers = parse_layers(layers_per_stage)
     found = find_cluster(cluster)
     check_precision(found, options.precision)
-    configuration = configured(options, own, found, layers)
+    configuration = configured(options, own, found, layers, dispatcher)
     trained = assumed(
         options.precision, slowdown=slowdown if overlap else inf, dispatcher=dispatcher,
         imbalance=imbalance, scaling=scaling,
@@ -219,8 +219,9 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
 
 
 def configured(
-    options: PlanOptions, own: dict[str, str], cluster: Cluster, layers: tuple[int, ...] | None
-) -> Configuration:
+    options: PlanOptions, own: dict[str, str], cluster: Cluster, layers: tuple[int, ...] | None,
+    dispatcher: str = "gather",
+) -> Configuration:  # fmt: skip
     """The configuration that the options describe. Raises ``UsageError`` if they do not fit."""
     from autoparallel.planner.configured.configuration import Configuration
     from autoparallel.planner.requests.options import check_degrees
@@ -248,11 +249,19 @@ def configured(
     tp, pp, cp = forced.tp or 1, forced.pp or 1, degree(own, "cp")
     ep = forced.ep or 1
     dp = forced.dp or max(1, cluster.num_devices // (tp * pp * cp))
-    data_ep = Configuration(dp=dp, tp=tp, cp=cp, ep=ep).data_ep
+    etp = degree(own, "etp") if "etp" in own else None
+    if etp is not None and (etp not in (1, tp) or dispatcher == "gather"):
+        raise UsageError(
+            "AP112", f"--parallel: etp={etp} beside tp={tp} and --dispatcher {dispatcher}",
+            where="--parallel", why="whole experts are sent to, or each is shared by all tp ranks",
+            fix=f"--dispatcher alltoall with etp=1 or etp={tp}, or leave etp out",
+        )  # fmt: skip
+    data_ep = Configuration(dp=dp, tp=tp, cp=cp, ep=ep, etp=etp).data_ep
     check_degrees(replace(forced, dp=dp, tp=tp, pp=pp, cp=cp, ep=data_ep), cluster)
     rows, count = microbatches(options, replace(forced, dp=dp))
     return Configuration(
-        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=forced.zero or 0,
+        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, zero=forced.zero or 0,
+        sequence_parallel=True if dispatcher != "gather" and tp > 1 and ep > 1 else None,
         recompute=forced.recompute or "none",
         microbatch_size=rows, num_microbatches=count, schedule=info.name, num_chunks=chunks,
         num_slices=slices, layers=layers, precision=options.precision, optimizer=options.optimizer,

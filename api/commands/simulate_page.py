@@ -199,6 +199,8 @@ def headline(step: SimulatedStep, name: str) -> RenderableType:
     )
     schedule = schedule_text(own.schedule, own.num_chunks, own.num_slices)
     parts = [*strategy_parts([rank] * own.pp, schedule), *offload_text(own.offload)]
+    if own.folded:
+        parts.append(f"experts on ep={own.ep} ranks of {', '.join((*own.folded, 'dp'))}")
     parts.append(microbatches_text(own.num_microbatches, own.microbatch_size, own.rank_rows))
     figures = [
         ("step", seconds_text(timeline.step_seconds)),

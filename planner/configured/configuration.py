@@ -255,9 +255,9 @@ class ConfigurationPricer:
         _check(own, cluster, self.graph)
         if "cp" in own.folded and self.basis.assumptions.dispatcher == "gather":
             raise UsageError(
-                "AP127", f"ep={own.ep} does not divide dp × tp = {own.dp * own.tp}",
-                why="this package spreads experts over data- and tensor-parallel ranks",
-                fix=f"ep= a divisor of {own.dp * own.tp}",
+                "AP127", f"ep={own.ep} spreads experts over cp={own.cp} ranks too",
+                why="this package spreads them over data- and tensor-parallel ranks alone",
+                fix=f"ep= a divisor of dp={own.dp}; --dispatcher alltoall prices other programs",
             )  # fmt: skip
         structure = self._structure(own, own.microbatch_size)
         bounds = stage_bounds(self.blocks, own.layers, own.num_stages)

@@ -174,6 +174,9 @@ def test_a_configuration_that_does_not_fit_is_priced_and_says_so(
         ("pp=2", ("--layers-per-stage", "8,0"), "AP112", "whole numbers above 0"),
         ("pp=2,chunks=2,microbatches=4", (), "AP153", "runs one chunk per rank"),
         ("pp=2,chunks=two", (), "AP112", "chunks=two"),
+        ("tp=2,etp=2", (), "AP112", "etp=2 beside tp=2 and --dispatcher gather"),
+        ("tp=2,etp=4", ("--dispatcher", "deepep"), "AP112", "etp=4 beside tp=2"),
+        ("dp=2,tp=2,cp=2,ep=8", (), "AP127", "ep=8 spreads experts over cp=2 ranks too"),
         ("pp=2,pipe=2", (), "AP112", "'pipe' is not one of"),
         ("pp=2,schedule=bfs,schedule=bfs", (), "AP112", "given twice"),
         ("microbatches=7", (), "AP124", "7 micro-batches of 9 samples are not"),
@@ -189,6 +192,17 @@ def test_what_cannot_be_simulated_is_refused_in_words(
     assert f"error[{code}]" in captured.err
     assert says in captured.err
     assert captured.out == ""
+
+
+def test_experts_are_spread_over_tensor_and_context_parallel_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    more = ("--seq", "32", "--dispatcher", "alltoall")
+    assert simulate("hf:tests/models/mixtral", "dp=2,tp=2,cp=2,ep=4", *more) == 0
+    folded = capsys.readouterr().out
+    assert "experts on ep=4 ranks of tp, cp, dp" in folded.replace("\n", " ")
+    assert simulate("hf:tests/models/mixtral", "dp=2,tp=2,cp=2,ep=2,etp=2", *more) == 0
+    assert "experts on ep=2 ranks of cp, dp" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_a_micro_batch_is_of_one_rank(deep_file: str, capsys: pytest.CaptureFixture[str]) -> None:

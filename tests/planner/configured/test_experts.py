@@ -107,7 +107,7 @@ def test_data_parallel_ranks_that_cannot_share_experts_are_refused() -> None:
         priced(SENT, dp=4, ep=3)
     with pytest.raises(UsageError, match="ep= one of 1, 2, 4"):
         priced(SENT, dp=8, ep=8)
-    with pytest.raises(UsageError, match="ep=4 does not divide dp × tp = 2"):
+    with pytest.raises(UsageError, match="ep=4 spreads experts over cp=2 ranks too"):
         priced(GATHER, dp=1, tp=2, cp=2, ep=4)
 
 
