@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .graph import Blocks, Fused, Graph, Node, Ref
+from .product_kernels import with_product_kernels
 from .rules.saved import saved
 from .rules.table import packet
 from .rules.work import FAMILIES_FUSED, family_of
@@ -41,8 +42,12 @@ _APART = frozenset(
 """Ops that belong to a fusible family but run as kernels of their own."""
 
 
-def with_fusion(graph: Graph, blocks: Blocks) -> Graph:
-    """The graph with a ``Fused`` for each op that a compiler fuses."""
+def with_fusion(graph: Graph, blocks: Blocks, *, fuses_products: bool = False) -> Graph:
+    """Return the graph with a ``Fused`` for each op that a compiler fuses.
+
+    ``fuses_products``: kernels over products too (``planner.product_kernels``).
+    """
+    graph = with_product_kernels(graph, blocks) if fuses_products else graph
     found: dict[str, Fused] = {}
     for block in blocks.blocks:
         for group in _groups(graph, block.nodes):
@@ -64,6 +69,7 @@ def is_fusible(node: Node) -> bool:
         node.kind == "op"
         and node.op.startswith("aten.")
         and node.rule is None
+        and node.fused is None
         and packet(node.op) not in _APART
         and family_of(node) in FAMILIES_FUSED
     )

@@ -77,6 +77,10 @@ class Fused:
     ``writes`` at this op in the forward; of which outputs its backward reads the gradient, and
     ``gradients``, of which inputs it writes it (twice where it adds it to another part); and what
     is kept for the backward. ``kernels_*``: how many kernels are counted here.
+
+    In a kernel over products (``planner.product_kernels``, ``in_product_kernel``): ``share`` is the
+    share of positions that its masks show, ``again`` marks a product that the backward computes
+    again, ``is_attention`` the ops of a kernel with a softmax.
     """
 
     reads: tuple[int, ...] = ()
@@ -87,6 +91,10 @@ class Fused:
     keeps_outputs: tuple[int, ...] = ()
     kernels_forward: int = 0
     kernels_backward: int = 0
+    in_product_kernel: bool = False
+    share: float = 1.0
+    again: bool = False
+    is_attention: bool = False
 
 
 NodeKind = Literal["input", "parameter", "buffer", "constant", "op"]

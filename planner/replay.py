@@ -49,7 +49,8 @@ def is_costly(node: Node) -> bool:
     >>> [is_costly(Node("up", "op", f"aten.{op}")) for op in ("linear.default", "add.Tensor")]
     [True, False]
     """
-    return packet(node.op) in _COSTLY
+    is_inner = node.fused is not None and not node.fused.writes  # of a kernel over products
+    return packet(node.op) in _COSTLY and not is_inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,17 @@ class _Replays:
             name for name in self._reached if is_costly(self.nodes[name]) and self._keeps(name)
         )
 
+    @cached_property
+    def _inner(self) -> frozenset[str]:
+        """The ops of kernels over products whose results no memory holds: they run in the call of
+        the last product."""
+        kernels = (
+            (name, node.fused) for name, node in self.nodes.items() if node.fused is not None
+        )
+        return frozenset(
+            name for name, fused in kernels if fused.in_product_kernel and not fused.writes
+        )
+
     def _keeps(self, name: str) -> bool:
         return bool(self._saved[name]) or name in self._makes
 
@@ -184,10 +196,12 @@ class _Replays:
         sums = set(replaced.values())
         again: set[str] = set()
         kept: set[str] = set()
+        without = self._products | self._inner
         keeping = (name for name in self._reached if self._keeps(name))
-        wanted = [name for name in keeping if name not in self._products]
+        wanted = [name for name in keeping if name not in without]
         wanted += [ref.name for refs in self._saved.values() for ref in refs]
-        wanted += [ref.name for name in self._called for ref in self.nodes[name].inputs]
+        called = (ref.name for name in self._called for ref in self.nodes[name].inputs)
+        wanted += [name for name in called if name not in self._inner]
         while wanted:
             name = wanted.pop()
             if name not in self.nodes or name in again or name in kept:

@@ -34,7 +34,8 @@ TORCH_FREE = {"cost_model", "planner"}
 PLANNER = (
     "budget", "classes", "errors", "graph", "integer_programs", "layout", "schedules",
     "plan", "plan_file", "positions", "expert_dims", "precision", "requests", "rules", "batch",
-    "fusion", "rules_protocol", "replay", "summary", "written_attention", "sequence_places",
+    "mask_share", "product_kernels", "fusion", "rules_protocol", "replay", "summary",
+    "written_attention", "sequence_places",
     "padding", "pricing", "asynchronous", "block_walk", "plan_schedule", "replicas",
     "server_shards", "parameter_servers", "shares", "gradient_buckets", "gradient_sums",
     "stage_walk", "evaluate", "gradient_choice",

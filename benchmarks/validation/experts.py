@@ -168,6 +168,7 @@ def _configuration(row: Row, shape: Listed) -> Configuration:
         sequence_parallel=True if tp > 1 else None,
         recompute=recompute, recomputes_ends=False, microbatch_size=rows * dp,
         num_microbatches=count, num_chunks=chunks, compiled=True,
+        fuses_products=True,
         schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
         precision="fp8" if has_eight_bits(row) else "bf16",
     )  # fmt: skip

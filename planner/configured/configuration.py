@@ -79,7 +79,8 @@ class Configuration:
     ``recomputes_ends``, of layers alone; with ``selective_share`` less than 1, of so many of a
     stage's layers, and the others are recomputed fully; with ``recompute_share`` less than 1, of so
     many of a stage's layers, and the others keep what they made. ``compiled``: blocks run compiled,
-    or layers alone, where not ``compiles_ends``. ``gradient_dtype`` and ``offload`` are a plan's.
+    or layers alone, where not ``compiles_ends``; ``fuses_products``: with kernels over products, as
+    of attention that is written out. ``gradient_dtype`` and ``offload`` are a plan's.
     """
 
     dp: int = 1
@@ -104,6 +105,7 @@ class Configuration:
     recompute_share: float = 1.0
     compiled: bool = False
     compiles_ends: bool = True
+    fuses_products: bool = False
     gradient_dtype: GradientDtype = "master"
     offload: Offload = "none"
 
@@ -118,9 +120,9 @@ class Configuration:
         )  # fmt: skip
 
     @property
-    def form(self) -> tuple[str, bool, bool]:
+    def form(self) -> tuple[str, bool, bool, bool]:
         """The options on which the priced graph depends."""
-        return self.precision, self.compiled, self.compiles_ends
+        return self.precision, self.compiled, self.compiles_ends, self.fuses_products
 
     @property
     def states(self) -> StateOptions:
@@ -380,7 +382,8 @@ class ConfigurationPricer:
         if key not in self._structures:
             graph = with_precision(self.graph, own.precision)
             if own.compiled:
-                graph = with_fusion(graph, self.blocks if own.compiles_ends else self._layers)
+                compiled = self.blocks if own.compiles_ends else self._layers
+                graph = with_fusion(graph, compiled, fuses_products=own.fuses_products)
             self._structures[key] = Structure(graph, self.blocks)
         whole = self._structures[key]
         if rows == whole.graph.batch_size:

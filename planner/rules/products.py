@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from math import prod
 
 from ..graph import Node, TensorSpec
+from .case import argument
 from .equation import parse_equation
 from .table import packet
 
@@ -74,6 +75,23 @@ def einsum_product(equation: str, shapes: Sequence[Shape]) -> Product | None:
         count(set(second) - both),
         count(both - set(out)),
     )
+
+
+def plain_product(node: Node, shapes: Sequence[tuple[int, ...]]) -> Product | None:
+    """Return the product of two factors of these shapes; None where an einsum has others."""
+    if packet(node.op) == "einsum":
+        return einsum_product(str(argument(node, 0, "equation")), shapes)
+    return matmul_product(packet(node.op), shapes[0], shapes[1])
+
+
+def product_factors(node: Node, count: int) -> tuple[int, ...]:
+    """The positions of a product's factors; the others are added to it."""
+    name = packet(node.op)
+    if name == "experts":
+        return (0, 3, 4)
+    if name == "einsum":
+        return tuple(range(count))
+    return (1, 2) if name in ("addmm", "baddbmm") else tuple(range(min(count, 2)))
 
 
 def attention_products(node: Node, query: TensorSpec, key: TensorSpec) -> tuple[Product, ...]:

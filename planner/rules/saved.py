@@ -12,6 +12,7 @@ from math import prod
 
 from ..graph import Graph, Node, Ref, TensorSpec
 from .case import argument
+from .products import plain_product, product_factors
 from .table import packet
 
 _STATISTIC_BYTES = 4
@@ -146,6 +147,8 @@ def saved_extra_bytes(
         return int(node.rule.saved_bytes(*(spec.shape for spec in inputs)))
     name, out = packet(node.op), outputs[0]
     statistic = max(_STATISTIC_BYTES, out.itemsize)
+    if node.fused is not None and node.fused.is_attention:
+        return _num_score_rows(node, inputs) * statistic if node.fused.writes else 0
     if name == "experts":
         gathered = 2 * inputs[0].shape[-1] + _EXPERT_WIDTHS * inputs[3].numel // (
             inputs[3].shape[0] * inputs[0].shape[-1]
@@ -172,8 +175,9 @@ def saved_extra_bytes(
         return inputs[0].num_bytes // classes
     if name.startswith(("max_pool", "adaptive_max_pool")):
         return out.numel * _INDEX_BYTES
+    is_drawn_again = node.fused is not None  # from its seed
     if name in ("dropout", "feature_dropout") and not is_identity(node, inputs, outputs):
-        return out.numel
+        return 0 if is_drawn_again else out.numel
     return 0
 
 
@@ -230,6 +234,15 @@ def is_identity(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[Tens
     if name in ("dropout", "feature_dropout"):
         return not (argument(node, 1, "p") and argument(node, 2, "train"))
     return name in ("alias", "detach", "lift_fresh")
+
+
+def _num_score_rows(node: Node, inputs: Sequence[TensorSpec]) -> int:
+    """Return the number of rows of scores in the last product of attention that is written out."""
+    product = plain_product(node, [inputs[at].shape for at in product_factors(node, len(inputs))])
+    if product is None:
+        return 0
+    batch, rows, columns, _ = product
+    return batch * max(rows, columns)  # the other is the size of a head
 
 
 def _rows(spec: TensorSpec, width: int) -> int:

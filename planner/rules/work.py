@@ -22,9 +22,9 @@ from .equation import parse_equation
 from .products import (
     Product,
     attention_products,
-    einsum_product,
     gradient_products,
-    matmul_product,
+    plain_product,
+    product_factors,
 )
 from .saved import expert_pairs, is_identity, saved_inputs, saved_outputs
 from .table import packet
@@ -155,16 +155,44 @@ def _fused(
     def moved(specs: Sequence[TensorSpec], positions: Sequence[int]) -> int:
         return sum(specs[position].num_bytes for position in positions)
 
-    family = family_of(node)
+    family: Family = "attention" if fused.is_attention else family_of(node)
     forward = moved(inputs, fused.reads) + moved(outputs, fused.writes)
     backward = moved(outputs, (*fused.reads_gradients, *fused.keeps_outputs)) + moved(
         inputs, (*fused.gradients, *fused.keeps_inputs)
     )
-    flops_forward, flops_backward = _flops(node, inputs, outputs, family)
+    flops_forward, flops_backward = _fused_flops(node, fused, inputs, outputs)
+    products = _fused_products(node, fused, inputs)
     return Work(
         family, flops_forward, flops_backward, forward, backward,
+        products_forward=products, products_backward=products if flops_backward else (),
         kernels_forward=fused.kernels_forward, kernels_backward=fused.kernels_backward,
     )  # fmt: skip
+
+
+def _fused_flops(
+    node: Node, fused: Fused, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> tuple[int, int]:
+    """Return the FLOPs of an op in a fused kernel, forward and backward.
+
+    The efficiency of attention includes its softmax, so only its products count.
+    """
+    family = family_of(node)
+    if fused.is_attention and family != "matmul":
+        return 0, 0
+    forward, backward = _flops(node, inputs, outputs, family)
+    backward += forward if fused.again and backward else 0
+    return int(fused.share * forward), int(fused.share * backward)
+
+
+def _fused_products(node: Node, fused: Fused, inputs: Sequence[TensorSpec]) -> tuple[Product, ...]:
+    """Return a product of attention that is written out, as (batch, queries, keys, head size)."""
+    if not fused.is_attention or family_of(node) != "matmul":
+        return ()
+    found = plain_product(node, [spec.shape for spec in inputs])
+    if found is None:
+        return ()
+    batch, rows, columns, inner = found
+    return (found,) if fused.again else ((batch, rows, inner, columns),)
 
 
 def _kernels_backward(family: Family, num_wanted: int) -> int:
@@ -184,14 +212,10 @@ def _products(
         return own, own if wanted else ()
     if name == "experts":
         return _expert_products(node, inputs, wanted)
-    factors = _factors(node, len(inputs))
+    factors = product_factors(node, len(inputs))
     if family != "matmul" or len(factors) != 2 or name == "_grouped_mm":
         return (), ()
-    shapes = [inputs[at].shape for at in factors]
-    if name == "einsum":
-        product = einsum_product(str(argument(node, 0, "equation")), shapes)
-    else:
-        product = matmul_product(name, shapes[0], shapes[1])
+    product = plain_product(node, [inputs[at].shape for at in factors])
     if product is None:
         return (), ()
     first, second = (at in wanted for at in factors)
@@ -292,22 +316,12 @@ def _bytes(
 
 def _product_bytes(node: Node, inputs: Sequence[TensorSpec], made: int, wanted: list[int]) -> int:
     """For each gradient: read the output's gradient and the other factor, write it."""
-    factors = _factors(node, len(inputs))
+    factors = product_factors(node, len(inputs))
     total = 0
     for position in wanted:
         others = [at for at in factors if at != position] if position in factors else []
         total += made + inputs[position].num_bytes + sum(inputs[at].num_bytes for at in others)
     return total
-
-
-def _factors(node: Node, count: int) -> tuple[int, ...]:
-    """The positions of a product's factors; the others are added to it."""
-    name = packet(node.op)
-    if name == "experts":
-        return (0, 3, 4)
-    if name == "einsum":
-        return tuple(range(count))
-    return (1, 2) if name in ("addmm", "baddbmm") else tuple(range(min(count, 2)))
 
 
 def _flops(
@@ -320,7 +334,7 @@ def _flops(
         )
         return product, product * sum(position in (0, 3) for position in wanted)
     if family in ("matmul", "conv"):
-        factors = _factors(node, len(inputs))
+        factors = product_factors(node, len(inputs))
         product = _product_flops(node, inputs, outputs[0], factors)
         return product, product * sum(position in factors for position in wanted)
     if family == "attention":

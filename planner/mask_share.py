@@ -1,0 +1,183 @@
+"""The share of attention's positions that its masks show.
+
+In: a graph, and the ops between the products of an attention. Out: the mean over queries of the
+positions that the softmax sees. Masks are constants that are added to scores, fill them, or choose
+between them and a value. They are computed here with numpy from the ops that made them. A mask of
+which an op or an input is not known shows all positions.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .graph import Graph, Node, Ref
+from .rules.case import argument
+from .rules.table import packet
+
+Array = NDArray[Any]
+Shape = tuple[int, ...]
+
+MOST_ELEMENTS = 2**28
+"""Elements of the largest mask that is computed: bytes where it is of truth values."""
+_UNSEEN = -1e4
+"""Scores below this have no weight in a softmax; masks are -1e4, the least number, or -inf."""
+
+_BINARY: Mapping[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "le": operator.le,
+    "lt": operator.lt, "ge": operator.ge, "gt": operator.gt, "eq": operator.eq, "ne": operator.ne,
+    "__or__": np.logical_or, "bitwise_or": np.logical_or, "logical_or": np.logical_or,
+    "floor_divide": operator.floordiv, "remainder": operator.mod,
+}  # fmt: skip
+
+
+def seen_share(graph: Graph, names: Iterable[str]) -> float:
+    """Return the share of positions that all masks among these ops show."""
+    values = _Values(graph)
+    seen: Array = np.ones((), bool)
+    for name in names:
+        mask = _seen_by(graph[name], values)
+        if mask is not None:
+            if not _is_broadcast(seen, mask):
+                return 1.0
+            seen = np.logical_and(seen, mask)
+    return float(np.mean(seen))
+
+
+def _is_broadcast(first: Array, second: Array) -> bool:
+    pairs = zip(reversed(first.shape), reversed(second.shape), strict=False)
+    return all(one == other or 1 in (one, other) for one, other in pairs)
+
+
+def _seen_by(node: Node, values: _Values) -> Array | None:
+    """Return where an op leaves scores as they are; None if it is no mask that is known."""
+    name, args = packet(node.op), node.args
+    if name == "add":
+        known = [found for found in map(values.of, args[:2]) if found is not None]
+        return known[0] > _UNSEEN if len(known) == 1 and known[0].ndim else None
+    if name == "masked_fill":
+        mask, value = values.of(args[1]), values.of(args[2])
+        return np.logical_not(mask) if mask is not None and _hides(value) else None
+    if name == "where":
+        mask, first, second = map(values.of, args)
+        if mask is None or _hides(first) == _hides(second):
+            return None
+        return mask if _hides(second) else np.logical_not(mask)
+    return None
+
+
+def _hides(value: Array | None) -> bool:
+    return value is not None and bool(np.all(value < _UNSEEN))
+
+
+class _Values:
+    """The values of constants. A dimension in which a value is repeated may have size 1."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._known: dict[str, Array | None] = {}
+
+    def of(self, item: Any) -> Array | None:
+        """Return the value of an argument, None if it is not known."""
+        if isinstance(item, bool | int | float):
+            return np.asarray(item)
+        if not isinstance(item, Ref) or item.index:
+            return None
+        if item.name not in self._known:
+            self._known[item.name] = self._computed(self.graph[item.name])
+        return self._known[item.name]
+
+    def _computed(self, node: Node) -> Array | None:
+        name = packet(node.op) if node.op else ""
+        if node.kind not in ("constant", "op") or node.spec.numel > MOST_ELEMENTS:
+            return None
+        if name in _MADE:
+            return _MADE[name](node)
+        if name in _ALL_OF:
+            found = [value for value in map(self.of, node.args[:2]) if value is not None]
+            return _all_of(found) if found else None
+        if any(self.of(ref) is None for ref in node.inputs):
+            return None
+        inputs = [self.of(item) for item in node.args]
+        if name in _BINARY and not node.kwargs:
+            return np.asarray(_BINARY[name](inputs[0], inputs[1]))
+        if name == "where" and len(inputs) == 3:
+            first, second = (np.asarray(value, np.float32) for value in inputs[1:])
+            return np.where(np.asarray(inputs[0], bool), first, second)
+        if name in _OF_ONE:
+            return _OF_ONE[name](node, np.asarray(inputs[0]), self.graph.spec(node.inputs[0]).shape)
+        return None
+
+
+def _all_of(values: Sequence[Array]) -> Array:
+    """Return the conjunction of masks; one that is not known shows all."""
+    first, *others = (np.asarray(value, bool) for value in values)
+    return np.logical_and(first, others[0]) if others else first
+
+
+def _arange(node: Node) -> Array:
+    return np.arange(*node.args[:3])
+
+
+def _filled(value: Any, node: Node) -> Array:
+    return np.asarray(value).reshape((1,) * len(node.spec.shape))
+
+
+_MADE: Mapping[str, Callable[[Node], Array]] = {
+    "arange": _arange,
+    "ones": lambda node: _filled(1, node),
+    "zeros": lambda node: _filled(0, node),
+    "full": lambda node: _filled(argument(node, 1, "fill_value"), node),
+}
+_ALL_OF = frozenset(("__and__", "bitwise_and", "logical_and"))
+
+
+def _cast(node: Node, value: Array, shape: Shape) -> Array:
+    return value.astype(bool) if node.spec.dtype == "bool" else value
+
+
+def _unsqueezed(node: Node, value: Array, shape: Shape) -> Array:
+    return np.expand_dims(value, argument(node, 1, "dim"))
+
+
+def _squeezed(node: Node, value: Array, shape: Shape) -> Array:
+    return np.broadcast_to(value, shape).reshape(node.spec.shape)
+
+
+def _expanded(node: Node, value: Array, shape: Shape) -> Array:
+    return value.reshape((1,) * (len(node.spec.shape) - value.ndim) + value.shape)
+
+
+def _sliced(node: Node, value: Array, shape: Shape) -> Array:
+    dim = argument(node, 1, "dim", 0) % len(shape)
+    if value.shape[dim] == 1:
+        return value
+    start, end, step = (argument(node, at, name) for at, name in
+                        ((2, "start"), (3, "end"), (4, "step")))  # fmt: skip
+    return value[(slice(None),) * dim + (slice(start, end, step),)]
+
+
+def _swapped(node: Node, value: Array, shape: Shape) -> Array:
+    return np.swapaxes(value, argument(node, 1, "dim0"), argument(node, 2, "dim1"))
+
+
+def _triangle(node: Node, value: Array, shape: Shape) -> Array:
+    cut = np.tril if packet(node.op) == "tril" else np.triu
+    return cut(np.broadcast_to(value, shape), argument(node, 1, "diagonal", 0))
+
+
+def _negated(node: Node, value: Array, shape: Shape) -> Array:
+    return np.logical_not(value) if node.spec.dtype == "bool" else np.invert(value)
+
+
+_OF_ONE: Mapping[str, Callable[[Node, Array, Shape], Array]] = {
+    "to": _cast, "_to_copy": _cast, "bitwise_not": _negated, "logical_not": _negated,
+    "unsqueeze": _unsqueezed, "view": _squeezed, "reshape": _squeezed, "squeeze": _squeezed,
+    "expand": _expanded, "expand_as": _expanded, "slice": _sliced, "transpose": _swapped,
+    "tril": _triangle, "triu": _triangle, "alias": _cast, "clone": _cast, "contiguous": _cast,
+    "detach": _cast, "lift_fresh_copy": _cast,
+}  # fmt: skip

@@ -1,0 +1,290 @@
+"""Finds fused kernels over matrix products: attention that is written out, scans in chunks.
+
+In: the captured graph and its blocks. Out: for each op of such a kernel its ``Fused``.
+
+An *expanding* product has an output with more elements than either operand, before an operand is
+repeated. A *contracting* product has an operand that is computed from expanded values and has more
+elements than its output. Expanded values are the outputs of expanding products, and those of
+elementwise ops, normalizations, copies, views and reductions of them; and those of ops that make
+more bytes than they read (repeated heads, masks, decays, casts to a wider format), if nothing but
+such kernels reads them. A kernel is a contracting product with all that its expanded operands are
+computed from. If another op reads an expanded value of a product, no kernel is formed.
+
+The kernel reads its inputs, each once, and writes the output of the last product. Its backward
+reads the inputs, the output and the output's gradient, computes the first product again, and writes
+the gradients of the inputs: five products for the forward's two (Dao 2023, FlashAttention-2,
+section 3; Dao & Gu 2024, Mamba-2, section 6). Constants are computed in the kernel. A kernel with a
+softmax is attention, and skips the positions that no row sees by the masks that are constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from .graph import Blocks, Fused, Graph, Node, Ref
+from .mask_share import seen_share
+from .rules.products import product_factors
+from .rules.table import packet
+from .rules.work import FAMILIES_FUSED, family_of
+
+_APART = frozenset(
+    (
+        *("sort", "argsort", "topk", "cummax", "median", "index", "index_select", "gather"),
+        *("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill"),
+        *("index_put", "one_hot", "histc", "max_pool1d", "max_pool2d", "max_pool3d"),
+        *("batch_norm", "instance_norm", "_native_batch_norm_legit_functional"),
+        *("bernoulli", "rand", "randn", "cross_entropy_loss", "feature_dropout"),
+    )
+)
+"""Ops that no kernel over products contains."""
+
+_SOFTMAX = frozenset(("softmax", "_softmax"))
+
+
+def with_product_kernels(graph: Graph, blocks: Blocks) -> Graph:
+    """Return the graph with a ``Fused`` for each op of a kernel over products."""
+    fixed = _find_fixed(graph)
+    found: dict[str, Fused] = {}
+    for block in blocks.blocks:
+        found |= _Block(graph, block.nodes, fixed).fused
+    nodes = tuple(
+        replace(node, fused=found[node.name]) if node.name in found else node
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=nodes)
+
+
+def _find_fixed(graph: Graph) -> frozenset[str]:
+    """Return the names of the nodes that are made of parameters, buffers and constants alone."""
+    fixed: set[str] = set()
+    for node in graph:
+        is_leaf = node.kind in ("parameter", "buffer", "constant")
+        is_made = node.kind == "op" and all(ref.name in fixed for ref in node.inputs)
+        if is_leaf or is_made:
+            fixed.add(node.name)
+    return frozenset(fixed)
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """One kernel: its last product, the products that it computes again, and all its ops."""
+
+    last: str
+    expanding: tuple[str, ...]
+    names: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The ops of one block, ``names`` in their order. ``fixed`` nodes depend on no input."""
+
+    graph: Graph
+    names: tuple[str, ...]
+    fixed: frozenset[str]
+    nodes: Mapping[str, Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", {name: self.graph[name] for name in self.names})
+
+    @property
+    def fused(self) -> dict[str, Fused]:
+        found: dict[str, Fused] = {}
+        for kernel in self._kernels:
+            for name, own in self._fused(kernel).items():
+                found[name] = _join(found[name], own) if name in found else own
+        return found
+
+    def _fuses(self, name: str) -> bool:
+        """Return whether a kernel over products can contain an op."""
+        node = self.nodes[name]
+        return (
+            node.kind == "op"
+            and node.op.startswith("aten.")
+            and node.rule is None
+            and packet(node.op) not in _APART
+            and family_of(node) in FAMILIES_FUSED
+        )
+
+    @cached_property
+    def _products(self) -> dict[str, tuple[Ref, Ref]]:
+        """The two operands of each product of which neither is made of parameters alone."""
+        found: dict[str, tuple[Ref, Ref]] = {}
+        for name, node in self.nodes.items():
+            if family_of(node) != "matmul" or not node.op.startswith("aten."):
+                continue
+            factors = product_factors(node, len(node.inputs))
+            operands = [node.inputs[at] for at in factors]
+            if len(operands) == len(node.inputs) == 2 and node.rule is None:
+                if not any(ref.name in self.fixed for ref in operands):
+                    found[name] = operands[0], operands[1]
+        return found
+
+    def _numel(self, ref: Ref) -> int:
+        return self.graph.spec(ref).numel
+
+    def _source_numel(self, ref: Ref) -> int:
+        """Return the fewest elements on the way to a value through views and copies."""
+        fewest = self._numel(ref)
+        while ref.name in self.nodes and self._fuses(ref.name):
+            node = self.nodes[ref.name]
+            if len(node.inputs) != 1 or family_of(node) not in ("view", "copy"):
+                break
+            ref = node.inputs[0]
+            fewest = min(fewest, self._numel(ref))
+        return fewest
+
+    def _is_expanding(self, name: str) -> bool:
+        made = self.nodes[name].spec.numel
+        return all(made > self._source_numel(ref) for ref in self._products[name])
+
+    @cached_property
+    def _ends(self) -> frozenset[str]:
+        """The nodes whose values are read after the forward: the loss, and new states."""
+        return frozenset(ref.name for ref in (self.graph.loss, *self.graph.updates.values()))
+
+    def _region(self, product: str) -> tuple[str, frozenset[str]] | None:
+        """Return the contracting product that an expanding one leads to, and the ops between.
+
+        None where another op reads one of the values between.
+        """
+        between: set[str] = set()
+        last: set[str] = set()
+        waiting = [product]
+        while waiting:
+            name = waiting.pop()
+            if name in self._ends:
+                return None
+            for user in self.graph.users[name]:
+                if user in self._products and self._contracts(user, name):
+                    last.add(user)
+                elif user not in self.nodes or not self._fuses(user):
+                    return None
+                elif user not in between:
+                    between.add(user)
+                    waiting.append(user)
+        return (last.pop(), frozenset(between)) if len(last) == 1 else None
+
+    def _contracts(self, product: str, name: str) -> bool:
+        """Return whether a product reduces an operand that an op made."""
+        made = self.nodes[product].spec.numel
+        read = [ref for ref in self._products[product] if ref.name == name]
+        return len(read) == 1 and self._numel(read[0]) > made
+
+    @cached_property
+    def _cores(self) -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
+        """By contracting product its expanding products and the ops between them."""
+        found: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}
+        for name in self._products:
+            region = self._region(name) if self._is_expanding(name) else None
+            if region is not None:
+                last, between = region
+                first, others = found.get(last, ((), frozenset()))
+                found[last] = (*first, name), others | between
+        return found
+
+    @cached_property
+    def _kernels(self) -> tuple[_Kernel, ...]:
+        cores = self._cores
+        first = {name for expanding, _ in cores.values() for name in expanding}
+        alone = [name for name in self._products if name not in first and name not in cores]
+        while True:
+            inside = {*cores, *first, *alone}.union(*(between for _, between in cores.values()))
+            feeders = self._find_feeders(inside)
+            kept = [name for name in alone if self._reads_expanded(name, feeders)]
+            if kept == alone:
+                break
+            alone = kept
+        ends = {**cores, **{name: ((), frozenset[str]()) for name in alone}}
+        return tuple(
+            _Kernel(name, expanding, self._with_feeders({name, *expanding, *between}, feeders))
+            for name, (expanding, between) in ends.items()
+        )
+
+    def _find_feeders(self, inside: set[str]) -> frozenset[str]:
+        """Return the ops that are computed in the kernels that read them.
+
+        Nothing else reads their values, and they make more bytes than they read, or read the value
+        of an op that does.
+        """
+        read_inside = set(inside)
+        for name in reversed(self.names):
+            users = self.graph.users[name]
+            if self._fuses(name) and name not in self._ends and users:
+                if read_inside.issuperset(users):
+                    read_inside.add(name)
+        found: set[str] = set()
+        for name in self.names:
+            if name in read_inside and name not in inside:
+                inputs = self.nodes[name].inputs
+                if self._expands(name) or any(ref.name in found for ref in inputs):
+                    found.add(name)
+        return frozenset(found)
+
+    def _expands(self, name: str) -> bool:
+        """Return whether an op makes more bytes than it reads."""
+        read = {ref: self.graph.spec(ref).num_bytes for ref in self.nodes[name].inputs
+                if self.graph[ref.name].kind != "constant"}  # fmt: skip
+        made = sum(spec.num_bytes for spec in self.nodes[name].outputs)
+        return bool(read) and made > sum(read.values())
+
+    def _reads_expanded(self, product: str, feeders: frozenset[str]) -> bool:
+        return any(
+            ref.name in feeders and self._contracts(product, ref.name)
+            for ref in self._products[product]
+        )
+
+    def _with_feeders(self, inside: set[str], feeders: frozenset[str]) -> frozenset[str]:
+        waiting = list(inside)
+        while waiting:
+            for ref in self.nodes[waiting.pop()].inputs:
+                if ref.name in feeders and ref.name not in inside:
+                    inside.add(ref.name)
+                    waiting.append(ref.name)
+        return frozenset(inside)
+
+    def _fused(self, kernel: _Kernel) -> dict[str, Fused]:
+        """Return the ``Fused`` of each op of a kernel. The last product stands for the kernel."""
+        names = [name for name in self.names if name in kernel.names]
+        is_attention = any(packet(self.nodes[name].op) in _SOFTMAX for name in names)
+        between = [name for name in names if self._fuses(name)]
+        share = seen_share(self.graph, between) if is_attention else 1.0
+        is_trained = self.nodes[kernel.last].spec.requires_grad
+        read: set[Ref] = set()
+        found: dict[str, Fused] = {}
+        for name in names:
+            node, is_last = self.nodes[name], name == kernel.last
+            reads = []
+            for at, ref in enumerate(node.inputs):
+                is_inside = ref.name in kernel.names or self.graph[ref.name].kind == "constant"
+                if not is_inside and ref not in read:
+                    reads.append(at)
+                    read.add(ref)
+            wanted = [at for at in reads if self.graph.spec(node.inputs[at]).requires_grad]
+            keeps_output = is_last and is_trained and bool(kernel.expanding)
+            found[name] = Fused(
+                reads=tuple(reads),
+                writes=(0,) if is_last else (),
+                reads_gradients=(0,) if is_last and is_trained else (),
+                gradients=tuple(wanted) if is_trained else (),
+                keeps_inputs=tuple(reads) if is_trained else (),
+                keeps_outputs=(0,) if keeps_output else (),
+                kernels_forward=int(is_last),
+                kernels_backward=int(is_last and is_trained),
+                in_product_kernel=True,
+                share=share,
+                again=name in kernel.expanding,
+                is_attention=is_attention,
+            )
+        return found
+
+
+def _join(first: Fused, second: Fused) -> Fused:
+    """Return the ``Fused`` of an op that two kernels compute, each for itself."""
+    return replace(
+        first,
+        reads=first.reads + second.reads,
+        gradients=first.gradients + second.gradients,
+        keeps_inputs=first.keeps_inputs + second.keeps_inputs,
+    )
