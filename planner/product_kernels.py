@@ -109,16 +109,16 @@ class _Block:
 
     @cached_property
     def _products(self) -> dict[str, tuple[Ref, Ref]]:
-        """The two operands of each product of which neither is made of parameters alone."""
+        """The two operands of each product, where neither is made of parameters alone."""
         found: dict[str, tuple[Ref, Ref]] = {}
         for name, node in self.nodes.items():
             if family_of(node) != "matmul" or not node.op.startswith("aten."):
                 continue
             factors = product_factors(node, len(node.inputs))
             operands = [node.inputs[at] for at in factors]
-            if len(operands) == len(node.inputs) == 2 and node.rule is None:
-                if not any(ref.name in self.fixed for ref in operands):
-                    found[name] = operands[0], operands[1]
+            is_of_two = len(operands) == len(node.inputs) == 2 and node.rule is None
+            if is_of_two and not any(ref.name in self.fixed for ref in operands):
+                found[name] = operands[0], operands[1]
         return found
 
     def _numel(self, ref: Ref) -> int:
@@ -211,9 +211,9 @@ class _Block:
         read_inside = set(inside)
         for name in reversed(self.names):
             users = self.graph.users[name]
-            if self._fuses(name) and name not in self._ends and users:
-                if read_inside.issuperset(users):
-                    read_inside.add(name)
+            is_inside = self._fuses(name) and name not in self._ends and bool(users)
+            if is_inside and read_inside.issuperset(users):
+                read_inside.add(name)
         found: set[str] = set()
         for name in self.names:
             if name in read_inside and name not in inside:
