@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .graph import Blocks, Fused, Graph, Node, Ref
+from .graph import Block, Blocks, Fused, Graph, Node, Ref
 from .product_kernels import with_product_kernels
 from .rules.saved import saved
 from .rules.table import packet
@@ -57,6 +57,16 @@ def with_fusion(graph: Graph, blocks: Blocks, *, fuses_products: bool = False) -
         for node in graph.nodes
     )
     return replace(graph, nodes=nodes)
+
+
+def by_masks(graph: Graph, blocks: Blocks) -> Blocks:
+    """Return the blocks, of kinds in each of which attention sees the same share of positions."""
+
+    def shares(block: Block) -> object:
+        fused = (graph[name].fused for name in block.nodes)
+        return tuple(each.share for each in fused if each is not None and each.is_attention)
+
+    return blocks.told_apart(shares)
 
 
 def is_fusible(node: Node) -> bool:

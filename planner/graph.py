@@ -383,6 +383,16 @@ class Blocks:
             mapping.update(zip(block.parameters, first.parameters, strict=True))
         return mapping
 
+    def told_apart(self, signature: Callable[[Block], object]) -> Blocks:
+        """Return the blocks, of kinds in each of which the signature is the same."""
+        numbers: dict[str, dict[object, int]] = {}
+        found = []
+        for block in self.blocks:
+            known = numbers.setdefault(block.kind, {})
+            number = known.setdefault(signature(block), len(known))
+            found.append(replace(block, kind=f"{block.kind}@{number}") if number else block)
+        return Blocks(tuple(found))
+
     @cached_property
     def of_node(self) -> dict[str, int]:
         """For each op node and parameter, the position of its block."""

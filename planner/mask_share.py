@@ -158,7 +158,8 @@ def _sliced(node: Node, value: Array, shape: Shape) -> Array:
         return value
     start, end, step = (argument(node, at, name) for at, name in
                         ((2, "start"), (3, "end"), (4, "step")))  # fmt: skip
-    return value[(slice(None),) * dim + (slice(start, end, step),)]
+    cut: Array = value[(slice(None),) * dim + (slice(start, end, step),)]
+    return cut
 
 
 def _swapped(node: Node, value: Array, shape: Shape) -> Array:

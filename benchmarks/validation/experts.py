@@ -41,7 +41,7 @@ FEWEST = 4
 takes one of these for the layer to repeat."""
 LONG_CAPTURES = ("Qwen3-Next", "V4-Flash")
 """Models whose layers are captured with an op for each of many steps, for minutes."""
-ALTERNATING = ("Nemotron",)
+ALTERNATING = ("Nemotron", "GPT-OSS")
 """Models whose layers of several kinds alternate, so that all are captured."""
 DENSE = ("Llama-4",)
 """Models whose experts transformers computes for all tokens, so that no tokens are sent."""
@@ -137,7 +137,7 @@ def _is_forced(row: Row) -> bool:
 def _has_capacity(row: Row) -> bool:
     """Tell whether experts get a fixed number of tokens, padded and dropped: as all of NVIDIA's
     recipes of Grok-1 have it."""
-    return "capacity" in row.get("routing", "") or row["model"] == "Grok-1"
+    return "padded" in row.get("routing", "") or row["model"] == "Grok-1"
 
 
 def _is_fsdp(row: Row) -> bool:

@@ -27,7 +27,7 @@ from ..budget import Budget
 from ..errors import UsageError
 from ..evaluate import Evaluator, Staged
 from ..expert_dims import experts_of_layers
-from ..fusion import with_fusion
+from ..fusion import by_masks, with_fusion
 from ..graph import Block, Blocks, Graph
 from ..inter_op.submesh import mesh_of, restriction
 from ..intra_op.intra_op import IntraOp, Limits
@@ -46,6 +46,7 @@ from ..plan import (
 )  # fmt: skip
 from ..precision import with_precision
 from ..pricing.basis import DEFAULT, Basis
+from ..pricing.choices import Restriction
 from ..pricing.price_cache import PriceCache
 from ..pricing.prices import Prices
 from ..pricing.slice_costs import even_lengths
@@ -159,7 +160,8 @@ class Configuration:
     @property
     def data_ep(self) -> int:
         """How many of the ranks that split experts are data-parallel ones."""
-        return self.ep // prod(getattr(self, name) for name in self.folded)
+        sizes = {"tp": self.tp, "cp": self.cp}
+        return self.ep // prod(sizes[name] for name in self.folded)
 
     @property
     def mesh(self) -> Mesh:
@@ -224,8 +226,8 @@ class ConfigurationPricer:
         plan = self.plan(cluster, configuration)
         own = configuration.form
         if own not in self._evaluators:
-            graph = self._structure(configuration, self.graph.batch_size).graph
-            self._evaluators[own] = Evaluator(graph, self.blocks, basis=self.basis)
+            whole = self._structure(configuration, self.graph.batch_size)
+            self._evaluators[own] = Evaluator(whole.graph, whole.blocks, basis=self.basis)
         return self._evaluators[own].staged(plan, cluster)
 
     def step(
@@ -288,7 +290,7 @@ class ConfigurationPricer:
         ranks, size = _rank_of_stage(own), own.mesh.size
         here, before = ranks[index] * size, ranks[index - 1] * size
         devices = tuple(range(here, here + size))
-        blocks = self.blocks.blocks[slice(*bounds)]
+        blocks = structure.blocks.blocks[slice(*bounds)]
         return StagePlan(
             tuple(
                 BlockPlan(block.name, block.kind, mode)
@@ -353,28 +355,29 @@ class ConfigurationPricer:
                 sequence_parallel=own.sequence_parallel,
             )  # fmt: skip
             given = replace(
-                restriction(own.mesh, forced), gathers=(), **self._around_experts(own),
-                pins=by_template(self.graph, self.blocks, self.pins),
+                self._around_experts(own, restriction(own.mesh, forced)), gathers=(),
+                pins=by_template(self.graph, structure.blocks, self.pins),
             )  # fmt: skip
             model = StageModel(structure, prices, given, link)
             limits = Limits(float("inf"), (own.zero,), "none")
             self.solvers[key] = IntraOp(model, limits, Budget.of(float("inf")))
         return self.solvers[key]
 
-    def _around_experts(self, own: Configuration) -> dict[str, tuple[int, ...]]:
-        """What the tensor- and context-parallel axes are for at layers of experts to which another
-        program sends tokens: for the fields ``tokens``, ``folded`` and ``sliced``."""
+    def _around_experts(self, own: Configuration, given: Restriction) -> Restriction:
+        """Return what the axes are for where another program sends tokens to experts: there
+        tensor- and context-parallel ranks have tokens of their own."""
         if self.basis.assumptions.dispatcher == "gather" or not experts_of_layers(self.graph):
-            return {}
+            return given
         axes = {name: axis for axis, name in enumerate(own.mesh.axes)}
-        names = ["cp", *(["tp"] if own.sequence_parallel else [])]
-        sliced = [] if "tp" in own.folded or own.etp == 1 else ["tp"]
-        return {
-            field: tuple(axes[name] for name in chosen if name in axes and name in names)
-            for field, chosen in (
-                ("tokens", names), ("folded", own.folded), ("sliced", sliced)
-            )
-        }  # fmt: skip
+        names = ("cp", "tp") if own.sequence_parallel else ("cp",)
+
+        def those(chosen: Sequence[str]) -> tuple[int, ...]:
+            return tuple(axes[name] for name in chosen if name in axes and name in names)
+
+        sliced = () if "tp" in own.folded or own.etp == 1 else ("tp",)
+        return replace(
+            given, tokens=those(names), folded=those(own.folded), sliced=those(sliced)
+        )  # fmt: skip
 
     def _structure(self, own: Configuration, rows: int) -> Structure:
         """The graph in the configuration's precision, at a number of rows."""
@@ -384,7 +387,8 @@ class ConfigurationPricer:
             if own.compiled:
                 compiled = self.blocks if own.compiles_ends else self._layers
                 graph = with_fusion(graph, compiled, fuses_products=own.fuses_products)
-            self._structures[key] = Structure(graph, self.blocks)
+            blocks = by_masks(graph, self.blocks) if own.fuses_products else self.blocks
+            self._structures[key] = Structure(graph, blocks)
         whole = self._structures[key]
         if rows == whole.graph.batch_size:
             return whole

@@ -186,16 +186,9 @@ def pinned_blocks(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Blocks:
     if not pins:
         return blocks
     by_name = matched(graph, pins)
-    numbers: dict[object, int] = {}
-    found: list[Block] = []
-    for block in blocks.blocks:
-        names = (*block.nodes, *block.parameters)
-        signature = tuple(by_name.get(name, ()) for name in names)
-        known = [key for key in numbers if isinstance(key, tuple) and key[0] == block.kind]
-        number = numbers.setdefault((block.kind, signature), len(known))
-        kind = f"{block.kind}@{number}" if number else block.kind
-        found.append(replace(block, kind=kind))
-    return Blocks(tuple(found))
+    return blocks.told_apart(
+        lambda block: tuple(by_name.get(name, ()) for name in (*block.nodes, *block.parameters))
+    )
 
 
 def by_template(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Pins:
