@@ -24,8 +24,8 @@ from autoparallel.planner.configured.configuration import (
     Configuration,
     ConfigurationPricer,
     PricedStep,
-    find_layers,
 )
+from autoparallel.planner.configured.layers import find_layers
 from autoparallel.planner.errors import AutoparallelError, UsageError
 from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.summary import RankSummary, schedule_text, summary_text

@@ -23,8 +23,8 @@ from autoparallel.planner.configured.configuration import (
     Configuration,
     ConfigurationPricer,
     PricedStep,
-    find_layers,
 )
+from autoparallel.planner.configured.layers import find_layers
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.pricing.basis import DEFAULT, Basis

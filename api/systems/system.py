@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from autoparallel.plan_exports import WrittenPlan
-from autoparallel.planner.configured.configuration import Configuration, even_layers
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.configured.layers import even_layers
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.systems.degrees import configuration_of, layers_of

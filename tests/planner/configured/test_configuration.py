@@ -21,6 +21,8 @@ from autoparallel.planner.configured.configuration import (
     Configuration,
     ConfigurationPricer,
     PricedStep,
+)
+from autoparallel.planner.configured.layers import (
     even_layers,
     find_equal,
     find_layers,
