@@ -229,7 +229,7 @@ def _version(package: str) -> str:
 def with_kept_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
     """``stage_memory.with_stage_memory``, cached where running the stages takes long."""
     from autoparallel.passes.memory.stage_memory import runs_stages, with_memory, with_stage_memory
-    from autoparallel.planner.fusion import with_fusion
+    from autoparallel.planner.kernels.fusion import with_fusion
     from autoparallel.planner.plan_file import dumps
 
     graph, blocks = program.graph, program.blocks

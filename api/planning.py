@@ -306,7 +306,7 @@ def priced(
 
 def priced_graph(program: Program, *, compiled: bool | None) -> Graph:
     """A program's graph as it is priced: where blocks are compiled, with what that fuses."""
-    from autoparallel.planner.fusion import with_fusion
+    from autoparallel.planner.kernels.fusion import with_fusion
 
     return with_fusion(program.graph, program.blocks) if compiled else program.graph
 

@@ -34,7 +34,7 @@ TORCH_FREE = {"cost_model", "planner"}
 PLANNER = (
     "budget", "classes", "errors", "graph", "integer_programs", "layout", "schedules",
     "plan", "plan_file", "positions", "expert_dims", "precision", "requests", "rules", "batch",
-    "mask_share", "product_kernels", "fusion", "rules_protocol", "replay", "summary",
+    "kernels", "rules_protocol", "replay", "summary",
     "written_attention", "sequence_places",
     "padding", "pricing", "asynchronous", "block_walk", "plan_schedule", "replicas",
     "server_shards", "parameter_servers", "shares", "gradient_buckets", "gradient_sums",
@@ -372,6 +372,7 @@ ADVICE = (
 
 PRICES = "prices of experts, of scaled 8-bit products, of groups over several axes; published runs"
 SERVER = "the workers of the suite share a fork server"
+KERNELS = "prices of kernels over products, folded experts, layers of several kinds in a list"
 QUICK = "lines that slow tests alone ran since the suite was shortened; fixes that are run"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
@@ -380,11 +381,11 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: flat files", 40, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 1),
-    ("planner: lines", 28637, PRICES),
-    ("planner: files", 146, PRICES),
-    ("planner: flat files", 34),
+    ("planner: lines", 29440, KERNELS),
+    ("planner: files", 151, KERNELS),
+    ("planner: flat files", 33),
     ("planner: imports inside functions", 0),
-    ("planner: collections of op names", 7),
+    ("planner: collections of op names", 9, KERNELS),
     ("passes: lines", 15591, HELD),
     ("passes: files", 93, FORMS),
     ("passes: flat files", 0),
@@ -395,16 +396,16 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("runtime: flat files", 94, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 29996, FOLDERS),
+    ("api: lines", 30010, KERNELS),
     ("api: files", 181, FORMS),
     ("api: flat files", 90, FORMS),
     ("api: imports inside functions", 279, PRICES),
     ("api: collections of op names", 9),
-    ("all packages: lines", 102915, FOLDERS),
-    ("all packages: files", 583, WEIGHTS),
+    ("all packages: lines", 103760, KERNELS),
+    ("all packages: files", 588, KERNELS),
     ("all packages: flat files", 258, WEIGHTS),
     ("all packages: imports inside functions", 280, PRICES),
-    ("all packages: collections of op names", 33, FORMS),
+    ("all packages: collections of op names", 35, KERNELS),
     ("import cycles", 5),
     ("files in import cycles", 23),
     ("files under 80 lines with a single importer", 37, FORMS),
@@ -413,12 +414,12 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("functions over 8 parameters", 22),
     ("function docstrings that begin with a clause", 862),
     ('function docstrings with "what"', 756, FORMS),
-    ("exceptions from formatting (fmt: skip, fmt: off)", 828, WEIGHTS),
-    ("words of docs/ without docs/adr/", 51050, MEASURED),
-    ("words of CHANGELOG.md", 5890, FOLDERS),
+    ("exceptions from formatting (fmt: skip, fmt: off)", 837, KERNELS),
+    ("words of docs/ without docs/adr/", 51250, KERNELS),
+    ("words of CHANGELOG.md", 5950, KERNELS),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 65050, SERVER),
-    ("tests: files", 433, WEIGHTS),
+    ("tests: lines", 65520, KERNELS),
+    ("tests: files", 434, KERNELS),
     ("tests: flat files", 20),
 )
 """Ceilings of the figures of tests/support/structure.py: name, ceiling, reason if it rose."""

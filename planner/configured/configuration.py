@@ -26,10 +26,10 @@ from ..budget import Budget
 from ..errors import UsageError
 from ..evaluate import Evaluator, Staged
 from ..expert_dims import experts_of_layers
-from ..fusion import by_masks, with_fusion
 from ..graph import Block, Blocks, Graph
 from ..inter_op.submesh import mesh_of, restriction
 from ..intra_op.intra_op import IntraOp, Limits
+from ..kernels.fusion import by_masks, with_fusion
 from ..layout import Mesh, NodeLayout
 from ..plan import (
     BlockPlan,

@@ -23,11 +23,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .graph import Blocks, Fused, Graph, Node, Ref
+from ..graph import Blocks, Fused, Graph, Node, Ref
+from ..rules.products import product_factors
+from ..rules.table import packet
+from ..rules.work import FAMILIES_FUSED, family_of
 from .mask_share import seen_share
-from .rules.products import product_factors
-from .rules.table import packet
-from .rules.work import FAMILIES_FUSED, family_of
 
 _APART = frozenset(
     (

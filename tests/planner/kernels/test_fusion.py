@@ -7,8 +7,8 @@ import pytest
 from autoparallel.cost_model.compute import work_seconds
 from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.planner import rules
-from autoparallel.planner.fusion import with_fusion
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
+from autoparallel.planner.kernels.fusion import with_fusion
 from autoparallel.planner.layout import INVARIANT, Mesh, NodeLayout
 from autoparallel.planner.pricing.choices import input_specs
 from autoparallel.planner.pricing.kept_bytes import working_bytes

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .graph import Graph, Node, Ref
-from .rules.case import argument
-from .rules.table import packet
+from ..graph import Graph, Node, Ref
+from ..rules.case import argument
+from ..rules.table import packet
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]

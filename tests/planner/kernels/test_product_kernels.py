@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from autoparallel.planner import rules
-from autoparallel.planner.fusion import with_fusion
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
-from autoparallel.planner.mask_share import seen_share
+from autoparallel.planner.kernels.fusion import with_fusion
+from autoparallel.planner.kernels.mask_share import seen_share
 from autoparallel.planner.pricing.choices import input_specs
 from autoparallel.planner.replay import find_replay
 from autoparallel.planner.rules.work import Work

@@ -23,11 +23,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .graph import Block, Blocks, Fused, Graph, Node, Ref
+from ..graph import Block, Blocks, Fused, Graph, Node, Ref
+from ..rules.saved import saved
+from ..rules.table import packet
+from ..rules.work import FAMILIES_FUSED, family_of
 from .product_kernels import with_product_kernels
-from .rules.saved import saved
-from .rules.table import packet
-from .rules.work import FAMILIES_FUSED, family_of
 
 _APART = frozenset(
     (
