@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from math import prod
 from typing import Any, Literal
 
@@ -384,13 +385,21 @@ class Blocks:
         return mapping
 
     def told_apart(self, signature: Callable[[Block], object]) -> Blocks:
-        """Return the blocks, of kinds in each of which the signature is the same."""
-        numbers: dict[str, dict[object, int]] = {}
+        """Return the blocks, of kinds in each of which the signature is the same.
+
+        The first of a kind keeps it, the others get the kind's name before an "@" and a number.
+        """
+        taken = set(self.kinds)
+        names: dict[str, dict[object, str]] = {}
         found = []
         for block in self.blocks:
-            known = numbers.setdefault(block.kind, {})
-            number = known.setdefault(signature(block), len(known))
-            found.append(replace(block, kind=f"{block.kind}@{number}") if number else block)
+            known, own = names.setdefault(block.kind, {}), signature(block)
+            if own not in known:
+                plain = block.kind.partition("@")[0]
+                free = (name for at in count(1) if (name := f"{plain}@{at}") not in taken)
+                known[own] = next(free) if known else block.kind
+                taken.add(known[own])
+            found.append(replace(block, kind=known[own]))
         return Blocks(tuple(found))
 
     @cached_property

@@ -418,7 +418,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/", 51250, KERNELS),
     ("words of CHANGELOG.md", 5950, KERNELS),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 65520, KERNELS),
+    ("tests: lines", 65530, KERNELS),
     ("tests: files", 434, KERNELS),
     ("tests: flat files", 20),
 )

@@ -178,7 +178,9 @@ def test_what_joins_tokens_is_split_by_positions_where_data_is() -> None:
     pricer = ConfigurationPricer(graph, program().blocks, Basis(assumptions=SENT))
     stage = pricer.plan(parse_cluster("1x4xH100"), own).stages[0]
     assert stage.layouts[gate].outputs[0][-1] == REPLICATE
-    joined = next(name for name in found if joins_tokens(graph[name], graph))
+    joined = next(
+        name for name in stage.layouts if name in found and joins_tokens(graph[name], graph)
+    )
     assert stage.layouts[joined].inputs[0][-1] == shard(1)
     assert stage.layouts[joined].outputs[0][-1] == shard(0)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
-from autoparallel.planner.kernels.fusion import with_fusion
+from autoparallel.planner.kernels.fusion import by_masks, with_fusion
 from autoparallel.planner.kernels.mask_share import seen_share
 from autoparallel.planner.pricing.choices import input_specs
 from autoparallel.planner.replay import find_replay
@@ -182,6 +183,21 @@ def test_a_window_shows_its_exact_share(width: int) -> None:
     graph, _ = graph_of(*written(window(width)))
     seen = width * (width - 1) / 2 + width * (LENGTH - width + 1)
     assert seen_share(graph, ["masked"]) == seen / LENGTH**2
+
+
+def test_blocks_whose_masks_show_different_shares_are_of_different_kinds() -> None:
+    """As in models whose layers have windows in turn; what is pinned apart stays apart."""
+    nodes = {}
+    for which, mask in (("wide", causal()), ("near", window(8)), ("far", causal())):
+        graph, _ = fused(*written(mask))
+        nodes[which] = [replace(each, name=f"{which}.{each.name}") for each in graph.nodes]
+    joined = Graph(tuple(each for own in nodes.values() for each in own), Ref("far.out"), BATCH)
+    layers = [
+        Block(which, "layers", tuple(each.name for each in own if each.kind == "op"), ())
+        for which, own in nodes.items()
+    ]
+    found = by_masks(joined, Blocks((*layers, replace(layers[1], kind="layers@1"))))
+    assert [block.kind for block in found.blocks] == ["layers", "layers@2", "layers", "layers@1"]
 
 
 def test_filled_scores_and_chosen_ones_are_masked_too() -> None:
