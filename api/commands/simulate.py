@@ -81,6 +81,14 @@ ScalingOption = Annotated[
         help="of products in fp8: tensorwise, as run does, rowwise, mxfp8 or nvfp4",
     ),
 ]
+KernelsOption = Annotated[
+    str,
+    typer.Option(
+        "--kernels",
+        help="eager: one for each op; compiled: as torch.compile fuses them; fused: also over the "
+        "products of attention and of state-space layers that are written out",
+    ),
+]
 TraceOption = Annotated[
     str | None,
     typer.Option("--trace", metavar="FILE", help="write a Chrome trace, for ui.perfetto.dev"),
@@ -92,6 +100,8 @@ SEARCHED = (
     "processes", "measure_seconds",
 )  # fmt: skip
 """Options of planning that a given configuration leaves nothing to."""
+
+KERNELS = ("eager", "compiled", "fused")
 
 OWN_DEGREES = ("schedule", "chunks", "cp", "slices", "etp")
 """What ``--parallel`` takes here otherwise than when planning."""
@@ -110,6 +120,7 @@ def simulate(
     dispatcher: DispatcherOption = "gather",
     imbalance: ImbalanceOption = 1.0,
     scaling: ScalingOption = None,
+    kernels: KernelsOption = "eager",
     lora: LoraOption = None,
     trace: TraceOption = None,
     settings: SetOption = None,
@@ -124,10 +135,13 @@ def simulate(
     layers = parse_layers(layers_per_stage)
     found = find_cluster(cluster)
     check_precision(found, options.precision)
-    configuration = configured(options, own, found, layers, dispatcher)
     trained = assumed(
         options.precision, slowdown=slowdown if overlap else inf, dispatcher=dispatcher,
-        imbalance=imbalance, scaling=scaling,
+        imbalance=imbalance, scaling=scaling, kernels=kernels,
+    )  # fmt: skip
+    configuration = replace(
+        configured(options, own, found, layers, dispatcher),
+        compiled=kernels != "eager", fuses_products=kernels == "fused",
     )  # fmt: skip
     from autoparallel.commands.simulate_page import print_page, simulated, summary, write_trace
     from autoparallel.planning import basis_for, capture_target
@@ -157,7 +171,7 @@ def simulate(
 
 def assumed(
     precision: str, *, slowdown: float | None, dispatcher: str, imbalance: float,
-    scaling: str | None,
+    scaling: str | None, kernels: str = "eager",
 ) -> dict[str, Any]:  # fmt: skip
     """How the program trains, as fields of ``CostAssumptions``. Raises UsageError AP112."""
     from autoparallel.cost_model.dispatch import DISPATCHERS
@@ -165,6 +179,7 @@ def assumed(
 
     for name, value, known in (
         ("--dispatcher", dispatcher, DISPATCHERS), ("--scaling", scaling, SCALINGS),
+        ("--kernels", kernels, KERNELS),
     ):  # fmt: skip
         if value is not None and value not in known:
             raise UsageError(

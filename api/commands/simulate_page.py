@@ -153,6 +153,7 @@ def summary(step: SimulatedStep) -> dict[str, Any]:
     return {
         "configuration": {
             "dp": own.dp, "tp": own.tp, "cp": own.cp, "ep": own.ep, "pp": own.pp,
+            "etp": own.etp, "compiled": own.compiled, "fuses_products": own.fuses_products,
             "chunks": own.num_chunks, "slices": own.num_slices,
             "zero": own.zero, "recompute": own.recompute, "schedule": own.schedule,
             "microbatches": own.num_microbatches, "micro_batch": own.rank_rows,
@@ -199,6 +200,8 @@ def headline(step: SimulatedStep, name: str) -> RenderableType:
     )
     schedule = schedule_text(own.schedule, own.num_chunks, own.num_slices)
     parts = [*strategy_parts([rank] * own.pp, schedule), *offload_text(own.offload)]
+    if own.compiled:
+        parts.append(f"{'fused' if own.fuses_products else 'compiled'} kernels")
     if own.folded:
         parts.append(f"experts on ep={own.ep} ranks of {', '.join((*own.folded, 'dp'))}")
     parts.append(microbatches_text(own.num_microbatches, own.microbatch_size, own.rank_rows))

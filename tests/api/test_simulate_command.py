@@ -174,6 +174,7 @@ def test_a_configuration_that_does_not_fit_is_priced_and_says_so(
         ("pp=2", ("--layers-per-stage", "8,0"), "AP112", "whole numbers above 0"),
         ("pp=2,chunks=2,microbatches=4", (), "AP153", "runs one chunk per rank"),
         ("pp=2,chunks=two", (), "AP112", "chunks=two"),
+        ("dp=8", ("--kernels", "fuse"), "AP112", "'fuse' is not one of eager, compiled, fused"),
         ("tp=2,etp=2", (), "AP112", "etp=2 beside tp=2 and --dispatcher gather"),
         ("tp=2,etp=4", ("--dispatcher", "deepep"), "AP112", "etp=4 beside tp=2"),
         ("dp=2,tp=2,cp=2,ep=8", (), "AP127", "ep=8 spreads experts over cp=2 ranks too"),
@@ -192,6 +193,54 @@ def test_what_cannot_be_simulated_is_refused_in_words(
     assert f"error[{code}]" in captured.err
     assert says in captured.err
     assert captured.out == ""
+
+
+WRITTEN = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(256, 768), nn.Linear(256, 256)
+
+    def forward(self, x):
+        q, k, v = (
+            each.view(*x.shape[:2], 4, 64).transpose(1, 2) for each in self.qkv(x).chunk(3, -1)
+        )
+        scores = torch.softmax(q @ k.transpose(-1, -2) / 8, -1)
+        return x + self.out((scores @ v).transpose(1, 2).flatten(2))
+
+def build_model():
+    return nn.Sequential(*(Attention() for _ in range(4)))
+
+def example_batch(global_batch, seq=1024):
+    return {"input": torch.zeros(global_batch, seq or 1024, 256)}
+
+def loss_fn(outputs, batch):
+    return outputs.square().mean()
+"""
+
+
+def test_kernels_that_fuse_products_keep_and_move_no_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scores of 64 × 4 heads of 1024 × 1024 in bfloat16 are half a GiB a layer."""
+    path = tmp_path / "written.py"
+    path.write_text(WRITTEN)
+    found = [
+        figures(
+            capsys, str(path), "dp=1,microbatches=1", "--cluster", "1xA100-80GB",
+            "--precision", "bf16", *more,
+        )  # fmt: skip
+        for more in ((), ("--kernels", "compiled"), ("--kernels", "fused"))
+    ]
+    eager, compiled, fused = (each["step_seconds"] for each in found)
+    assert fused < compiled < eager
+    peaks = [sum(each["memory_bytes"][0].values()) for each in found]
+    assert peaks[0] > peaks[2] + 4 * 2**29
+    assert simulate(str(path), "dp=8", "--kernels", "fused") == 0
+    assert "fused kernels" in capsys.readouterr().out
 
 
 def test_experts_are_spread_over_tensor_and_context_parallel_ranks(
