@@ -8,7 +8,9 @@ elements than its output. Expanded values are the outputs of expanding products,
 elementwise ops, normalizations, copies, views and reductions of them; and those of ops that make
 more bytes than they read (repeated heads, masks, decays, casts to a wider format), if nothing but
 such kernels reads them. A kernel is a contracting product with all that its expanded operands are
-computed from. If another op reads an expanded value of a product, no kernel is formed.
+computed from. If another op reads an expanded value of a product, no kernel is formed. Of a product
+whose operands are repeated alike (C·B of the heads of a group in Mamba-2) each value is computed
+once.
 
 The kernel reads its inputs, each once, and writes the output of the last product. Its backward
 reads the inputs, the output and the output's gradient, computes the first product again, and writes
@@ -134,6 +136,11 @@ class _Block:
             ref = node.inputs[0]
             fewest = min(fewest, self._numel(ref))
         return fewest
+
+    def _times(self, name: str) -> float:
+        """Return how often a product has each value: as often as both operands are repeated."""
+        first, second = (self._numel(ref) / self._source_numel(ref) for ref in self._products[name])
+        return first if first == second else 1.0
 
     def _is_expanding(self, name: str) -> bool:
         made = self.nodes[name].spec.numel
@@ -273,7 +280,7 @@ class _Block:
                 kernels_forward=int(is_last),
                 kernels_backward=int(is_last and is_trained),
                 in_product_kernel=True,
-                share=share,
+                share=share / (self._times(name) if name in kernel.expanding else 1.0),
                 again=name in kernel.expanding,
                 is_attention=is_attention,
             )

@@ -228,12 +228,10 @@ def test_kernels_that_fuse_products_keep_and_move_no_scores(
     """Scores of 64 × 4 heads of 1024 × 1024 in bfloat16 are half a GiB a layer."""
     path = tmp_path / "written.py"
     path.write_text(WRITTEN)
+    setting = ("dp=1,microbatches=1", "--cluster", "1xA100-80GB", "--precision", "bf16")
     found = [
-        figures(
-            capsys, str(path), "dp=1,microbatches=1", "--cluster", "1xA100-80GB",
-            "--precision", "bf16", *more,
-        )  # fmt: skip
-        for more in ((), ("--kernels", "compiled"), ("--kernels", "fused"))
+        figures(capsys, str(path), *setting, "--kernels", kernels)
+        for kernels in ("eager", "compiled", "fused")
     ]
     eager, compiled, fused = (each["step_seconds"] for each in found)
     assert fused < compiled < eager

@@ -319,7 +319,8 @@ def scan() -> list[Node]:
 
 def test_a_scan_reads_its_inputs_and_writes_its_output() -> None:
     """Forward: b, c, x and a are read, the output is written. Backward: those, the output and its
-    gradient are read, and four gradients written. The first product is computed three times."""
+    gradient are read, and four gradients written. The first product is computed three times, for
+    each group of heads once."""
     graph, blocks = fused(*scan())
     own = total(graph, blocks)
     inputs = sum(graph[name].spec.num_bytes for name in "bcxa")
@@ -329,7 +330,7 @@ def test_a_scan_reads_its_inputs_and_writes_its_output() -> None:
     assert own["kept"] == inputs + output
     assert (own["kernels forward"], own["kernels backward"]) == (1, 1)
     first = rules.work(graph["both"], input_specs(graph["both"], graph), graph["both"].outputs)
-    product = 2 * BATCH * CHUNKS * ROWS * ROWS * HEADS * STATE
+    product = 2 * BATCH * CHUNKS * ROWS * ROWS * GROUPS * STATE
     assert (first.flops_forward, first.flops_backward) == (product, 3 * product)
     assert first.family == "matmul"
 
