@@ -140,12 +140,12 @@ def _brief_search(request: pytest.FixtureRequest) -> Iterator[None]:
     """Make searches brief where a test runs a plan and does not ask how it was found.
 
     Tests of ``api`` search in full, but run the stages of a plan for its memory only where they
-    are marked with ``runs_stages``.
+    are slow, or marked with ``runs_stages``.
     """
     from brief_search import memory_follows_rules, searches_are_brief
 
     is_full = any(request.path.is_relative_to(folder) for folder in FULL_SEARCH)
-    needs_runs = request.node.get_closest_marker("runs_stages")
+    needs_runs = any(map(request.node.get_closest_marker, ("runs_stages", "slow")))
     if not is_full:
         context = searches_are_brief()
     elif request.path.is_relative_to(HERE / "api") and not needs_runs:
