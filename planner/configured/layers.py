@@ -7,6 +7,7 @@ last. The first stage has what precedes the layers too, the last one what follow
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -20,9 +21,13 @@ _NUMBER = re.compile(r"\.\d+(\+\d+)?$")
 
 def find_layers(blocks: Blocks) -> range:
     """Where the layers are: the longest run of blocks that are numbered members of one list, of
-    whatever kinds, or that are equal."""
-    numbers = [_NUMBER.search(block.name) for block in blocks.blocks]
-    lists = [found.string[: found.start()] if found else "" for found in numbers]
+    kinds that occur more than once, or that are equal."""
+    kinds = [plain_kind(block.kind) for block in blocks.blocks]
+    counts, numbers = Counter(kinds), [_NUMBER.search(block.name) for block in blocks.blocks]
+    lists = [
+        found.string[: found.start()] if found and counts[kind] > 1 else ""
+        for found, kind in zip(numbers, kinds, strict=True)
+    ]
     return max(_longest_run(lists), find_equal(blocks), key=len)
 
 

@@ -263,8 +263,9 @@ def test_rows_and_positions_are_told_from_features() -> None:
 @pytest.mark.parametrize(
     ("names", "kinds", "layers", "equal"),
     [
-        ("embed layers.0 layers.1 layers.2 head", "embed a b b head", range(1, 4), range(2, 4)),
-        ("enc.0 enc.1 dec.0 dec.1 dec.2", "a a b c b", range(2, 5), range(2)),
+        ("in n.0 n.1 n.2 n.3 head", "in a b b a head", range(1, 5), range(2, 4)),
+        ("e.0 e.1 d.0 d.1 d.2 d.3", "a a b c b c", range(2, 6), range(2)),
+        ("n.0 n.1 n.2", "a a head", range(2), range(2)),
         ("in layers.0 layers.0+1 layers.1 out", "in a a a out", range(1, 4), range(1, 4)),
         ("x y z", "a a b", range(2), range(2)),
     ],
