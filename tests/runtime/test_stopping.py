@@ -131,11 +131,20 @@ def test_without_checkpoints_a_signal_ends_the_command_at_once(
     assert command.ended()[0] == 128 + signal.SIGTERM
 
 
+def status_of(pid: str, field: str) -> str:
+    """Returns the first word of ``field`` in the kernel's status of a process."""
+    found = re.search(rf"^{field}:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def is_stopped(pid: str) -> bool:
+    return status_of(pid, "State") == "T"
+
+
 def waits_for_sigterm(pid: str) -> bool:
     """Whether a stopped process has got SIGTERM, which it handles when it goes on."""
-    found = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return bool(int(found[1], 16) >> (signal.SIGTERM - 1) & 1)
+    return bool(int(status_of(pid, "ShdPnd"), 16) >> (signal.SIGTERM - 1) & 1)
 
 
 @pytest.mark.slow
@@ -147,6 +156,8 @@ def test_a_second_signal_ends_the_command_at_once(plan_path: Path, tmp_path: Pat
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     for child in children:
         os.kill(int(child), signal.SIGSTOP)
+    while not all(map(is_stopped, children)):  # before it stops, a process would take SIGTERM first
+        time.sleep(0.01)
     os.kill(pid, signal.SIGTERM)
     while not any(map(waits_for_sigterm, children)):
         assert command.process.poll() is None
