@@ -74,9 +74,11 @@ def experts_of_layers(graph: Graph) -> tuple[int, ...]:
 
 
 def token_nodes(graph: Graph) -> frozenset[str]:
-    """The nodes that see tokens in one dimension around layers of experts, where rows and
-    positions are joined: from the views that join them to those that part them again, and the
-    parameters that these alone read, but for the weights of experts."""
+    """Return the names of the nodes around layers of experts that have rows and positions joined in
+    one dimension of tokens, from the views that join them to the views that part them again.
+
+    Parameters that only these nodes read count too (those of a router), experts' weights do not.
+    """
     layers = [node for node in graph if is_expert_layer(node)]
     found = {node.name for node in layers}
     waiting = [ref.name for node in layers for ref in node.inputs[:FIRST_WEIGHT]]
@@ -105,12 +107,12 @@ def token_nodes(graph: Graph) -> frozenset[str]:
 
 
 def joins_tokens(node: Node, graph: Graph) -> bool:
-    """Tells whether a view makes one dimension of the first two of its input."""
+    """Tells whether a node is a view that joins the first two dimensions of its input."""
     return is_view(node) and is_join(graph.spec(node.inputs[0]).shape, node.spec.shape)
 
 
 def parts_tokens(node: Node, graph: Graph) -> bool:
-    """Tells whether a view makes two dimensions of the first one of its input."""
+    """Tells whether a node is a view that parts the first dimension of its input in two."""
     return is_view(node) and is_join(node.spec.shape, graph.spec(node.inputs[0]).shape)
 
 

@@ -72,16 +72,17 @@ class OpRule:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What an op moves that is part of a fused kernel (``planner.fusion``).
+    """What an op moves that is part of a fused kernel (``planner.kernels.fusion``).
 
     By position among its inputs, or index among its outputs: what the kernel ``reads`` and
     ``writes`` at this op in the forward; of which outputs its backward reads the gradient, and
     ``gradients``, of which inputs it writes it (twice where it adds it to another part); and what
     is kept for the backward. ``kernels_*``: how many kernels are counted here.
 
-    In a kernel over products (``planner.product_kernels``, ``in_product_kernel``): ``share`` is the
-    share of positions that its masks show, ``again`` marks a product that the backward computes
-    again, ``is_attention`` the ops of a kernel with a softmax.
+    ``in_product_kernel`` marks the ops of a kernel over products (``kernels.product_kernels``). Of
+    these ``share`` is the part of the FLOPs that is computed, which masks and repeated operands
+    make smaller; ``again`` marks products that the backward computes again, and ``is_attention``
+    the ops of a kernel with a softmax.
     """
 
     reads: tuple[int, ...] = ()
@@ -385,9 +386,9 @@ class Blocks:
         return mapping
 
     def told_apart(self, signature: Callable[[Block], object]) -> Blocks:
-        """Return the blocks, of kinds in each of which the signature is the same.
+        """Return the blocks with kinds that tell apart blocks of different signatures.
 
-        The first of a kind keeps it, the others get the kind's name before an "@" and a number.
+        The first signature keeps the kind; for each other one, "@" and a number follow its name.
         """
         taken = set(self.kinds)
         names: dict[str, dict[object, str]] = {}

@@ -102,6 +102,7 @@ SEARCHED = (
 """Options of planning that a given configuration leaves nothing to."""
 
 KERNELS = ("eager", "compiled", "fused")
+"""Values of ``--kernels``."""
 
 OWN_DEGREES = ("schedule", "chunks", "cp", "slices", "etp")
 """What ``--parallel`` takes here otherwise than when planning."""
@@ -135,9 +136,10 @@ def simulate(
     layers = parse_layers(layers_per_stage)
     found = find_cluster(cluster)
     check_precision(found, options.precision)
+    check_choice("--kernels", kernels, KERNELS)
     trained = assumed(
         options.precision, slowdown=slowdown if overlap else inf, dispatcher=dispatcher,
-        imbalance=imbalance, scaling=scaling, kernels=kernels,
+        imbalance=imbalance, scaling=scaling,
     )  # fmt: skip
     configuration = replace(
         configured(options, own, found, layers, dispatcher),
@@ -171,21 +173,15 @@ def simulate(
 
 def assumed(
     precision: str, *, slowdown: float | None, dispatcher: str, imbalance: float,
-    scaling: str | None, kernels: str = "eager",
+    scaling: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     """How the program trains, as fields of ``CostAssumptions``. Raises UsageError AP112."""
     from autoparallel.cost_model.dispatch import DISPATCHERS
     from autoparallel.planner.pricing.basis import SCALINGS
 
-    for name, value, known in (
-        ("--dispatcher", dispatcher, DISPATCHERS), ("--scaling", scaling, SCALINGS),
-        ("--kernels", kernels, KERNELS),
-    ):  # fmt: skip
-        if value is not None and value not in known:
-            raise UsageError(
-                "AP112", f"{name}: {value!r} is not one of {', '.join(known)}", where=name,
-                fix=did_you_mean(value, tuple(known)),
-            )  # fmt: skip
+    check_choice("--dispatcher", dispatcher, DISPATCHERS)
+    if scaling is not None:
+        check_choice("--scaling", scaling, tuple(SCALINGS))
     if scaling is not None and precision != "fp8":
         raise UsageError(
             "AP112", f"--scaling {scaling}: nothing is scaled in {precision}", where="--scaling",
@@ -195,6 +191,15 @@ def assumed(
         "slowdown": slowdown, "dispatcher": dispatcher, "imbalance": imbalance,
         "scaling": scaling or "tensorwise",
     }  # fmt: skip
+
+
+def check_choice(option: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise ``UsageError`` AP112 where an option's value is not one of those known."""
+    if value not in known:
+        raise UsageError(
+            "AP112", f"{option}: {value!r} is not one of {', '.join(known)}", where=option,
+            fix=did_you_mean(value, known),
+        )  # fmt: skip
 
 
 def split_parallel(text: str) -> tuple[dict[str, str], str]:
@@ -235,7 +240,7 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
 
 def configured(
     options: PlanOptions, own: dict[str, str], cluster: Cluster, layers: tuple[int, ...] | None,
-    dispatcher: str = "gather",
+    dispatcher: str,
 ) -> Configuration:  # fmt: skip
     """The configuration that the options describe. Raises ``UsageError`` if they do not fit."""
     from autoparallel.planner.configured.configuration import Configuration

@@ -40,11 +40,11 @@ FEWEST = 4
 """Layers with experts that are captured. The dense layers of a model are fewer, so that ``depth``
 takes one of these for the layer to repeat."""
 LONG_CAPTURES = ("Qwen3-Next", "V4-Flash")
-"""Models whose layers are captured with an op for each of many steps, for minutes."""
+"""Models whose capture takes minutes, as transformers loops over many steps in their layers."""
 ALTERNATING = ("Nemotron", "GPT-OSS")
-"""Models whose layers of several kinds alternate, so that all are captured."""
+"""Models whose layers alternate in kind or in the window of attention, so that all are captured."""
 DENSE = ("Llama-4",)
-"""Models whose experts transformers computes for all tokens, so that no tokens are sent."""
+"""Models of which transformers computes every expert for every token, and sends no tokens."""
 NATURAL_IMBALANCE = 1.5
 """Tokens of the fullest rank over the mean where a router decides: 1.50 to 1.66 over 32 ranks
 (LAER-MoE artifact, arXiv:2602.11686)."""
@@ -57,8 +57,8 @@ NVIDIA's pages of 2026."""
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A model by the folder of its configuration. ``dense`` layers at the start have no experts;
-    the others are equal if one ``is_repeated``."""
+    """A model by the folder of its configuration. The first ``dense`` layers have no experts. If
+    the others are equal (``is_repeated``), few of them are captured, and one is repeated."""
 
     folder: str
     layers: int
@@ -73,7 +73,7 @@ class Listed:
 
     @property
     def few(self) -> Listed:
-        """The model with the fewest layers of which one can be repeated."""
+        """The model with no more layers than are captured."""
         few = self.dense + FEWEST if self.is_repeated else self.layers
         return replace(self, layers=min(self.layers, few))
 
@@ -105,7 +105,7 @@ def run_of(row: Row, line: int, folder: Path = MODELS) -> Run:
     shape = Listed(
         str(folder / model), number(row, "layers"), dense, number(row, "seq_len"), is_repeated
     )
-    configuration = _configuration(row, shape)
+    configuration = _configuration(row)
     memory = row.get("peak_memory_gib", "")
     return Run(
         row.get("row_id") or f"line {line}", row.get("source", ""), shape, cluster, configuration,
@@ -126,17 +126,17 @@ def _assumptions(row: Row) -> CostAssumptions:
         joint_states=True, cast_bytes=4.0, scaling=scaling(row), keeps_casts=eight, regathers=True,
         casts_experts=eight, fuses_experts=True,
         dispatcher=_dispatcher(row),
-        imbalance=1.0 if _is_forced(row) or _has_capacity(row) else NATURAL_IMBALANCE,
+        imbalance=NATURAL_IMBALANCE if _is_routed_freely(row) else 1.0,
     )  # fmt: skip
 
 
-def _is_forced(row: Row) -> bool:
-    return row.get("routing") == "forced_balanced"
+def _is_routed_freely(row: Row) -> bool:
+    return row.get("routing") != "forced_balanced" and not _has_capacity(row)
 
 
 def _has_capacity(row: Row) -> bool:
-    """Tell whether experts get a fixed number of tokens, padded and dropped: as all of NVIDIA's
-    recipes of Grok-1 have it."""
+    """Tell whether each expert gets a fixed number of tokens: others are dropped, missing ones
+    padded. All of NVIDIA's recipes of Grok-1 do so."""
     return "padded" in row.get("routing", "") or row["model"] == "Grok-1"
 
 
@@ -156,7 +156,7 @@ def _dispatcher(row: Row) -> Dispatcher:
     return "deepep" if is_wide else "alltoall"
 
 
-def _configuration(row: Row, shape: Listed) -> Configuration:
+def _configuration(row: Row) -> Configuration:
     dp, tp, pp, cp = (number(row, name, default=1) for name in ("dp", "tp", "pp", "cp"))
     rows, chunks = number(row, "micro_batch"), number(row, "vp", default=1)
     ep, etp = (number(row, name, default=1) for name in ("ep", "etp"))

@@ -40,8 +40,8 @@ class Model(Protocol):
         """The number of the model's layers."""
 
     @property
-    def repeated(self) -> int:
-        """The number of layers that are like the repeated one."""
+    def repeated(self) -> int | None:
+        """The number of layers that are like the repeated one; None where none is repeated."""
 
     @property
     def few(self) -> Model:

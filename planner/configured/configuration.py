@@ -29,7 +29,8 @@ from ..expert_dims import experts_of_layers
 from ..graph import Block, Blocks, Graph
 from ..inter_op.submesh import mesh_of, restriction
 from ..intra_op.intra_op import IntraOp, Limits
-from ..kernels.fusion import by_masks, with_fusion
+from ..kernels.fusion import with_fusion
+from ..kernels.product_kernels import by_masks, with_product_kernels
 from ..layout import Mesh, NodeLayout
 from ..plan import (
     BlockPlan,
@@ -70,10 +71,9 @@ ONCE = ("transient", "buffers", "reserve")
 class Configuration:
     """How a model is trained.
 
-    ``dp`` ranks split the batch, and ``ep`` ranks the experts: neighbours among the data-parallel
-    ones, and where ``ep`` is a multiple of ``tp`` that these alone do not hold, or ``etp`` is 1,
-    tensor- and context-parallel ranks too (``folded``). ``etp`` ranks share each expert: 1 or
-    ``tp``.
+    ``dp`` ranks split the batch. ``ep`` ranks hold different experts: data-parallel ranks where
+    ``dp`` is a multiple of ``ep``, else tensor- and context-parallel ones too (``folded``). ``etp``
+    says instead how many tensor-parallel ranks share each expert: 1, or all ``tp``.
     ``microbatch_size`` rows make a micro-batch over all data-parallel ranks. ``num_chunks``
     stages share a pipeline rank. ``num_slices`` of sequences, for TeraPipe. ``layers`` of each
     stage (default: even). ``recompute`` is of every block, as in a plan; where not
@@ -145,23 +145,30 @@ class Configuration:
 
     @property
     def folded(self) -> tuple[str, ...]:
-        """The axes besides "ep" that split experts: as Megatron-LM numbers ranks, tensor-parallel
-        ones are neighbours first, then context-parallel ones, then data-parallel ones."""
-        if self.ep == 1:
-            return ()
-        is_whole = self.etp == 1 or (self.etp is None and self.dp % self.ep != 0)
-        names, left = [], self.ep
-        for name, size, is_asked in (("tp", self.tp, is_whole), ("cp", self.cp, True)):
-            if is_asked and size > 1 and left % size == 0:
-                names.append(name)
+        """The axes besides "ep" on which ranks hold different experts.
+
+        Ranks are taken as Megatron-LM numbers them: tensor-parallel neighbours first, then
+        context-parallel and then data-parallel ones.
+        """
+        left, found = self.ep, []
+        for name, size in self._foldable:
+            if size > 1 and left % size == 0:
+                found.append(name)
                 left //= size
-        return tuple(names) if is_whole or self.etp is not None else ()
+        return tuple(found)
+
+    @property
+    def _foldable(self) -> tuple[tuple[str, int], ...]:
+        """The axes that experts may be folded over, with their sizes."""
+        if self.etp is None and self.dp % self.ep == 0:
+            return ()
+        others = (("cp", self.cp),)
+        return others if self.etp not in (None, 1) else (("tp", self.tp), *others)
 
     @property
     def data_ep(self) -> int:
         """How many of the ranks that split experts are data-parallel ones."""
-        sizes = {"tp": self.tp, "cp": self.cp}
-        return self.ep // prod(sizes[name] for name in self.folded)
+        return self.ep // prod(size for name, size in self._foldable if name in self.folded)
 
     @property
     def mesh(self) -> Mesh:
@@ -256,13 +263,7 @@ class ConfigurationPricer:
     def plan(self, cluster: Cluster, configuration: Configuration) -> Plan:
         """The plan that a configuration describes, without predictions."""
         own = configuration
-        _check(own, cluster, self.graph)
-        if "cp" in own.folded and self.basis.assumptions.dispatcher == "gather":
-            raise UsageError(
-                "AP127", f"ep={own.ep} spreads experts over cp={own.cp} ranks too",
-                why="this package spreads them over data- and tensor-parallel ranks alone",
-                fix=f"ep= a divisor of dp={own.dp}; --dispatcher alltoall prices other programs",
-            )  # fmt: skip
+        _check(own, cluster, self.graph, sends_tokens=self.basis.assumptions.sends_tokens)
         structure = self._structure(own, own.microbatch_size)
         bounds = stage_bounds(self.blocks, own.layers, own.num_stages)
         stages = tuple(
@@ -364,9 +365,9 @@ class ConfigurationPricer:
         return self.solvers[key]
 
     def _around_experts(self, own: Configuration, given: Restriction) -> Restriction:
-        """Return what the axes are for where another program sends tokens to experts: there
-        tensor- and context-parallel ranks have tokens of their own."""
-        if self.basis.assumptions.dispatcher == "gather" or not experts_of_layers(self.graph):
+        """Return the restriction for a program that sends tokens to experts: at layers of experts
+        each tensor- or context-parallel rank has tokens of its own."""
+        if not self.basis.assumptions.sends_tokens or not experts_of_layers(self.graph):
             return given
         axes = {name: axis for axis, name in enumerate(own.mesh.axes)}
         names = ("cp", "tp") if own.sequence_parallel else ("cp",)
@@ -386,7 +387,9 @@ class ConfigurationPricer:
             graph = with_precision(self.graph, own.precision)
             if own.compiled:
                 compiled = self.blocks if own.compiles_ends else self._layers
-                graph = with_fusion(graph, compiled, fuses_products=own.fuses_products)
+                if own.fuses_products:
+                    graph = with_product_kernels(graph, compiled)
+                graph = with_fusion(graph, compiled)
             blocks = by_masks(graph, self.blocks) if own.fuses_products else self.blocks
             self._structures[key] = Structure(graph, blocks)
         whole = self._structures[key]
@@ -410,7 +413,9 @@ def _rank_of_stage(own: Configuration) -> tuple[int, ...]:
     return tuple(found[stage] for stage in range(own.num_stages))
 
 
-def _check(configuration: Configuration, cluster: Cluster, graph: Graph) -> None:
+def _check(
+    configuration: Configuration, cluster: Cluster, graph: Graph, *, sends_tokens: bool
+) -> None:
     own, total = configuration, cluster.num_devices
     sharing = own.dp * own.ep // own.data_ep
     check_experts(sharing, own.ep, experts_of_layers(graph))
@@ -433,6 +438,12 @@ def _check(configuration: Configuration, cluster: Cluster, graph: Graph) -> None
             f"this model can only be simulated with {graph.batch_size} samples, as captured",
             fix=f"micro-batches of {graph.batch_size} samples",
         )
+    if "cp" in own.folded and not sends_tokens:
+        raise UsageError(
+            "AP127", f"ep={own.ep} spreads experts over cp={own.cp} ranks too",
+            why="this package spreads them over data- and tensor-parallel ranks alone",
+            fix=f"ep= a divisor of dp={own.dp}; --dispatcher alltoall prices other programs",
+        )  # fmt: skip
 
 
 def _ranks_bytes(

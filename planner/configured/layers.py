@@ -20,8 +20,8 @@ _NUMBER = re.compile(r"\.\d+(\+\d+)?$")
 
 
 def find_layers(blocks: Blocks) -> range:
-    """Where the layers are: the longest run of blocks that are numbered members of one list, of
-    kinds that occur more than once, or that are equal."""
+    """Return where the layers are: the longest run of equal blocks, or of numbered members of one
+    list, if longer. A member whose kind no other block has is no layer."""
     kinds = [plain_kind(block.kind) for block in blocks.blocks]
     counts, numbers = Counter(kinds), [_NUMBER.search(block.name) for block in blocks.blocks]
     lists = [
@@ -32,19 +32,20 @@ def find_layers(blocks: Blocks) -> range:
 
 
 def find_equal(blocks: Blocks) -> range:
-    """Where the longest run of blocks is that are equal but for what is pinned."""
+    """Return where the longest run of equal blocks is. Pins make no difference."""
     return _longest_run([plain_kind(block.kind) for block in blocks.blocks])
 
 
 def _longest_run(values: Sequence[str]) -> range:
-    """The longest run of one value that is not empty."""
+    """Return where the longest run of one value is. Empty values belong to no run."""
     starts = [at for at, each in enumerate(values) if at == 0 or each != values[at - 1]]
     runs = (range(a, b) for a, b in pairwise([*starts, len(values)]))
     return max((run for run in runs if values[run.start]), key=len, default=range(0))
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage; what is left over goes to the inner stages, then to the first.
+    """Return the number of layers of each stage. Those left over go to the inner stages, then to
+    the first.
 
     >>> even_layers(8, 4), even_layers(10, 4), even_layers(3, 4)
     ((2, 2, 2, 2), (2, 3, 3, 2), (1, 1, 1, 0))
@@ -60,7 +61,10 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def stage_bounds(
     blocks: Blocks, layers: tuple[int, ...] | None, num_stages: int
 ) -> tuple[tuple[int, int], ...]:
-    """The first block of each stage, and the one after its last. Raises ``UsageError`` AP128."""
+    """Return for each stage the numbers of its first block and of the block after its last one.
+
+    Raises ``UsageError`` AP128 where ``layers`` are not those of the model.
+    """
     found = find_layers(blocks)
     if layers is None:
         layers = even_layers(len(found), num_stages)

@@ -23,13 +23,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..graph import Block, Blocks, Fused, Graph, Node, Ref
+from ..graph import Blocks, Fused, Graph, Node, Ref
 from ..rules.saved import saved
 from ..rules.table import packet
 from ..rules.work import FAMILIES_FUSED, family_of
-from .product_kernels import with_product_kernels
 
-_APART = frozenset(
+APART = frozenset(
     (
         *("sort", "argsort", "topk", "cumsum", "cumprod", "logcumsumexp", "cummax", "median"),
         *("index", "index_select", "gather", "scatter", "scatter_add", "scatter_reduce"),
@@ -42,16 +41,17 @@ _APART = frozenset(
 """Ops that belong to a fusible family but run as kernels of their own."""
 
 
-def with_fusion(graph: Graph, blocks: Blocks, *, fuses_products: bool = False) -> Graph:
-    """Return the graph with a ``Fused`` for each op that a compiler fuses.
-
-    ``fuses_products``: kernels over products too (``planner.product_kernels``).
-    """
-    graph = with_product_kernels(graph, blocks) if fuses_products else graph
+def with_fusion(graph: Graph, blocks: Blocks) -> Graph:
+    """Return the graph with a ``Fused`` for each op that a compiler fuses."""
     found: dict[str, Fused] = {}
     for block in blocks.blocks:
         for group in _groups(graph, block.nodes):
             found |= group.fused
+    return with_fused(graph, found)
+
+
+def with_fused(graph: Graph, found: Mapping[str, Fused]) -> Graph:
+    """Return the graph with these ``Fused``, by the names of their nodes."""
     nodes = tuple(
         replace(node, fused=found[node.name]) if node.name in found else node
         for node in graph.nodes
@@ -59,18 +59,10 @@ def with_fusion(graph: Graph, blocks: Blocks, *, fuses_products: bool = False) -
     return replace(graph, nodes=nodes)
 
 
-def by_masks(graph: Graph, blocks: Blocks) -> Blocks:
-    """Return the blocks, of kinds in each of which attention sees the same share of positions."""
-
-    def shares(block: Block) -> object:
-        fused = (graph[name].fused for name in block.nodes)
-        return tuple(each.share for each in fused if each is not None and each.is_attention)
-
-    return blocks.told_apart(shares)
-
-
-def is_fusible(node: Node) -> bool:
+def is_fusible(node: Node, apart: frozenset[str] = APART) -> bool:
     """Whether a compiler generates the kernel of an op itself, so that others can be fused with it.
+
+    Ops ``apart`` run as kernels of their own.
 
     >>> [is_fusible(Node("n", "op", f"aten.{op}")) for op in ("mul.Tensor", "linear.default")]
     [True, False]
@@ -80,7 +72,7 @@ def is_fusible(node: Node) -> bool:
         and node.op.startswith("aten.")
         and node.rule is None
         and node.fused is None
-        and packet(node.op) not in _APART
+        and packet(node.op) not in apart
         and family_of(node) in FAMILIES_FUSED
     )
 

@@ -35,25 +35,12 @@ _BINARY: Mapping[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-def seen_share(graph: Graph, names: Iterable[str]) -> float:
-    """Return the share of positions that all masks among these ops show."""
-    values = _Values(graph)
-    seen: Array = np.ones((), bool)
-    for name in names:
-        mask = _seen_by(graph[name], values)
-        if mask is not None:
-            if not _is_broadcast(seen, mask):
-                return 1.0
-            seen = np.logical_and(seen, mask)
-    return float(np.mean(seen))
-
-
 def _is_broadcast(first: Array, second: Array) -> bool:
     pairs = zip(reversed(first.shape), reversed(second.shape), strict=False)
     return all(one == other or 1 in (one, other) for one, other in pairs)
 
 
-def _seen_by(node: Node, values: _Values) -> Array | None:
+def _seen_by(node: Node, values: Masks) -> Array | None:
     """Return where an op leaves scores as they are; None if it is no mask that is known."""
     name, args = packet(node.op), node.args
     if name == "add":
@@ -74,12 +61,26 @@ def _hides(value: Array | None) -> bool:
     return value is not None and bool(np.all(value < _UNSEEN))
 
 
-class _Values:
-    """The values of constants. A dimension in which a value is repeated may have size 1."""
+class Masks:
+    """The masks of a graph, each computed once.
+
+    In the values of constants, a dimension in which a value is repeated may have size 1.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._known: dict[str, Array | None] = {}
+
+    def seen_share(self, names: Iterable[str]) -> float:
+        """Return the share of positions that all masks among these ops show."""
+        seen: Array = np.ones((), bool)
+        for name in names:
+            mask = _seen_by(self.graph[name], self)
+            if mask is not None:
+                if not _is_broadcast(seen, mask):
+                    return 1.0
+                seen = np.logical_and(seen, mask)
+        return float(np.mean(seen))
 
     def of(self, item: Any) -> Array | None:
         """Return the value of an argument, None if it is not known."""

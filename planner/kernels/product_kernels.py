@@ -25,21 +25,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..graph import Blocks, Fused, Graph, Node, Ref
+from ..graph import Block, Blocks, Fused, Graph, Node, Ref
 from ..rules.products import product_factors
 from ..rules.table import packet
-from ..rules.work import FAMILIES_FUSED, family_of
-from .mask_share import seen_share
+from ..rules.work import family_of
+from .fusion import APART, is_fusible, with_fused
+from .mask_share import Masks
 
-_APART = frozenset(
-    (
-        *("sort", "argsort", "topk", "cummax", "median", "index", "index_select", "gather"),
-        *("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill"),
-        *("index_put", "one_hot", "histc", "max_pool1d", "max_pool2d", "max_pool3d"),
-        *("batch_norm", "instance_norm", "_native_batch_norm_legit_functional"),
-        *("bernoulli", "rand", "randn", "cross_entropy_loss", "feature_dropout"),
-    )
-)
+_APART = (APART | {"cross_entropy_loss"}) - {
+    *("cumsum", "cumprod", "logcumsumexp", "prod", "dropout")
+}
 """Ops that no kernel over products contains."""
 
 _SOFTMAX = frozenset(("softmax", "_softmax"))
@@ -47,15 +42,21 @@ _SOFTMAX = frozenset(("softmax", "_softmax"))
 
 def with_product_kernels(graph: Graph, blocks: Blocks) -> Graph:
     """Return the graph with a ``Fused`` for each op of a kernel over products."""
-    fixed = _find_fixed(graph)
+    fixed, masks = _find_fixed(graph), Masks(graph)
     found: dict[str, Fused] = {}
     for block in blocks.blocks:
-        found |= _Block(graph, block.nodes, fixed).fused
-    nodes = tuple(
-        replace(node, fused=found[node.name]) if node.name in found else node
-        for node in graph.nodes
-    )
-    return replace(graph, nodes=nodes)
+        found |= _Block(graph, block.nodes, fixed, masks).fused
+    return with_fused(graph, found)
+
+
+def by_masks(graph: Graph, blocks: Blocks) -> Blocks:
+    """Return the blocks with kinds that tell apart the shares of positions that attention sees."""
+
+    def shares(block: Block) -> object:
+        fused = (graph[name].fused for name in block.nodes)
+        return tuple(each.share for each in fused if each is not None and each.is_attention)
+
+    return blocks.told_apart(shares)
 
 
 def _find_fixed(graph: Graph) -> frozenset[str]:
@@ -85,6 +86,7 @@ class _Block:
     graph: Graph
     names: tuple[str, ...]
     fixed: frozenset[str]
+    masks: Masks
     nodes: Mapping[str, Node] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,14 +102,7 @@ class _Block:
 
     def _fuses(self, name: str) -> bool:
         """Return whether a kernel over products can contain an op."""
-        node = self.nodes[name]
-        return (
-            node.kind == "op"
-            and node.op.startswith("aten.")
-            and node.rule is None
-            and packet(node.op) not in _APART
-            and family_of(node) in FAMILIES_FUSED
-        )
+        return is_fusible(self.nodes[name], _APART)
 
     @cached_property
     def _products(self) -> dict[str, tuple[Ref, Ref]]:
@@ -138,7 +133,8 @@ class _Block:
         return fewest
 
     def _times(self, name: str) -> float:
-        """Return how often a product has each value: as often as both operands are repeated."""
+        """Return how often each value occurs in a product: as often as it does in both operands,
+        where views and copies repeat these alike, else once."""
         first, second = (self._numel(ref) / self._source_numel(ref) for ref in self._products[name])
         return first if first == second else 1.0
 
@@ -181,7 +177,7 @@ class _Block:
 
     @cached_property
     def _cores(self) -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
-        """By contracting product its expanding products and the ops between them."""
+        """The expanding products of each contracting product, and the ops between these and it."""
         found: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}
         for name in self._products:
             region = self._region(name) if self._is_expanding(name) else None
@@ -256,7 +252,7 @@ class _Block:
         names = [name for name in self.names if name in kernel.names]
         is_attention = any(packet(self.nodes[name].op) in _SOFTMAX for name in names)
         between = [name for name in names if self._fuses(name)]
-        share = seen_share(self.graph, between) if is_attention else 1.0
+        share = self.masks.seen_share(between) if is_attention else 1.0
         is_trained = self.nodes[kernel.last].spec.requires_grad
         read: set[Ref] = set()
         found: dict[str, Fused] = {}

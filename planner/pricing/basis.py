@@ -163,6 +163,11 @@ class CostAssumptions:
     imbalance: float = 1.0
     copies_states: bool = True
 
+    @property
+    def sends_tokens(self) -> bool:
+        """Tells whether each rank of experts has tokens of its own, and sends them to experts."""
+        return self.dispatcher != "gather"
+
 
 RUNTIME = CostAssumptions()
 """This package's own runtime."""

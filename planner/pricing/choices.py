@@ -79,8 +79,8 @@ class Restriction:
     ``split_batch`` (expert parallelism). ``pins`` are the layouts that the user asks for, by
     node of a kind, ``features`` the means that are allowed. On axes of ``gathers`` a parameter
     that is used whole may still be held split, along its first dimension, and gathered. On axes
-    of ``tokens`` nothing is whole that layers of experts see of tokens: of these axes those of
-    ``folded`` split experts too, those of ``sliced`` each expert.
+    of ``tokens`` each rank has tokens of its own at layers of experts. Its ranks hold different
+    experts if the axis is among ``folded``, and parts of the same ones if it is among ``sliced``.
     """
 
     split_batch: tuple[int, ...] = ()
@@ -215,7 +215,7 @@ def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[
 
     def make() -> tuple[AxisStrategy, ...]:
         found = prices.rules.axis_strategies(node, graph, size)
-        if prices.assumptions.dispatcher == "gather":
+        if not prices.assumptions.sends_tokens:
             return found
         return (*sent_strategies(node, input_specs(node, graph), size), *found)
 
@@ -239,9 +239,10 @@ def _axis_strategies(
         num_inputs, num_outputs = len(node.inputs), len(node.outputs)
         return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
     strategies = strategies_of(node, graph, size, prices)
-    if axis in restriction.tokens and node.name in tokens_of(graph, prices):
-        return _tokens_split(node, graph, axis, prices, restriction)
-    strategies = tuple(each for each in strategies if each.label not in (SLICED, TOKENS))
+    if prices.assumptions.sends_tokens:
+        if axis in restriction.tokens and node.name in tokens_of(graph, prices):
+            return _tokens_split(node, graph, axis, prices, restriction)
+        strategies = tuple(each for each in strategies if each.label not in (SLICED, TOKENS))
     if axis not in restriction.given:
         dims = partial(dims_on, graph, size, prices)
         strategies = allowed(node, graph, strategies, dims, restriction.features)
@@ -265,7 +266,8 @@ def _axis_strategies(
 def _tokens_split(
     node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> tuple[AxisStrategy, ...]:
-    """The strategies that split tokens, those of a layer of experts as the axis is used there."""
+    """The strategies that split tokens on an axis. A layer of experts has the one for which the
+    axis is folded or sliced."""
     strategies = strategies_of(node, graph, prices.mesh.shape[axis], prices)
     label = SENT if axis in restriction.folded else SLICED if axis in restriction.sliced else None
     own = tuple(each for each in strategies if each.label in (label, TOKENS))
@@ -294,10 +296,10 @@ def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
 
 
 def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
-    """The strategies along which positions descend: of views that join them, those around layers
-    of experts alone."""
+    """The strategies along which positions descend. Where rows and positions are joined, they
+    descend at layers of experts alone."""
     strategies = strategies_of(node, graph, size, prices)
-    if node.name in tokens_of(graph, prices):
+    if not prices.assumptions.sends_tokens or node.name in tokens_of(graph, prices):
         return strategies
     return tuple(each for each in strategies if each.label != TOKENS)
 

@@ -1,12 +1,13 @@
 """Experts whose tokens are sent to them: the strategies of other programs than this package's.
 
-In: a layer of experts (``passes.ops.experts``), an axis. Out: the strategy in which every rank has
-its own tokens and its own experts, with the messages inside: tokens to their experts and results
-back, and the same of the gradients; the one in which it has its own tokens and a part of each
-expert, so that the ranks of the axis gather what they received and sum what they computed; and the
-call that a rank makes of the tokens that it received. Such tokens are split by rows on some axes
-and by positions on others: where a view joins the two dimensions, a rank has some positions of
-each of its rows, in whatever order, as each token is computed for itself.
+In: a layer of experts (``passes.ops.experts``) or a view of its tokens, an axis. Out: strategies in
+which each rank has its own tokens, and the call that a rank makes of the tokens that it received.
+
+In ``SENT`` each rank has its own experts too. Tokens are sent to their experts and results back,
+and so are their gradients. In ``SLICED`` each rank has a part of each expert: the ranks of the axis
+gather the tokens that all of them received, and sum the results. ``TOKENS`` is of views that join
+rows and positions: a rank has some positions of each of its rows. Their order does not matter, as
+experts compute each token for itself.
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ from ..graph import Node, TensorSpec
 from ..layout import REPLICATE, AxisStrategy, InnerCollective, NodeLayout, shard
 from .case import argument
 
-SENT = "sent"
-SLICED = "sliced"
-TOKENS = "tokens"
-"""The labels of the strategies: of experts, of a part of each, and of views of tokens."""
+SENT, SLICED, TOKENS = "sent", "sliced", "tokens"
+"""The labels of the strategies."""
 
 
 def sent_strategies(
@@ -72,8 +71,8 @@ def _of_experts(node: Node, inputs: Sequence[TensorSpec], axis_size: int) -> Ite
 
 
 def _hidden(weight: TensorSpec, at: int, width: int) -> int | None:
-    """The dimension of an expert's weight that counts its hidden values: None of the second
-    bias, which is as wide as tokens are."""
+    """Return the dimension of an experts' weight that counts hidden values; None for the second
+    bias, which has none. ``at``: the weight's place among the experts' weights."""
     if len(weight.shape) == 2:
         return 1 if at == 2 else None
     return 1 if weight.shape[2] == width else 2
@@ -82,9 +81,9 @@ def _hidden(weight: TensorSpec, at: int, width: int) -> int | None:
 def as_received(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
     """Return a layer of experts as a rank computes it on the tokens that it received.
 
-    If routing is even, a rank receives as many pairs of a token and an expert as it sends, and of
-    each rank with which it shares its experts as many again. So with its own tokens' number, its
-    experts count as all that there are, or as a multiple of these.
+    If routing is even, a rank receives as many pairs of a token and an expert as it sends, and the
+    pairs of each rank with which it shares experts besides. The call has the rank's own number of
+    tokens; the number of all experts is divided, so that it counts so many pairs.
     """
     parts = 1
     for tokens, weight, size in zip(

@@ -175,9 +175,8 @@ def saved_extra_bytes(
         return inputs[0].num_bytes // classes
     if name.startswith(("max_pool", "adaptive_max_pool")):
         return out.numel * _INDEX_BYTES
-    is_drawn_again = node.fused is not None  # from its seed
     if name in ("dropout", "feature_dropout") and not is_identity(node, inputs, outputs):
-        return 0 if is_drawn_again else out.numel
+        return out.numel if node.fused is None else 0  # a fused kernel draws again from the seed
     return 0
 
 

@@ -225,7 +225,7 @@ def loss_fn(outputs, batch):
 def test_kernels_that_fuse_products_keep_and_move_no_scores(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Scores of 64 × 4 heads of 1024 × 1024 in bfloat16 are half a GiB a layer."""
+    """The scores of a layer, 64 rows × 4 heads × 1024 × 1024 in bfloat16, take half a GiB."""
     path = tmp_path / "written.py"
     path.write_text(WRITTEN)
     setting = ("dp=1,microbatches=1", "--cluster", "1xA100-80GB", "--precision", "bf16")

@@ -273,7 +273,7 @@ def test_rows_and_positions_are_told_from_features() -> None:
 def test_layers_are_the_members_of_a_list_whatever_their_kinds(
     names: str, kinds: str, layers: range, equal: range
 ) -> None:
-    """A model that begins with dense layers and goes on with experts, or alternates."""
+    """Such as dense layers before layers of experts, or two kinds in turn."""
     pairs = zip(names.split(), kinds.split(), strict=True)
     blocks = Blocks(tuple(Block(name, kind, (), ()) for name, kind in pairs))
     assert find_layers(blocks) == layers

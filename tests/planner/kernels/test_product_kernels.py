@@ -9,8 +9,9 @@ import pytest
 
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
-from autoparallel.planner.kernels.fusion import by_masks, with_fusion
-from autoparallel.planner.kernels.mask_share import seen_share
+from autoparallel.planner.kernels.fusion import with_fusion
+from autoparallel.planner.kernels.mask_share import Masks
+from autoparallel.planner.kernels.product_kernels import by_masks, with_product_kernels
 from autoparallel.planner.pricing.choices import input_specs
 from autoparallel.planner.replay import find_replay
 from autoparallel.planner.rules.work import Work
@@ -47,7 +48,7 @@ def graph_of(*nodes: Node) -> tuple[Graph, Blocks]:
 
 def fused(*nodes: Node) -> tuple[Graph, Blocks]:
     graph, blocks = graph_of(*nodes)
-    return with_fusion(graph, blocks, fuses_products=True), blocks
+    return with_fusion(with_product_kernels(graph, blocks), blocks), blocks
 
 
 def total(graph: Graph, blocks: Blocks) -> dict[str, int]:
@@ -164,7 +165,7 @@ def test_causal_attention_counts_the_positions_that_are_seen() -> None:
 
 
 def test_keys_that_are_repeated_are_read_once_for_each_group() -> None:
-    """The bytes are those of attention over keys and values that no one repeated."""
+    """Its work and memory are those of attention as one op over keys that are not repeated."""
     own = total(*fused(*written([], keys=KEY)))
     other = total(*one_op(is_causal=False, keys=KEY))
     assert own == other
@@ -182,7 +183,7 @@ def test_a_window_shows_its_exact_share(width: int) -> None:
     """The first w - 1 rows see 1 to w - 1 positions, the others w: w(w - 1)/2 + w(s - w + 1)."""
     graph, _ = graph_of(*written(window(width)))
     seen = width * (width - 1) / 2 + width * (LENGTH - width + 1)
-    assert seen_share(graph, ["masked"]) == seen / LENGTH**2
+    assert Masks(graph).seen_share(["masked"]) == seen / LENGTH**2
 
 
 def test_blocks_whose_masks_show_different_shares_are_of_different_kinds() -> None:
@@ -212,8 +213,8 @@ def test_filled_scores_and_chosen_ones_are_masked_too() -> None:
         node("zeroed", "masked_fill.Scalar", Ref("x"), Ref("upper"), 0.0),
     )
     half = (LENGTH + 1) / 2 / LENGTH
-    assert seen_share(graph, ["filled"]) == seen_share(graph, ["chosen"]) == half
-    assert seen_share(graph, ["zeroed"]) == 1.0
+    assert Masks(graph).seen_share(["filled"]) == Masks(graph).seen_share(["chosen"]) == half
+    assert Masks(graph).seen_share(["zeroed"]) == 1.0
 
 
 def test_a_mask_of_the_batch_shows_what_its_constant_part_does() -> None:
@@ -223,7 +224,7 @@ def test_a_mask_of_the_batch_shows_what_its_constant_part_does() -> None:
         node("both", "__and__.Tensor", Ref("le"), Ref("padding"), shape=(BATCH, 1, *square)),
         node("chosen", "where.ScalarOther", Ref("both"), Ref("x"), LEAST),
     )
-    assert seen_share(graph, ["chosen"]) == (LENGTH + 1) / 2 / LENGTH
+    assert Masks(graph).seen_share(["chosen"]) == (LENGTH + 1) / 2 / LENGTH
 
 
 def with_sinks() -> list[Node]:
