@@ -56,6 +56,7 @@ def compare_first_step(
     if asked is False or (asked is None and not share_value(is_quick(trainer.plan))):
         return
     form = trainer.program.outputs if trainer.program.returned else None
+    tied = trainer.program.graph.tied
 
     alone = cache(model)
 
@@ -63,7 +64,10 @@ def compare_first_step(
         dtype = COMPUTE_DTYPES[trainer.plan.model.precision]
         tensors = {name: _cast(value, dtype) for name, value in inputs.items()}
         batch = trainer.program.batch(tensors)
-        given = {f"model.{name}": _cast(value, dtype) for name, value in weights.items()}
+        given = {name: _cast(value, dtype) for name, value in weights.items()}
+        # A stage that lacks a tied weight holds nothing under any of its names.
+        given |= {name: given[first] for name, first in tied.items() if first in given}
+        given = {f"model.{name}": value for name, value in given.items()}
         with as_plain():
             outputs = functional_call(_Alone(alone()), given, (batch,))
         if form is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from forced_plans import settled
+from forced_plans import adopting, settled
 from marks import slow
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
@@ -164,6 +164,40 @@ def test_a_step_of_own_rows_on_each_rank_is_compared(kind: type[nn.Module]) -> N
     for result in run_processes(2, _by_rows, kind, ("none", "a number of the rows")):
         assert result["none"] == "equal"
         assert result["a number of the rows"].startswith("AP943")
+
+
+class Tied(nn.Module):
+    """The bias of its head has two names, and stands in the last stage alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.bias = nn.Parameter(torch.randn(4))
+        self.head = nn.Linear(6, 4)
+        self.head.bias = self.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return (self.head(h) - x[:, :4]).square().mean()
+
+
+def _of_tied() -> tuple[float, float]:
+    """The first loss of a pipeline's step, and that of the model alone."""
+    set_torchrun_variables()
+    model = adopting("pp=2")(Tied(), _batch(), check_first_step=True)
+    step = autoparallel.Step(
+        model,
+        build_optimizer=lambda named_parameters: torch.optim.SGD([p for _, p in named_parameters]),
+    )
+    return float(step(_batch())), float(Tied()(*_batch()))
+
+
+def test_a_tied_weight_of_another_stage_is_compared_under_each_of_its_names() -> None:
+    for found, expected in run_processes(2, _of_tied):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (4, 0)])
