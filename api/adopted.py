@@ -185,7 +185,7 @@ class Adopted:
         trainer.runner.captures = self._capture_now
         compare_first_step(
             trainer, self._following, lambda: model,
-            asked=job.check_first_step, as_plain=self.as_plain,
+            asked=job.check_first_step, form=lambda: self._form, as_plain=self.as_plain,
             run=self._backward_of_outputs if trainer.program.returned else None,
         )  # fmt: skip
 

@@ -27,6 +27,16 @@ from autoparallel.passes.programs.batch import (
 from autoparallel.planner.errors import UsageError
 
 
+class _Absent:
+    """Stands for an argument that a call does not give."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_ABSENT = _Absent()
+
+
 class CallArguments:
     """How calls of one model are read.
 
@@ -53,6 +63,8 @@ class CallArguments:
             self._example = self._arguments(tuple(example.batch), {})
             self._name_of = dict(enumerate(self._example))
         self._leaves = dict(parts(self._example))
+        kinds = {parameter.kind for parameter in self._signature.parameters.values()}
+        self._takes_all = inspect.Parameter.VAR_KEYWORD in kinds
 
     def read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -66,7 +78,7 @@ class CallArguments:
         found: dict[LeafPath, Any] = {}
         changed: list[tuple[LeafPath, type, Any]] = []
         for name in [*given, *(name for name in self._example if name not in given)]:
-            leaves = self._checked(name, given.get(name))
+            leaves = self._checked(name, given)
             found |= leaves
             fixed = ((path, leaf) for path, leaf in leaves.items() if not isinstance(leaf, Tensor))
             changed += [(p, type(leaf), leaf) for p, leaf in fixed if not self._is_planned(p, leaf)]
@@ -76,20 +88,21 @@ class CallArguments:
 
     def _may_be(self, path: LeafPath, leaf: Any) -> bool:
         """Tell whether an argument may stand where the example batch has no tensor."""
-        is_simple = isinstance(leaf, SIMPLE) and self._can_change(path[0])
+        is_simple = isinstance(leaf, SIMPLE) and self._can_change(str(path[0]))
         return is_simple or (not isinstance(leaf, Tensor) and self._is_planned(path, leaf))
 
-    def _can_change(self, name: str | int) -> bool:
+    def _can_change(self, name: str) -> bool:
         """Tell whether a batch can give ``forward`` this argument."""
-        known = self._signature.parameters.get(str(name))
-        if known is None:
-            return False
+        known = self._signature.parameters.get(name)
+        if known is None:  # one of *args or **kwargs, or an entry for the loss
+            is_position = not name.isidentifier()
+            return name in self._example if is_position else self._takes_all and self._is_dict
         is_named = known.kind in (known.POSITIONAL_OR_KEYWORD, known.KEYWORD_ONLY)
         return is_named and (self._is_dict or known.kind == known.POSITIONAL_OR_KEYWORD)
 
     def _is_planned(self, path: LeafPath, leaf: Any) -> bool:
         """Tell whether an argument that is no tensor is that of the example batch."""
-        planned = self._leaves[path]
+        planned = self._leaves.get(path, _ABSENT)
         return type(leaf) is type(planned) and is_same(leaf, planned)
 
     def text(self, name: str) -> str:
@@ -125,13 +138,16 @@ class CallArguments:
                 named[name] = value
         return named
 
-    def _checked(self, name: str, given: Any) -> dict[LeafPath, Any]:
+    def _checked(self, name: str, arguments: Mapping[str, Any]) -> dict[LeafPath, Any]:
         """The leaves of an argument by their paths.
 
         Raises UsageError AP920 where it has another form than in the example batch, or another
         value that is neither a tensor nor simple.
         """
-        planned = self._example.get(name)
+        # What *args and **kwargs lack is not None, which a forward can tell from nothing.
+        is_named = name in self._signature.parameters or not (self._takes_all or "[" in name)
+        absent = None if is_named else _ABSENT
+        given, planned = arguments.get(name, absent), self._example.get(name, absent)
         leaves, others = dict(parts(given)), dict(parts(planned))
         if leaves.keys() != others.keys() or not all(
             isinstance(leaves[path], Tensor)
@@ -139,13 +155,15 @@ class CallArguments:
             else self._may_be((name, *path), leaves[path])
             for path, other in others.items()
         ):
+            is_key = self._is_dict or name in self._example
+            how = f"with {name!r} in it" if is_key else f"a dict of arguments with {name!r} in it"
             raise UsageError(
                 "AP920",
                 f"in training the model is called with {name}={_text(given)}",
                 why=f"it was planned with {name}={_text(planned)}, and the plan's "
                 "program is fixed to that",
                 fix="call it as in example_batch, or pass parallelize an example_batch of "
-                f"this form, with {name!r} in it; in evaluation any arguments are possible",
+                f"this form, {how}; in evaluation any arguments are possible",
             )
         return {(name, *path): leaf for path, leaf in leaves.items()}
 

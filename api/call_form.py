@@ -48,25 +48,34 @@ class CallForm:
         """Return ``make`` with batches of the form."""
 
         def made(*args: Any) -> Batch:
-            batch = make(*args)
-            return batch if self.form == PLANNED else self._applied(batch)
+            return self.applied(make(*args), self.form)
 
         return made
 
-    def _applied(self, batch: Batch) -> Batch:
+    def applied(self, batch: Batch, form: Form) -> Batch:
+        """Return a batch of the example's form in another ``form``."""
+        if form == PLANNED:
+            return batch
         parameters = inspect.signature(self.forward).parameters
         names = list(parameters)
-        fixed = {path: value for path, _, value in self.form.fixed}
+        fixed = {path: value for path, _, value in form.fixed}
         if isinstance(batch, Mapping):
-            absent = [path[0] for path in fixed if path[0] not in batch]
-            batch = {**batch, **{name: parameters[str(name)].default for name in absent}}
+            absent = [str(path[0]) for path in fixed if path[0] not in batch]
+            defaults = {name: parameters[name].default for name in absent if name in parameters}
+            batch = {**batch, **dict.fromkeys(absent), **defaults}
             changed: dict[LeafPath, Any] = dict(fixed)
         else:
-            changed = {(names.index(str(path[0])), *path[1:]): fixed[path] for path in fixed}
+            changed = {(_position(names, str(p[0])), *p[1:]): value for p, value in fixed.items()}
             last = max((int(path[0]) for path in changed), default=-1)
             rest = [parameters[name].default for name in names[len(batch) : last + 1]]
             batch = (*batch, *rest) if rest else batch
-        for path in self.form.wanted:
+        for path in form.wanted:
             held: Tensor = leaf_at(batch, path)
             changed[path] = held.detach().requires_grad_()
         return filled(batch, changed)
+
+
+def _position(names: list[str], name: str) -> int:
+    """The position of an argument: of ``args[2]`` that of ``*args`` and 2 more."""
+    first, _, after = name.partition("[")
+    return names.index(first) + int(after.rstrip("]") or 0)

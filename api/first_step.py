@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from autoparallel.at_start import in_modes_of_training
+from autoparallel.call_form import PLANNED, Form
 from autoparallel.passes.capture.export import call_model, find_loss
-from autoparallel.passes.programs.outputs import OutputForm, output_tensors
+from autoparallel.passes.programs.outputs import differentiable
 from autoparallel.runtime.batches import marked
 from autoparallel.runtime.first_step import check_first_step, is_quick
 from autoparallel.runtime.parameters import COMPUTE_DTYPES
@@ -42,37 +43,23 @@ def compare_first_step(
     *,
     asked: bool | None,
     run: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
+    form: Callable[[], Form] = lambda: PLANNED,
     as_plain: Callable[[], AbstractContextManager[Any]] = nullcontext,
     done: Callable[[], None] = lambda: None,
 ) -> None:
     """Have a trainer's first step compared with that of ``model()``, a model with other weights.
 
-    ``run`` runs a step by the plan and returns the loss; in the context of ``as_plain`` a call of
-    the model is its own forward. ``done`` is called after a comparison. Where nothing was
-    ``asked``, a step is compared that one device takes in 10 s. Collective over all ranks.
+    ``run`` runs a step by the plan and returns the loss; ``form`` is that of its call; in the
+    context of ``as_plain`` a call of the model is its own forward. ``done`` is called after a
+    comparison. Where nothing was ``asked``, a step is compared that one device takes in 10 s.
+    Collective over all ranks.
     """
     if asked is None and VARIABLE in os.environ:
         asked = os.environ[VARIABLE] == "1"
     if asked is False or (asked is None and not share_value(is_quick(trainer.plan))):
         return
-    form = trainer.program.outputs if trainer.program.returned else None
-    tied = trainer.program.graph.tied
-
     alone = cache(model)
-
-    def plain(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        dtype = COMPUTE_DTYPES[trainer.plan.model.precision]
-        tensors = {name: _cast(value, dtype) for name, value in inputs.items()}
-        batch = trainer.program.batch(tensors)
-        given = {name: _cast(value, dtype) for name, value in weights.items()}
-        # A stage that lacks a tied weight holds nothing under any of its names.
-        given |= {name: given[first] for name, first in tied.items() if first in given}
-        given = {f"model.{name}": value for name, value in given.items()}
-        with as_plain():
-            outputs = functional_call(_Alone(alone()), given, (batch,))
-        if form is not None:
-            return projection(_differentiable(outputs, form))
-        return find_loss(outputs, batch, following.loss_fn)
+    plain = _plain_loss(trainer, following, alone, form, as_plain)
 
     def check(given: Mapping[str, Tensor]) -> None:
         inputs = marked({name: value.detach() for name, value in given.items()}, given)
@@ -101,6 +88,33 @@ def compare_first_step(
     trainer.runner.before_first = check
 
 
+def _plain_loss(
+    trainer: Trainer,
+    following: Following,
+    model: Callable[[], nn.Module],
+    form: Callable[[], Form],
+    as_plain: Callable[[], AbstractContextManager[Any]],
+) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]:
+    """Return the loss of the model alone as a function of its weights and of inputs by name."""
+    program, tied = trainer.program, trainer.program.graph.tied
+    dtype = COMPUTE_DTYPES[trainer.plan.model.precision]
+
+    def plain(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        tensors = {name: _cast(value, dtype) for name, value in inputs.items()}
+        batch = following.as_called(program.batch(tensors), form())
+        given = {name: _cast(value, dtype) for name, value in weights.items()}
+        # A stage that lacks a tied weight holds nothing under any of its names.
+        given |= {name: given[first] for name, first in tied.items() if first in given}
+        given = {f"model.{name}": value for name, value in given.items()}
+        with as_plain():
+            outputs = functional_call(_Alone(model()), given, (batch,))
+        if program.returned:
+            return projection(differentiable(outputs))
+        return find_loss(outputs, batch, following.loss_fn)
+
+    return plain
+
+
 class _Alone(nn.Module):
     """A model whose forward takes a batch."""
 
@@ -114,12 +128,6 @@ class _Alone(nn.Module):
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _differentiable(outputs: Any, form: OutputForm) -> list[Tensor]:
-    leaves = [leaf for leaf in form.leaves if leaf.kind == "tensor"]
-    tensors = output_tensors(outputs, form)
-    return [t for t, leaf in zip(tensors, leaves, strict=True) if leaf.is_differentiable]
 
 
 def projection(outputs: Sequence[Tensor]) -> Tensor:

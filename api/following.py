@@ -38,6 +38,7 @@ from autoparallel.passes.capture.retrace import (
     with_values,
 )
 from autoparallel.passes.local.live_numbers import LiveNumbers
+from autoparallel.passes.programs.batch import Batch
 from autoparallel.passes.programs.outputs import OutputForm
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import UsageError
@@ -148,6 +149,10 @@ class Following:
                 return self._found(_Call(rows, form))
         finally:
             self._sources.call.form = PLANNED
+
+    def as_called(self, batch: Batch, form: Form) -> Batch:
+        """Return a batch of the planned form with what a call has of its own."""
+        return self._sources.call.applied(batch, form)
 
     @contextmanager
     def own_forward(self) -> Iterator[None]:

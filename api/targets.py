@@ -388,8 +388,9 @@ def check_batch(batch: Batch, global_batch: int, where: str) -> None:
     """
     import torch
 
-    from autoparallel.passes.programs.batch import leaves, path_text
+    from autoparallel.passes.programs.batch import leaves, path_text, register_dataclasses
 
+    register_dataclasses(batch)
     shape = "return a dict or a tuple of forward's arguments, whose tensors have global_batch rows"
     if not isinstance(batch, Mapping | tuple | list) or not batch:
         raise UsageError(

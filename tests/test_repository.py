@@ -371,6 +371,7 @@ ADVICE = (
 )
 
 PRICES = "prices of experts, of scaled 8-bit products, of groups over several axes; published runs"
+CALLS = "calls by *args and **kwargs, dataclasses in batches and outputs"
 SERVER = "the workers of the suite share a fork server"
 KERNELS = "prices of kernels over products, folded experts, layers of several kinds in a list"
 QUICK = "lines that slow tests alone ran since the suite was shortened; fixes that are run"
@@ -386,7 +387,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("planner: flat files", 33),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 9, KERNELS),
-    ("passes: lines", 15591, HELD),
+    ("passes: lines", 15617, CALLS),
     ("passes: files", 93, FORMS),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
@@ -396,15 +397,15 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("runtime: flat files", 94, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 30030, KERNELS),
+    ("api: lines", 30075, CALLS),
     ("api: files", 181, FORMS),
     ("api: flat files", 90, FORMS),
-    ("api: imports inside functions", 279, PRICES),
+    ("api: imports inside functions", 280, CALLS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 103810, KERNELS),
+    ("all packages: lines", 103861, CALLS),
     ("all packages: files", 588, KERNELS),
     ("all packages: flat files", 258, WEIGHTS),
-    ("all packages: imports inside functions", 280, PRICES),
+    ("all packages: imports inside functions", 281, CALLS),
     ("all packages: collections of op names", 35, KERNELS),
     ("import cycles", 5),
     ("files in import cycles", 23),
@@ -418,8 +419,8 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/", 51400, KERNELS),
     ("words of CHANGELOG.md", 5970, KERNELS),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 65590, KERNELS),
-    ("tests: files", 434, KERNELS),
+    ("tests: lines", 65710, CALLS),
+    ("tests: files", 435, CALLS),
     ("tests: flat files", 20),
 )
 """Ceilings of the figures of tests/support/structure.py: name, ceiling, reason if it rose."""

@@ -8,7 +8,7 @@ dimension; a place says in which dimension the batch has them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch.utils._pytree import (
     MappingKey,
     SequenceKey,
     TreeSpec,
+    register_dataclass,
     tree_flatten,
     tree_flatten_with_path,
+    tree_leaves,
     tree_unflatten,
 )
 
@@ -243,3 +245,26 @@ def is_same(one: Any, other: Any) -> bool:
         return one is other or bool(one == other)
     except (RuntimeError, TypeError, ValueError):
         return False
+
+
+def register_dataclasses(tree: Any) -> None:
+    """Have torch take the dataclasses in ``tree`` that hold tensors for structures."""
+    while kinds := {type(leaf) for leaf in tree_leaves(tree) if _is_structure(leaf)}:
+        for kind in kinds:
+            register_dataclass(kind)
+
+
+def holds_tensors(value: Any) -> bool:
+    """Tell whether an object has attributes that are tensors, or structures with tensors."""
+    if is_dataclass(value):
+        held = [getattr(value, field.name, None) for field in fields(value)]
+    else:
+        held = list(getattr(value, "__dict__", {}).values())
+    found = (leaf for each in held for leaf in tree_leaves(each))
+    return any(isinstance(leaf, Tensor) or _is_structure(leaf) for leaf in found)
+
+
+def _is_structure(value: Any) -> bool:
+    """Tell whether a value is an object of a dataclass that holds tensors."""
+    is_class = isinstance(value, type)
+    return is_dataclass(value) and not is_class and holds_tensors(value)

@@ -7,7 +7,6 @@ graph is captured all the same (``mean_of_outputs``) and the values that it is m
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import (
     TreeSpec,
-    register_dataclass,
     tree_flatten,
     tree_is_leaf,
     tree_unflatten,
@@ -24,6 +22,7 @@ from torch.utils._pytree import (
 
 from ...planner.errors import CaptureError
 from ...planner.graph import Graph, Ref
+from .batch import holds_tensors, register_dataclasses
 
 LeafKind = Literal["loss", "tensor", "value"]
 
@@ -79,21 +78,18 @@ def output_form(outputs: Any, loss: Tensor | None) -> OutputForm:
 
 
 def with_dataclasses(outputs: Any) -> Any:
-    """The same outputs, after their dataclass, if they are one, is known as a structure.
+    """Return the same outputs, after the dataclasses in them are known as structures.
 
     Raises CaptureError AP209 for outputs in an object that cannot be rebuilt.
     """
-    kind = type(outputs)
-    if tree_is_leaf(outputs) and not isinstance(outputs, Tensor):
-        if dataclasses.is_dataclass(kind):
-            register_dataclass(kind)
-        elif any(isinstance(value, Tensor) for value in getattr(outputs, "__dict__", {}).values()):
-            raise CaptureError(
-                "AP209",
-                f"the model returns its tensors in a {kind.__name__}",
-                why="outputs are rebuilt from the plan's results, which needs a known structure",
-                fix="return a tuple, a dict, a named tuple or a dataclass",
-            )
+    register_dataclasses(outputs)
+    if tree_is_leaf(outputs) and not isinstance(outputs, Tensor) and holds_tensors(outputs):
+        raise CaptureError(
+            "AP209",
+            f"the model returns its tensors in a {type(outputs).__name__}",
+            why="outputs are rebuilt from the plan's results, which needs a known structure",
+            fix="return a tuple, a dict, a named tuple or a dataclass",
+        )
     return outputs
 
 
@@ -131,13 +127,18 @@ def _is_differentiable(value: Tensor) -> bool:
     return value.requires_grad and (value.is_floating_point() or value.is_complex())
 
 
+def differentiable(outputs: Any) -> list[Tensor]:
+    """Return the outputs that a loss can be differentiated through, in their order."""
+    flat = tree_flatten(with_dataclasses(outputs))[0]
+    return [each for each in flat if isinstance(each, Tensor) and _is_differentiable(each)]
+
+
 def mean_of_outputs(outputs: Any, batch: Any) -> Tensor:
     """A scalar that depends on every differentiable output: the sum of their means.
 
     Raises CaptureError AP203 where no output can be differentiated.
     """
-    found = [value for value in tree_flatten(with_dataclasses(outputs))[0]
-             if isinstance(value, Tensor) and _is_differentiable(value)]  # fmt: skip
+    found = differentiable(outputs)
     if not found:
         raise CaptureError(
             "AP203",

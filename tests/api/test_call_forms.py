@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,19 +15,19 @@ from marks import slow
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
 
-import autoparallel
-
 Figures = list[tuple[str, float]]
 STEPS = 3
 _PLACES = torch.arange(48.0).view(8, 6)
 
 
-def _trained(model: Any, calls: Callable[[int], tuple[Any, ...]], loss: Any) -> Figures:
+def _trained(
+    model: Any, calls: Callable[[int], tuple[Any, ...]], loss: Any, **named: Any
+) -> Figures:
     """The losses of a few steps, the norms of the gradients, and the sum of the weights."""
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     found: Figures = []
     for step in range(STEPS):
-        outputs = model(*calls(step))
+        outputs = model(*calls(step), **named)
         value = loss(outputs)
         optimizer.zero_grad()
         value.backward()
@@ -141,6 +140,43 @@ def one_graph(adopt: Adopt) -> Figures:
     model = adopt(Convolved().double(), (_drawn(12, 6), adjacency), global_batch=1)
     return _trained(model, lambda step: (_drawn(12, 6, seed=step), adjacency),
                     lambda outputs: outputs.square().mean())  # fmt: skip
+
+
+@dataclass
+class Inner:
+    z: Tensor
+
+
+@dataclass
+class Sample:
+    """A batch that holds another structure."""
+
+    x: Tensor
+    inner: Inner
+    y: Tensor | None = None
+
+
+class Structured(nn.Module):
+    """Takes a dataclass, and returns one in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, sample: Sample) -> dict[str, Any]:
+        h = torch.relu(self.a(sample.x + sample.inner.z))
+        return {"made": Sample(self.b(h), Inner(h)), "scale": 2.0}
+
+
+def dataclasses_in_and_out(adopt: Adopt) -> Figures:
+    def batch(seed: int) -> tuple[Sample]:
+        return (Sample(_drawn(8, 6, seed=seed), Inner(_drawn(8, 6, seed=seed + 9))),)
+
+    def loss(outputs: dict[str, Any]) -> Tensor:
+        made = outputs["made"]
+        return outputs["scale"] * made.x.square().mean() + made.inner.z.mean()
+
+    return _trained(adopt(Structured().double(), batch(0)), batch, loss)
 
 
 class Options(NamedTuple):
@@ -360,9 +396,34 @@ def other_arguments(adopt: Adopt) -> Figures:
     return found
 
 
-CASES = (other_arguments, time_first, carried_state, stacked_tables, one_graph, nested_arguments,
-         scalar_that_is_no_loss, adversaries, plain_generator, adversarial_examples,
-         trained_method, agent_without_forward)  # fmt: skip
+class Variadic(nn.Module):
+    """Takes its arguments by ``*args`` or ``**kwargs``, whose number it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, *more: float | None, **named: Any) -> Tensor:
+        scale = sum(1.0 if each is None else each for each in more) + named.get("scale", 0.5)
+        y = self.b(torch.relu(self.a(x))) * (scale + len(named))
+        return y + self.b.bias if named.get("twice") else y
+
+
+def further_arguments(adopt: Adopt) -> Figures:
+    named: Any = adopt(Variadic().double(), {"x": _drawn(8, 6)})
+    placed: Any = adopt(Variadic().double(), (_drawn(8, 6), 0.5, None))
+    found: Figures = []
+    calls = [{"scale": 0.25}, {}, {"twice": True}, {"other": None}, {}]
+    for step, given in enumerate(calls):
+        x = _drawn(8, 6, seed=step)
+        found += _trained(named, lambda _, x=x: (x,), lambda y: y.square().mean(), **given)
+        found += _trained(placed, lambda _, x=x, s=step: (x, 1.5 + s, None), torch.sum)
+    return found
+
+
+CASES = (other_arguments, further_arguments, time_first, carried_state, stacked_tables, one_graph,
+         nested_arguments, dataclasses_in_and_out, scalar_that_is_no_loss, adversaries,
+         plain_generator, adversarial_examples, trained_method, agent_without_forward)  # fmt: skip
 
 
 def _computed(plan: str) -> dict[str, Figures]:
@@ -383,89 +444,3 @@ def test_a_form_of_call_computes_what_it_computes_alone(plan: str) -> None:
             assert [name for name, _ in found[case.__name__]] == [name for name, _ in expected]
             values = [value for _, value in found[case.__name__]]
             assert values == pytest.approx([v for _, v in expected], rel=1e-9), case.__name__
-
-
-def _evaluated_on_one_rank(plan: str) -> list[float]:
-    """What is computed where only rank 0 evaluates, or, if weights are spread, where all wait."""
-    set_torchrun_variables()
-    torch.manual_seed(0)
-    model: Any = adopting(plan)(_network(6, 16, 4), (_drawn(8, 6),))
-    model(_drawn(8, 6)).sum().backward()
-    waits: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "barrier", lambda group: waits.append(group))
-        model.eval()
-        if plan == "dp=2" and torch.distributed.get_rank():
-            return [0.0, 0.0]
-        return [float(model(_drawn(8, 6)).sum()), float(len(set(waits) - {None}))]
-
-
-def test_ranks_wait_for_each_other_before_an_evaluation_that_needs_all() -> None:
-    torch.manual_seed(0)
-    expected = float(_network(6, 16, 4)(_drawn(8, 6)).sum())
-    (alone, no_waits), _ = run_processes(2, _evaluated_on_one_rank, "dp=2")
-    assert alone == pytest.approx(expected)
-    assert no_waits == 0
-    for found, waits in run_processes(2, _evaluated_on_one_rank, "dp=2,zero=3"):
-        assert found == pytest.approx(expected)
-        assert waits == 1
-
-
-class Normalized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm = nn.Linear(6, 4), nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.a(x)).square().mean()
-
-
-def _told(plan: str) -> str:
-    set_torchrun_variables()
-    words = io.StringIO()
-    with contextlib.redirect_stderr(words):
-        adopting(plan)(Normalized(), (_drawn(8, 6).float(),))(_drawn(8, 6).float()).backward()
-    return words.getvalue()
-
-
-def test_micro_batches_that_batch_norm_sees_apart_are_told() -> None:
-    first, second = run_processes(2, _told, "dp=2,microbatches=2")
-    assert "norm sees each of the 2 micro-batches for itself" in first
-    assert second == ""
-    assert "micro-batches" not in run_processes(2, _told, "dp=2")[0]
-
-
-class Converting(nn.Module):
-    """Its forward asks the last layer, of another stage, for a dtype and a shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_network(6, 6, 6) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        last: Any = self.layers[-1]
-        x = x.to(last[0].weight.dtype)[:, : last[0].weight.shape[1]]
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
-def _evaluated_in_a_pipeline(plan: str) -> float:
-    set_torchrun_variables()
-    torch.manual_seed(0)
-    model: Any = adopting(plan)(Converting(), (_drawn(8, 6),))
-    step = autoparallel.Step(model, loss_fn=lambda outputs, batch: outputs.square().mean())
-    model.eval()
-    found = float(model(_drawn(8, 6)).sum())
-    model.train()
-    step((_drawn(8, 6),))
-    return found
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
-def test_an_evaluation_may_ask_for_the_shape_of_what_another_stage_holds(schedule: str) -> None:
-    """With chimera each rank holds both stages."""
-    torch.manual_seed(0)
-    expected = float(Converting()(_drawn(8, 6)).sum())
-    plan = f"pp=2,microbatches=4,schedule={schedule}"
-    assert run_processes(2, _evaluated_in_a_pipeline, plan) == pytest.approx([expected] * 2)
