@@ -26,7 +26,7 @@ def test_the_plan_of_a_configuration_is_nearest_to_it(name: str) -> None:
 def test_degrees_and_batches_multiply(name: str) -> None:
     own = configuration_of(case(name))
     assert own.num_devices == NUM_DEVICES
-    assert own.rank_rows * own.dp * own.ep * own.num_microbatches == BATCH
+    assert own.rank_rows * own.dp * own.num_microbatches == BATCH
 
 
 def split_on(plan: Plan, dim: int) -> Plan:
