@@ -15,6 +15,9 @@ DeepSeek-V3 (arXiv:2412.19437), section 3.2.2.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import cache
+from math import lcm
 from typing import Literal, get_args
 
 from .collectives import Group, collective_seconds
@@ -24,6 +27,15 @@ Dispatcher = Literal["gather", "alltoall", "deepep", "hybridep"]
 runtime does."""
 
 DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
+
+ROW_COPIES: Mapping[Dispatcher, int] = {"gather": 2, "alltoall": 4, "deepep": 2, "hybridep": 0}
+"""How often a row is copied within a rank on its way to an expert and back. For NCCL's all-to-all
+rows are sorted by rank, and those received by expert; HybridEP's kernels sort them as they send
+(deepseek-ai/DeepEP, branch hybrid-ep)."""
+
+Routing = Literal["any", "neighbours"]
+"""Which experts a token visits. ``neighbours``: the next k in a row, as gates of benchmarks deal
+them out (NVIDIA NeMo AutoModel's ``FakeBalancedGate``), mostly on one host."""
 
 WITHIN_SHARE = 0.75
 """Of the rate of collectives within a host what both reach: 494 and 420 GB/s (DeepEP, 24 units),
@@ -35,7 +47,12 @@ their hosts, of which 7 of 8 cross 50 GB/s (same source)."""
 
 
 def dispatch_seconds(
-    num_bytes: float, copies: int, num_experts: int, group: Group, dispatcher: Dispatcher
+    num_bytes: float,
+    copies: int,
+    num_experts: int,
+    group: Group,
+    dispatcher: Dispatcher,
+    routing: Routing = "any",
 ) -> float:
     """Seconds in which each rank of ``group`` sends its tokens of ``num_bytes`` to their experts.
 
@@ -49,14 +66,14 @@ def dispatch_seconds(
     if dispatcher == "alltoall":
         return collective_seconds("all_to_all", num_bytes * copies, group)
     ranks, hosts = group.num_ranks, group.num_hosts
-    on_ranks = distinct_places(ranks, copies, num_experts)
+    on_ranks = _PLACES[routing](ranks, copies, num_experts)
     within = (
         on_ranks * (1 - 1 / group.ranks_per_host) / (WITHIN_SHARE * group.intra.bytes_per_second)
     )
     start = group.intra.base_seconds
     if hosts == 1:
         return start + num_bytes * within
-    on_hosts = distinct_places(hosts, copies, num_experts)
+    on_hosts = _PLACES[routing](hosts, copies, num_experts)
     between = on_hosts * (1 - 1 / hosts) / (BETWEEN_SHARE * group.inter.bytes_per_second)
     return max(start, group.inter.base_seconds) + num_bytes * max(within, between)
 
@@ -72,3 +89,24 @@ def distinct_places(places: int, copies: int, num_experts: int) -> float:
     for taken in range(copies):
         elsewhere *= max(0.0, (num_experts - of_place - taken) / (num_experts - taken))
     return places * (1 - elsewhere)
+
+
+@cache
+def neighbouring_places(places: int, copies: int, num_experts: int) -> float:
+    """The mean number of ``places`` that hold the ``copies`` next experts of each token in turn.
+
+    >>> neighbouring_places(4, 2, 8), neighbouring_places(8, 4, 8), neighbouring_places(2, 3, 8)
+    (1.0, 4.0, 1.5)
+    """
+    tokens = lcm(copies, num_experts) // copies
+    found = 0
+    for token in range(tokens):
+        visited = ((token * copies + each) % num_experts for each in range(copies))
+        found += len({expert * places // num_experts for expert in visited})
+    return found / tokens
+
+
+_PLACES: Mapping[Routing, Callable[[int, int, int], float]] = {
+    "any": distinct_places,
+    "neighbours": neighbouring_places,
+}

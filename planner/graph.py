@@ -81,8 +81,8 @@ class Fused:
 
     ``in_product_kernel`` marks the ops of a kernel over products (``kernels.product_kernels``). Of
     these ``share`` is the part of the FLOPs that is computed, which masks and repeated operands
-    make smaller; ``again`` marks products that the backward computes again, and ``is_attention``
-    the ops of a kernel with a softmax.
+    make smaller; ``again`` marks products that the backward computes again, ``is_attention`` the
+    ops of a kernel with a softmax, and ``product_dtype`` is the format of a product's operands.
     """
 
     reads: tuple[int, ...] = ()
@@ -97,6 +97,7 @@ class Fused:
     share: float = 1.0
     again: bool = False
     is_attention: bool = False
+    product_dtype: str = ""
 
 
 NodeKind = Literal["input", "parameter", "buffer", "constant", "op"]

@@ -372,18 +372,19 @@ ADVICE = (
 
 PRICES = "prices of experts, of scaled 8-bit products, of groups over several axes; published runs"
 CALLS = "calls by *args and **kwargs, dataclasses in batches and outputs"
+ROWS = "rows and activations of experts, 16-bit products of scans, experts that are neighbours"
 SERVER = "the workers of the suite share a fork server"
 KERNELS = "prices of kernels over products, folded experts, layers of several kinds in a list"
 QUICK = "lines that slow tests alone ran since the suite was shortened; fixes that are run"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
-    ("cost_model: lines", 9688, PRICES),
+    ("cost_model: lines", 9726, ROWS),
     ("cost_model: files", 53, PRICES),
     ("cost_model: flat files", 40, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 1),
-    ("planner: lines", 29460, KERNELS),
-    ("planner: files", 151, KERNELS),
+    ("planner: lines", 29585, ROWS),
+    ("planner: files", 152, ROWS),
     ("planner: flat files", 33),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 9, KERNELS),
@@ -397,13 +398,13 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("runtime: flat files", 94, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 30075, CALLS),
+    ("api: lines", 30079, ROWS),
     ("api: files", 181, FORMS),
     ("api: flat files", 90, FORMS),
     ("api: imports inside functions", 280, CALLS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 103861, CALLS),
-    ("all packages: files", 588, KERNELS),
+    ("all packages: lines", 104028, ROWS),
+    ("all packages: files", 589, ROWS),
     ("all packages: flat files", 258, WEIGHTS),
     ("all packages: imports inside functions", 281, CALLS),
     ("all packages: collections of op names", 35, KERNELS),
@@ -417,10 +418,10 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 756, FORMS),
     ("exceptions from formatting (fmt: skip, fmt: off)", 838, KERNELS),
     ("words of docs/ without docs/adr/", 51400, KERNELS),
-    ("words of CHANGELOG.md", 5970, KERNELS),
+    ("words of CHANGELOG.md", 6005, ROWS),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 65710, CALLS),
-    ("tests: files", 435, CALLS),
+    ("tests: lines", 65880, ROWS),
+    ("tests: files", 436, ROWS),
     ("tests: flat files", 20),
 )
 """Ceilings of the figures of tests/support/structure.py: name, ceiling, reason if it rose."""

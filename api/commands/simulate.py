@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from autoparallel.cost_model.cluster import Cluster
     from autoparallel.planner.configured.configuration import Configuration
     from autoparallel.planner.requests.request import Forced
+    from autoparallel.planner.rules.expert_traffic import ExpertKernels
     from autoparallel.planner.schedules.schedules import ScheduleInfo
     from autoparallel.planning import PlanOptions
 
@@ -86,7 +88,7 @@ KernelsOption = Annotated[
     typer.Option(
         "--kernels",
         help="eager: one for each op; compiled: as torch.compile fuses them; fused: also over the "
-        "products of attention and of state-space layers that are written out",
+        "products of experts, and of attention and state-space layers that are written out",
     ),
 ]
 TraceOption = Annotated[
@@ -101,8 +103,10 @@ SEARCHED = (
 )  # fmt: skip
 """Options of planning that a given configuration leaves nothing to."""
 
-KERNELS = ("eager", "compiled", "fused")
-"""Values of ``--kernels``."""
+KERNELS: Mapping[str, ExpertKernels] = {
+    "eager": "separate", "compiled": "activation", "fused": "one",
+}  # fmt: skip
+"""Values of ``--kernels``, and what each means between the products of experts."""
 
 OWN_DEGREES = ("schedule", "chunks", "cp", "slices", "etp")
 """What ``--parallel`` takes here otherwise than when planning."""
@@ -136,10 +140,10 @@ def simulate(
     layers = parse_layers(layers_per_stage)
     found = find_cluster(cluster)
     check_precision(found, options.precision)
-    check_choice("--kernels", kernels, KERNELS)
+    check_choice("--kernels", kernels, tuple(KERNELS))
     trained = assumed(
         options.precision, slowdown=slowdown if overlap else inf, dispatcher=dispatcher,
-        imbalance=imbalance, scaling=scaling,
+        imbalance=imbalance, scaling=scaling, kernels=kernels,
     )  # fmt: skip
     configuration = replace(
         configured(options, own, found, layers, dispatcher),
@@ -173,7 +177,7 @@ def simulate(
 
 def assumed(
     precision: str, *, slowdown: float | None, dispatcher: str, imbalance: float,
-    scaling: str | None,
+    scaling: str | None, kernels: str,
 ) -> dict[str, Any]:  # fmt: skip
     """How the program trains, as fields of ``CostAssumptions``. Raises UsageError AP112."""
     from autoparallel.cost_model.dispatch import DISPATCHERS
@@ -189,7 +193,7 @@ def assumed(
         )  # fmt: skip
     return {
         "slowdown": slowdown, "dispatcher": dispatcher, "imbalance": imbalance,
-        "scaling": scaling or "tensorwise",
+        "scaling": scaling or "tensorwise", "expert_kernels": KERNELS[kernels],
     }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from autoparallel.passes.programs.program import Program as Captured
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision, Recompute
 from autoparallel.planner.pricing.basis import CostAssumptions
+from autoparallel.planner.rules.expert_traffic import ExpertKernels
 from autoparallel.planning import PlanOptions, capture_target
 from autoparallel.targets import load_target
 
@@ -124,17 +125,29 @@ def _assumptions(row: Row) -> CostAssumptions:
     return CostAssumptions(
         half_policy(4 if is_fsdp else 2, 1 if eight and not is_fsdp else 2),
         joint_states=True, cast_bytes=4.0, scaling=scaling(row), keeps_casts=eight, regathers=True,
-        casts_experts=eight, fuses_experts=True,
+        casts_experts=eight, expert_kernels=_expert_kernels(row),
         dispatcher=_dispatcher(row),
         imbalance=NATURAL_IMBALANCE if _is_routed_freely(row) else 1.0,
+        routing="neighbours" if "fake balanced gate" in row.get("notes", "") else "any",
     )  # fmt: skip
 
 
+def _expert_kernels(row: Row) -> ExpertKernels:
+    """As stated; else one kernel for the activation. With biases, which only GPT-OSS has,
+    Megatron-LM computes each op of it apart."""
+    if "fused grouped-MLP kernel" in row.get("notes", ""):
+        return "one"
+    has_biases = "GPT-OSS" in row["model"] and "automodel" not in row.get("source", "").lower()
+    return "separate" if has_biases else "activation"
+
+
 def _is_routed_freely(row: Row) -> bool:
-    return row.get("routing") != "forced_balanced" and not _has_capacity(row)
+    """Tell whether experts get as many tokens as the router says: none are dropped."""
+    is_even = row.get("routing") == "forced_balanced" or "capacity" in row.get("routing", "")
+    return not (is_even or _is_padded(row))
 
 
-def _has_capacity(row: Row) -> bool:
+def _is_padded(row: Row) -> bool:
     """Tell whether each expert gets a fixed number of tokens: others are dropped, missing ones
     padded. All of NVIDIA's recipes of Grok-1 do so."""
     return "padded" in row.get("routing", "") or row["model"] == "Grok-1"
@@ -186,7 +199,7 @@ def _waits(row: Row) -> float:
     AutoModel's grouped products take the numbers of tokens from the device, and wait for none; with
     a fixed number of tokens there is nothing to wait for.
     """
-    if "automodel" in row.get("source", "").lower() or _has_capacity(row):
+    if "automodel" in row.get("source", "").lower() or _is_padded(row):
         return 0.0
     graphs = _graphs(row)
     return 0.0 if graphs == 1 else WAITS * (1 - graphs * 2 / 3)

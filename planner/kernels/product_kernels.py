@@ -7,16 +7,20 @@ repeated. A *contracting* product has an operand that is computed from expanded 
 elements than its output. Expanded values are the outputs of expanding products, and those of
 elementwise ops, normalizations, copies, views and reductions of them; and those of ops that make
 more bytes than they read (repeated heads, masks, decays, casts to a wider format), if nothing but
-such kernels reads them. A kernel is a contracting product with all that its expanded operands are
-computed from. If another op reads an expanded value of a product, no kernel is formed. Of a product
-whose operands are repeated alike (C·B of the heads of a group in Mamba-2) each value is computed
-once.
+such kernels reads them. A kernel is a contracting product, or one with an operand of the latter
+kind, with all that its expanded operands are computed from. If another op reads an expanded value
+of a product, no kernel is formed. Of a product whose operands are repeated alike (C·B of the heads
+of a group in Mamba-2) each value is computed once.
 
 The kernel reads its inputs, each once, and writes the output of the last product. Its backward
 reads the inputs, the output and the output's gradient, computes the first product again, and writes
 the gradients of the inputs: five products for the forward's two (Dao 2023, FlashAttention-2,
 section 3; Dao & Gu 2024, Mamba-2, section 6). Constants are computed in the kernel. A kernel with a
 softmax is attention, and skips the positions that no row sees by the masks that are constants.
+
+A kernel multiplies in the format of the values that it reads: where a model casts values of 16 bits
+to 32 for exponentials and sums, tensor cores take 16 bits and add in 32, as the kernels of both
+sources do.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ _APART = (APART | {"cross_entropy_loss"}) - {
     *("cumsum", "cumprod", "logcumsumexp", "prod", "dropout")
 }
 """Ops that no kernel over products contains."""
+
+_HALF = frozenset(("bfloat16", "float16"))
 
 _SOFTMAX = frozenset(("softmax", "_softmax"))
 
@@ -233,10 +239,7 @@ class _Block:
         return bool(read) and made > sum(read.values())
 
     def _reads_expanded(self, product: str, feeders: frozenset[str]) -> bool:
-        return any(
-            ref.name in feeders and self._contracts(product, ref.name)
-            for ref in self._products[product]
-        )
+        return any(ref.name in feeders for ref in self._products[product])
 
     def _with_feeders(self, inside: set[str], feeders: frozenset[str]) -> frozenset[str]:
         waiting = list(inside)
@@ -279,8 +282,29 @@ class _Block:
                 share=share / (self._times(name) if name in kernel.expanding else 1.0),
                 again=name in kernel.expanding,
                 is_attention=is_attention,
+                product_dtype=self._operand_dtype(name) if name in self._products else "",
             )
         return found
+
+    def _operand_dtype(self, product: str) -> str:
+        """Return the format in which a kernel multiplies: 16 bits where both operands are computed
+        from values of 16 bits, else that of the product."""
+        own = self.nodes[product].spec.dtype
+        found = [self._half_source(ref.name, set()) for ref in self._products[product]]
+        return found[0] if all(found) else own
+
+    def _half_source(self, name: str, seen: set[str]) -> str:
+        """Return the 16-bit format of a value of the block that ``name`` is computed from."""
+        if name in seen or self.graph[name].kind in ("parameter", "constant"):
+            return ""
+        seen.add(name)
+        dtype = self.graph[name].spec.dtype
+        if dtype in _HALF:
+            return dtype
+        if name not in self.nodes:
+            return ""
+        sources = (self._half_source(ref.name, seen) for ref in self.nodes[name].inputs)
+        return next(filter(None, sources), "")
 
 
 def _join(first: Fused, second: Fused) -> Fused:

@@ -12,12 +12,13 @@ from typing import Literal
 
 from ...cost_model.cluster import Source
 from ...cost_model.collectives import CollectiveKind, Group
-from ...cost_model.dispatch import Dispatcher
+from ...cost_model.dispatch import Dispatcher, Routing
 from ...cost_model.memory import PrecisionPolicy
 from ...cost_model.profile.case import OpCase
 from ...cost_model.profile.lookup import Profile
 from ..graph import Blocks
 from ..precision import EIGHT_BITS
+from ..rules.expert_traffic import ExpertKernels
 
 Kind = CollectiveKind | Literal["p2p", "zero_gather", "zero_scatter"]
 Partition = tuple[tuple[int, ...], ...]
@@ -131,22 +132,23 @@ class CostAssumptions:
     ``policy``: the bytes per parameter, where they are not those of the precision and the
     optimizer. ``attention_core``: selective recomputation runs the core of attention again and
     nothing else (Korthikanti et al. 2022, arXiv:2205.05198, section 5). ``joint_states``: a
-    parameter's states are sharded, and its gradient is summed, over all data-, expert- and
-    context-parallel ranks that hold it whole, in one collective, as Megatron-LM's distributed
-    optimizer and torchtitan's FSDP do. ``slowdown``: how much longer compute takes beside
-    collectives of states, where that is not the device's; infinite where nothing runs beside
-    compute. ``cast_bytes``: what casting an element of a product's factor to 8 bits moves: the
-    largest value is found (2 bytes read) to scale by, then the tensor is cast in both layouts (2
-    read, 1 written twice), as torchao does with one scale per tensor. ``scaling``: how 8-bit
-    products are scaled, of ``SCALINGS``. ``keeps_casts``: an 8-bit product keeps the cast of its
-    input for its backward, as TransformerEngine's does, and not the input. ``regathers``: a linear
-    layer whose weight is split by rows keeps of its input what the rank had before it was gathered,
-    and gathers it again beside the gradient of the input (Megatron-LM's sequence parallelism:
-    arXiv:2205.05198, section 4.2.2). ``casts_experts``: in fp8 the products of experts are 8-bit
-    ones too. ``fuses_experts``: experts keep no more than what their products and activations
-    read. ``dispatcher``: how tokens come to their experts. ``imbalance``: how many tokens the
-    fullest rank of experts has, over the mean. ``copies_states``: parameters and gradients pass
-    through buffers that ZeRO 2 and 3 exchange; XLA exchanges the tensors themselves.
+    parameter's states are sharded, and its gradient is summed, over all data-, expert- and context-
+    parallel ranks that hold it whole, in one collective, as Megatron-LM's distributed optimizer and
+    torchtitan's FSDP do. ``slowdown``: how much longer compute takes beside collectives of states,
+    where that is not the device's; infinite where nothing runs beside compute. ``cast_bytes``: what
+    casting an element of a product's factor to 8 bits moves: the largest value is found (2 bytes
+    read) to scale by, then the tensor is cast in both layouts (2 read, 1 written twice), as torchao
+    does with one scale per tensor. ``scaling``: how 8-bit products are scaled, of ``SCALINGS``.
+    ``keeps_casts``: an 8-bit product keeps the cast of its input for its backward, as
+    TransformerEngine's does, and not the input. ``regathers``: a linear layer whose weight is split
+    by rows keeps of its input what the rank had before it was gathered, and gathers it again beside
+    the gradient of the input (Megatron-LM's sequence parallelism: arXiv:2205.05198, section 4.2.2).
+    ``casts_experts``: in fp8 the products of experts are 8-bit ones too. ``expert_kernels``: how
+    the kernels of experts are cut (``planner.rules.expert_traffic``); where they are not separate,
+    experts keep no more than what their products and activations read. ``dispatcher``: how tokens
+    come to their experts. ``imbalance``: how many tokens the fullest rank of experts has, over the
+    mean, and ``routing``: which experts a token visits. ``copies_states``: parameters and gradients
+    pass through buffers that ZeRO 2 and 3 exchange; XLA exchanges the tensors themselves.
     """
 
     policy: PrecisionPolicy | None = None
@@ -158,9 +160,10 @@ class CostAssumptions:
     keeps_casts: bool = False
     regathers: bool = False
     casts_experts: bool = False
-    fuses_experts: bool = False
+    expert_kernels: ExpertKernels = "separate"
     dispatcher: Dispatcher = "gather"
     imbalance: float = 1.0
+    routing: Routing = "any"
     copies_states: bool = True
 
     @property

@@ -62,7 +62,7 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
         found[f"{root.name}:{root.index}", num_bytes] = None
     run, local = as_run(node, layout, prices.mesh.shape), _local_specs(node, layout, graph, prices)
     extra = prices.rules.saved_extra_bytes(run, *local)
-    if is_expert_layer(node) and prices.assumptions.fuses_experts:
+    if is_expert_layer(node) and prices.assumptions.expert_kernels != "separate":
         extra = int(_fused_experts_bytes(run, local[0], prices))
     if extra:
         found[f"{node.name}:extra", int(extra)] = None

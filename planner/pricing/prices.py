@@ -22,8 +22,8 @@ from ...cost_model.collectives import (
     Library,
     p2p_seconds,
 )
-from ...cost_model.compute import OpWork, eight_bit_seconds, host_seconds, work_seconds
-from ...cost_model.dispatch import dispatch_seconds
+from ...cost_model.compute import OpWork, eight_bit_seconds, host_seconds, rate, work_seconds
+from ...cost_model.dispatch import ROW_COPIES, dispatch_seconds
 from ...cost_model.profile.lookup import Profile, level_of
 from ...cost_model.tf32 import TFLOAT32, product_dtype
 from ..expert_dims import FIRST_WEIGHT, is_expert_layer
@@ -40,6 +40,7 @@ from ..layout import (
 from ..layout import boundary_layout as boundary_layout
 from ..precision import EIGHT_BITS
 from ..rules.balanced_attention import as_run
+from ..rules.expert_traffic import expert_traffic
 from ..rules_protocol import Rules as Rules
 from .basis import SCALINGS, AskedOp
 from .mesh_prices import MeshPrices
@@ -120,18 +121,28 @@ class Prices(MeshPrices):
                 self.local(spec, each)
                 for spec, each in zip(node.outputs, layout.outputs, strict=True)
             )
-            found = self._compute(as_run(node, layout, sizes), local_inputs, local_outputs)
+            run = as_run(node, layout, sizes)
+            found = self._compute(run, local_inputs, local_outputs, is_sent=run is not node)
             self.cache.ops[key] = found
         return self._counted(found)
 
     def _compute(
-        self, node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+        self,
+        node: Node,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        *,
+        is_sent: bool,
     ) -> Priced:
         work = self.rules.work(node, inputs, outputs)
         issue = host_seconds(self.device, work)
-        more = self.assumptions.imbalance if is_expert_layer(node) else 1.0
         forward, backward = self._analytic(node, work)
-        analytic = Priced(more * forward, more * backward, "spec", *issue)
+        if is_expert_layer(node):
+            around = self._around_experts(node, inputs, is_sent=is_sent)
+            more = self.assumptions.imbalance
+            forward = more * (forward + around[0])
+            backward = more * (backward + around[1]) if backward else 0.0
+        analytic = Priced(forward, backward, "spec", *issue)
         has_no_case = node.fused is not None or node.product_dtype
         if (self.profile is None and self.asked is None) or has_no_case:
             return analytic
@@ -165,10 +176,21 @@ class Prices(MeshPrices):
         is_cast = self.casts_experts and is_expert_layer(node)
         product_dtype = EIGHT_BITS if is_cast else node.product_dtype
         if not product_dtype:
-            return work_seconds(self.device, work, node.spec.dtype)
+            in_kernel = node.fused.product_dtype if node.fused is not None else ""
+            return work_seconds(self.device, work, in_kernel or node.spec.dtype)
         own, form = self.assumptions, product_dtype
         form = SCALINGS[own.scaling][0] if form == EIGHT_BITS else form
         return eight_bit_seconds(self.device, work, node.spec.dtype, form, own.cast_bytes)
+
+    def _around_experts(
+        self, node: Node, inputs: Sequence[TensorSpec], *, is_sent: bool
+    ) -> tuple[float, float]:
+        """Seconds forward and backward of what experts move around their products."""
+        own = self.assumptions
+        copies = ROW_COPIES[own.dispatcher if is_sent else "gather"]
+        per_byte = rate(self.device, "copy", node.spec.dtype).seconds_per_byte
+        forward, backward = expert_traffic(node, inputs, own.expert_kernels, copies)
+        return forward * per_byte, backward * per_byte
 
     def op(
         self,
@@ -215,8 +237,9 @@ class Prices(MeshPrices):
         parts = self.num_parts(layout.inputs[0])
         num_experts = inputs[FIRST_WEIGHT].shape[0]
         seconds = dispatch_seconds(
-            item.num_bytes / parts, item.copies, num_experts, self.group(*axes), own.dispatcher
-        )
+            item.num_bytes / parts, item.copies, num_experts, self.group(*axes), own.dispatcher,
+            own.routing,
+        )  # fmt: skip
         return self._counted(Priced(own.imbalance * seconds, 0.0, "spec")).forward
 
     def transfer(self, spec: TensorSpec, layout: Layout, link: Link) -> tuple[float, float]:

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
+from autoparallel.cost_model.compute import work_seconds
+from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
 from autoparallel.planner.kernels.fusion import with_fusion
 from autoparallel.planner.kernels.mask_share import Masks
 from autoparallel.planner.kernels.product_kernels import by_masks, with_product_kernels
+from autoparallel.planner.layout import INVARIANT, Mesh, NodeLayout
 from autoparallel.planner.pricing.choices import input_specs
+from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.replay import find_replay
 from autoparallel.planner.rules.work import Work
 
@@ -334,6 +338,53 @@ def test_a_scan_reads_its_inputs_and_writes_its_output() -> None:
     product = 2 * BATCH * CHUNKS * ROWS * ROWS * GROUPS * STATE
     assert (first.flops_forward, first.flops_backward) == (product, 3 * product)
     assert first.family == "matmul"
+
+
+@pytest.mark.parametrize(("stored", "expected"), [("bfloat16", "bfloat16"), ("float32", "float32")])
+def test_a_scan_multiplies_in_the_format_of_the_values_that_are_cast_for_it(
+    stored: str, expected: str
+) -> None:
+    nodes: list[Node] = []
+    for each in scan():
+        if each.name in "bcxa":
+            shape = each.spec.shape
+            given = replace(each, name=f"{each.name}_given", outputs=(spec(*shape, dtype=stored),))
+            cast = node(each.name, "to.dtype", Ref(given.name), "float32", shape=shape)
+            nodes += [given, replace(cast, outputs=(spec(*shape, dtype="float32"),))]
+        else:
+            kinds = [replace(own, dtype="float32") for own in each.outputs]
+            nodes.append(each if each.kind == "constant" else replace(each, outputs=tuple(kinds)))
+    graph, _ = fused(*nodes)
+    formats = {
+        name: graph[name].fused.product_dtype  # type: ignore[union-attr]
+        for name in ("both", "weights", "out")
+    }
+    assert formats == {"both": expected, "weights": "", "out": expected}
+    cluster, both = parse_cluster("1xH100"), graph["both"]
+    prices = Prices(Mesh(("dp",), (1,)), cluster, (0,), "bf16", "adamw", rules)
+    specs = input_specs(both, graph)
+    forward, _ = prices.compute(both, specs, NodeLayout(((INVARIANT,),) * 2, ((INVARIANT,),)))
+    work, device = rules.work(both, specs, both.outputs), cluster.hosts[0].device
+    priced = {name: work_seconds(device, work, name)[0] for name in ("bfloat16", "float32")}
+    assert priced["bfloat16"] < priced["float32"]
+    assert forward == priced[expected]
+
+
+def test_states_that_pass_between_chunks_are_weighted_in_one_kernel() -> None:
+    """Each chunk gets the sum of all states, which decay by a matrix that the kernel makes."""
+    states, decays = (BATCH, CHUNKS, HEADS, SIZE, STATE), (BATCH, CHUNKS, CHUNKS, HEADS)
+    graph, blocks = fused(
+        leaf("s", *states), leaf("a", BATCH, CHUNKS, HEADS),
+        node("one", "unsqueeze.default", Ref("a"), 1, shape=(BATCH, 1, CHUNKS, HEADS)),
+        node("wide", "expand.default", Ref("one"), list(decays), shape=decays),
+        node("sums", "cumsum.default", Ref("wide"), 1, shape=decays),
+        node("decay", "exp.default", Ref("sums"), shape=decays),
+        node("out", "einsum.default", "bzch,bchpn->bzhpn", [Ref("decay"), Ref("s")], shape=states),
+    )  # fmt: skip
+    own = total(graph, blocks)
+    inputs, output = (sum(graph[n].spec.num_bytes for n in names) for names in ("sa", ["out"]))
+    assert own["bytes forward"] == inputs + output
+    assert own["kernels forward"] == 1
 
 
 def test_heads_that_two_products_repeat_are_read_by_each() -> None:

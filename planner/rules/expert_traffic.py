@@ -1,0 +1,74 @@
+"""Memory traffic of a layer of experts between its products: rows moved, activations, biases.
+
+In: a layer of experts at local shapes, how its kernels are cut. Out: bytes forward and backward.
+For each pair of a token and an expert a row as wide as the token is copied to its expert and its
+result back (Gale et al. 2022, MegaBlocks, section 5.2); between the two products stand a bias and
+the activation, and after the second one a bias and the score.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from ..expert_dims import FIRST_WEIGHT
+from ..graph import Node, TensorSpec
+from .case import argument
+from .saved import expert_pairs
+
+ExpertKernels = Literal["separate", "activation", "one"]
+"""``separate``: every elementwise op is a kernel, as in eager code and in Megatron-LM where experts
+have biases. ``activation``: all between the products is one. ``one``: it is part of the products'
+kernels, as in cuDNN's grouped products with an activation."""
+
+EXPERT_KERNELS: tuple[ExpertKernels, ...] = get_args(ExpertKernels)
+
+_VIEWS = ("chunk", "getitem", "split", "unbind", "view", "reshape", "transpose", "contiguous")
+_ACTIVATION = 7
+"""The place of the activation among a layer's arguments."""
+
+
+def expert_traffic(
+    node: Node, inputs: Sequence[TensorSpec], kernels: ExpertKernels, moves: int
+) -> tuple[int, int]:
+    """Return the bytes that go through memory around the products, forward and backward.
+
+    A row is copied ``moves`` times, on the way to its expert and back; so is its gradient.
+    """
+    tokens, first, second = inputs[0], inputs[FIRST_WEIGHT], inputs[FIRST_WEIGHT + 1]
+    width = tokens.shape[-1]
+    made, read = (weight.numel // weight.shape[0] // width for weight in (first, second))
+    forward = backward = 2 * moves * width
+    if kernels == "activation":
+        forward, backward = forward + made + read, backward + 2 * made + read
+    elif kernels == "separate":
+        has_biases = len(node.inputs) > FIRST_WEIGHT + 2
+        text = argument(node, _ACTIVATION, "activation", "[]")
+        within = _activation(json.loads(text), made, read)
+        biases = (made + width) if has_biases else 0
+        # A bias is gathered by row and added; its gradient is summed. The scores are multiplied in.
+        forward += within[0] + 4 * biases + 2 * width
+        backward += within[1] + 2 * biases + 4 * width
+    pairs = expert_pairs(node, inputs) * tokens.itemsize
+    return pairs * forward, pairs * backward
+
+
+def _activation(calls: Sequence[Any], made: int, read: int) -> tuple[int, int]:
+    """Return the elements of a row that ops read and write, forward and backward.
+
+    Forward each op reads its operands and writes its result; backward it reads the result's
+    gradient and its operands, and writes their gradients. ``made`` is the width of the first
+    product's result, ``read`` of the second one's operand, which views of the former have.
+    """
+    widths, forward, backward = [made], 0, 0
+    for target, arguments, options in calls:
+        given = (*arguments, *options.values())
+        places = [each["at"] for each in given if isinstance(each, dict) and "at" in each]
+        is_view = target.rpartition(".")[2] in _VIEWS
+        width = read if is_view else max((widths[at] for at in places), default=read)
+        widths.append(width)
+        if not is_view:
+            forward += (len(places) + 1) * width
+            backward += (2 * len(places) + 1) * width
+    return forward, backward
