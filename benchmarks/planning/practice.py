@@ -40,8 +40,8 @@ BEGIN, END = "<!-- practice.py: begin -->", "<!-- practice.py: end -->"
 class Setting:
     """A model on a cluster and how it is trained. ``practice``: as of ``--parallel``.
 
-    ``micro_batch`` is that of the practice. ``measured_seconds`` of a step is what ``source``
-    published for it; None where it published none.
+    ``micro_batch``: the samples of a rank in a micro-batch of the practice. ``measured_seconds`` of
+    a step is what ``source`` published for it; None where it published none.
     """
 
     name: str
@@ -61,36 +61,36 @@ TITAN = "torchtitan, benchmarks of 2024-12 and 2025-06"
 DGXC = "NVIDIA/dgxc-benchmarking v25.02"
 SETTINGS = (
     Setting("Llama-3-8B, 8 H100", LLAMA, "8xH100-96GB", 16, 8192, "dp=8,zero=3,recompute=selective",
-            f"{TITAN} (96 GB cards)", 16, 2.8435),
+            f"{TITAN} (96 GB cards)", 2, 2.8435),
     Setting("Llama-3-8B, 64 H100", LLAMA, "8x8xH100", 128, 8192,
-            "dp=64,zero=3,recompute=selective", f"{TITAN}, one sample per device", 64),
+            "dp=64,zero=3,recompute=selective", f"{TITAN}, one sample per device", 1),
     Setting("Llama-3-70B, 64 H100", LLAMA, "8x8xH100", 128, 8192,
-            "dp=2,tp=4,pp=4,cp=2,zero=1,schedule=interleaved,chunks=5", DGXC, 2, 14.61,
+            "dp=2,tp=4,pp=4,cp=2,zero=1,schedule=interleaved,chunks=5", DGXC, 1, 14.61,
             settings=LLAMA_70B),
     Setting("Llama-3-70B, 256 H100", LLAMA, "32x8xH100", 512, 8192,
             "dp=32,tp=8,zero=3,recompute=full",
-            "torchtitan, asyncTP benchmark: compiled, bf16, AsyncTP (96 GB cards)", 512, 25.11,
+            "torchtitan, asyncTP benchmark: compiled, bf16, AsyncTP (96 GB cards)", 16, 25.11,
             settings=LLAMA_70B),
     Setting("Llama-3-405B, 16,384 H100", LLAMA, "2048x8xH100", 2048, 8192,
             "dp=128,tp=8,pp=16,zero=1,recompute=selective,schedule=interleaved,chunks=8",
-            "arXiv:2407.21783, section 3.3 (recomputation and chunks assumed)", 128,
+            "arXiv:2407.21783, section 3.3 (recomputation and chunks assumed)", 1,
             settings=LLAMA_405B),
     Setting("Mixtral-8x22B, 128 H100", f"hf:{HERE / 'mixtral_8x22b'}", "16x8xH100", 512, 4096,
             "dp=32,ep=8,pp=4,zero=1,recompute=selective,schedule=interleaved,chunks=7",
-            "Megatron Core's recipe for experts (ep within a host, pp across)", 32),
+            "Megatron Core's recipe for experts (ep within a host, pp across)", 1),
     Setting("GPT-3 175B, 1,024 A100", GPT, "128x8xA100-80GB", 1536, 2048,
             "dp=8,tp=8,pp=16,zero=0,recompute=full,schedule=1f1b",
-            "Megatron-LM README of 2021", 8, 31.92, precision="fp16", settings=GPT_175B),
+            "Megatron-LM README of 2021", 1, 31.92, precision="fp16", settings=GPT_175B),
     Setting("GPT 1.3B, 8 x 24 GB over PCIe", GPT, "8xRTX4090", 256, 2048,
-            "dp=8,zero=2,recompute=full", "usual recipe: ZeRO 2 with recomputation", 32,
+            "dp=8,zero=2,recompute=full", "usual recipe: ZeRO 2 with recomputation", 4,
             settings=GPT_1B),
     Setting("LoRA of Llama-3-8B, 2 x 24 GB over PCIe", LLAMA, "2xRTX4090", 16, 2048,
-            "dp=2,zero=3,recompute=full", "usual recipe: FSDP with recomputation", 2,
+            "dp=2,zero=3,recompute=full", "usual recipe: FSDP with recomputation", 1,
             settings={"lora": "r=8,alpha=16"}),
     Setting("ViT-L/16, 8 A100", f"hf:{HERE / 'vit_l'}", "8xA100-80GB", 1024, None,
-            "dp=8,zero=0", "usual recipe: data parallelism, 128 images per device", 1024),
+            "dp=8,zero=0", "usual recipe: data parallelism, 128 images per device", 128),
     Setting("Llama-3-8B, 2 H100", LLAMA, "2xH100", 16, 2048, "dp=2,zero=3,recompute=full",
-            "usual recipe: FSDP with recomputation", 4),
+            "usual recipe: FSDP with recomputation", 2),
 )  # fmt: skip
 
 
