@@ -35,7 +35,7 @@ rows are sorted by rank, and those received by expert; HybridEP's kernels sort t
 
 Routing = Literal["any", "neighbours"]
 """Which experts a token visits. ``neighbours``: the next k in a row, as gates of benchmarks deal
-them out (NVIDIA NeMo AutoModel's ``FakeBalancedGate``), mostly on one host."""
+them out (the balanced gate of NVIDIA's NeMo AutoModel), mostly on one host."""
 
 WITHIN_SHARE = 0.75
 """Of the rate of collectives within a host what both reach: 494 and 420 GB/s (DeepEP, 24 units),
