@@ -55,6 +55,7 @@ class CallArguments:
         self._signature = inspect.signature(forward)
         self._has_extra = extra
         self._inputs = inputs
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
         self._is_dict = isinstance(example.batch, Mapping)
         if self._is_dict:
             self._example = self._arguments((), example.batch)
@@ -63,8 +64,6 @@ class CallArguments:
             self._example = self._arguments(tuple(example.batch), {})
             self._name_of = dict(enumerate(self._example))
         self._leaves = dict(parts(self._example))
-        kinds = {parameter.kind for parameter in self._signature.parameters.values()}
-        self._takes_all = inspect.Parameter.VAR_KEYWORD in kinds
 
     def read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -94,11 +93,15 @@ class CallArguments:
     def _can_change(self, name: str) -> bool:
         """Tell whether a batch can give ``forward`` this argument."""
         known = self._signature.parameters.get(name)
-        if known is None:  # one of *args or **kwargs, or an entry for the loss
-            is_position = not name.isidentifier()
-            return name in self._example if is_position else self._takes_all and self._is_dict
+        if known is None:
+            is_further = self._is_variadic(name)
+            return is_further and (name in self._example if "[" in name else self._is_dict)
         is_named = known.kind in (known.POSITIONAL_OR_KEYWORD, known.KEYWORD_ONLY)
         return is_named and (self._is_dict or known.kind == known.POSITIONAL_OR_KEYWORD)
+
+    def _is_variadic(self, name: str) -> bool:
+        """Tell whether an argument, as ``_named`` calls it, is one of ``*args`` or ``**kwargs``."""
+        return name not in self._signature.parameters and (self._takes_all or "[" in name)
 
     def _is_planned(self, path: LeafPath, leaf: Any) -> bool:
         """Tell whether an argument that is no tensor is that of the example batch."""
@@ -117,8 +120,7 @@ class CallArguments:
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Every argument of a call by name, those for the loss and defaults included."""
         parameters = self._signature.parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        is_taken = takes_all or not self._has_extra
+        is_taken = self._takes_all or not self._has_extra
         taken = {name: kwargs[name] for name in kwargs if is_taken or name in parameters}
         rest = {name: value for name, value in kwargs.items() if name not in taken}
         return {**rest, **self._named(args, taken)}
@@ -144,9 +146,8 @@ class CallArguments:
         Raises UsageError AP920 where it has another form than in the example batch, or another
         value that is neither a tensor nor simple.
         """
-        # What *args and **kwargs lack is not None, which a forward can tell from nothing.
-        is_named = name in self._signature.parameters or not (self._takes_all or "[" in name)
-        absent = None if is_named else _ABSENT
+        # A forward can tell None among *args or **kwargs from an argument that is not there.
+        absent = _ABSENT if self._is_variadic(name) else None
         given, planned = arguments.get(name, absent), self._example.get(name, absent)
         leaves, others = dict(parts(given)), dict(parts(planned))
         if leaves.keys() != others.keys() or not all(

@@ -76,6 +76,6 @@ class CallForm:
 
 
 def _position(names: list[str], name: str) -> int:
-    """The position of an argument: of ``args[2]`` that of ``*args`` and 2 more."""
+    """Return the position of an argument. That of ``args[2]`` is 2 after that of ``*args``."""
     first, _, after = name.partition("[")
     return names.index(first) + int(after.rstrip("]") or 0)

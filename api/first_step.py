@@ -59,7 +59,6 @@ def compare_first_step(
     if asked is False or (asked is None and not share_value(is_quick(trainer.plan))):
         return
     alone = cache(model)
-    plain = _plain_loss(trainer, following, alone, form, as_plain)
 
     def check(given: Mapping[str, Tensor]) -> None:
         inputs = marked({name: value.detach() for name, value in given.items()}, given)
@@ -78,7 +77,7 @@ def compare_first_step(
                     trainer,
                     whole,
                     step,
-                    following.once(plain),
+                    following.once(_plain_loss(trainer, following, alone, form, as_plain)),
                     lambda: dict(alone().named_buffers()),
                 )
             done()

@@ -77,7 +77,8 @@ def token_nodes(graph: Graph) -> frozenset[str]:
     """Return the names of the nodes around layers of experts that have rows and positions joined in
     one dimension of tokens, from the views that join them to the views that part them again.
 
-    Parameters that only these nodes read count too (those of a router), experts' weights do not.
+    With them are the parameters that only such nodes read, as those of a router. The weights of
+    experts are left out.
     """
     layers = [node for node in graph if is_expert_layer(node)]
     found = {node.name for node in layers}

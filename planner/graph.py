@@ -389,7 +389,8 @@ class Blocks:
     def told_apart(self, signature: Callable[[Block], object]) -> Blocks:
         """Return the blocks with kinds that tell apart blocks of different signatures.
 
-        The first signature keeps the kind; for each other one, "@" and a number follow its name.
+        Of one kind, blocks with the first block's signature keep the kind. For each other signature
+        "@" and a number follow the kind's name.
         """
         taken = set(self.kinds)
         names: dict[str, dict[object, str]] = {}

@@ -24,8 +24,10 @@ PLANS = ("dp=2,zero=2", "tp=2,recompute=full,microbatches=2")
 ALL = sorted(path.parent.name for path in (ROOT / "tests" / "zoo").glob("*/config.json"))
 
 pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a GPU where there is none"),
     pytest.mark.skipif(
-        torch.version.cuda is not None, reason="fakes a GPU in a build without CUDA"
+        torch.version.cuda is not None and torch.__version__ < "2.12",
+        reason="torch 2.11's CUDA build asks the driver for the device of a backward",
     ),
     pytest.mark.skipif(shutil.which("g++") is None, reason="compiles a device guard with g++"),
 ]
@@ -49,14 +51,14 @@ def sample() -> dict[str, Any]:
     return run(FUNCTIONS, MISTAKES, *PLANS)
 
 
-def check(plans: dict[str, Any]) -> None:
+def assert_stays_on_the_gpu(plans: dict[str, Any]) -> None:
     for plan, found in plans.items():
         assert found["ops"] > 20, plan
         assert not found["problems"], plan
 
 
 def test_stage_programs_of_every_function_stay_on_the_gpu() -> None:
-    check(sample()[FUNCTIONS])
+    assert_stays_on_the_gpu(sample()[FUNCTIONS])
 
 
 def test_the_watch_sees_what_is_wrong() -> None:
@@ -70,4 +72,4 @@ def test_the_watch_sees_what_is_wrong() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_all_architectures_stay_on_the_gpu(name: str) -> None:
-    check(run(name)[name])
+    assert_stays_on_the_gpu(run(name)[name])

@@ -106,7 +106,7 @@ SEARCHED = (
 KERNELS: Mapping[str, ExpertKernels] = {
     "eager": "separate", "compiled": "activation", "fused": "one",
 }  # fmt: skip
-"""Values of ``--kernels``, and what each means between the products of experts."""
+"""Values of ``--kernels``, with the kernels that each has between the products of experts."""
 
 OWN_DEGREES = ("schedule", "chunks", "cp", "slices", "etp")
 """What ``--parallel`` takes here otherwise than when planning."""
@@ -140,7 +140,6 @@ def simulate(
     layers = parse_layers(layers_per_stage)
     found = find_cluster(cluster)
     check_precision(found, options.precision)
-    check_choice("--kernels", kernels, tuple(KERNELS))
     trained = assumed(
         options.precision, slowdown=slowdown if overlap else inf, dispatcher=dispatcher,
         imbalance=imbalance, scaling=scaling, kernels=kernels,
@@ -184,6 +183,7 @@ def assumed(
     from autoparallel.planner.pricing.basis import SCALINGS
 
     check_choice("--dispatcher", dispatcher, DISPATCHERS)
+    check_choice("--kernels", kernels, tuple(KERNELS))
     if scaling is not None:
         check_choice("--scaling", scaling, tuple(SCALINGS))
     if scaling is not None and precision != "fp8":

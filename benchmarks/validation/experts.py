@@ -133,8 +133,8 @@ def _assumptions(row: Row) -> CostAssumptions:
 
 
 def _expert_kernels(row: Row) -> ExpertKernels:
-    """As stated; else one kernel for the activation. With biases, which only GPT-OSS has,
-    Megatron-LM computes each op of it apart."""
+    """Return how a run's experts are divided into kernels, as stated or with one kernel for the
+    activation. Where experts have biases, as GPT-OSS's, Megatron-LM runs each op as a kernel."""
     if "fused grouped-MLP kernel" in row.get("notes", ""):
         return "one"
     has_biases = "GPT-OSS" in row["model"] and "automodel" not in row.get("source", "").lower()
@@ -148,8 +148,8 @@ def _is_routed_freely(row: Row) -> bool:
 
 
 def _is_padded(row: Row) -> bool:
-    """Tell whether each expert gets a fixed number of tokens: others are dropped, missing ones
-    padded. All of NVIDIA's recipes of Grok-1 do so."""
+    """Tell whether each expert computes a fixed number of rows: tokens beyond it are dropped, and
+    rows without a token are padding. All of NVIDIA's recipes of Grok-1 do so."""
     return "padded" in row.get("routing", "") or row["model"] == "Grok-1"
 
 

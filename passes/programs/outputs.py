@@ -78,7 +78,7 @@ def output_form(outputs: Any, loss: Tensor | None) -> OutputForm:
 
 
 def with_dataclasses(outputs: Any) -> Any:
-    """Return the same outputs, after the dataclasses in them are known as structures.
+    """Return the outputs, with the dataclasses in them registered as structures.
 
     Raises CaptureError AP209 for outputs in an object that cannot be rebuilt.
     """

@@ -37,7 +37,7 @@ def find_equal(blocks: Blocks) -> range:
 
 
 def _longest_run(values: Sequence[str]) -> range:
-    """Return where the longest run of one value is. Empty values belong to no run."""
+    """Return the positions of the longest run of equal values that are not empty."""
     starts = [at for at, each in enumerate(values) if at == 0 or each != values[at - 1]]
     runs = (range(a, b) for a, b in pairwise([*starts, len(values)]))
     return max((run for run in runs if values[run.start]), key=len, default=range(0))

@@ -201,7 +201,7 @@ class _Block:
         while True:
             inside = {*cores, *first, *alone}.union(*(between for _, between in cores.values()))
             feeders = self._find_feeders(inside)
-            kept = [name for name in alone if self._reads_expanded(name, feeders)]
+            kept = [name for name in alone if any(r.name in feeders for r in self._products[name])]
             if kept == alone:
                 break
             alone = kept
@@ -237,9 +237,6 @@ class _Block:
                 if self.graph[ref.name].kind != "constant"}  # fmt: skip
         made = sum(spec.num_bytes for spec in self.nodes[name].outputs)
         return bool(read) and made > sum(read.values())
-
-    def _reads_expanded(self, product: str, feeders: frozenset[str]) -> bool:
-        return any(ref.name in feeders for ref in self._products[product])
 
     def _with_feeders(self, inside: set[str], feeders: frozenset[str]) -> frozenset[str]:
         waiting = list(inside)

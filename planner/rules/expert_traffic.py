@@ -1,32 +1,27 @@
-"""Memory traffic of a layer of experts between its products: rows moved, activations, biases.
+"""Memory traffic of a layer of experts besides its products: rows, activations, biases, scores.
 
-In: a layer of experts at local shapes, how its kernels are cut. Out: bytes forward and backward.
-For each pair of a token and an expert a row as wide as the token is copied to its expert and its
-result back (Gale et al. 2022, MegaBlocks, section 5.2); between the two products stand a bias and
-the activation, and after the second one a bias and the score.
+In: a layer of experts at local shapes, and how it is divided into kernels. Out: bytes forward and
+backward. For each pair of a token and an expert, a row as wide as the token is copied to the expert
+and the result is copied back (Gale et al. 2022, MegaBlocks, section 5.2). A bias and the activation
+stand between the two products, a bias and the score after the second one.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ..expert_dims import FIRST_WEIGHT
 from ..graph import Node, TensorSpec
 from .case import argument
 from .saved import expert_pairs
+from .work import family_named
 
 ExpertKernels = Literal["separate", "activation", "one"]
 """``separate``: every elementwise op is a kernel, as in eager code and in Megatron-LM where experts
 have biases. ``activation``: all between the products is one. ``one``: it is part of the products'
 kernels, as in cuDNN's grouped products with an activation."""
-
-EXPERT_KERNELS: tuple[ExpertKernels, ...] = get_args(ExpertKernels)
-
-_VIEWS = ("chunk", "getitem", "split", "unbind", "view", "reshape", "transpose", "contiguous")
-_ACTIVATION = 7
-"""The place of the activation among a layer's arguments."""
 
 
 def expert_traffic(
@@ -44,7 +39,7 @@ def expert_traffic(
         forward, backward = forward + made + read, backward + 2 * made + read
     elif kernels == "separate":
         has_biases = len(node.inputs) > FIRST_WEIGHT + 2
-        text = argument(node, _ACTIVATION, "activation", "[]")
+        text = argument(node, 7, "activation", "[]")
         within = _activation(json.loads(text), made, read)
         biases = (made + width) if has_biases else 0
         # A bias is gathered by row and added; its gradient is summed. The scores are multiplied in.
@@ -65,7 +60,8 @@ def _activation(calls: Sequence[Any], made: int, read: int) -> tuple[int, int]:
     for target, arguments, options in calls:
         given = (*arguments, *options.values())
         places = [each["at"] for each in given if isinstance(each, dict) and "at" in each]
-        is_view = target.rpartition(".")[2] in _VIEWS
+        name = target.rpartition(".")[2]
+        is_view = name in ("getitem", "contiguous") or family_named(name) == "view"
         width = read if is_view else max((widths[at] for at in places), default=read)
         widths.append(width)
         if not is_view:

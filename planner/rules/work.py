@@ -109,8 +109,13 @@ values each two that pad what the second attention adds, and the sum. Bytes coun
 
 
 def family_of(node: Node) -> Family:
-    """The family of an op; one that is not known is taken as elementwise."""
-    return _FAMILY.get(packet(node.op), "elementwise")
+    """The family of a node's op."""
+    return family_named(packet(node.op))
+
+
+def family_named(name: str) -> Family:
+    """Return the family of an op by its name; an unknown op is taken as elementwise."""
+    return _FAMILY.get(name, "elementwise")
 
 
 def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:

@@ -23,7 +23,10 @@ def _network(*sizes: int) -> nn.Module:
 
 
 def _evaluated_on_one_rank(plan: str) -> list[float]:
-    """What is computed where only rank 0 evaluates, or, if weights are spread, where all wait."""
+    """Evaluate on rank 0 alone under dp=2, on both ranks under ZeRO 3, where weights are spread.
+
+    Returns the sum of the outputs and the number of groups in which this rank waited.
+    """
     set_torchrun_variables()
     torch.manual_seed(0)
     model: Any = adopting(plan)(_network(6, 16, 4), (X,))

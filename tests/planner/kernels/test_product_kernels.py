@@ -371,7 +371,7 @@ def test_a_scan_multiplies_in_the_format_of_the_values_that_are_cast_for_it(
 
 
 def test_states_that_pass_between_chunks_are_weighted_in_one_kernel() -> None:
-    """Each chunk gets the sum of all states, which decay by a matrix that the kernel makes."""
+    """A chunk's new state is a sum of all states. Their weights are computed in the kernel."""
     states, decays = (BATCH, CHUNKS, HEADS, SIZE, STATE), (BATCH, CHUNKS, CHUNKS, HEADS)
     graph, blocks = fused(
         leaf("s", *states), leaf("a", BATCH, CHUNKS, HEADS),

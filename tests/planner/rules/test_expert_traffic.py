@@ -1,9 +1,9 @@
-"""Bytes that experts move around their products, by hand."""
+"""The memory traffic of experts besides their products, counted by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,11 +18,7 @@ from autoparallel.planner.graph import Node, Ref, TensorSpec
 from autoparallel.planner.layout import INVARIANT, Mesh, NodeLayout
 from autoparallel.planner.pricing.basis import CostAssumptions
 from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.rules.expert_traffic import (
-    EXPERT_KERNELS,
-    ExpertKernels,
-    expert_traffic,
-)
+from autoparallel.planner.rules.expert_traffic import ExpertKernels, expert_traffic
 
 TOKENS, CHOSEN, EXPERTS, HIDDEN, WIDTH = 32, 2, 4, 16, 24
 PAIRS, BYTES = TOKENS * CHOSEN, 2
@@ -91,7 +87,7 @@ def test_biases_and_each_op_of_an_activation_count_apart() -> None:
     assert found == (PAIRS * BYTES * forward, PAIRS * BYTES * backward)
 
 
-@pytest.mark.parametrize("kernels", EXPERT_KERNELS)
+@pytest.mark.parametrize("kernels", get_args(ExpertKernels))
 def test_a_price_has_the_traffic_besides_the_products(kernels: ExpertKernels) -> None:
     node, specs = layer(swiglu)
     cluster = parse_cluster("1xH100")

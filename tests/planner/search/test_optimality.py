@@ -30,10 +30,12 @@ SEEDS = [
     ),
 ]
 
-MOST_MISSED, WORST_MISS, MEAN_MISS = 0.25, 0.22, 0.01
+MOST_MISSED, WORST_MISS, MEAN_MISS = 0.25, 0.15, 0.01
 """Of the cases without the best plan: how many of all there may be, how much longer than the best
-one their steps may take, and how much longer all steps may take on average. The best plan
-of the worst, 88, has one micro-batch under ZB-H1."""
+one their steps may take, and how much longer all steps may take on average."""
+
+KNOWN_MISSES = {88: 0.22}
+"""By seed, misses that are worse: the best plan of 88 has one micro-batch under ZB-H1."""
 
 
 @cache
@@ -47,7 +49,7 @@ def solved(seed: int) -> Solved:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_plan_is_near_the_best_and_no_plan_is_below_its_bound(seed: int) -> None:
-    assert_is_near(solved(seed), WORST_MISS)
+    assert_is_near(solved(seed), KNOWN_MISSES.get(seed, WORST_MISS))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
