@@ -24,7 +24,7 @@ from .pricing.price_cache import PriceCache
 from .pricing.prices import Prices, Rules, Seconds, StateBytes, boundary_layout
 from .pricing.seconds import Groups
 from .pricing.stage_cost import StageCost
-from .pricing.structure import Structure
+from .pricing.structure import Structure, leaf_bytes
 from .pricing.weight_versions import version_bytes
 from .schedules.held import Halves, held_bytes, splits
 
@@ -248,9 +248,7 @@ class StageWalk:
             "optimizer": states.optimizer,
             "activations": held_bytes(self.held, kept_bytes, late),
             "transient": gathered + working,
-            "buffers": float(
-                sum(spec.num_bytes for name in leaves for spec in self.graph[name].outputs)
-            ),
+            "buffers": float(leaf_bytes(self.graph, leaves, self.stage.mesh.row_parts)),
             "reserve": float(reserve_bytes(self.prices.device.kind, groups)),
         }
 

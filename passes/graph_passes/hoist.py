@@ -1,7 +1,8 @@
 """Hoist: what depends on no input and no parameter becomes a constant.
 
 Each process computes constants for itself, so they never cross a stage boundary, take any
-layout for nothing, and belong to no block. Random ops are never constants.
+layout for nothing, and belong to no block. Constants that are made alike are one, which is held
+once. Random ops are never constants.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from ..ops.torch_ops import is_random
 
 @dataclass(frozen=True, slots=True)
 class Hoist:
-    """Marks constants, and drops what the loss does not depend on."""
+    """Marks constants, joins equal ones, and drops what the loss does not depend on."""
 
     name: str = "hoist"
 
     def __call__(self, graph: Graph) -> Graph:
-        return drop_dead(hoist_constants(graph))
+        return drop_dead(join_constants(hoist_constants(graph)))
 
 
 def hoist_constants(graph: Graph) -> Graph:
@@ -59,6 +60,34 @@ def hoist_constants(graph: Graph) -> Graph:
     return replace(
         graph, nodes=tuple(nodes), loss=part(graph.loss), updates=updates, batch_dims=dims
     )
+
+
+def join_constants(graph: Graph) -> Graph:
+    """Let the first of the constants of one op, arguments and dimensions of the batch stand for
+    all: each layer may make the same table, or the same empty tensor to write to."""
+    first: dict[str, Ref] = {}
+    joined: dict[Ref, Ref] = {}
+    nodes: list[Node] = []
+
+    def left(ref: Ref) -> Ref:
+        return joined.get(ref, ref)
+
+    for node in graph.nodes:
+        if not joined.keys().isdisjoint(node.inputs):
+            node = replace(node, args=map_refs(node.args, left), kwargs=map_refs(node.kwargs, left))
+        if node.kind == "constant" and node.op:
+            how = node.op, node.args, node.kwargs, node.outputs, graph.batch_dims.get(node.name)
+            here = Ref(node.name)
+            joined[here] = first.setdefault(repr(how), here)
+            if joined[here] != here:
+                continue
+        nodes.append(node)
+    names = {node.name for node in nodes}
+    return replace(
+        graph, nodes=tuple(nodes), loss=left(graph.loss),
+        updates={name: left(ref) for name, ref in graph.updates.items()},
+        batch_dims={name: dims for name, dims in graph.batch_dims.items() if name in names},
+    )  # fmt: skip
 
 
 def _is_constant(node: Node, free: set[str]) -> bool:

@@ -265,7 +265,7 @@ def _distinct(sides: tuple[Side, ...]) -> tuple[Side, ...]:
 
 def constant_bytes(model: StageModel, run: Run) -> int:
     """Bytes that no choice changes: constants, buffers and the batch's inputs of a run."""
-    return model.structure.leaf_bytes(run)
+    return model.structure.leaf_bytes(run, model.prices.mesh.row_parts)
 
 
 def reserve(model: StageModel) -> int:

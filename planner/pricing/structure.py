@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -46,7 +46,7 @@ class Structure:
     blocks: Blocks
     _runs: dict[tuple[int, int], Run] = field(default_factory=dict, repr=False)
     _numbers: dict[object, int] = field(default_factory=dict, repr=False)
-    _leaf_bytes: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+    _leaf_bytes: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
     _known: dict[Alike, tuple[Edge, ...]] = field(default_factory=dict, repr=False)
 
     def at_batch(self, batch_size: int) -> Structure:
@@ -114,23 +114,16 @@ class Structure:
             for block in self.blocks.blocks
         )
 
-    @cached_property
-    def _bytes_of_leaf(self) -> dict[str, int]:
-        names = dict.fromkeys(name for own in self.leaves for name in own)
-        graph = self.graph
-        return {name: sum(spec.num_bytes for spec in graph[name].outputs) for name in names}
+    def leaf_bytes(self, run: Run, row_parts: int) -> int:
+        """The bytes of a run's inputs, constants and buffers on a rank; see ``leaf_bytes``."""
+        key = run.key, row_parts
+        if key not in self._leaf_bytes:
+            self._leaf_bytes[key] = leaf_bytes(self.graph, run.leaves, row_parts)
+        return self._leaf_bytes[key]
 
-    def leaf_bytes(self, run: Run) -> int:
-        """The bytes of a run's inputs, constants and buffers."""
-        if run.key not in self._leaf_bytes:
-            self._leaf_bytes[run.key] = sum(map(self._bytes_of_leaf.__getitem__, run.leaves))
-        return self._leaf_bytes[run.key]
-
-    @cached_property
-    def leaf_bytes_of_blocks(self) -> tuple[int, ...]:
+    def leaf_bytes_of_blocks(self, row_parts: int) -> tuple[int, ...]:
         """The same of every block."""
-        sizes = self._bytes_of_leaf
-        return tuple(sum(sizes[name] for name in names) for names in self.leaves)
+        return tuple(leaf_bytes(self.graph, names, row_parts) for names in self.leaves)
 
     def _outside(self, block: Block) -> tuple[tuple[Ref, tuple[Use, ...]], ...]:
         inside = set(block.nodes)
@@ -300,6 +293,18 @@ class Structure:
             for ref, readers in self.readers.items()
             if readers[-1] > self.position[ref.name]
         )
+
+
+def leaf_bytes(graph: Graph, names: Iterable[str], row_parts: int) -> int:
+    """The bytes on a rank of leaves that no choice of layouts changes: inputs, constants and
+    buffers, of which those with rows of the batch are cut into ``row_parts``."""
+    total = 0
+    for name in names:
+        dims = graph.batch_dims.get(name, ())
+        for index, spec in enumerate(graph[name].outputs):
+            is_cut = index < len(dims) and dims[index] is not None
+            total += -(-spec.num_bytes // row_parts) if is_cut else spec.num_bytes
+    return total
 
 
 _OF_ANY_BATCH = (

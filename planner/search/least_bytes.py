@@ -74,7 +74,7 @@ class LeastBytes:
         own = np.array([by_kind[block.kind] for block in self.structure.blocks.blocks])
         starts, stops = np.array(self.classes.firsts).T
         always = np.append(0.0, np.cumsum(own[:, 0]))
-        leaves = np.array(self.structure.leaf_bytes_of_blocks, dtype=np.float64)
+        leaves = np.array(self.structure.leaf_bytes_of_blocks(num_devices), dtype=np.float64)
         found: Floats = always[stops] - always[starts]
         for column in (own[:, 1], own[:, 2], leaves):
             found += most(column, starts, stops)

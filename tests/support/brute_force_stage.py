@@ -457,7 +457,7 @@ class Stage(Choices):
 
     @cached_property
     def _fixed_bytes(self) -> float:
-        """Of inputs and constants, and what belongs to no tensor."""
+        """Of inputs and constants, a rank's rows of them, and what belongs to no tensor."""
         leaves = {
             ref.name
             for block in self.blocks
@@ -465,7 +465,9 @@ class Stage(Choices):
             for ref in self.graph[name].inputs
             if self.graph[ref.name].kind in LEAVES
         }
-        fixed = sum(spec.num_bytes for name in leaves for spec in self.graph[name].outputs)
+        rows = self.graph.batch_size / self.prices.mesh.row_parts
+        local = self.graph.with_batch_size(int(rows)) if rows >= 1 else self.graph
+        fixed = sum(spec.num_bytes for name in leaves for spec in local[name].outputs)
         groups = sum(size > 1 for size in self.prices.mesh.shape)
         return float(fixed + reserve_bytes(self.prices.device.kind, groups))
 

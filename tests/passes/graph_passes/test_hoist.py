@@ -86,3 +86,24 @@ def test_what_the_loss_does_not_need_is_dropped():
         "aten.sum.default",
     ]
     assert program.inputs == {"input_0": InputPlace((0,))}
+
+
+def test_constants_that_are_made_alike_are_held_once():
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for power in (1, 1, 2):
+                table = torch.arange(4.0).mul(power).cos()
+                x = self.linear(x) * table + torch.zeros_like(x) + torch.zeros(2)[:1]
+            return x.sum()
+
+    program = capture(record_build(Tables).model, (torch.ones(2, 4),))
+    made = [node.op for node in program.graph if node.kind == "constant"]
+    assert made.count("aten.cos.default") == 2
+    assert made.count("aten.zeros.default") == 1
+    names = [node.name for node in program.graph if node.op == "aten.cos.default"]
+    powers = [value.acos()[1].item() for value in evaluate(program, names).values()]
+    torch.testing.assert_close(powers, [1.0, 2.0])

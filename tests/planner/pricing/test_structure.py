@@ -64,6 +64,8 @@ def test_another_batch_has_the_same_runs_and_its_own_bytes() -> None:
     assert other.run(0, len(blocks.blocks)) is run
     for each in (structure, other):
         sizes = [spec.num_bytes for name in run.leaves for spec in each.graph[name].outputs]
-        assert each.leaf_bytes(run) == sum(sizes) == sum(each.leaf_bytes_of_blocks)
-    assert other.leaf_bytes(run) > structure.leaf_bytes(run) > 0
+        assert each.leaf_bytes(run, 1) == sum(sizes) == sum(each.leaf_bytes_of_blocks(1))
+        assert all(each.graph.batch_dims[name] for name in run.leaves)
+        assert 4 * each.leaf_bytes(run, 4) == sum(sizes)
+    assert other.leaf_bytes(run, 1) > structure.leaf_bytes(run, 1) > 0
     assert other.readers == Structure(other.graph, blocks).readers
