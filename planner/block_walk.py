@@ -210,8 +210,10 @@ class _BlockWalk:
         self._add(own)
         if self.mode == "none":
             return
-        self._add(Seconds(backward_communication=own.forward_communication))
-        if node.name not in self.skipped:
+        is_skipped = node.name in self.skipped
+        if not (is_skipped and self.prices.assumptions.keeps_sent):
+            self._add(Seconds(backward_communication=own.forward_communication))
+        if not is_skipped:
             again = Seconds(backward_compute=own.forward_compute, backward_issue=own.forward_issue)
             self._add(again)
 

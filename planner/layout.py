@@ -307,14 +307,15 @@ class InnerCollective:
     """A collective that an op itself needs when split, e.g. vocabulary-parallel loss.
 
     ``num_bytes`` is the size of the tensor reduced or gathered, local to a rank's other
-    axes; ``backward`` tells the direction. ``copies``: of each row how many are sent, where that
-    matters.
+    axes; ``backward`` tells the direction. ``copies``: of each row how many are sent, and
+    ``limit``: of how many groups of receivers each is sent to how many, where that matters.
     """
 
     kind: Collective
     num_bytes: int
     backward: bool = False
     copies: int = 1
+    limit: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True, slots=True)

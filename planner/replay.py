@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal, get_args
 
 from .graph import Block, Graph, Node, Ref
 from .plan import Recompute
@@ -28,6 +29,16 @@ from .rules_protocol import Rules
 
 RECOMPUTE_MODES: tuple[Recompute, Recompute] = ("full", "selective")
 """The ways to recompute, as arrays over them have them."""
+
+RecomputedPart = Literal[
+    "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"
+]
+"""``core_attn``: scores, softmax and their product with values. ``layernorm``: the norms of a
+layer. ``mla_up_proj``: queries, keys and values from their latent forms. ``mlp``: a dense
+feed-forward. ``moe``: router, experts and shared experts. ``moe_act``: the activation of experts,
+which takes no time of note. ``shared_experts``: those alone."""
+
+RECOMPUTED_PARTS: tuple[RecomputedPart, ...] = get_args(RecomputedPart)
 
 _COSTLY = frozenset(
     (

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from math import sqrt
 from pathlib import Path
+from statistics import NormalDist
 
 from autoparallel.cost_model.dispatch import DISPATCHERS, Dispatcher
 from autoparallel.options import parse_settings
@@ -17,6 +19,7 @@ from autoparallel.passes.programs.program import Program as Captured
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision, Recompute
 from autoparallel.planner.pricing.basis import CostAssumptions
+from autoparallel.planner.replay import RECOMPUTED_PARTS, RecomputedPart
 from autoparallel.planner.rules.expert_traffic import ExpertKernels
 from autoparallel.planning import PlanOptions, capture_target
 from autoparallel.targets import load_target
@@ -46,9 +49,11 @@ ALTERNATING = ("Nemotron", "GPT-OSS")
 """Models whose layers alternate in kind or in the window of attention, so that all are captured."""
 DENSE = ("Llama-4",)
 """Models of which transformers computes every expert for every token, and sends no tokens."""
-NATURAL_IMBALANCE = 1.5
-"""Tokens of the fullest rank over the mean where a router decides: 1.50 to 1.66 over 32 ranks
-(LAER-MoE artifact, arXiv:2602.11686)."""
+EXPERT_VARIANCE, SEQUENCE_VARIANCE = 0.88, 0.28
+"""Of an expert's tokens over the mean, where a router decides: the variance over experts in many
+sequences, and what one sequence adds. Computed from the tokens of each of 32 ranks in 1,040
+layers and iterations of two Mixtrals of 8 and 16 experts (LAER-MoE's artifact, arXiv:2602.11686,
+scripts_ae/token_analysis_backup.csv, the rows of FSDP): 0.39 and 1.38; 0.29 and 0.27."""
 WAITS = 2.5e-3
 """Seconds of ``Program.waits`` without CUDA graphs; fitted on Qwen3-30B-A3B on B200 and H100."""
 HIDDEN_SHARE = 0.75
@@ -86,8 +91,44 @@ class Listed:
         return capture_target(target, PlanOptions(2, self.seq, precision=precision))
 
 
+SCRIPTS: tuple[tuple[str, str, Row], ...] = (
+    (
+        r"dgxc-benchmarking@v25\.05\S* deepseek", "",
+        {"dispatcher": "alltoall", "routing": "natural (token drop, capacity)"},
+    ),
+    (
+        r"dgxc-benchmarking@v25\.08\S* deepseek", "H100",
+        {"dispatcher": "DeepEP", "routing": "forced_balanced"},
+    ),
+    (
+        r"dgxc-benchmarking@v25\.10\S* deepseek", "B200",
+        {
+            "dispatcher": "alltoall", "routing": "natural (token drop, capacity)",
+            "recompute_modules": "mla_up_proj",
+        },
+    ),
+    (
+        r"25\.09 NeMo container.*DeepSeekV3", "H100",
+        {"overlap": "expert all-to-all overlapped with compute"},
+    ),
+)  # fmt: skip
+"""Cells that a source leaves open, and its scripts of that release settle: source, device, cells.
+NVIDIA/NeMo@7a8f1cc and @9244b1e, scripts/performance/llm/pretrain_deepseek_v3.py;
+NVIDIA-NeMo/Megatron-Bridge@7c0ae3f and v0.1.0rc4, scripts/performance/run_script.py."""
+
+
+def with_script(row: Row) -> Row:
+    """Return the row with open cells as the source's scripts have them."""
+    found = dict(row)
+    for source, device, cells in SCRIPTS:
+        if re.search(source, row.get("source", "")) and device in row.get("gpu_type", ""):
+            found |= {k: v for k, v in cells.items() if row.get(k, "") in ("", "unknown")}
+    return found
+
+
 def run_of(row: Row, line: int, folder: Path = MODELS) -> Run:
     """Return the run of a row."""
+    row = with_script(row)
     model = row.get("model", "")
     if any(name in model for name in LONG_CAPTURES):
         raise UnusableRowError(f"{model} takes minutes to capture")
@@ -124,12 +165,23 @@ def _assumptions(row: Row) -> CostAssumptions:
     eight, is_fsdp = has_eight_bits(row), _is_fsdp(row)
     return CostAssumptions(
         half_policy(4 if is_fsdp else 2, 1 if eight and not is_fsdp else 2),
+        recomputed=_recomputed(row),
         joint_states=True, cast_bytes=4.0, scaling=scaling(row), keeps_casts=eight, regathers=True,
         casts_experts=eight, expert_kernels=_expert_kernels(row),
         dispatcher=_dispatcher(row),
-        imbalance=NATURAL_IMBALANCE if _is_routed_freely(row) else 1.0,
+        imbalance=_imbalance(row) if _is_routed_freely(row) else 1.0,
         routing="neighbours" if "fake balanced gate" in row.get("notes", "") else "any",
     )  # fmt: skip
+
+
+def _recomputed(row: Row) -> tuple[RecomputedPart, ...]:
+    """Return the parts of a layer that are recomputed, as stated."""
+    stated = row.get("recompute_modules", "").split(",")
+    names = [name.strip() for name in stated if name.strip()]
+    unknown = set(names).difference(RECOMPUTED_PARTS)
+    if unknown:
+        raise UnusableRowError(f"recomputation of {', '.join(sorted(unknown))}")
+    return tuple(part for part in RECOMPUTED_PARTS if part in names)
 
 
 def _expert_kernels(row: Row) -> ExpertKernels:
@@ -139,6 +191,18 @@ def _expert_kernels(row: Row) -> ExpertKernels:
         return "one"
     has_biases = "GPT-OSS" in row["model"] and "automodel" not in row.get("source", "").lower()
     return "separate" if has_biases else "activation"
+
+
+def _imbalance(row: Row) -> float:
+    """Return the tokens of the fullest of the ranks that split the experts, over the mean: of as
+    many normal variables the largest, in the mean (Blom 1958)."""
+    ranks, sharing = number(row, "ep", default=1), number(row, "tp", default=1)
+    held = number(row, "num_experts") / ranks
+    sequences = max(1.0, ranks / sharing) * number(row, "micro_batch")
+    variance = (EXPERT_VARIANCE + SEQUENCE_VARIANCE / sequences) / held
+    largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    most = ranks * min(1.0, held / number(row, "experts_per_token"))
+    return min(most, 1 + largest * sqrt(variance))
 
 
 def _is_routed_freely(row: Row) -> bool:
@@ -173,7 +237,10 @@ def _configuration(row: Row) -> Configuration:
     dp, tp, pp, cp = (number(row, name, default=1) for name in ("dp", "tp", "pp", "cp"))
     rows, chunks = number(row, "micro_batch"), number(row, "vp", default=1)
     ep, etp = (number(row, name, default=1) for name in ("ep", "etp"))
-    recompute: Recompute = "full" if row.get("recompute", "").startswith("full") else "none"
+    stated = row.get("recompute", "")
+    recompute: Recompute = "full" if stated.startswith("full") else "none"
+    if _recomputed(row):
+        recompute = "selective"
     count = microbatches(number(row, "global_batch_seqs"), dp, rows)
     chunks = chunks if pp > 1 else 1
     return Configuration(

@@ -73,7 +73,7 @@ def published(row: Row, line: int) -> Run:
     configuration = _configuration(row, assumed)
     assumptions = CostAssumptions(
         _policy(row),
-        attention_core=_selective_share(row) == 1.0,
+        recomputed=("core_attn",) if _selective_share(row) == 1.0 else (),
         joint_states=True,
         copies_states=not any(name in row.get("source", "") for name in ("alpa", "maxtext")),
         cast_bytes=6.0 if _is_titan(row) else 4.0,

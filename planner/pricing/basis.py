@@ -18,6 +18,7 @@ from ...cost_model.profile.case import OpCase
 from ...cost_model.profile.lookup import Profile
 from ..graph import Blocks
 from ..precision import EIGHT_BITS
+from ..replay import RecomputedPart
 from ..rules.expert_traffic import ExpertKernels
 
 Kind = CollectiveKind | Literal["p2p", "zero_gather", "zero_scatter"]
@@ -130,8 +131,8 @@ class CostAssumptions:
     """How a program trains.
 
     ``policy``: the bytes per parameter, where they are not those of the precision and the
-    optimizer. ``attention_core``: selective recomputation runs the core of attention again and
-    nothing else (Korthikanti et al. 2022, arXiv:2205.05198, section 5). ``joint_states``: a
+    optimizer. ``recomputed``: selective recomputation runs these parts of a layer again and nothing
+    else (``pricing.recomputed_parts``); without any it is this package's own. ``joint_states``: a
     parameter's states are sharded, and its gradient is summed, over all data-, expert- and context-
     parallel ranks that hold it whole, in one collective, as Megatron-LM's distributed optimizer and
     torchtitan's FSDP do. ``slowdown``: how much longer compute takes beside collectives of states,
@@ -152,7 +153,7 @@ class CostAssumptions:
     """
 
     policy: PrecisionPolicy | None = None
-    attention_core: bool = False
+    recomputed: tuple[RecomputedPart, ...] = ()
     joint_states: bool = False
     slowdown: float | None = None
     cast_bytes: float = 6.0
@@ -165,6 +166,12 @@ class CostAssumptions:
     imbalance: float = 1.0
     routing: Routing = "any"
     copies_states: bool = True
+
+    @property
+    def keeps_sent(self) -> bool:
+        """Tells whether an op that recomputation does not run again needs none of its collectives
+        again: this package's attention over several ranks calls its kernels for what they keep."""
+        return bool(self.recomputed)
 
     @property
     def sends_tokens(self) -> bool:

@@ -43,7 +43,7 @@ from ..positions import (
 from ..requests.feature_strategies import allowed
 from ..requests.features import Features
 from ..requests.pins import Pins, kept
-from ..rules.dispatch import SENT, SLICED, TOKENS, sent_strategies
+from ..rules.dispatch import SENT, SLICED, TOKENS, group_limit, sent_strategies
 from .price_cache import find
 from .prices import Prices
 from .split_values import batch_split, batch_whole, parameters_split, positions_split
@@ -211,15 +211,16 @@ def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayo
 
 def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
     """Every way to run a node on an axis of a size, found once for equal nodes."""
-    form = _form(node, graph, prices)
+    form, sends = _form(node, graph, prices), prices.assumptions.sends_tokens
+    limit = group_limit(node, graph) if sends else (1, 1)
 
     def make() -> tuple[AxisStrategy, ...]:
         found = prices.rules.axis_strategies(node, graph, size)
-        if not prices.assumptions.sends_tokens:
+        if not sends:
             return found
-        return (*sent_strategies(node, input_specs(node, graph), size), *found)
+        return (*sent_strategies(node, input_specs(node, graph), size, limit), *found)
 
-    return find(prices.cache.strategies, (form, size), make)
+    return find(prices.cache.strategies, (form, size, limit), make)
 
 
 def _form(node: Node, graph: Graph, prices: Prices) -> int:

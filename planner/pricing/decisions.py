@@ -34,8 +34,8 @@ ZEROS = (0, 1, 2, 3)
 
 Floats = NDArray[np.float64]
 
-_RECOMPUTED = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE]
-"""What recomputation may skip: seconds of the device and of the host."""
+_RECOMPUTED = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE, Resource.FORWARD_COMMUNICATION]
+"""What recomputation may skip: seconds of the device and of the host, and an op's collectives."""
 
 MOST_COMPARED = 1 << 22
 """Figures that are compared at once."""
@@ -46,8 +46,8 @@ class Decision:
     """Nodes that are decided together. ``members`` are op nodes in order, then parameters.
 
     ``seconds[zero, choice]`` and ``states[zero, choice]`` hold the fields of ``Seconds`` and
-    ``StateBytes``; ``skipped_seconds[mode, choice]`` the part of the forward, of device and
-    host, that recomputation in a mode (``RECOMPUTE_MODES``) does not run again.
+    ``StateBytes``; ``skipped_seconds[mode, choice]`` the part of the forward, of device, host and
+    collectives, that recomputation in a mode (``RECOMPUTE_MODES``) does not run again.
     """
 
     name: str
@@ -60,7 +60,8 @@ class Decision:
     @cached_property
     def recompute_seconds(self) -> Floats:
         """What recomputation in a mode runs again on the device, ``[mode, choice]``."""
-        again: Floats = self.seconds[0, :, FORWARD].sum(axis=1) - self.skipped_seconds[:, :, 0]
+        skipped = self.skipped_seconds[:, :, 0] + self.skipped_seconds[:, :, 2]
+        again: Floats = self.seconds[0, :, FORWARD].sum(axis=1) - skipped
         return again
 
 
@@ -108,10 +109,11 @@ def _priced(own: Outline, graph: Graph, prices: Prices) -> _Priced:
     total = np.zeros((number, len(Resource)))
     for ways in own.rounds:
         total += ops[ways]
-    skipped = np.zeros((len(RECOMPUTE_MODES), number, 2))
+    skipped = np.zeros((len(RECOMPUTE_MODES), number, len(_RECOMPUTED)))
     for mode, rounds in enumerate(own.skipped_rounds):
         for ways in rounds:
             skipped[mode] += ops[ways][:, _RECOMPUTED]
+    skipped[:, :, 2] *= prices.assumptions.keeps_sent
     seconds = np.repeat(total[None], len(ZEROS), axis=0)
     states = np.zeros((len(ZEROS), number, len(State)))
     if own.held_rounds:

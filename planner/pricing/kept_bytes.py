@@ -36,9 +36,10 @@ from ..rules.balanced_attention import as_run
 from ..rules.saved import expert_pairs
 from ..rules.storage import copy_of
 from ..rules.table import packet
-from .choices import dims_on, input_specs
+from .choices import input_specs
 from .price_cache import find
 from .prices import Prices
+from .recomputed_parts import of_parts
 
 Part = tuple[str, int]
 
@@ -76,6 +77,7 @@ def _fused_experts_bytes(node: Node, inputs: Sequence[TensorSpec], prices: Price
     per_expert = [weight.numel // weight.shape[0] for weight in (up, down)]
     read, made = (numel // tokens.shape[-1] for numel in per_expert)
     factor = prices.cast_element_bytes if prices.casts_experts else tokens.itemsize
+    made = 0 if "moe_act" in prices.assumptions.recomputed else made
     row = factor * (tokens.shape[-1] + made) + tokens.itemsize * read
     return prices.assumptions.imbalance * expert_pairs(node, inputs) * row
 
@@ -160,49 +162,26 @@ def _local_specs(
     return inputs, outputs
 
 
-SMALLEST_AXIS = 2
-"""Ranks of the axis that dimensions of positions are found with."""
-
-
 def replay(block: Block, graph: Graph, prices: Prices) -> Replay:
     """What the backward of a block runs again, found once per graph."""
-    given, core = (block, graph), prices.assumptions.attention_core
+    given, parts = (block, graph), prices.assumptions.recomputed
 
     def make() -> Replay:
         found = find_replay(block, graph, prices.rules, storages(graph, prices))
-        return _of_core(found, block, graph, prices) if core else found
+        return of_parts(found, block, graph, prices, parts) if parts else found
 
-    return prices.cache.replays.find((core,), given, make)
-
-
-def _of_core(found: Replay, block: Block, graph: Graph, prices: Prices) -> Replay:
-    """The same, where selective recomputation runs the core of attention again and nothing else:
-    attention as one op, or the ops on values with two dimensions of positions (scores)."""
-    dims = dims_on(graph, SMALLEST_AXIS, prices)
-
-    def is_square(ref: Ref) -> bool:
-        batch = graph.batch_dims[ref.name][ref.index] if graph.batch_dims else None
-        return len(dims.get(ref, frozenset()) - {batch}) >= 2
-
-    def is_core(node: Node) -> bool:
-        made = (Ref(node.name, index) for index in range(len(node.outputs)))
-        return packet(node.op) == "scaled_dot_product_attention" or any(
-            map(is_square, (*node.inputs, *made))
-        )
-
-    kept = frozenset(name for name in block.nodes if not is_core(graph[name]))
-    uses = ((name, at) for name in block.nodes for at in range(len(graph[name].inputs)))
-    return Replay(
-        kept, {**found.skipped, "selective": kept}, {**found.unread, "selective": frozenset(uses)}
-    )
+    return prices.cache.replays.find(parts, given, make)
 
 
 def kept_parts(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices, *, of: Replay
 ) -> tuple[Part, ...]:
-    """What selective recomputation keeps of an op on a rank: each storage and its local bytes."""
+    """What selective recomputation keeps of an op on a rank: each storage and its local bytes.
+
+    With parts of a layer recomputed, that is what autograd keeps and another part made.
+    """
     batch = read_parts(node, layout, graph, prices)
-    if prices.assumptions.attention_core:
+    if prices.assumptions.recomputed:
         own = saved_parts(node, layout, graph, prices)
         return (*batch, *(part for part in own if part[0].rpartition(":")[0] in of.kept))
     if node.name not in of.kept:

@@ -238,7 +238,7 @@ class Prices(MeshPrices):
         num_experts = inputs[FIRST_WEIGHT].shape[0]
         seconds = dispatch_seconds(
             item.num_bytes / parts, item.copies, num_experts, self.group(*axes), own.dispatcher,
-            own.routing,
+            own.routing, item.limit,
         )  # fmt: skip
         return self._counted(Priced(own.imbalance * seconds, 0.0, "spec")).forward
 

@@ -262,9 +262,9 @@ class StageTable:
         seconds += [self.model.block_sync(kind, zero) for zero in ZEROS]
         skipped = sum(
             (decision.skipped_seconds[:, choice] for decision, choice in pairs),
-            np.zeros((len(RECOMPUTE_MODES), 2)),
+            np.zeros((len(RECOMPUTE_MODES), 3)),
         )
-        skipped_sent = np.zeros(len(RECOMPUTE_MODES))
+        skipped_sent = skipped[:, 2].copy()
         for edge in model.edges:
             forward, backward = self._conversion(edge)
             seconds[:, :, Resource.FORWARD_COMMUNICATION] += forward
@@ -274,7 +274,7 @@ class StageTable:
         again, back = seconds[1:], slice(Resource.BACKWARD_COMPUTE, Resource.FORWARD_STATES)
         again[:, :, back] += again[:, :, FORWARD]
         again[:, :, back] -= np.stack([skipped[:, 0], skipped_sent], axis=1)[:, None]
-        issued = again[:, :, Resource.FORWARD_ISSUE] - skipped[:, 1:]
+        issued = again[:, :, Resource.FORWARD_ISSUE] - skipped[:, 1:2]
         again[:, :, Resource.BACKWARD_ISSUE] += issued
         held = [model.held(number, choice) for number, choice in enumerate(choices)]
         saved = {part for own in held for part in own.saved}

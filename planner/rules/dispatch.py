@@ -16,24 +16,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from ...cost_model.dispatch import GroupLimit
 from ..expert_dims import FIRST_WEIGHT, is_expert_layer, is_join, is_view
-from ..graph import Node, TensorSpec
+from ..graph import Graph, Node, TensorSpec
 from ..layout import REPLICATE, AxisStrategy, InnerCollective, NodeLayout, shard
 from .case import argument
+from .table import packet
 
 SENT, SLICED, TOKENS = "sent", "sliced", "tokens"
 """The labels of the strategies."""
 
 
 def sent_strategies(
-    node: Node, inputs: Sequence[TensorSpec], axis_size: int
+    node: Node, inputs: Sequence[TensorSpec], axis_size: int, limit: GroupLimit = (1, 1)
 ) -> tuple[AxisStrategy, ...]:
     """Return the strategies of a layer of experts, and of a view that joins the first two
     dimensions or parts them; none for other nodes."""
     if axis_size == 1 or not inputs:
         return ()
     if is_expert_layer(node):
-        return tuple(_of_experts(node, inputs, axis_size))
+        return tuple(_of_experts(node, inputs, axis_size, limit))
     source, made = inputs[0].shape, node.spec.shape
     if is_view(node) and is_join(source, made) and source[1] % axis_size == 0:
         return (AxisStrategy(TOKENS, (shard(1),), (shard(0),)),)
@@ -42,7 +44,31 @@ def sent_strategies(
     return ()
 
 
-def _of_experts(node: Node, inputs: Sequence[TensorSpec], axis_size: int) -> Iterator[AxisStrategy]:
+def group_limit(node: Node, graph: Graph) -> GroupLimit:
+    """Find the groups of experts that a router chooses from first, in what leads to the experts of
+    each token: the largest scores of a token's groups, as DeepSeek's routers take them."""
+    if not is_expert_layer(node):
+        return 1, 1
+    num_experts, num_tokens = graph.spec(node.inputs[FIRST_WEIGHT]).shape[0], node.spec.shape[0]
+    pending, seen = [node.inputs[1].name], set[str]()
+    while pending:
+        name = pending.pop()
+        if name in seen or graph[name].kind != "op":
+            continue
+        seen.add(name)
+        own = graph[name]
+        if packet(own.op) == "topk":
+            scores, (rows, *chosen) = graph.spec(own.inputs[0]).shape, own.spec.shape
+            is_of_groups = len(scores) == 2 and rows == num_tokens and num_experts > scores[1]
+            if is_of_groups and chosen[0] < scores[1] and num_experts % scores[1] == 0:
+                return scores[1], chosen[0]
+        pending += [ref.name for ref in own.inputs]
+    return 1, 1
+
+
+def _of_experts(
+    node: Node, inputs: Sequence[TensorSpec], axis_size: int, limit: GroupLimit
+) -> Iterator[AxisStrategy]:
     tokens, ids, weights = inputs[0], inputs[1], inputs[FIRST_WEIGHT:]
     if tokens.shape[0] % axis_size:
         return
@@ -50,7 +76,7 @@ def _of_experts(node: Node, inputs: Sequence[TensorSpec], axis_size: int) -> Ite
     copies, own = ids.shape[1], (shard(0),) * FIRST_WEIGHT
     if all(each.shape[0] % axis_size == 0 for each in weights):
         sent = tuple(
-            InnerCollective("dispatch", spec.num_bytes, backward, copies=copies)
+            InnerCollective("dispatch", spec.num_bytes, backward, copies=copies, limit=limit)
             for backward in directions
             for spec in (tokens, node.spec)
         )

@@ -58,3 +58,19 @@ def test_within_a_host_the_links_of_the_host_count() -> None:
 def test_nothing_is_sent_within_one_rank(dispatcher: str) -> None:
     group = group_of(parse_cluster("1x8xB200"), range(1))
     assert dispatch_seconds(1e9, 8, 64, group, dispatcher) == 0.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("places", "copies", "num_experts", "limit"),
+    [(2, 2, 8, (4, 2)), (4, 2, 8, (4, 2)), (8, 3, 8, (4, 2)), (2, 3, 12, (4, 3))],
+)
+def test_places_where_a_router_first_chooses_groups_are_the_mean_over_every_choice(
+    places: int, copies: int, num_experts: int, limit: tuple[int, int]
+) -> None:
+    groups, chosen = limit
+    of_group, of_place = num_experts // groups, num_experts // places
+    every = []
+    for own in combinations(range(groups), chosen):
+        pool = [expert for expert in range(num_experts) if expert // of_group in own]
+        every += [len({each // of_place for each in ids}) for ids in combinations(pool, copies)]
+    assert distinct_places(places, copies, num_experts, limit) == pytest.approx(mean(every))

@@ -144,7 +144,7 @@ def test_a_share_of_the_layers_is_selectively_recomputed_and_the_others_fully() 
 
 def test_recomputing_the_core_of_attention_keeps_all_but_what_the_core_makes() -> None:
     """Attention as one op: its forward runs again, and its result and statistics are not kept."""
-    core = Basis(assumptions=CostAssumptions(attention_core=True))
+    core = Basis(assumptions=CostAssumptions(recomputed=("core_attn",)))
     none, again = (
         priced(4, 1, core, recompute=how, recomputes_ends=False) for how in ("none", "selective")
     )

@@ -87,7 +87,7 @@ def summed(
     again: Replay,
 ) -> dict[str, Any]:
     """Seconds and bytes of a choice, member by member."""
-    seconds, states, skipped = Seconds(), np.zeros(4), np.zeros((2, 2))
+    seconds, states, skipped = Seconds(), np.zeros(4), np.zeros((2, 3))
     for name in decision.members:
         node, layout = graph[name], layouts[name]
         if node.kind == "parameter":
@@ -99,7 +99,7 @@ def summed(
         seconds = seconds.plus(own)
         for number, mode in enumerate(RECOMPUTE_MODES):
             if name in again.skipped[mode]:
-                skipped[number] += own.forward_compute, own.forward_issue
+                skipped[number] += own.forward_compute, own.forward_issue, 0.0
         for ref, wanted in zip(node.inputs, layout.inputs, strict=True):
             if ref.name in layouts and graph[ref.name].kind == "parameter":
                 source = layouts[ref.name].outputs[0]
@@ -112,7 +112,7 @@ def summed(
 
 def figures(decision: Decision, number: int) -> np.ndarray:
     own = decision.seconds[:, number].ravel(), decision.states[:, number].ravel()
-    again = decision.seconds[0, number, [0, 8]] - decision.skipped_seconds[:, number]
+    again = decision.seconds[0, number, [0, 13, 1]] - decision.skipped_seconds[:, number]
     return np.array([*own[0], *own[1], *again.ravel()])
 
 

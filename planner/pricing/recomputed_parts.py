@@ -1,0 +1,121 @@
+"""Parts of a layer that selective recomputation runs again, as Megatron-LM names and cuts them.
+
+In: a block and the names of parts. Out: the ops of these parts, found by the modules that made
+them. Everything else is kept, unlike in this package's own selective recomputation
+(``planner.replay``), which keeps the results of products.
+
+Source: ``--recompute-modules`` of Megatron-LM (megatron/core/transformer/transformer_config.py);
+the core of attention: Korthikanti et al. 2022 (arXiv:2205.05198, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ..expert_dims import is_expert_layer
+from ..graph import Block, Graph, Node, Ref
+from ..replay import RecomputedPart, Replay
+from ..rules.table import packet
+from .choices import dims_on
+from .prices import Prices
+
+SMALLEST_AXIS = 2
+"""Ranks of the axis that dimensions of positions are found with."""
+
+LATENT = "_b_proj"
+"""How modules end that project from a latent form (transformers' DeepSeek models)."""
+
+
+def of_parts(
+    found: Replay, block: Block, graph: Graph, prices: Prices, parts: Sequence[RecomputedPart]
+) -> Replay:
+    """Return ``found`` with selective recomputation that runs these parts again and no more."""
+    nodes = [graph[name] for name in block.nodes]
+    again: set[str] = set()
+    for part in parts:
+        again |= _core(nodes, graph, prices) if part == "core_attn" else _FINDERS[part](nodes)
+    kept = frozenset(node.name for node in nodes if node.name not in again)
+    uses = ((node.name, at) for node in nodes for at in range(len(node.inputs)))
+    return Replay(
+        kept, {**found.skipped, "selective": kept}, {**found.unread, "selective": frozenset(uses)}
+    )
+
+
+def _core(nodes: Sequence[Node], graph: Graph, prices: Prices) -> set[str]:
+    """Attention as one op, or the ops on values with two dimensions of positions (scores)."""
+    dims = dims_on(graph, SMALLEST_AXIS, prices)
+
+    def is_square(ref: Ref) -> bool:
+        batch = graph.batch_dims[ref.name][ref.index] if graph.batch_dims else None
+        return len(dims.get(ref, frozenset()) - {batch}) >= 2
+
+    def is_core(node: Node) -> bool:
+        made = (Ref(node.name, index) for index in range(len(node.outputs)))
+        return _is_attention(node) or any(map(is_square, (*node.inputs, *made)))
+
+    return {node.name for node in nodes if is_core(node)}
+
+
+def _is_attention(node: Node) -> bool:
+    return packet(node.op) == "scaled_dot_product_attention"
+
+
+def _layer(nodes: Sequence[Node]) -> str:
+    """Return the module of a whole layer: the shortest path among its ops."""
+    return min((node.module for node in nodes if node.module), key=len, default="")
+
+
+def _norms(nodes: Sequence[Node]) -> set[str]:
+    layer = _layer(nodes)
+    return {
+        node.name
+        for node in nodes
+        if node.module.rpartition(".")[0] == layer and "norm" in node.module.rpartition(".")[2]
+    }
+
+
+def _up_projections(nodes: Sequence[Node]) -> set[str]:
+    latent = {node.module for node in nodes if node.module.endswith(LATENT)}
+    modules = latent | {module.rpartition(".")[0] for module in latent}
+    found = set()
+    for node in nodes:
+        if _is_attention(node):
+            break
+        if node.module in modules:
+            found.add(node.name)
+    return found
+
+
+def _experts_module(nodes: Sequence[Node]) -> str:
+    """Return the module of router and experts; empty where there are none."""
+    return next((n.module.rpartition(".")[0] for n in nodes if is_expert_layer(n)), "")
+
+
+def _experts(nodes: Sequence[Node]) -> set[str]:
+    module = _experts_module(nodes)
+    return {node.name for node in nodes if module and _is_inside(node, module)}
+
+
+def _feed_forward(nodes: Sequence[Node]) -> set[str]:
+    if _experts_module(nodes):
+        return set()
+    module = f"{_layer(nodes)}.mlp"
+    return {node.name for node in nodes if _is_inside(node, module)}
+
+
+def _shared_experts(nodes: Sequence[Node]) -> set[str]:
+    return {node.name for node in nodes if ".shared_expert" in node.module}
+
+
+def _nothing(_nodes: Sequence[Node]) -> set[str]:
+    return set()
+
+
+def _is_inside(node: Node, module: str) -> bool:
+    return f"{node.module}.".startswith(f"{module}.")
+
+
+_FINDERS: Mapping[RecomputedPart, Callable[[Sequence[Node]], set[str]]] = {
+    "layernorm": _norms, "mla_up_proj": _up_projections, "mlp": _feed_forward, "moe": _experts,
+    "moe_act": _nothing, "shared_experts": _shared_experts,
+}  # fmt: skip
