@@ -31,12 +31,13 @@ RECOMPUTE_MODES: tuple[Recompute, Recompute] = ("full", "selective")
 """The ways to recompute, as arrays over them have them."""
 
 RecomputedPart = Literal[
-    "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"
+    "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts", "ssm"
 ]
 """``core_attn``: scores, softmax and their product with values. ``layernorm``: the norms of a
 layer. ``mla_up_proj``: queries, keys and values from their latent forms. ``mlp``: a dense
 feed-forward. ``moe``: router, experts and shared experts. ``moe_act``: the activation of experts,
-which takes no time of note. ``shared_experts``: those alone."""
+which takes no time of note. ``shared_experts``: those alone. ``ssm``: a state-space layer between
+its projections, which mamba_ssm's kernel runs again whatever is asked."""
 
 RECOMPUTED_PARTS: tuple[RecomputedPart, ...] = get_args(RecomputedPart)
 

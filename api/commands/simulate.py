@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -59,8 +59,25 @@ SlowdownOption = Annotated[
         help="factor by which such a collective slows compute; default: the device's",
     ),
 ]
-DispatcherOption = Annotated[
+AsOption = Annotated[
     str,
+    typer.Option(
+        "--as",
+        help="whose training is priced: run (this package's), megatron, torchtitan or deepspeed; "
+        "the options below say otherwise",
+    ),
+]
+PartsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recompute-parts",
+        metavar="NAME,NAME…",
+        help="what of a layer runs again, by Megatron-LM's names: core_attn, layernorm, "
+        "mla_up_proj, mlp, moe, moe_act, shared_experts, ssm",
+    ),
+]
+DispatcherOption = Annotated[
+    str | None,
     typer.Option(
         "--dispatcher",
         help="how tokens come to experts that ep splits: gather, as run does, alltoall (NCCL), "
@@ -84,7 +101,7 @@ ScalingOption = Annotated[
     ),
 ]
 KernelsOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--kernels",
         help="eager: one for each op; compiled: as torch.compile fuses them; fused: also over the "
@@ -108,6 +125,8 @@ KERNELS: Mapping[str, ExpertKernels] = {
 }  # fmt: skip
 """Values of ``--kernels``, with the kernels that each has between the products of experts."""
 
+Choice = TypeVar("Choice", bound=str)
+
 OWN_DEGREES = ("schedule", "chunks", "cp", "slices", "etp")
 """What ``--parallel`` takes here otherwise than when planning."""
 
@@ -122,10 +141,12 @@ def simulate(
     layers_per_stage: LayersOption = None,
     overlap: OverlapOption = True,
     slowdown: SlowdownOption = None,
-    dispatcher: DispatcherOption = "gather",
+    priced_as: AsOption = "run",
+    recompute_parts: PartsOption = None,
+    dispatcher: DispatcherOption = None,
     imbalance: ImbalanceOption = 1.0,
     scaling: ScalingOption = None,
-    kernels: KernelsOption = "eager",
+    kernels: KernelsOption = None,
     lora: LoraOption = None,
     trace: TraceOption = None,
     settings: SetOption = None,
@@ -133,6 +154,7 @@ def simulate(
 ) -> None:
     """Simulate a configuration that you choose: step time, memory, timeline."""
     from autoparallel.planner.precision import check_precision
+    from autoparallel.planner.pricing.systems import SYSTEMS, assumptions_of, system
     from autoparallel.planning import find_cluster
 
     own, rest = split_parallel(parallel)
@@ -140,14 +162,25 @@ def simulate(
     layers = parse_layers(layers_per_stage)
     found = find_cluster(cluster)
     check_precision(found, options.precision)
-    trained = assumed(
-        options.precision, slowdown=slowdown if overlap else inf, dispatcher=dispatcher,
-        imbalance=imbalance, scaling=scaling, kernels=kernels,
+    named = check_choice("--as", priced_as, SYSTEMS)
+    whose = system(named)
+    trained = replace(
+        assumptions_of(named, options.precision),
+        **assumed(
+            options.precision, slowdown=slowdown if overlap else inf, dispatcher=dispatcher,
+            imbalance=imbalance, scaling=scaling, kernels=kernels,
+            parts=parse_parts(recompute_parts, options.forced.recompute),
+        ),
     )  # fmt: skip
+    kernels = kernels or whose.kernels
+    configuration = configured(options, own, found, layers, trained.dispatcher)
+    if recompute_parts is not None:
+        configuration = replace(configuration, recompute="selective")
+    if whose.splits_sequences and configuration.tp > 1:
+        configuration = replace(configuration, sequence_parallel=True)
     configuration = replace(
-        configured(options, own, found, layers, dispatcher),
-        compiled=kernels != "eager", fuses_products=kernels == "fused",
-    )  # fmt: skip
+        configuration, compiled=kernels != "eager", fuses_products=kernels == "fused"
+    )
     from autoparallel.commands.simulate_page import print_page, simulated, summary, write_trace
     from autoparallel.planning import basis_for, capture_target
     from autoparallel.progress import progress
@@ -160,9 +193,10 @@ def simulate(
         program = capture_target(loaded, options, observe)
         observe("simulate", 0, 1)
         basis = basis_for(found, options, loaded)
-        basis = replace(basis, assumptions=replace(basis.assumptions, **trained))
+        basis = replace(basis, assumptions=trained)
         pins = options.pins
         step = simulated(program, found, configuration, options.seq, basis=basis, pins=pins)
+        step = replace(step, priced_as=named)
         observe("simulate", 1, 1)
     if trace is not None:
         write_trace(step, trace)
@@ -175,35 +209,59 @@ def simulate(
 
 
 def assumed(
-    precision: str, *, slowdown: float | None, dispatcher: str, imbalance: float,
-    scaling: str | None, kernels: str,
+    precision: str, *, slowdown: float | None, dispatcher: str | None, imbalance: float,
+    scaling: str | None, kernels: str | None, parts: tuple[str, ...] | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """How the program trains, as fields of ``CostAssumptions``. Raises UsageError AP112."""
+    """What was asked of how the program trains, as fields of ``CostAssumptions``. Raises
+    UsageError AP112."""
     from autoparallel.cost_model.dispatch import DISPATCHERS
     from autoparallel.planner.pricing.basis import SCALINGS
 
-    check_choice("--dispatcher", dispatcher, DISPATCHERS)
-    check_choice("--kernels", kernels, tuple(KERNELS))
+    found: dict[str, Any] = {"slowdown": slowdown, "imbalance": imbalance}
+    if dispatcher is not None:
+        found["dispatcher"] = check_choice("--dispatcher", dispatcher, DISPATCHERS)
+    if kernels is not None:
+        found["expert_kernels"] = KERNELS[check_choice("--kernels", kernels, tuple(KERNELS))]
+    if parts is not None:
+        found["recomputed"] = parts
     if scaling is not None:
-        check_choice("--scaling", scaling, tuple(SCALINGS))
+        found["scaling"] = check_choice("--scaling", scaling, tuple(SCALINGS))
     if scaling is not None and precision != "fp8":
         raise UsageError(
             "AP112", f"--scaling {scaling}: nothing is scaled in {precision}", where="--scaling",
             fix="--precision fp8, or leave --scaling out",
         )  # fmt: skip
-    return {
-        "slowdown": slowdown, "dispatcher": dispatcher, "imbalance": imbalance,
-        "scaling": scaling or "tensorwise", "expert_kernels": KERNELS[kernels],
-    }  # fmt: skip
+    return found
 
 
-def check_choice(option: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise ``UsageError`` AP112 where an option's value is not one of those known."""
-    if value not in known:
+def parse_parts(text: str | None, recompute: str | None) -> tuple[str, ...] | None:
+    """Return the parts of a layer that ``--recompute-parts`` names. Raises ``UsageError`` AP112.
+
+    >>> parse_parts("mla_up_proj, mlp", None)
+    ('mla_up_proj', 'mlp')
+    """
+    from autoparallel.planner.replay import RECOMPUTED_PARTS
+
+    if text is None:
+        return None
+    if recompute not in (None, "selective"):
         raise UsageError(
-            "AP112", f"{option}: {value!r} is not one of {', '.join(known)}", where=option,
-            fix=did_you_mean(value, known),
+            "AP112", f"--recompute-parts {text} beside recompute={recompute}",
+            where="--recompute-parts", fix="recompute=selective, or leave one of them out",
         )  # fmt: skip
+    names = (name.strip() for name in text.split(","))
+    return tuple(check_choice("--recompute-parts", name, RECOMPUTED_PARTS) for name in names)
+
+
+def check_choice(option: str, value: str, known: tuple[Choice, ...]) -> Choice:
+    """Return an option's value, which is one of those known. Raises ``UsageError`` AP112."""
+    for each in known:
+        if each == value:
+            return each
+    raise UsageError(
+        "AP112", f"{option}: {value!r} is not one of {', '.join(known)}", where=option,
+        fix=did_you_mean(value, known),
+    )  # fmt: skip
 
 
 def split_parallel(text: str) -> tuple[dict[str, str], str]:

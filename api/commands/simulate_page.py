@@ -29,6 +29,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planner.pricing.choices import input_specs
+from autoparallel.planner.pricing.systems import SystemName, system
 from autoparallel.planner.requests.pins import Pin
 from autoparallel.planner.rules import work
 from autoparallel.planner.summary import (
@@ -64,6 +65,8 @@ class SimulatedStep:
     has_tokens: bool
     flops: Mapping[str, float]
     """By family."""
+    priced_as: SystemName = "run"
+    """The system whose training is priced."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -151,6 +154,7 @@ def summary(step: SimulatedStep) -> dict[str, Any]:
     """The figures for programs; lists have one entry per stage or pipeline rank."""
     timeline, priced, own = step.timeline, step.priced, step.priced.configuration
     return {
+        "priced_as": step.priced_as,
         "configuration": {
             "dp": own.dp, "tp": own.tp, "cp": own.cp, "ep": own.ep, "pp": own.pp,
             "etp": own.etp, "compiled": own.compiled, "fuses_products": own.fuses_products,
@@ -214,6 +218,8 @@ def headline(step: SimulatedStep, name: str) -> RenderableType:
     ]
     line = "  ".join(f"{label} {value}" for label, value in figures)
     title = f"{Path(name).name}, {own.precision}, {own.optimizer}, on {step.cluster.name}"
+    if step.priced_as != "run":
+        title += f", as {system(step.priced_as).title} trains"
     text = Text.assemble(
         title, "\n\n", (SEPARATOR.join(parts), "bold cyan"), "\n", (line, "bold")
     )  # fmt: skip

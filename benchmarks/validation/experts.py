@@ -19,6 +19,7 @@ from autoparallel.passes.programs.program import Program as Captured
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision, Recompute
 from autoparallel.planner.pricing.basis import CostAssumptions
+from autoparallel.planner.pricing.systems import assumptions_of
 from autoparallel.planner.replay import RECOMPUTED_PARTS, RecomputedPart
 from autoparallel.planner.rules.expert_traffic import ExpertKernels
 from autoparallel.planning import PlanOptions, capture_target
@@ -56,6 +57,9 @@ layers and iterations of two Mixtrals of 8 and 16 experts (LAER-MoE's artifact, 
 scripts_ae/token_analysis_backup.csv, the rows of FSDP): 0.39 and 1.38; 0.29 and 0.27."""
 WAITS = 2.5e-3
 """Seconds of ``Program.waits`` without CUDA graphs; fitted on Qwen3-30B-A3B on B200 and H100."""
+HALF_STATES = replace(half_policy(4), parameter_bytes=2, optimizer_bytes=4)
+"""NeMo AutoModel's models are built in bfloat16, which torch's Adam steps with states of that
+format (_transformers/auto_model.py, torch_dtype); gradients are summed in float32."""
 HIDDEN_SHARE = 0.75
 """Of the messages between experts what 1F1B's overlap hides; fitted on DeepSeek-V3 and Qwen3 in
 NVIDIA's pages of 2026."""
@@ -163,11 +167,10 @@ def run_of(row: Row, line: int, folder: Path = MODELS) -> Run:
 
 def _assumptions(row: Row) -> CostAssumptions:
     eight, is_fsdp = has_eight_bits(row), _is_fsdp(row)
-    return CostAssumptions(
-        half_policy(4 if is_fsdp else 2, 1 if eight and not is_fsdp else 2),
-        recomputed=_recomputed(row),
-        joint_states=True, cast_bytes=4.0, scaling=scaling(row), keeps_casts=eight, regathers=True,
-        casts_experts=eight, expert_kernels=_expert_kernels(row),
+    return replace(
+        assumptions_of("megatron", "fp8" if eight else "bf16"),
+        policy=HALF_STATES if is_fsdp else half_policy(2, 1 if eight else 2),
+        recomputed=_recomputed(row), scaling=scaling(row), expert_kernels=_expert_kernels(row),
         dispatcher=_dispatcher(row),
         imbalance=_imbalance(row) if _is_routed_freely(row) else 1.0,
         routing="neighbours" if "fake balanced gate" in row.get("notes", "") else "any",
@@ -175,12 +178,14 @@ def _assumptions(row: Row) -> CostAssumptions:
 
 
 def _recomputed(row: Row) -> tuple[RecomputedPart, ...]:
-    """Return the parts of a layer that are recomputed, as stated."""
+    """Return the parts of a layer that are recomputed: as stated, and by kernels of scans."""
     stated = row.get("recompute_modules", "").split(",")
     names = [name.strip() for name in stated if name.strip()]
     unknown = set(names).difference(RECOMPUTED_PARTS)
     if unknown:
         raise UnusableRowError(f"recomputation of {', '.join(sorted(unknown))}")
+    if "Nemotron" in row["model"]:
+        names.append("ssm")
     return tuple(part for part in RECOMPUTED_PARTS if part in names)
 
 
@@ -238,9 +243,9 @@ def _configuration(row: Row) -> Configuration:
     rows, chunks = number(row, "micro_batch"), number(row, "vp", default=1)
     ep, etp = (number(row, name, default=1) for name in ("ep", "etp"))
     stated = row.get("recompute", "")
-    recompute: Recompute = "full" if stated.startswith("full") else "none"
-    if _recomputed(row):
-        recompute = "selective"
+    recompute: Recompute = "selective" if _recomputed(row) else "none"
+    if stated.startswith("full"):
+        recompute = "full"
     count = microbatches(number(row, "global_batch_seqs"), dp, rows)
     chunks = chunks if pp > 1 else 1
     return Configuration(

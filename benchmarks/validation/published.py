@@ -17,7 +17,7 @@ from autoparallel.cost_model.memory import PrecisionPolicy
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision, Recompute
 from autoparallel.planner.precision import EIGHT_BITS
-from autoparallel.planner.pricing.basis import CostAssumptions
+from autoparallel.planner.pricing.systems import SystemName, assumptions_of
 from autoparallel.planner.schedules.schedules import SCHEDULES
 
 from .clusters import make_cluster
@@ -71,14 +71,13 @@ def published(row: Row, line: int) -> Run:
     )  # fmt: skip
     assumed += missing
     configuration = _configuration(row, assumed)
-    assumptions = CostAssumptions(
-        _policy(row),
+    system: SystemName = "torchtitan" if _is_titan(row) else "megatron"
+    assumptions = replace(
+        assumptions_of(system, "fp8" if has_eight_bits(row) else "bf16"),
+        policy=_policy(row),
         recomputed=("core_attn",) if _selective_share(row) == 1.0 else (),
-        joint_states=True,
         copies_states=not any(name in row.get("source", "") for name in ("alpa", "maxtext")),
-        cast_bytes=6.0 if _is_titan(row) else 4.0,
         scaling=scaling(row),
-        keeps_casts=has_eight_bits(row) and not _is_titan(row),
         regathers=bool(configuration.sequence_parallel) and not _is_titan(row),
         slowdown=None if _overlaps(row, configuration.zero) else inf,
     )

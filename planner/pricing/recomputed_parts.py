@@ -5,7 +5,8 @@ them. Everything else is kept, unlike in this package's own selective recomputat
 (``planner.replay``), which keeps the results of products.
 
 Source: ``--recompute-modules`` of Megatron-LM (megatron/core/transformer/transformer_config.py);
-the core of attention: Korthikanti et al. 2022 (arXiv:2205.05198, section 5).
+the core of attention: Korthikanti et al. 2022 (arXiv:2205.05198, section 5); the scan:
+state-spaces/mamba, mamba_ssm/ops/triton/ssd_combined.py (MambaSplitConv1dScanCombinedFn).
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ def of_parts(
     for part in parts:
         again |= _core(nodes, graph, prices) if part == "core_attn" else _FINDERS[part](nodes)
     kept = frozenset(node.name for node in nodes if node.name not in again)
+    skipped = kept | _scan(nodes)  # kernels over products count in the backward what they repeat
     uses = ((node.name, at) for node in nodes for at in range(len(node.inputs)))
     return Replay(
-        kept, {**found.skipped, "selective": kept}, {**found.unread, "selective": frozenset(uses)}
+        kept,
+        {**found.skipped, "selective": skipped},
+        {**found.unread, "selective": frozenset(uses)},
     )
 
 
@@ -107,6 +111,17 @@ def _shared_experts(nodes: Sequence[Node]) -> set[str]:
     return {node.name for node in nodes if ".shared_expert" in node.module}
 
 
+def _scan(nodes: Sequence[Node]) -> set[str]:
+    """The convolution, the scan and the gated norm of a state-space layer."""
+    names = {packet(node.op) for node in nodes}
+    module = next((node.module for node in nodes if packet(node.op) == "conv1d"), "")
+    if not module or "cumsum" not in names:
+        return set()
+    module = module.removesuffix(".conv1d")
+    inside = (node for node in nodes if _is_inside(node, module))
+    return {node.name for node in inside if packet(node.op) != "linear"}
+
+
 def _nothing(_nodes: Sequence[Node]) -> set[str]:
     return set()
 
@@ -117,5 +132,5 @@ def _is_inside(node: Node, module: str) -> bool:
 
 _FINDERS: Mapping[RecomputedPart, Callable[[Sequence[Node]], set[str]]] = {
     "layernorm": _norms, "mla_up_proj": _up_projections, "mlp": _feed_forward, "moe": _experts,
-    "moe_act": _nothing, "shared_experts": _shared_experts,
+    "moe_act": _nothing, "shared_experts": _shared_experts, "ssm": _scan,
 }  # fmt: skip

@@ -1,0 +1,65 @@
+"""How other systems train a configuration: what their prices assume, by name.
+
+In: a system's name and a precision. Out: ``CostAssumptions`` and the kernels that its programs run.
+Systems of which ``simulate`` and the validation know:
+
+- ``megatron``: Megatron-LM with TransformerEngine. One group shards a parameter's states and sums
+  its gradient over all ranks that hold it; sequence parallelism gathers inputs again in the
+  backward; selective recomputation is that of attention's core; products in 8 bits keep the cast
+  of their inputs, and experts' products are such ones too; tokens are sent to experts.
+- ``torchtitan``: FSDP2 over all ranks that hold a parameter, blocks compiled; torchao's casts to 8
+  bits read and write each tensor once more; tokens are sent to experts.
+- ``deepspeed``: an op is a kernel; tokens are sent to experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from ..plan import Precision
+from .basis import RUNTIME, CostAssumptions
+
+SystemName = Literal["run", "megatron", "torchtitan", "deepspeed"]
+SYSTEMS: tuple[SystemName, ...] = get_args(SystemName)
+Kernels = Literal["eager", "compiled", "fused"]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A system's title, its kernels, whether tensor parallelism splits sequences outside of
+    products, and what its prices assume in 16 bits or more."""
+
+    title: str
+    kernels: Kernels
+    splits_sequences: bool
+    assumptions: CostAssumptions
+
+
+_SHARED = CostAssumptions(joint_states=True, expert_kernels="activation", dispatcher="alltoall")
+
+_SYSTEMS: Mapping[SystemName, System] = {
+    "run": System("autoparallel run", "eager", False, RUNTIME),
+    "megatron": System(
+        "Megatron-LM", "fused", True,
+        replace(_SHARED, recomputed=("core_attn",), cast_bytes=4.0, regathers=True),
+    ),
+    "torchtitan": System("torchtitan", "compiled", True, _SHARED),
+    "deepspeed": System("DeepSpeed", "eager", False, replace(_SHARED, expert_kernels="separate")),
+}  # fmt: skip
+
+
+def system(name: SystemName) -> System:
+    """Return the system of a name."""
+    return _SYSTEMS[name]
+
+
+def assumptions_of(name: SystemName, precision: Precision) -> CostAssumptions:
+    """Return what the prices of a system's programs assume in a precision.
+
+    >>> [assumptions_of(name, "fp8").keeps_casts for name in SYSTEMS]
+    [False, True, False, False]
+    """
+    own, has_casts = _SYSTEMS[name].assumptions, precision == "fp8" and name == "megatron"
+    return replace(own, keeps_casts=has_casts, casts_experts=has_casts)
