@@ -191,11 +191,12 @@ def _recomputed(row: Row) -> tuple[RecomputedPart, ...]:
 
 def _expert_kernels(row: Row) -> ExpertKernels:
     """Return how a run's experts are divided into kernels, as stated or with one kernel for the
-    activation. Where experts have biases, as GPT-OSS's, Megatron-LM runs each op as a kernel."""
-    if "fused grouped-MLP kernel" in row.get("notes", ""):
-        return "one"
-    has_biases = "GPT-OSS" in row["model"] and "automodel" not in row.get("source", "").lower()
-    return "separate" if has_biases else "activation"
+    activation. Megatron-LM runs each op of GPT-OSS's experts, with biases and a clamped activation,
+    as a kernel: TransformerEngine's kernel for all takes these since 2026-05-27 (#2938), with a
+    cuDNN frontend that came later, and NVIDIA's figures for 26.06 and 26.08 are equal."""
+    if "GPT-OSS" in row["model"] and "automodel" not in row.get("source", "").lower():
+        return "separate"
+    return "one" if "fused grouped-MLP kernel" in row.get("notes", "") else "activation"
 
 
 def _imbalance(row: Row) -> float:
