@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,14 +19,13 @@ from autoparallel.commands.options import (
     stdout_console,
     with_lora,
 )
-from autoparallel.options import did_you_mean, parse_parallel, parse_settings
+from autoparallel.options import parse_parallel, parse_settings
 from autoparallel.planner.errors import UsageError
 
 if TYPE_CHECKING:
     from autoparallel.cost_model.cluster import Cluster
     from autoparallel.planner.configured.configuration import Configuration
     from autoparallel.planner.requests.request import Forced
-    from autoparallel.planner.rules.expert_traffic import ExpertKernels
     from autoparallel.planner.schedules.schedules import ScheduleInfo
     from autoparallel.planning import PlanOptions
 
@@ -120,13 +118,6 @@ SEARCHED = (
 )  # fmt: skip
 """Options of planning that a given configuration leaves nothing to."""
 
-KERNELS: Mapping[str, ExpertKernels] = {
-    "eager": "separate", "compiled": "activation", "fused": "one",
-}  # fmt: skip
-"""Values of ``--kernels``, with the kernels that each has between the products of experts."""
-
-Choice = TypeVar("Choice", bound=str)
-
 OWN_DEGREES = ("schedule", "chunks", "cp", "slices", "etp")
 """What ``--parallel`` takes here otherwise than when planning."""
 
@@ -153,8 +144,8 @@ def simulate(
     json: JsonOption = False,
 ) -> None:
     """Simulate a configuration that you choose: step time, memory, timeline."""
+    from autoparallel.commands.trained_as import trained_as
     from autoparallel.planner.precision import check_precision
-    from autoparallel.planner.pricing.systems import SYSTEMS, assumptions_of, system
     from autoparallel.planning import find_cluster
 
     own, rest = split_parallel(parallel)
@@ -162,24 +153,12 @@ def simulate(
     layers = parse_layers(layers_per_stage)
     found = find_cluster(cluster)
     check_precision(found, options.precision)
-    named = check_choice("--as", priced_as, SYSTEMS)
-    whose = system(named)
-    trained = replace(
-        assumptions_of(named, options.precision),
-        **assumed(
-            options.precision, slowdown=slowdown if overlap else inf, dispatcher=dispatcher,
-            imbalance=imbalance, scaling=scaling, kernels=kernels,
-            parts=parse_parts(recompute_parts, options.forced.recompute),
-        ),
+    trained = trained_as(
+        priced_as, options, slowdown=slowdown if overlap else inf, dispatcher=dispatcher,
+        imbalance=imbalance, scaling=scaling, kernels=kernels, parts=recompute_parts,
     )  # fmt: skip
-    kernels = kernels or whose.kernels
-    configuration = configured(options, own, found, layers, trained.dispatcher)
-    if recompute_parts is not None:
-        configuration = replace(configuration, recompute="selective")
-    if whose.splits_sequences and configuration.tp > 1:
-        configuration = replace(configuration, sequence_parallel=True)
-    configuration = replace(
-        configuration, compiled=kernels != "eager", fuses_products=kernels == "fused"
+    configuration = trained.configured(
+        configured(options, own, found, layers, trained.assumptions.dispatcher)
     )
     from autoparallel.commands.simulate_page import print_page, simulated, summary, write_trace
     from autoparallel.planning import basis_for, capture_target
@@ -193,10 +172,10 @@ def simulate(
         program = capture_target(loaded, options, observe)
         observe("simulate", 0, 1)
         basis = basis_for(found, options, loaded)
-        basis = replace(basis, assumptions=trained)
+        basis = replace(basis, assumptions=trained.assumptions)
         pins = options.pins
         step = simulated(program, found, configuration, options.seq, basis=basis, pins=pins)
-        step = replace(step, priced_as=named)
+        step = replace(step, priced_as=trained.name)
         observe("simulate", 1, 1)
     if trace is not None:
         write_trace(step, trace)
@@ -206,62 +185,6 @@ def simulate(
     print_page(step, loaded.name, stdout_console())
     if trace is not None:
         typer.echo(f"\nwritten to {trace}; open it in https://ui.perfetto.dev", err=True)
-
-
-def assumed(
-    precision: str, *, slowdown: float | None, dispatcher: str | None, imbalance: float,
-    scaling: str | None, kernels: str | None, parts: tuple[str, ...] | None,
-) -> dict[str, Any]:  # fmt: skip
-    """What was asked of how the program trains, as fields of ``CostAssumptions``. Raises
-    UsageError AP112."""
-    from autoparallel.cost_model.dispatch import DISPATCHERS
-    from autoparallel.planner.pricing.basis import SCALINGS
-
-    found: dict[str, Any] = {"slowdown": slowdown, "imbalance": imbalance}
-    if dispatcher is not None:
-        found["dispatcher"] = check_choice("--dispatcher", dispatcher, DISPATCHERS)
-    if kernels is not None:
-        found["expert_kernels"] = KERNELS[check_choice("--kernels", kernels, tuple(KERNELS))]
-    if parts is not None:
-        found["recomputed"] = parts
-    if scaling is not None:
-        found["scaling"] = check_choice("--scaling", scaling, tuple(SCALINGS))
-    if scaling is not None and precision != "fp8":
-        raise UsageError(
-            "AP112", f"--scaling {scaling}: nothing is scaled in {precision}", where="--scaling",
-            fix="--precision fp8, or leave --scaling out",
-        )  # fmt: skip
-    return found
-
-
-def parse_parts(text: str | None, recompute: str | None) -> tuple[str, ...] | None:
-    """Return the parts of a layer that ``--recompute-parts`` names. Raises ``UsageError`` AP112.
-
-    >>> parse_parts("mla_up_proj, mlp", None)
-    ('mla_up_proj', 'mlp')
-    """
-    from autoparallel.planner.replay import RECOMPUTED_PARTS
-
-    if text is None:
-        return None
-    if recompute not in (None, "selective"):
-        raise UsageError(
-            "AP112", f"--recompute-parts {text} beside recompute={recompute}",
-            where="--recompute-parts", fix="recompute=selective, or leave one of them out",
-        )  # fmt: skip
-    names = (name.strip() for name in text.split(","))
-    return tuple(check_choice("--recompute-parts", name, RECOMPUTED_PARTS) for name in names)
-
-
-def check_choice(option: str, value: str, known: tuple[Choice, ...]) -> Choice:
-    """Return an option's value, which is one of those known. Raises ``UsageError`` AP112."""
-    for each in known:
-        if each == value:
-            return each
-    raise UsageError(
-        "AP112", f"{option}: {value!r} is not one of {', '.join(known)}", where=option,
-        fix=did_you_mean(value, known),
-    )  # fmt: skip
 
 
 def split_parallel(text: str) -> tuple[dict[str, str], str]:

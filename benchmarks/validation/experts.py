@@ -252,7 +252,7 @@ def _configuration(row: Row) -> Configuration:
     return Configuration(
         dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, zero=3 if _is_fsdp(row) else 1,
         sequence_parallel=True if tp > 1 else None,
-        recompute=recompute, recomputes_ends=False, microbatch_size=rows * dp,
+        recompute=recompute, recomputes_ends=recompute == "selective", microbatch_size=rows * dp,
         num_microbatches=count, num_chunks=chunks, compiled=True,
         fuses_products=True,
         schedule="interleaved-1f1b" if chunks > 1 else "1f1b",

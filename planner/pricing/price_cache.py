@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ...cost_model.cluster import Cluster, Source
 from ...cost_model.collectives import Group
+from ...cost_model.dispatch import GroupLimit
 from ...cost_model.profile.lookup import Profile
 from ..expert_dims import ExpertDims
 from ..graph import TensorSpec
@@ -92,7 +93,9 @@ class PriceCache:
 
     forms: dict[tuple[str, int], int] = field(default_factory=dict)
     form_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
-    strategies: dict[tuple[int, int], tuple[AxisStrategy, ...]] = field(default_factory=dict)
+    strategies: dict[tuple[int, int, GroupLimit], tuple[AxisStrategy, ...]] = field(
+        default_factory=dict
+    )
     rows_apart: dict[int, Mapping[str, tuple[int | None, ...]]] = field(default_factory=dict)
     position_dims: dict[tuple[int, int], Dims] = field(default_factory=dict)
     expert_dims: dict[tuple[int, int], ExpertDims] = field(default_factory=dict)
