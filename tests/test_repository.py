@@ -373,22 +373,21 @@ ADVICE = (
 PRICES = "prices of experts, of scaled 8-bit products, of groups over several axes; published runs"
 CALLS = "calls by *args and **kwargs, dataclasses in batches and outputs"
 ROWS = "rows and activations of experts, 16-bit products of scans, experts that are neighbours"
-SERVER = "the workers of the suite share a fork server"
+SYSTEMS = "parts that are recomputed, groups that routers choose from, whose training is priced"
 KERNELS = "prices of kernels over products, folded experts, layers of several kinds in a list"
-QUICK = "lines that slow tests alone ran since the suite was shortened; fixes that are run"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
-    ("cost_model: lines", 9726, ROWS),
+    ("cost_model: lines", 9745, SYSTEMS),
     ("cost_model: files", 53, PRICES),
     ("cost_model: flat files", 40, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 1),
-    ("planner: lines", 29585, ROWS),
-    ("planner: files", 152, ROWS),
+    ("planner: lines", 29830, SYSTEMS),
+    ("planner: files", 154, SYSTEMS),
     ("planner: flat files", 33),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 9, KERNELS),
-    ("passes: lines", 15617, CALLS),
+    ("passes: lines", 15650, SYSTEMS),
     ("passes: files", 93, FORMS),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
@@ -398,13 +397,13 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("runtime: flat files", 94, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 30079, ROWS),
-    ("api: files", 181, FORMS),
+    ("api: lines", 30180, SYSTEMS),
+    ("api: files", 182, SYSTEMS),
     ("api: flat files", 90, FORMS),
     ("api: imports inside functions", 280, CALLS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 104028, ROWS),
-    ("all packages: files", 589, ROWS),
+    ("all packages: lines", 104450, SYSTEMS),
+    ("all packages: files", 592, SYSTEMS),
     ("all packages: flat files", 258, WEIGHTS),
     ("all packages: imports inside functions", 281, CALLS),
     ("all packages: collections of op names", 35, KERNELS),
@@ -417,11 +416,11 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("function docstrings that begin with a clause", 862),
     ('function docstrings with "what"', 756, FORMS),
     ("exceptions from formatting (fmt: skip, fmt: off)", 838, KERNELS),
-    ("words of docs/ without docs/adr/", 51400, KERNELS),
+    ("words of docs/ without docs/adr/", 51720, SYSTEMS),
     ("words of CHANGELOG.md", 6005, ROWS),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 65880, ROWS),
-    ("tests: files", 436, ROWS),
+    ("tests: lines", 66090, SYSTEMS),
+    ("tests: files", 437, SYSTEMS),
     ("tests: flat files", 20),
 )
 """Ceilings of the figures of tests/support/structure.py: name, ceiling, reason if it rose."""

@@ -15,8 +15,6 @@ from autoparallel.commands.options import (
     SetOption,
     TargetArgument,
     planning,
-    print_json,
-    stdout_console,
     with_lora,
 )
 from autoparallel.options import parse_parallel, parse_settings
@@ -160,7 +158,7 @@ def simulate(
     configuration = trained.configured(
         configured(options, own, found, layers, trained.assumptions.dispatcher)
     )
-    from autoparallel.commands.simulate_page import print_page, simulated, summary, write_trace
+    from autoparallel.commands.simulate_page import show, simulated
     from autoparallel.planning import basis_for, capture_target
     from autoparallel.progress import progress
     from autoparallel.targets import load_target
@@ -177,14 +175,7 @@ def simulate(
         step = simulated(program, found, configuration, options.seq, basis=basis, pins=pins)
         step = replace(step, priced_as=trained.name)
         observe("simulate", 1, 1)
-    if trace is not None:
-        write_trace(step, trace)
-    if json:
-        print_json(summary(step))
-        return
-    print_page(step, loaded.name, stdout_console())
-    if trace is not None:
-        typer.echo(f"\nwritten to {trace}; open it in https://ui.perfetto.dev", err=True)
+    show(step, loaded.name, trace, is_json=json)
 
 
 def split_parallel(text: str) -> tuple[dict[str, str], str]:

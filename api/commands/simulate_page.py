@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoparallel.commands.options import print_json, stdout_console
 from autoparallel.cost_model.cluster import Cluster
 from autoparallel.cost_model.compute import least_seconds
 from autoparallel.cost_model.memory import policy
@@ -137,6 +139,18 @@ def model_flops(graph: Graph, num_microbatches: int) -> Mapping[str, float]:
             flops = found.flops_forward + found.flops_backward
             total[found.family] += num_microbatches * flops
     return total
+
+
+def show(step: SimulatedStep, name: str, trace: str | None, *, is_json: bool) -> None:
+    """Print the page or the figures as JSON, and write the trace that was asked for."""
+    if trace is not None:
+        write_trace(step, trace)
+    if is_json:
+        print_json(summary(step))
+        return
+    print_page(step, name, stdout_console())
+    if trace is not None:
+        typer.echo(f"\nwritten to {trace}; open it in https://ui.perfetto.dev", err=True)
 
 
 def write_trace(step: SimulatedStep, path: str) -> None:

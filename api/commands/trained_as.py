@@ -28,8 +28,10 @@ from autoparallel.planner.rules.expert_traffic import ExpertKernels
 from autoparallel.planning import PlanOptions
 
 EXPERTS: Mapping[Kernels, ExpertKernels] = {
-    "eager": "separate", "compiled": "activation", "fused": "one",
-}  # fmt: skip
+    "eager": "separate",
+    "compiled": "activation",
+    "fused": "one",
+}
 """Values of ``--kernels``, with the kernels that each has between the products of experts."""
 
 Choice = TypeVar("Choice", bound=str)
@@ -37,7 +39,7 @@ Choice = TypeVar("Choice", bound=str)
 
 @dataclass(frozen=True, slots=True)
 class TrainedAs:
-    """A system, what its prices assume, and its kernels."""
+    """A system, the assumptions of its prices, and its kernels."""
 
     name: SystemName
     assumptions: CostAssumptions

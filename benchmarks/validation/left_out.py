@@ -55,12 +55,13 @@ def _with_efficiency(family: str, run: Run, factor: float) -> Run:
             device=replace(
                 host.device,
                 efficiency={
-                    **host.device.efficiency, family: factor * host.device.efficiency[family]
+                    **host.device.efficiency,
+                    family: factor * host.device.efficiency[family],
                 },
             ),
         )
         for host in run.cluster.hosts
-    )  # fmt: skip
+    )
     return replace(run, cluster=replace(run.cluster, hosts=hosts))
 
 
@@ -89,14 +90,16 @@ KNOBS = (
     _of_device("H100", "bf16", "matmul"),
     _of_device("H100", "bf16", "attention"),
     _of_program(
-        "waits", lambda run: run.program.waits > 0,
+        "waits",
+        lambda run: run.program.waits > 0,
         lambda program, factor: replace(program, waits=factor * program.waits),
     ),
     _of_program(
-        "exposed_share", lambda run: run.program.exposed_share < 1,
+        "exposed_share",
+        lambda run: run.program.exposed_share < 1,
         lambda own, factor: replace(own, exposed_share=min(1.0, factor * own.exposed_share)),
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,7 @@ def kept_parts(
 ) -> tuple[Part, ...]:
     """What selective recomputation keeps of an op on a rank: each storage and its local bytes.
 
-    With parts of a layer recomputed, that is what autograd keeps and another part made.
+    With parts of a layer recomputed, these are the values that autograd keeps of other parts.
     """
     batch = read_parts(node, layout, graph, prices)
     if prices.assumptions.recomputed:

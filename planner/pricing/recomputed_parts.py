@@ -131,6 +131,11 @@ def _is_inside(node: Node, module: str) -> bool:
 
 
 _FINDERS: Mapping[RecomputedPart, Callable[[Sequence[Node]], set[str]]] = {
-    "layernorm": _norms, "mla_up_proj": _up_projections, "mlp": _feed_forward, "moe": _experts,
-    "moe_act": _nothing, "shared_experts": _shared_experts, "ssm": _scan,
-}  # fmt: skip
+    "layernorm": _norms,
+    "mla_up_proj": _up_projections,
+    "mlp": _feed_forward,
+    "moe": _experts,
+    "moe_act": _nothing,
+    "shared_experts": _shared_experts,
+    "ssm": _scan,
+}

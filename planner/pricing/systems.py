@@ -29,7 +29,7 @@ Kernels = Literal["eager", "compiled", "fused"]
 @dataclass(frozen=True, slots=True)
 class System:
     """A system's title, its kernels, whether tensor parallelism splits sequences outside of
-    products, and what its prices assume in 16 bits or more."""
+    products, and the assumptions of its prices in 16 bits or more."""
 
     title: str
     kernels: Kernels
@@ -56,7 +56,7 @@ def system(name: SystemName) -> System:
 
 
 def assumptions_of(name: SystemName, precision: Precision) -> CostAssumptions:
-    """Return what the prices of a system's programs assume in a precision.
+    """Return the assumptions of a system's prices in a precision.
 
     >>> [assumptions_of(name, "fp8").keeps_casts for name in SYSTEMS]
     [False, True, False, False]

@@ -45,8 +45,8 @@ def sent_strategies(
 
 
 def group_limit(node: Node, graph: Graph) -> GroupLimit:
-    """Find the groups of experts that a router chooses from first, in what leads to the experts of
-    each token: the largest scores of a token's groups, as DeepSeek's routers take them."""
+    """Find the groups of experts that a router chooses from first, among the ops that lead to the
+    experts of each token: the largest scores of its groups, as DeepSeek's routers take them."""
     if not is_expert_layer(node):
         return 1, 1
     num_experts, num_tokens = graph.spec(node.inputs[FIRST_WEIGHT]).shape[0], node.spec.shape[0]

@@ -359,3 +359,54 @@ def test_the_page_says_how_blocks_are_recomputed(
 ) -> None:
     assert simulate(deep_file, "dp=8,microbatches=4,recompute=selective") == 0
     assert "selective recompute" in capsys.readouterr().out
+
+
+def test_a_configuration_is_priced_as_a_named_system_trains_it(
+    deep_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = figures(capsys, deep_file, "tp=2,dp=4", "--precision", "bf16")
+    found = figures(capsys, deep_file, "tp=2,dp=4", "--precision", "bf16", "--as", "megatron")
+    assert (own["priced_as"], found["priced_as"]) == ("run", "megatron")
+    assert not own["configuration"]["compiled"]
+    assert found["configuration"]["compiled"]
+    assert found["configuration"]["fuses_products"]
+    assert simulate(deep_file, "tp=2,dp=4", "--as", "megatron") == 0
+    assert "as Megatron-LM trains" in capsys.readouterr().out
+    asked = ("--as", "megatron", "--kernels", "eager", "--dispatcher", "gather")
+    other = figures(capsys, deep_file, "tp=2,dp=4", *asked)
+    assert not other["configuration"]["compiled"]
+
+
+def test_recomputed_parts_make_recomputation_selective(
+    deep_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = figures(capsys, deep_file, "dp=8", "--recompute-parts", "mlp, layernorm")
+    assert found["configuration"]["recompute"] == "selective"
+
+
+@pytest.mark.parametrize(
+    ("more", "says", "fix"),
+    [
+        (
+            ("--as", "megatro"),
+            "--as: 'megatro' is not one of run, megatron",
+            "did you mean megatron?",
+        ),
+        (("--recompute-parts", "mpl"), "'mpl' is not one of core_attn", "did you mean mlp?"),
+        (("--kernels", "fuzed"), "'fuzed' is not one of eager", "did you mean fused?"),
+    ],
+)
+def test_unknown_values_name_those_that_are_known(
+    deep_file: str, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], says: str, fix: str
+) -> None:
+    assert simulate(deep_file, "dp=8", *more) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert fix in error
+
+
+def test_parts_beside_full_recomputation_are_refused(
+    deep_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(deep_file, "dp=8,recompute=full", "--recompute-parts", "mlp") == 2
+    assert "--recompute-parts mlp beside recompute=full" in capsys.readouterr().err
