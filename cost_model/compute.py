@@ -105,6 +105,14 @@ def rate(device: Device, family: str, dtype: str) -> Rate:
     )
 
 
+def with_attention(device: Device, kernel: str) -> Device:
+    """Return the device as attention runs there in a kernel for which it has an efficiency."""
+    own = device.efficiency.get(f"attention_{kernel}")
+    if own is None:
+        return device
+    return replace(device, efficiency={**device.efficiency, "attention": own})
+
+
 def _efficiency(device: Device, family: str, dtype: str) -> float:
     own = device.efficiency.get(f"{family}_{dtype}")
     if own is None and dtype in SCALED_RATES:

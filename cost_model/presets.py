@@ -108,6 +108,13 @@ def _a100(name: str, memory_mib: int, bandwidth_gb: float, *, pcie: bool) -> Dev
     )
 
 
+_HOPPER_CUDNN = (
+    "chosen on Llama 8B and Nemotron 15B in bfloat16 (NVIDIA/dgxc-benchmarking@v25.02); 0.50 of "
+    "989 TFLOP/s forward and backward together at 4096 tokens (NVIDIA/cudnn-frontend@3929da2, "
+    "benchmark/sdpa_benchmark_training/results, H200, Llama 3.1)"
+)
+
+
 def _hopper(name: str, memory_mib: int, bandwidth_gb: float, memory: float, text: str) -> Device:
     sources = device_sources(_HOPPER_PEAK, ML_ENGINEERING, _HOPPER_MATMUL, _HOPPER_ATTENTION, text)
     return gpu(
@@ -115,8 +122,12 @@ def _hopper(name: str, memory_mib: int, bandwidth_gb: float, memory: float, text
         memory_mib=memory_mib,
         bandwidth_gb=bandwidth_gb,
         tflops=_HOPPER_TFLOPS,
-        efficiency=families(0.7, 0.33, 0.5, memory),
-        sources={**sources, "num_units": f"{GPUMAP}; {H100_TABLE}"},
+        efficiency={**families(0.7, 0.33, 0.5, memory), "attention_cudnn": 0.5},
+        sources={
+            **sources,
+            "efficiency.attention_cudnn": _HOPPER_CUDNN,
+            "num_units": f"{GPUMAP}; {H100_TABLE}",
+        },
         num_units=132,
         host=DGX_H100,
     )

@@ -26,7 +26,6 @@ from .sources import (
     ACCUMULATING,
     BF16_OPTIMIZER,
     CACHED,
-    CUDNN_ATTENTION,
     EXPOSED_BESIDE_PRODUCTS,
     FOUNDRY,
     FOUNDRY_A100,
@@ -67,7 +66,7 @@ def published(row: Row, line: int) -> Run:
     cluster, missing = _cluster(
         row.get("gpu_type", ""), number(row, "n_gpus"),
         number(row, "gpus_per_node", default=8), row.get("interconnect", ""),
-        row.get("attention_impl", ""), row.get("source", ""),
+        row.get("source", ""),
     )  # fmt: skip
     assumed += missing
     configuration = _configuration(row, assumed)
@@ -78,6 +77,7 @@ def published(row: Row, line: int) -> Run:
         recomputed=("core_attn",) if _selective_share(row) == 1.0 else (),
         copies_states=not any(name in row.get("source", "") for name in ("alpa", "maxtext")),
         scaling=scaling(row),
+        attention="cudnn" if "cuDNN" in row.get("attention_impl", "") else "flash",
         regathers=bool(configuration.sequence_parallel) and not _is_titan(row),
         slowdown=None if _overlaps(row, configuration.zero) else inf,
     )
@@ -115,11 +115,9 @@ def published(row: Row, line: int) -> Run:
 
 @cache
 def _cluster(
-    gpu: str, num_devices: int, per_host: int, interconnect: str, attention: str, source: str
+    gpu: str, num_devices: int, per_host: int, interconnect: str, source: str
 ) -> tuple[Cluster, tuple[str, ...]]:
     cluster, missing = make_cluster(gpu, num_devices, per_host, interconnect)
-    if "cuDNN" in attention and gpu.startswith("H"):
-        cluster = CUDNN_ATTENTION.seen(cluster)
     if "llm-foundry" in source:
         cluster = (FOUNDRY_H100 if gpu.startswith("H") else FOUNDRY_A100).seen(cluster)
     return cluster, missing

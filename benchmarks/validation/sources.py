@@ -183,10 +183,6 @@ VTRAIN_SINGLE = Source(
 )
 """Traced kernel by kernel (CUPTI), which makes every kernel and its issue longer."""
 
-CUDNN_ATTENTION = Source("cuDNN's fused attention on Hopper", attention=0.5)
-"""The preset's figure is PyTorch's FlashAttention-2 kernel; cuDNN's is made for Hopper. Chosen on
-Llama 8B and Nemotron 15B in bfloat16 (NVIDIA/dgxc-benchmarking@v25.02)."""
-
 CACHED = 0.23
 """Of what comes and goes what torch's allocator had reserved besides, fitted on one eager run of
 Llama 8B on 8 GPUs (pytorch/torchtitan@b5bcd76, maximum of reserved bytes)."""

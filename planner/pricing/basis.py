@@ -115,6 +115,9 @@ def uses_of(blocks: Blocks) -> dict[str, int]:
     return {name: counts[kind] for kind, block in blocks.kinds.items() for name in block.nodes}
 
 
+AttentionKernel = Literal["flash", "cudnn"]
+"""PyTorch's FlashAttention-2, and cuDNN's, which TransformerEngine runs on Hopper and later."""
+
 Scaling = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
 """One scale for a tensor, for a row, for 32 elements (MXFP8), for 16 elements of 4 bits (NVFP4)."""
 
@@ -150,6 +153,7 @@ class CostAssumptions:
     come to their experts. ``imbalance``: how many tokens the fullest rank of experts has, over the
     mean, and ``routing``: which experts a token visits. ``copies_states``: parameters and gradients
     pass through buffers that ZeRO 2 and 3 exchange; XLA exchanges the tensors themselves.
+    ``attention``: the kernel of fused attention, where a device has an efficiency for it.
     """
 
     policy: PrecisionPolicy | None = None
@@ -166,6 +170,7 @@ class CostAssumptions:
     imbalance: float = 1.0
     routing: Routing = "any"
     copies_states: bool = True
+    attention: AttentionKernel = "flash"
 
     @property
     def keeps_sent(self) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ...cost_model.cluster import Cluster, Device, Source
 from ...cost_model.collectives import CollectiveKind, Group, collective_seconds, group_of
+from ...cost_model.compute import with_attention
 from ...cost_model.memory import (
     DEFAULT,
     PrecisionPolicy,
@@ -75,7 +76,8 @@ class MeshPrices:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
-        set_field(self, "device", self.cluster.slowest_device(self.own or self.ranks))
+        slowest = self.cluster.slowest_device(self.own or self.ranks)
+        set_field(self, "device", with_attention(slowest, self.assumptions.attention))
         set_field(self, "speed", self.device.speed)
         axes = range(len(self.mesh.axes))
         set_field(self, "groups", tuple(self._slowest_group(axis) for axis in axes))

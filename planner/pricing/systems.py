@@ -43,7 +43,9 @@ _SYSTEMS: Mapping[SystemName, System] = {
     "run": System("autoparallel run", "eager", False, RUNTIME),
     "megatron": System(
         "Megatron-LM", "fused", True,
-        replace(_SHARED, recomputed=("core_attn",), cast_bytes=4.0, regathers=True),
+        replace(
+            _SHARED, recomputed=("core_attn",), cast_bytes=4.0, regathers=True, attention="cudnn"
+        ),
     ),
     "torchtitan": System("torchtitan", "compiled", True, _SHARED),
     "deepspeed": System("DeepSpeed", "eager", False, replace(_SHARED, expert_kernels="separate")),

@@ -163,6 +163,21 @@ def test_recomputing_the_core_of_attention_keeps_all_but_what_the_core_makes() -
     assert again.stages[0].activation_bytes > none.stages[0].activation_bytes / 2
 
 
+def test_attention_takes_the_time_of_the_kernel_that_a_program_runs() -> None:
+    """Hopper has an efficiency for cuDNN's kernel; other devices have one for any."""
+    own = program(4)
+    asked = Configuration(precision="bf16", microbatch_size=ROWS)
+    seconds = {
+        (device, kernel): ConfigurationPricer(
+            own.graph, own.blocks, Basis(assumptions=CostAssumptions(attention=kernel))
+        ).price(parse_cluster(f"1x{device}"), asked).stages[0].seconds.forward_compute
+        for device in ("H100", "A100-80GB")
+        for kernel in ("flash", "cudnn")
+    }  # fmt: skip
+    assert seconds["A100-80GB", "flash"] == seconds["A100-80GB", "cudnn"]
+    assert seconds["H100", "cudnn"] < seconds["H100", "flash"]
+
+
 def slow_host(issue_seconds: float) -> Cluster:
     on = cluster(2)
     device = replace(on.hosts[0].device, issue_seconds=issue_seconds)
