@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from autoparallel.python import parallelize, plan
     from autoparallel.register import register_op
     from autoparallel.report import describe
-    from autoparallel.runtime.global_values import whole
+    from autoparallel.runtime.parameters.global_values import whole
     from autoparallel.step import Step
 
 __version__ = "0.1.0"
@@ -113,7 +113,7 @@ _HOMES = {
     "register_op": "autoparallel.register",
     "save": "autoparallel.checkpoints",
     "save_plan": "autoparallel.plan_io",
-    "whole": "autoparallel.runtime.global_values",
+    "whole": "autoparallel.runtime.parameters.global_values",
 }
 
 

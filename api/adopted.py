@@ -30,19 +30,19 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import PlanOptions
 from autoparallel.refused_gradient import refusal
-from autoparallel.runtime.batches import marked
-from autoparallel.runtime.chosen_gradients import differentiate_chosen
-from autoparallel.runtime.global_values import (
+from autoparallel.runtime.data.batches import marked
+from autoparallel.runtime.data.share_batch import ShareBatch
+from autoparallel.runtime.messages.shared_objects import share_in_place
+from autoparallel.runtime.parameters.global_values import (
     read_whole_values,
     take_norms_of_empty_shards,
     whole,
 )
-from autoparallel.runtime.parameters import COMPUTE_DTYPES, get_by_path
-from autoparallel.runtime.share_batch import ShareBatch
-from autoparallel.runtime.shared import share_in_place
-from autoparallel.runtime.spread_draws import draw_whole_values
-from autoparallel.runtime.training_call import TrainingCall
-from autoparallel.runtime.whole_weights import WholeWeights
+from autoparallel.runtime.parameters.parameters import COMPUTE_DTYPES, get_by_path
+from autoparallel.runtime.parameters.spread_draws import draw_whole_values
+from autoparallel.runtime.step.training_call import TrainingCall
+from autoparallel.runtime.step.whole_weights import WholeWeights
+from autoparallel.runtime.update.chosen_gradients import differentiate_chosen
 from autoparallel.stale_tensors import is_retired, retire
 from autoparallel.targets import Target
 from autoparallel.unchanged import Unchanged, check_autocast, check_backward_hooks
@@ -55,7 +55,7 @@ does."""
 if TYPE_CHECKING:
     from autoparallel.passes.initialization.deferred_init import Deferred
     from autoparallel.passes.programs.outputs import OutputForm
-    from autoparallel.runtime.trainer import Trainer
+    from autoparallel.runtime.step.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Job:
 
     ``deferred`` is a recorded build of it, whose weights are yet to be made; without it the model
     has its weights. ``weights`` is a file or folder of its initial weights (see
-    ``runtime.pretrained``).
+    ``runtime.parameters.pretrained``).
     """
 
     target: Target

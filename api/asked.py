@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict, get_args
 
-from autoparallel.cost_model.memory import GradientDtype
-from autoparallel.cost_model.tf32 import Tf32
+from autoparallel.cost_model.cluster.tf32 import Tf32
+from autoparallel.cost_model.ops.memory import GradientDtype
 from autoparallel.options import (
     parse_deadline,
     parse_parallel,

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoparallel.runtime.checkpoint_folder import STATE, complete_checkpoints
-from autoparallel.runtime.process import Worker
-from autoparallel.runtime.shared import share_value
+from autoparallel.runtime.checkpoint.folder import STATE, complete_checkpoints
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.messages.shared_objects import share_value
 
 RECORD = "restart.json"
 

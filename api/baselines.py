@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.memory import policy, state_bytes
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.ops.memory import policy, state_bytes
 from autoparallel.planner.configured.configuration import (
     Configuration,
     ConfigurationPricer,

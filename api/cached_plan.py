@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from autoparallel.cache import MISSING, Cache, UnkeyedError, digest, graph_digest
 from autoparallel.cache_codec import Codec, CodecError
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan

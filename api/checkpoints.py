@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from autoparallel.environment import as_launched, under_torchrun
 from autoparallel.module import ParallelModule
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.checkpoint import load_checkpoint, save_checkpoint
-from autoparallel.runtime.checkpoint_state import module_state
-from autoparallel.runtime.checkpoint_writer import CheckpointWriter, PendingSave
-from autoparallel.runtime.watchdog import BETWEEN_STEPS
+from autoparallel.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from autoparallel.runtime.checkpoint.writer import CheckpointWriter, PendingSave
+from autoparallel.runtime.messages.watchdog import BETWEEN_STEPS
+from autoparallel.runtime.step.checkpoint_state import module_state
 from autoparallel.step import Step
 
 if TYPE_CHECKING:
-    from autoparallel.runtime.trainer import Trainer
+    from autoparallel.runtime.step.trainer import Trainer
 
 _WRITERS: WeakKeyDictionary[nn.Module, CheckpointWriter] = WeakKeyDictionary()
 """Of plain modules; a trainer has its own."""
@@ -130,7 +130,7 @@ def _trainer(module: nn.Module) -> Trainer | None:
 
     Raises UsageError AP148 for a plain module under torchrun.
     """
-    from autoparallel.runtime.trainer import Trainer
+    from autoparallel.runtime.step.trainer import Trainer
 
     join = getattr(module, "join", None)
     trainer = join() if callable(join) and under_torchrun() else None
@@ -149,7 +149,7 @@ def _trainer(module: nn.Module) -> Trainer | None:
 @contextmanager
 def _watched(what: str) -> Iterator[None]:
     """Tell the watchdog of the script ``what`` is under way."""
-    from autoparallel.runtime.watched_script import watch_script
+    from autoparallel.runtime.launch.watched_script import watch_script
 
     with as_launched():
         tell = watch_script(os.environ).watchdog.progress

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from autoparallel.loaders import advanced, has_rows
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.batches import RankInputs
-from autoparallel.runtime.shared import SharedCount, gather_values
-from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.data.batches import RankInputs
+from autoparallel.runtime.messages.shared_objects import SharedCount, gather_values
+from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.targets import Target
 
 

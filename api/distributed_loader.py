@@ -25,8 +25,8 @@ from autoparallel.loaders import copied_options, has_rows, with_sampler
 from autoparallel.module import JOINED
 from autoparallel.passes.local.input_rows import HeldRows
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.batches import StepBatches
-from autoparallel.runtime.shared import share_tensor
+from autoparallel.runtime.data.batches import StepBatches
+from autoparallel.runtime.messages.shared_objects import share_tensor
 
 _PART_SEED = 1_000_003
 

@@ -19,9 +19,9 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, plan_on
 from autoparallel.progress import Observe
-from autoparallel.runtime.membership import num_processes
-from autoparallel.runtime.process import Worker
-from autoparallel.runtime.shared import Pulse
+from autoparallel.runtime.launch.membership import num_processes
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.messages.shared_objects import Pulse
 from autoparallel.served_planning import without_servers
 from autoparallel.sub_clusters import first_hosts
 from autoparallel.targets import Target

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from autoparallel.asked import num_processes
 from autoparallel.cache import NO_CACHE, Cache
 from autoparallel.collection import rare_collections
-from autoparallel.cost_model.cluster import Cluster, ClusterError
-from autoparallel.cost_model.presets import find_preset
-from autoparallel.cost_model.shorthand import is_shorthand, parse_cluster
+from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
+from autoparallel.cost_model.cluster.presets import find_preset
+from autoparallel.cost_model.cluster.shorthand import is_shorthand, parse_cluster
 from autoparallel.goals import CANNOT
 from autoparallel.planner.errors import (
     AutoparallelError,

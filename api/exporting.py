@@ -23,9 +23,9 @@ from autoparallel.plan_exports import CHECKPOINT_FORMATS
 from autoparallel.plan_io import PLAN, load_plan
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning import record_target
-from autoparallel.runtime.checkpoint_weights import find_checkpoint
-from autoparallel.runtime.weight_files import WeightFiles, open_weights, whole_region
-from autoparallel.runtime.weight_shards import write_shards
+from autoparallel.runtime.checkpoint.dcp_weights import find_checkpoint
+from autoparallel.runtime.checkpoint.weight_files import WeightFiles, open_weights, whole_region
+from autoparallel.runtime.checkpoint.weight_shards import write_shards
 from autoparallel.targets import Target, load_target
 from autoparallel.trust import check_trusted
 

@@ -22,14 +22,14 @@ from autoparallel.at_start import in_modes_of_training
 from autoparallel.call_form import PLANNED, Form
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.programs.outputs import differentiable
-from autoparallel.runtime.batches import marked
-from autoparallel.runtime.first_step import check_first_step, is_quick
-from autoparallel.runtime.parameters import COMPUTE_DTYPES
-from autoparallel.runtime.shared import share_value
+from autoparallel.runtime.data.batches import marked
+from autoparallel.runtime.messages.shared_objects import share_value
+from autoparallel.runtime.parameters.parameters import COMPUTE_DTYPES
+from autoparallel.runtime.verify.first_step import check_first_step, is_quick
 
 if TYPE_CHECKING:
     from autoparallel.following import Following
-    from autoparallel.runtime.trainer import Trainer
+    from autoparallel.runtime.step.trainer import Trainer
     from autoparallel.targets import Batch
 
 VARIABLE = "AUTOPARALLEL_CHECK_FIRST_STEP"

@@ -14,15 +14,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.cluster_file import from_dict, to_dict
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster_file import from_dict, to_dict
 from autoparallel.measured_first import Leader, measure_together
 from autoparallel.planner.errors import AutoparallelError, InfeasibleError, TimeLimitError
 from autoparallel.planning import PlanOptions, capture_target
 from autoparallel.progress import Observe, ticking
-from autoparallel.runtime.launch import launch
-from autoparallel.runtime.membership import join_as
-from autoparallel.runtime.process import Worker
+from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.membership import join_as
+from autoparallel.runtime.launch.process import Worker
 from autoparallel.targets import Target, load_target
 
 PHASE = "measuring"

@@ -44,13 +44,13 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Blocks
 from autoparallel.planner.plan import Plan
-from autoparallel.runtime.arriving import arriving
-from autoparallel.runtime.shared import gather_values, occasion_group, share_value
-from autoparallel.runtime.variants import variant_of
+from autoparallel.runtime.data.variants import variant_of
+from autoparallel.runtime.messages.pending_results import arriving
+from autoparallel.runtime.messages.shared_objects import gather_values, occasion_group, share_value
 from autoparallel.targets import LossFn, Target, example_batches
 
 if TYPE_CHECKING:
-    from autoparallel.runtime.trainer import Trainer
+    from autoparallel.runtime.step.trainer import Trainer
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.nearest_change import with_nearest_change
 from autoparallel.planner.batch import BATCH_NORMS
 from autoparallel.planner.errors import (

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from autoparallel.adopted import Job
 from autoparallel.at_start import as_at_start, say_if_rows_are_apart
 from autoparallel.call_form import CallForm
-from autoparallel.cost_model.cluster import Cluster, ClusterError
-from autoparallel.cost_model.detect import threads_per_device
-from autoparallel.cost_model.joined import joined_cluster, own_process_device
+from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
+from autoparallel.cost_model.cluster.detect import threads_per_device
+from autoparallel.cost_model.cluster.launched_cluster import joined_cluster, own_process_device
 from autoparallel.following import Following, followed
 from autoparallel.measured_first import (
     Leader,
@@ -45,19 +45,19 @@ from autoparallel.planning import (
 )
 from autoparallel.profile_progress import shown_progress
 from autoparallel.run_options import as_asked
-from autoparallel.runtime.initial_values import Weights, whole_tensors
-from autoparallel.runtime.meeting import meeting_at_agent
-from autoparallel.runtime.membership import check_none_idle, join
-from autoparallel.runtime.pretrained import Pretrained, pretrained
-from autoparallel.runtime.profile_links import agree
-from autoparallel.runtime.shared import (
+from autoparallel.runtime.launch.init_method import meeting_at_agent
+from autoparallel.runtime.launch.membership import check_none_idle, join
+from autoparallel.runtime.messages.shared_objects import (
     gather_values,
     on_first,
     share_in_place,
     share_tensor,
     share_text,
 )
-from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.parameters.initial_values import Weights, whole_tensors
+from autoparallel.runtime.parameters.pretrained import Pretrained, pretrained
+from autoparallel.runtime.profile.links import agree
+from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.served_planning import without_servers
 from autoparallel.targets import Change, Target, changed_target, unchanged
 from autoparallel.tf32 import tell_difference, with_choice

@@ -10,7 +10,7 @@ import re
 
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
-from autoparallel.runtime.rendezvous import Hosts, parse_endpoint
+from autoparallel.runtime.launch.rendezvous import Hosts, parse_endpoint
 
 
 def parse_hosts(

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.detect import MAX_CPU_DEVICES, match_gpu_name
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.cluster.detect import MAX_CPU_DEVICES, match_gpu_name
+from autoparallel.cost_model.cluster.torch_tf32 import torch_computing
 from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.cost_model.profile.database import Database
 from autoparallel.cost_model.profile.lookup import Profile, level_of
 from autoparallel.cost_model.profile.records import Measurement, Transfer
-from autoparallel.cost_model.profile.torch_tf32 import torch_computing
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.graph import Block, Graph
@@ -39,9 +39,9 @@ from autoparallel.planning import PlanOptions, own_update, plan_program
 from autoparallel.profile_blocks import blocks_of
 from autoparallel.profile_transfers import LinkTodo, sizes_to
 from autoparallel.profiles import database_path, explained, measuring_environment
-from autoparallel.runtime.optimizer import BuildOptimizer
-from autoparallel.runtime.profile_blocks import measure_everywhere
-from autoparallel.runtime.profile_links import (
+from autoparallel.runtime.messages.shared_objects import share_value
+from autoparallel.runtime.profile.blocks import measure_everywhere
+from autoparallel.runtime.profile.links import (
     Links,
     LinkTime,
     Meshes,
@@ -49,8 +49,8 @@ from autoparallel.runtime.profile_links import (
     measure_links,
     partition_of,
 )
-from autoparallel.runtime.profile_update import SIZES, measure_updates
-from autoparallel.runtime.shared import share_value
+from autoparallel.runtime.profile.update import SIZES, measure_updates
+from autoparallel.runtime.update.optimizer import BuildOptimizer
 from autoparallel.targets import Target
 
 MOST_ROUNDS = 6

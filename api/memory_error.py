@@ -15,7 +15,7 @@ from autoparallel.planner.errors import DeviceMemoryError
 from autoparallel.planner.plan import Plan
 from autoparallel.report.facts import bytes_of, usable_bytes
 from autoparallel.report.words import bytes_text, seconds_text
-from autoparallel.runtime.process import Worker, describe, is_out_of_memory
+from autoparallel.runtime.launch.process import Worker, describe, is_out_of_memory
 
 STATES = {
     "parameters": ("parameters", "master"),
@@ -24,7 +24,7 @@ STATES = {
     "buffers": ("buffers",),
 }
 """The categories of the tensors that a rank holds from step to step, and their names in a plan
-and in ``runtime.memory_counter.held_by``. Everything else counts as ``OTHER``."""
+and in ``runtime.profile.memory_counter.held_by``. Everything else counts as ``OTHER``."""
 OTHER = "activations and the rest"
 LESS = 0.9
 """The suggested limit is this share of what was predicted or available: a tenth less, because the

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from autoparallel.options import did_you_mean
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.global_values import whole
+from autoparallel.runtime.parameters.global_values import whole
 
 if TYPE_CHECKING:
     from autoparallel.adopted import Adopted

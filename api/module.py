@@ -26,12 +26,12 @@ from autoparallel.environment import as_launched
 from autoparallel.methods import check_methods, has_forward, whole_method
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
-from autoparallel.runtime.whole_states import are_whole
+from autoparallel.runtime.parameters.whole_states import are_whole
 from autoparallel.targets import LossFn
 from autoparallel.unchanged import WEIGHT_HOOKS
 
 if TYPE_CHECKING:
-    from autoparallel.runtime.trainer import Trainer
+    from autoparallel.runtime.step.trainer import Trainer
 
 JOINED: WeakSet[ParallelModule] = WeakSet()
 """The modules of this process that have a plan."""
@@ -64,13 +64,13 @@ class ParallelModule(nn.Module):
     ) -> Trainer:
         """Plan (unless ``plan`` is given) and become this rank's shards. Collective; once.
 
-        From then on the process is watched: see ``runtime.watched_script``.
+        From then on the process is watched: see ``runtime.launch.watched_script``.
 
         Raises UsageError AP145 where a module that has a plan is given another or a loss.
         """
-        from autoparallel.runtime.device_queue import queue_of
-        from autoparallel.runtime.groups import allow_seconds
-        from autoparallel.runtime.watched_script import watch_script
+        from autoparallel.runtime.launch.watched_script import watch_script
+        from autoparallel.runtime.messages.device_queue import queue_of
+        from autoparallel.runtime.messages.groups import allow_seconds
 
         adopted = _adopted(self)
         with as_launched():

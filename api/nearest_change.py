@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner.errors import AutoparallelError, InfeasibleError
 from autoparallel.planner.plan import Plan, StagePlan
 from autoparallel.planner.requests.request import Forced, Request, divisors

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
-from autoparallel.cost_model.consistency import CONSISTENCIES
+from autoparallel.cost_model.simulator.consistency import CONSISTENCIES
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Offload
 from autoparallel.planner.requests.goal import ANY_DEVICE, Deadline

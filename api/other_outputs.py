@@ -19,7 +19,7 @@ from autoparallel.passes.capture.counter_random import batch_dims, counter_rando
 from autoparallel.passes.programs.outputs import OutputForm, output_tensors
 from autoparallel.planner.errors import UsageError
 from autoparallel.refused_gradient import refusal
-from autoparallel.runtime.arriving import arriving
+from autoparallel.runtime.messages.pending_results import arriving
 
 if TYPE_CHECKING:
     from autoparallel.adopted import Adopted

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.new_folder import check_free, new_folder
 from autoparallel.options import did_you_mean
 from autoparallel.plan_io import PLAN, load_plan

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from autoparallel.cache import NO_CACHE, Cache
 from autoparallel.collection import rare_collections
-from autoparallel.cost_model.memory import GradientDtype
-from autoparallel.cost_model.tf32 import FAMILIES, Tf32
+from autoparallel.cost_model.cluster.tf32 import FAMILIES, Tf32
+from autoparallel.cost_model.ops.memory import GradientDtype
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.intra_op.pulp_solver import find_solver
 from autoparallel.planner.plan import Float32Ops, Plan, Precision
@@ -38,7 +38,7 @@ from autoparallel.targets import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from autoparallel.cost_model.cluster import Cluster
+    from autoparallel.cost_model.cluster.cluster import Cluster
     from autoparallel.passes.initialization.deferred_init import Deferred, Init
     from autoparallel.passes.programs.batch import Example
     from autoparallel.passes.programs.program import Program
@@ -238,7 +238,7 @@ def _plan_measured(
 
     Under torchrun, and of a target that other processes cannot load, only what is known counts.
     """
-    from autoparallel.runtime.launch import is_launched
+    from autoparallel.runtime.launch.launch import is_launched
 
     if options.profile != "auto" or options.measure_seconds <= 0 or not target.is_named:
         return plan_program(program, target, cluster, options, observe, cache)
@@ -337,7 +337,7 @@ def own_update(target: Target) -> str:
     """The name of the target's own optimizer in a profile; "" where it has none."""
     if target.build_optimizer is None:
         return ""
-    from autoparallel.runtime.profile_update import own_name
+    from autoparallel.runtime.profile.update import own_name
 
     return own_name(target.build_optimizer)
 
@@ -477,8 +477,8 @@ def find_cluster(text: str) -> Cluster:
 
     Raises UsageError AP115 where there is none.
     """
-    from autoparallel.cost_model.cluster import ClusterError
-    from autoparallel.cost_model.resolve import resolve_cluster
+    from autoparallel.cost_model.cluster.cluster import ClusterError
+    from autoparallel.cost_model.cluster.resolve import resolve_cluster
 
     try:
         return resolve_cluster(text)

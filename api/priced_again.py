@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autoparallel.baselines import Baseline, baselines
-from autoparallel.cost_model.actions import Action
-from autoparallel.cost_model.timeline import Timeline
+from autoparallel.cost_model.simulator.actions import Action
+from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.planner import rules
 from autoparallel.planner.configured.configuration import ConfigurationPricer
 from autoparallel.planner.evaluate import Evaluator, at_microbatch

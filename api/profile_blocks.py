@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
+from autoparallel.cost_model.cluster.torch_tf32 import torch_computing
 from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.cost_model.profile.records import Measurement
-from autoparallel.cost_model.profile.torch_tf32 import torch_computing
 from autoparallel.planner.graph import Block, Blocks, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.whole_block import block_case
-from autoparallel.runtime.process import Worker
-from autoparallel.runtime.profile_blocks import measure_everywhere
-from autoparallel.runtime.shared import share_value
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.messages.shared_objects import share_value
+from autoparallel.runtime.profile.blocks import measure_everywhere
 
 MOST_SECONDS = 2.0
 """Of measuring one block."""

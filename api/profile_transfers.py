@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoparallel.cost_model.profile.records import Transfer
-from autoparallel.runtime.profile_links import Links, LinkTime
+from autoparallel.runtime.profile.links import Links, LinkTime
 
 LEAST_BYTES, MOST_BYTES, STEP = 1 << 10, 1 << 28, 4
 """Sizes of transfers: from the first to the second, as far as is asked, each ``STEP`` times

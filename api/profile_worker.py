@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from autoparallel.commands.options import plan_options
-from autoparallel.cost_model.cluster import STATE_COLLECTIVES, Cluster
-from autoparallel.cost_model.cluster_file import from_dict
-from autoparallel.cost_model.collectives import Group, group_of
+from autoparallel.cost_model.cluster.cluster import STATE_COLLECTIVES, Cluster
+from autoparallel.cost_model.cluster.cluster_file import from_dict
+from autoparallel.cost_model.collectives.collectives import Group, group_of
 from autoparallel.cost_model.profile.case import OpCase, case_from_json, case_to_json
 from autoparallel.cost_model.profile.database import Database
 from autoparallel.cost_model.profile.environment import Environment
@@ -47,10 +47,10 @@ from autoparallel.profile_blocks import BlockTodo, measure_blocks, todo_of
 from autoparallel.profile_progress import Shown, shown_progress
 from autoparallel.profile_transfers import LinkTodo, sizes_to
 from autoparallel.profiles import explained, measuring_environment
-from autoparallel.runtime.membership import join_as
-from autoparallel.runtime.optimizer import BuildOptimizer
-from autoparallel.runtime.process import Worker
-from autoparallel.runtime.profile_links import (
+from autoparallel.runtime.launch.membership import join_as
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.messages.shared_objects import share_text
+from autoparallel.runtime.profile.links import (
     COLLECTIVES,
     OVERLAPPED,
     Links,
@@ -59,9 +59,9 @@ from autoparallel.runtime.profile_links import (
     measure_links,
     partition_of,
 )
-from autoparallel.runtime.profile_ops import OpTime, measure_ops
-from autoparallel.runtime.profile_update import SIZES, measure_updates
-from autoparallel.runtime.shared import share_text
+from autoparallel.runtime.profile.ops import OpTime, measure_ops
+from autoparallel.runtime.profile.update import SIZES, measure_updates
+from autoparallel.runtime.update.optimizer import BuildOptimizer
 from autoparallel.served_planning import without_servers
 from autoparallel.targets import Target, load_target
 from autoparallel.tf32 import with_choice

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from autoparallel.planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoparallel.cost_model.cluster import Cluster, Device
+    from autoparallel.cost_model.cluster.cluster import Cluster, Device
     from autoparallel.cost_model.profile.database import Database
     from autoparallel.cost_model.profile.environment import Environment
     from autoparallel.cost_model.profile.lookup import Profile
@@ -51,7 +51,7 @@ def environment_for(cluster: Cluster) -> Environment | None:
 
     Processes of one CPU share its memory and cores, so their number is part of the name.
     """
-    from autoparallel.cost_model.detect import threads_per_device
+    from autoparallel.cost_model.cluster.detect import threads_per_device
     from autoparallel.cost_model.profile.environment import environment_of
 
     devices = {host.device.name: host.device for host in cluster.hosts}
@@ -106,7 +106,7 @@ def find_profile(cluster: Cluster, mode: Mode, database: str | None) -> Profile 
 
 def _load(database: Database, environment: Environment, device: Device) -> Profile | None:
     """By the device's name, else by the preset that a measured GPU's name stands for."""
-    from autoparallel.cost_model.detect import match_gpu_name
+    from autoparallel.cost_model.cluster.detect import match_gpu_name
     from autoparallel.cost_model.profile.lookup import load_profile
 
     found = load_profile(database, environment)

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoparallel.cost_model.cluster_file import to_dict
+from autoparallel.cost_model.cluster.cluster_file import to_dict
 from autoparallel.options import parse_settings
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning import find_cluster
 from autoparallel.profiles import database_path, measuring_environment
 from autoparallel.progress import in_notebook, shown_to_callers, ticking
-from autoparallel.runtime.launch import is_launched, launch
+from autoparallel.runtime.launch.launch import is_launched, launch
 from autoparallel.targets import load_target
 
 

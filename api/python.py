@@ -42,8 +42,8 @@ from autoparallel.passes.programs.batch import LeafPath, dims_of_size, leaves, r
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning import PlanOptions, make_plan
 from autoparallel.progress import shown_to_callers
-from autoparallel.runtime.parameters import precision_of
-from autoparallel.runtime.pretrained import load_pretrained
+from autoparallel.runtime.parameters.parameters import precision_of
+from autoparallel.runtime.parameters.pretrained import load_pretrained
 from autoparallel.shown_plan import ShownPlan, shown
 from autoparallel.targets import (
     Batch,

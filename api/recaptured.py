@@ -49,7 +49,7 @@ def recaptured(
     Raises as ``check_trusted``, loading and capturing do, and PlanError AP550 where the model is
     not the plan's any more.
     """
-    from autoparallel.runtime.membership import check_model
+    from autoparallel.runtime.launch.membership import check_model
     from autoparallel.worker import batch_seq, load_plan_target
 
     check_trusted(plan, plan_path, trust=trust)

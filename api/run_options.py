@@ -17,7 +17,7 @@ import torch
 from autoparallel.callbacks import Callback, all_of
 from autoparallel.metrics import JsonLines, TensorBoard, WeightsAndBiases, check_installed
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.update import OnNan, UpdateOptions
+from autoparallel.runtime.update.update import OnNan, UpdateOptions
 from autoparallel.targets import running_user_code
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from autoparallel.callbacks import Callback
 from autoparallel.planner.errors import MachineError
 from autoparallel.run_trace import RunTrace
-from autoparallel.runtime.batches import RankInputs
-from autoparallel.runtime.checkpoint_folder import checkpoint_path
-from autoparallel.runtime.device_queue import queue_of
-from autoparallel.runtime.process import CONNECTION_LOST, Worker
-from autoparallel.runtime.stopping import Stop
-from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.checkpoint.folder import checkpoint_path
+from autoparallel.runtime.data.batches import RankInputs
+from autoparallel.runtime.launch.process import CONNECTION_LOST, Worker
+from autoparallel.runtime.launch.stopping import Stop
+from autoparallel.runtime.messages.device_queue import queue_of
+from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.step_log import StepLog
 from autoparallel.straggler_check import StragglerCheck
 

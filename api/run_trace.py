@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from autoparallel.cost_model.actions import (
+from autoparallel.cost_model.simulator.actions import (
     COMPUTE,
     FORWARD,
     REDUCE,
@@ -32,17 +32,17 @@ from autoparallel.cost_model.actions import (
     Schedule,
     chain,
 )
-from autoparallel.cost_model.simulator import simulate
-from autoparallel.cost_model.timeline import Event, Exposed, Stream, Timeline
-from autoparallel.cost_model.trace import NAMES, TraceEvent, labels, timeline_events
+from autoparallel.cost_model.simulator.simulator import simulate
+from autoparallel.cost_model.simulator.timeline import Event, Exposed, Stream, Timeline
+from autoparallel.cost_model.simulator.trace import NAMES, TraceEvent, labels, timeline_events
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import placed_stages
 from autoparallel.report.drawing import plan_costs
 from autoparallel.report.printing import plain_table
 from autoparallel.report.words import seconds_text
-from autoparallel.runtime.recording import RecordedAction, RecordedStep, StepRecorder
-from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.profile.recording import RecordedAction, RecordedStep, StepRecorder
+from autoparallel.runtime.step.trainer import Trainer
 
 DEFAULT_FILE = "trace.json"
 WARMUP_STEPS = 2

@@ -15,15 +15,15 @@ from autoparallel.data import TrainingData
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.parameter_servers import served
 from autoparallel.run_options import told
-from autoparallel.runtime.batches import RankInputs, marked, named_inputs
+from autoparallel.runtime.data.batches import RankInputs, marked, named_inputs
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
 
 if TYPE_CHECKING:
     from autoparallel.planner.plan import Plan
     from autoparallel.run_options import RunOptions
-    from autoparallel.runtime.process import Worker
-    from autoparallel.runtime.trainer import Trainer
+    from autoparallel.runtime.launch.process import Worker
+    from autoparallel.runtime.step.trainer import Trainer
     from autoparallel.targets import Target
 
 

@@ -23,10 +23,10 @@ from autoparallel.passes.programs.batch import leaves
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.parameter_servers import check_not_served
 from autoparallel.planner.plan import Plan
-from autoparallel.runtime.optimizer import BuildOptimizer, built, default_optimizer
-from autoparallel.runtime.plain_trainer import PlainTrainer
-from autoparallel.runtime.training_step import TrainingStep
-from autoparallel.runtime.update import BuildScheduler, OnNan, UpdateOptions
+from autoparallel.runtime.step.plain_trainer import PlainTrainer
+from autoparallel.runtime.step.training_step import TrainingStep
+from autoparallel.runtime.update.optimizer import BuildOptimizer, built, default_optimizer
+from autoparallel.runtime.update.update import BuildScheduler, OnNan, UpdateOptions
 from autoparallel.step_log import MemoryMeter, StepLog, samples_or_tokens
 from autoparallel.targets import Batch, LossFn
 from autoparallel.unchanged import check_own_hooks

@@ -19,8 +19,8 @@ import torch
 from autoparallel.callbacks import Callback, StepRecord
 from autoparallel.planner.plan import Plan
 from autoparallel.report.words import bytes_text, count_text, seconds_text
-from autoparallel.runtime.batches import RankInputs
-from autoparallel.runtime.training_step import StepResult
+from autoparallel.runtime.data.batches import RankInputs
+from autoparallel.runtime.step.training_step import StepResult
 
 WARMUP_STEPS = 2
 """Steps that the summary leaves out: allocators and caches fill."""

@@ -9,9 +9,9 @@ import torch
 
 from autoparallel.planner.plan import Plan
 from autoparallel.report.facts import rank_seconds
-from autoparallel.runtime.mesh import stages_of_rank
-from autoparallel.runtime.process import Worker
-from autoparallel.runtime.stragglers import (
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.messages.process_mesh import stages_of_rank
+from autoparallel.runtime.profile.stragglers import (
     CHECK_STEPS,
     FIRST_STEP,
     WINDOW_SECONDS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, groupby, product
 
-from autoparallel.cost_model.cluster import Cluster, Host
+from autoparallel.cost_model.cluster.cluster import Cluster, Host
 
 MOST_COUNTED = 8
 """Of up to so many like hosts, or devices of a host, every number is tried; then doublings."""
@@ -21,7 +21,7 @@ MOST_PARTS = 256
 def sub_clusters(cluster: Cluster) -> tuple[Cluster, ...]:
     """The parts of a cluster by number of devices, the whole cluster last.
 
-    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> [part.num_devices for part in sub_clusters(parse_cluster("2x4xH100"))]
     [1, 2, 3, 4, 8]
     >>> [part.name for part in sub_clusters(parse_cluster("1xV100+2x1xH100"))][:4]
@@ -49,7 +49,7 @@ def sub_clusters(cluster: Cluster) -> tuple[Cluster, ...]:
 def first_hosts(cluster: Cluster, number: int) -> Cluster:
     """The part of a cluster that its first hosts are.
 
-    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> first_hosts(parse_cluster("4x8xH100"), 3).name
     '3x8xH100'
     """

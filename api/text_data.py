@@ -31,7 +31,7 @@ from autoparallel.targets import Target
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from autoparallel.runtime.process import Worker
+    from autoparallel.runtime.launch.process import Worker
 
 FORMAT = 1
 """Of the files of tokens; another one is another file."""

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from autoparallel.cost_model.profile.torch_tf32 import set_torch, torch_families
-from autoparallel.cost_model.tf32 import FAMILIES, Tf32, has_tf32, with_tf32
+from autoparallel.cost_model.cluster.tf32 import FAMILIES, Tf32, has_tf32, with_tf32
+from autoparallel.cost_model.cluster.torch_tf32 import set_torch, torch_families
 from autoparallel.planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoparallel.cost_model.cluster import Cluster
+    from autoparallel.cost_model.cluster.cluster import Cluster
     from autoparallel.planner.plan import Plan
 
 WORDS = {"conv": "convolutions", "matmul": "matmuls"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autoparallel.asked import checked_init
-from autoparallel.cost_model.detect import threads_per_device
+from autoparallel.cost_model.cluster.detect import threads_per_device
 from autoparallel.many_hosts import ranks_per_host
 from autoparallel.plan_io import load_plan
 from autoparallel.planner.errors import UsageError, VerificationError
@@ -20,10 +20,10 @@ from autoparallel.planner.pricing.weight_versions import is_asynchronous
 from autoparallel.report.page import configuration_text
 from autoparallel.run_options import RunOptions
 from autoparallel.run_steps import Saving
-from autoparallel.runtime.launch import is_launched, launch
-from autoparallel.runtime.process import Job
-from autoparallel.runtime.rendezvous import Hosts
-from autoparallel.runtime.weight_files import open_weights
+from autoparallel.runtime.checkpoint.weight_files import open_weights
+from autoparallel.runtime.launch.launch import is_launched, launch
+from autoparallel.runtime.launch.process import Job
+from autoparallel.runtime.launch.rendezvous import Hosts
 from autoparallel.verified import mark_verified
 
 VERIFY_DTYPES = ("fp64", "fp32")
@@ -198,7 +198,7 @@ def _start_on_host(
     name: str, path: Path, start: Start, hosts: Hosts, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Starts the ranks of this host, one of several."""
-    from autoparallel.runtime.agent import launch_on_hosts
+    from autoparallel.runtime.launch.agent import launch_on_hosts
 
     if is_launched(os.environ):
         raise UsageError(

@@ -16,7 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Precision
-from autoparallel.runtime.parameters import COMPUTE_DTYPES, StageParameter, precision_of
+from autoparallel.runtime.parameters.parameters import COMPUTE_DTYPES, StageParameter, precision_of
 from autoparallel.whole_module import Slot
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from autoparallel.cache import NO_CACHE, Cache
-from autoparallel.cost_model.cluster import Cluster, Device, Link
-from autoparallel.cost_model.quantity import parse_bytes, parse_rate
+from autoparallel.cost_model.cluster.cluster import Cluster, Device, Link
+from autoparallel.cost_model.cluster.quantity import parse_bytes, parse_rate
 from autoparallel.options import parse_parallel
 from autoparallel.plan_variants import EQUAL
 from autoparallel.planner.errors import UsageError
@@ -126,7 +126,7 @@ def changed_cluster(cluster: Cluster, changes: Sequence[str]) -> Cluster:
 
     Raises UsageError AP358 for an unknown figure and AP359 for a value that is none.
 
-    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> found = changed_cluster(parse_cluster("2x8xH100"), ["link.inter.bytes_per_second=50e9"])
     >>> found.inter_link.bytes_per_second
     50000000000.0

@@ -1,9 +1,9 @@
 """A parallel model's own modules with whole weights in them, for a while.
 
 In: a model whose parameters are this rank's shards, and what gathers them
-(``runtime.whole_weights``). Out: contexts inside which the model's own code runs: with all weights
-in place (``all_in_place``), or with each repeated layer's gathered when the layer is called and
-freed after it (``gathered_by_layer``), as fully sharded data parallelism does.
+(``runtime.step.whole_weights``). Out: contexts inside which the model's own code runs: with all
+weights in place (``all_in_place``), or with each repeated layer's gathered when the layer is called
+and freed after it (``gathered_by_layer``), as fully sharded data parallelism does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoparallel.runtime.global_values import whole
-from autoparallel.runtime.whole_weights import WholeWeights
+from autoparallel.runtime.parameters.global_values import whole
+from autoparallel.runtime.step.whole_weights import WholeWeights
 
 Slot = tuple[nn.Module, str]
 """A module and the name of a parameter or buffer that it holds."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autoparallel.at_start import say_if_drawn_apart, say_if_rows_are_apart
 from autoparallel.attempts import begin_attempt
 from autoparallel.call_form import CallForm
-from autoparallel.cost_model.profile.torch_tf32 import set_torch
+from autoparallel.cost_model.cluster.torch_tf32 import set_torch
 from autoparallel.data import TrainingData
 from autoparallel.elastic_plan import plan_for_ranks
 from autoparallel.first_step import compare_first_step
@@ -40,19 +40,19 @@ from autoparallel.planning import capture_program, record_target
 from autoparallel.run_options import RunOptions, as_asked, told
 from autoparallel.run_steps import RunSaves, Saving, take_steps
 from autoparallel.run_trace import RunTrace
-from autoparallel.runtime.compare import Quantity
-from autoparallel.runtime.membership import join_as
-from autoparallel.runtime.memory_counter import held_by
-from autoparallel.runtime.optimizer import default_optimizer
-from autoparallel.runtime.pretrained import Pretrained, pretrained
-from autoparallel.runtime.process import Worker
-from autoparallel.runtime.reference import Reference, reference_split, run_reference
-from autoparallel.runtime.replay import UpdateRule, run_replay, update_rule
+from autoparallel.runtime.launch.membership import join_as
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.messages.shared_objects import Pulse
+from autoparallel.runtime.parameters.pretrained import Pretrained, pretrained
+from autoparallel.runtime.profile.memory_counter import held_by
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
-from autoparallel.runtime.shared import Pulse
-from autoparallel.runtime.streamed import streamed
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.verify import verify as run_verification
+from autoparallel.runtime.step.streamed_ops import streamed
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.update.optimizer import default_optimizer
+from autoparallel.runtime.verify.async_reference import UpdateRule, run_replay, update_rule
+from autoparallel.runtime.verify.comparison import Quantity
+from autoparallel.runtime.verify.reference import Reference, reference_split, run_reference
+from autoparallel.runtime.verify.verify import verify as run_verification
 from autoparallel.served_training import check_served_run, train_served
 from autoparallel.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
 from autoparallel.targets import Target, load_target

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ..cost_model.cluster import Link
+from ..cost_model.cluster.cluster import Link
 from .graph import Block, Blocks, Graph, Node, Ref
 from .layout import INVARIANT, Layout, NodeLayout, conversion_steps
 from .plan import Recompute

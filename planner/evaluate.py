@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..cost_model.cluster import Cluster
+from ..cost_model.cluster.cluster import Cluster
 from . import rules as default_rules
 from .errors import PlanError
 from .gradient_sums import order_gain, with_sum_seconds

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..cost_model.cluster import Cluster
+from ..cost_model.cluster.cluster import Cluster
 from . import rules as default_rules
 from .asynchronous import check_asynchronous, check_forced, with_limits_of_schedule
 from .errors import AutoparallelError, InfeasibleError, InternalError, TimeLimitError, UsageError

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ..cost_model.memory import policy
+from ..cost_model.ops.memory import policy
 from .graph import Blocks, Graph
 from .layout import INVARIANT, Layout, local_shape
 from .plan import Plan, StagePlan

@@ -14,16 +14,21 @@ from math import ceil
 
 import numpy as np
 
-from ..cost_model.all_reduce import (
+from ..cost_model.cluster.cluster import Cluster
+from ..cost_model.collectives.all_reduce import (
     LIBRARY,
     algorithms_of,
     all_reduce_seconds,
     best_all_reduce,
     hosts_of,
 )
-from ..cost_model.cluster import Cluster
-from ..cost_model.collectives import Group, group_of
-from ..cost_model.gradient_order import BlockSeconds, SumSeconds, priority_order, step_seconds
+from ..cost_model.collectives.collectives import Group, group_of
+from ..cost_model.collectives.gradient_order import (
+    BlockSeconds,
+    SumSeconds,
+    priority_order,
+    step_seconds,
+)
 from .errors import UsageError
 from .gradient_buckets import BucketContents, held_gradients, make_buckets, summed_bytes
 from .graph import Blocks, Graph

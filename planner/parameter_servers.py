@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..cost_model.cluster import Cluster
-from ..cost_model.consistency import bound_of
-from ..cost_model.server_simulation import ServerJob, simulate_servers
+from ..cost_model.cluster.cluster import Cluster
+from ..cost_model.simulator.consistency import bound_of
+from ..cost_model.simulator.server_simulation import ServerJob, simulate_servers
 from .errors import InfeasibleError, UsageError
 from .graph import Blocks, Graph
 from .plan import Plan, ServerPlan

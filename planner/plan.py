@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
-from ..cost_model.cluster import Cluster
-from ..cost_model.consistency import Consistency
-from ..cost_model.memory import GradientDtype, StateOptions
-from ..cost_model.tf32 import has_tf32
+from ..cost_model.cluster.cluster import Cluster
+from ..cost_model.cluster.tf32 import has_tf32
+from ..cost_model.ops.memory import GradientDtype, StateOptions
+from ..cost_model.simulator.consistency import Consistency
 from .layout import Mesh, NodeLayout
 
 SCHEMA = 6
@@ -63,8 +63,8 @@ class GradientSum:
 
     The gradients are there when the backward of the stage's block ``block`` is done; -1: when the
     whole backward is. ``num_bytes`` is what is summed. ``algorithm``: what runs it (see
-    ``cost_model.all_reduce``): "library" is the all-reduce of gloo; NCCL chooses its own, and the
-    name is what it is taken to choose.
+    ``cost_model.collectives.all_reduce``): "library" is the all-reduce of gloo; NCCL chooses its
+    own, and the name is what it is taken to choose.
     """
 
     bucket: int

@@ -15,8 +15,8 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ..cost_model.cluster import Cluster
-from ..cost_model.cluster_file import from_dict, to_dict
+from ..cost_model.cluster.cluster import Cluster
+from ..cost_model.cluster.cluster_file import from_dict, to_dict
 from .errors import PlanError
 from .layout import Layout, Placement, format_layout, parse_layout
 from .plan import SCHEMA, Plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import replace
 
-from ..cost_model.actions import (
+from ..cost_model.simulator.actions import (
     INPUT_BACKWARD,
     RECV_FORWARD,
     SEND_FORWARD,

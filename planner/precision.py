@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..cost_model.cluster import Cluster
+from ..cost_model.cluster.cluster import Cluster
 from .errors import UsageError
 from .graph import Graph, Node
 from .plan import Precision

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..cost_model.cluster import Source
+from ..cost_model.cluster.cluster import Source
 from .evaluate import evaluate
 from .graph import Blocks, Graph
 from .plan import Plan, ProfileUse, StagePrediction

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..cost_model.cluster import Cluster
+from ..cost_model.cluster.cluster import Cluster
 from . import rules as default_rules
 from .evaluate import evaluate
 from .find_plan import search

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..cost_model.cluster import Cluster
-from ..cost_model.collectives import collective_seconds, group_of
+from ..cost_model.cluster.cluster import Cluster
+from ..cost_model.collectives.collectives import collective_seconds, group_of
 from .errors import PlanError
 from .graph import Graph
 from .plan import Plan, StagePlan

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
-from ..cost_model.cluster import Cluster
-from ..cost_model.consistency import Consistency
+from ..cost_model.cluster.cluster import Cluster
+from ..cost_model.simulator.consistency import Consistency
 from .errors import InfeasibleError, UsageError
 from .graph import Graph
 from .plan import Alternative, Plan

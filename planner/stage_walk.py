@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..cost_model.cluster import Cluster, Link
-from ..cost_model.memory import reserve_bytes
+from ..cost_model.cluster.cluster import Cluster, Link
+from ..cost_model.ops.memory import reserve_bytes
 from .block_walk import BlockCost, BlockForms, Layouts, Reads, Setting, block_cost
 from .errors import PlanError
 from .graph import Block, Blocks, Graph, Ref

@@ -119,7 +119,7 @@ def test_the_reference_of_commands_has_every_option(references: ModuleType) -> N
 
 
 def test_the_reference_of_plans_has_every_field(references: ModuleType) -> None:
-    from autoparallel.cost_model.cluster import Host
+    from autoparallel.cost_model.cluster.cluster import Host
     from autoparallel.planner.plan import Plan, StagePlan
 
     page = references.plan_page()
@@ -130,8 +130,8 @@ def test_the_reference_of_plans_has_every_field(references: ModuleType) -> None:
 
 
 def test_the_reference_of_devices_has_every_source(references: ModuleType) -> None:
-    from autoparallel.cost_model.link_presets import LINKS
-    from autoparallel.cost_model.presets import PRESETS
+    from autoparallel.cost_model.cluster.link_presets import LINKS
+    from autoparallel.cost_model.cluster.presets import PRESETS
 
     page = references.devices_page()
     for name, preset in PRESETS.items():

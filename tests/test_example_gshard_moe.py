@@ -13,7 +13,7 @@ from kept_captures import capture_once
 from marks import slow
 from processes import run_processes
 
-from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.initialization.deferred_init import Deferred, plain_build
 from autoparallel.passes.programs.inputs import random_batch
@@ -23,9 +23,9 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.rules import axis_strategies
 from autoparallel.planning import PlanOptions, plan_program
-from autoparallel.runtime.reference import run_reference
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.verify import verify
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.verify.reference import run_reference
+from autoparallel.runtime.verify.verify import verify
 from autoparallel.targets import Target, load_target
 
 MOE = example("gshard_moe")

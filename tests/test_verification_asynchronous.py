@@ -1,7 +1,8 @@
 """Asynchronous schedules on real processes, held to one process that makes the same updates.
 
-The truth (``runtime.replay``) takes the papers' rules, knows no action table, and runs the plain
-model; losses, the last gradients and the weights after three steps agree to 1e-9 in float64.
+The truth (``runtime.verify.async_reference``) takes the papers' rules, knows no action table, and
+runs the plain model; losses, the last gradients and the weights after three steps agree to 1e-9 in
+float64.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from one_device import loss_of
 from processes import run_processes
 from test_verification import captured, target
 
-from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.capture.counter_random import batch_dims
 from autoparallel.passes.capture.modes import promote_to_float64
@@ -26,11 +27,11 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, plan_program
-from autoparallel.runtime.compare import Verification
-from autoparallel.runtime.reference import Reference, reference_split
-from autoparallel.runtime.replay import run_replay, update_rule
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.verify import verify
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.verify.async_reference import run_replay, update_rule
+from autoparallel.runtime.verify.comparison import Verification
+from autoparallel.runtime.verify.reference import Reference, reference_split
+from autoparallel.runtime.verify.verify import verify
 
 SEQ, GLOBAL_BATCH, STEPS = 16, 16, 3
 SCHEDULES = ("pipedream", "pipedream-2bw", "ampnet")

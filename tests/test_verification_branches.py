@@ -16,7 +16,7 @@ from marks import slow
 from one_device import build_optimizer, reference_of
 from processes import run_processes
 
-from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
+from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
 from autoparallel.passes.initialization.deferred_init import Deferred
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
@@ -28,10 +28,10 @@ from autoparallel.planner.pricing.branches import stage_edges, stage_starts
 from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planning import PlanOptions, plan_program
-from autoparallel.runtime.compare import Verification
-from autoparallel.runtime.reference import Reference
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.verify import verify
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.verify.comparison import Verification
+from autoparallel.runtime.verify.reference import Reference
+from autoparallel.runtime.verify.verify import verify
 from autoparallel.targets import Target, load_target
 
 BATCH = 8

@@ -8,7 +8,7 @@ from processes import run_processes
 from test_verification import planned, verify_all
 
 from autoparallel.planner.plan_file import loads
-from autoparallel.runtime.gradients import PlannedSums
+from autoparallel.runtime.update.gradients import PlannedSums
 
 FOUR = (
     "dp=4,allreduce=tree",

@@ -16,7 +16,7 @@ from one_device import build_optimizer, reference_of
 from processes import run_processes
 from trained_models import target
 
-from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.initialization.deferred_init import Deferred, record_build
 from autoparallel.passes.programs.inputs import random_batch
@@ -24,10 +24,10 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, capture_rows, plan_program
-from autoparallel.runtime.compare import Verification
-from autoparallel.runtime.reference import Reference
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.verify import verify
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.verify.comparison import Verification
+from autoparallel.runtime.verify.reference import Reference
+from autoparallel.runtime.verify.verify import verify
 
 GLOBAL_BATCH = 8
 PARALLEL = ("dp=2", "tp=2", "pp=2")

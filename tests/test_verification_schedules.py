@@ -9,12 +9,12 @@ import pytest
 from processes import run_processes
 from test_verification import GLOBAL_BATCH, captured, check_verified, target, verify_all
 
-from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, plan_program
-from autoparallel.runtime.compare import Verification
+from autoparallel.runtime.verify.comparison import Verification
 
 TWO = (
     ("gpt-tied", "pp=2,schedule=interleaved-1f1b,chunks=2,microbatches=4"),

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from autoparallel.cost_model.cluster import Cluster, Device, Link
-    from autoparallel.cost_model.wires import Wires
+    from autoparallel.cost_model.cluster.cluster import Cluster, Device, Link
+    from autoparallel.cost_model.cluster.gpu_links import Wires
 
 ClusterArgument = Annotated[
     str, typer.Argument(metavar="CLUSTER", help="local, 8xH100, 4x8xA100-80GB, cpu:4, a TOML file")
@@ -156,7 +156,7 @@ def figure_table(figures: Figures) -> Table:
 
 
 def _show_presets(json: bool) -> None:
-    from autoparallel.cost_model.presets import PRESETS
+    from autoparallel.cost_model.cluster.presets import PRESETS
     from autoparallel.report.printing import plain_table
     from autoparallel.report.words import bytes_text, rate_text
 

@@ -36,7 +36,7 @@ def doctor(
 
     from autoparallel.doctor.checks import check_machine
     from autoparallel.doctor.facts import machine_facts
-    from autoparallel.runtime.launch import is_launched
+    from autoparallel.runtime.launch.launch import is_launched
 
     wanted = _wanted(plan, cluster)
     is_joined = is_launched(os.environ)
@@ -70,9 +70,9 @@ def _wanted(plan: str | None, cluster: str | None) -> Wanted:
 
 def _examined(wanted: Wanted, timeout: float) -> list[Finding]:
     """What the ranks of the cluster find: those of torchrun, or processes of this machine."""
-    from autoparallel.cost_model.cluster_file import to_dict
+    from autoparallel.cost_model.cluster.cluster_file import to_dict
     from autoparallel.doctor.checks import Finding
-    from autoparallel.runtime.launch import launch
+    from autoparallel.runtime.launch.launch import launch
 
     assert wanted.cluster is not None
     found: list[dict[str, Any]] = launch(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from autoparallel.runtime.rendezvous import Hosts
+    from autoparallel.runtime.launch.rendezvous import Hosts
 
 NumHostsOption = Annotated[
     str | None,

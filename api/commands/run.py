@@ -33,7 +33,7 @@ from autoparallel.options import parse_settings
 
 if TYPE_CHECKING:
     from autoparallel.planning import PlanOptions
-    from autoparallel.runtime.update import OnNan
+    from autoparallel.runtime.update.update import OnNan
 
 SourceArgument = Annotated[
     str,

@@ -101,8 +101,8 @@ def _draw(
     slices: int,
     json: bool,
 ) -> None:
-    from autoparallel.cost_model.actions import format_table
-    from autoparallel.cost_model.simulator import StageCosts, simulate
+    from autoparallel.cost_model.simulator.actions import format_table
+    from autoparallel.cost_model.simulator.simulator import StageCosts, simulate
     from autoparallel.planner.schedules.check import check_schedule, peak_of_ranks
     from autoparallel.planner.schedules.schedules import build_schedule
 
@@ -128,7 +128,7 @@ def _draw(
             "bubble_fraction": timeline.bubble_fraction,
         })  # fmt: skip
         return
-    from autoparallel.cost_model.schedule_text import draw_schedule
+    from autoparallel.cost_model.simulator.schedule_text import draw_schedule
 
     console = stdout_console()
     console.print(f"{info.name}: {info.description}", highlight=False, markup=False)

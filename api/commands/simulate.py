@@ -21,7 +21,7 @@ from autoparallel.options import parse_parallel, parse_settings
 from autoparallel.planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoparallel.cost_model.cluster import Cluster
+    from autoparallel.cost_model.cluster.cluster import Cluster
     from autoparallel.planner.configured.configuration import Configuration
     from autoparallel.planner.requests.request import Forced
     from autoparallel.planner.schedules.schedules import ScheduleInfo

@@ -15,12 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from autoparallel.commands.options import print_json, stdout_console
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.compute import least_seconds
-from autoparallel.cost_model.memory import policy
-from autoparallel.cost_model.timeline import Timeline
-from autoparallel.cost_model.timeline_text import draw
-from autoparallel.cost_model.trace import chrome_trace, rank_name
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.ops.compute import least_seconds
+from autoparallel.cost_model.ops.memory import policy
+from autoparallel.cost_model.simulator.timeline import Timeline
+from autoparallel.cost_model.simulator.timeline_text import draw
+from autoparallel.cost_model.simulator.trace import chrome_trace, rank_name
 from autoparallel.planner.configured.configuration import (
     Configuration,
     ConfigurationPricer,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from autoparallel.cost_model.dispatch import DISPATCHERS
+from autoparallel.cost_model.collectives.dispatch import DISPATCHERS
 from autoparallel.options import did_you_mean
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.errors import UsageError

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from autoparallel.cost_model.cluster_file import from_dict
+from autoparallel.cost_model.cluster.cluster_file import from_dict
 from autoparallel.doctor.checks import Finding, Wanted, check_machine
 from autoparallel.doctor.cluster import check_cluster
 from autoparallel.doctor.facts import machine_facts
-from autoparallel.runtime.membership import join_as
-from autoparallel.runtime.process import Worker
-from autoparallel.runtime.profile_pairs import all_pair_times, rank_facts, rounds_of
-from autoparallel.runtime.shared import gather_values
+from autoparallel.runtime.launch.membership import join_as
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.messages.shared_objects import gather_values
+from autoparallel.runtime.profile.pairs import all_pair_times, rank_facts, rounds_of
 
 
 def examine(

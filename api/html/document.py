@@ -12,9 +12,9 @@ from math import isclose
 from typing import Any
 
 from autoparallel.baselines import fastest
-from autoparallel.cost_model.memory import policy
-from autoparallel.cost_model.timeline import Timeline
-from autoparallel.cost_model.trace import NAMES, rank_name
+from autoparallel.cost_model.ops.memory import policy
+from autoparallel.cost_model.simulator.timeline import Timeline
+from autoparallel.cost_model.simulator.trace import NAMES, rank_name
 from autoparallel.html.candidates import candidate_chart
 from autoparallel.html.looks import MEMORY_LOOKS, MEMORY_MEANINGS, TIME_LOOKS
 from autoparallel.html.memory_chart import memory_chart

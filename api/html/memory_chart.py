@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoparallel.cost_model.actions import Action
-from autoparallel.cost_model.timeline import Event
+from autoparallel.cost_model.simulator.actions import Action
+from autoparallel.cost_model.simulator.timeline import Event
 from autoparallel.html.charts import BOTTOM, FAR, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Tick
 from autoparallel.html.scales import Scale, number, ticks
 from autoparallel.report.facts import MEMORY_ORDER

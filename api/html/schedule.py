@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoparallel.cost_model.actions import SENDS, Action
-from autoparallel.cost_model.timeline import STREAMS, Event, Timeline
+from autoparallel.cost_model.simulator.actions import SENDS, Action
+from autoparallel.cost_model.simulator.timeline import STREAMS, Event, Timeline
 from autoparallel.html.scales import box
 
 UNITS = 100_000

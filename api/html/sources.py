@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoparallel.baselines import Baseline
-from autoparallel.cost_model.cluster import Device, Link
+from autoparallel.cost_model.cluster.cluster import Device, Link
 from autoparallel.planner.plan import Plan
 from autoparallel.report.confidence import gap_text
 from autoparallel.report.facts import memory_source

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 
@@ -108,7 +108,7 @@ def job_of(
 def are_alike(cluster: Cluster) -> bool:
     """Whether hosts may change places: equal devices and links, and no racks that matter.
 
-    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> are_alike(parse_cluster("4x8xH100")), are_alike(parse_cluster("8xA100+8xH100"))
     (True, False)
     """

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from math import isclose
 
-from autoparallel.cost_model.simulator import simulate
-from autoparallel.cost_model.stage_costs import Buckets, StageCosts
-from autoparallel.cost_model.timeline import Timeline
-from autoparallel.cost_model.timeline_text import draw
+from autoparallel.cost_model.simulator.simulator import simulate
+from autoparallel.cost_model.simulator.stage_costs import Buckets, StageCosts
+from autoparallel.cost_model.simulator.timeline import Timeline
+from autoparallel.cost_model.simulator.timeline_text import draw
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.step import message_seconds
 from autoparallel.planner.schedules.schedules import build_schedule

@@ -18,7 +18,7 @@ from torch import nn
 
 from autoparallel.lora import parse_lora, target_paths
 from autoparallel.planner.errors import PlanError
-from autoparallel.runtime.optimizer import (
+from autoparallel.runtime.update.optimizer import (
     ELEMENTWISE,
     LEARNING_RATE,
     MOMENTUM,
@@ -214,7 +214,8 @@ def _optimizer(found: Exported, module: str) -> list[str]:
 
 
 def _takes_names(build: object) -> bool:
-    """Whether ``build_optimizer`` takes pairs of a name and a parameter (``runtime.optimizer``)."""
+    """Whether ``build_optimizer`` takes pairs of a name and a parameter
+    (``runtime.update.optimizer``)."""
     assert callable(build)
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(build).parameters.values()

@@ -21,7 +21,7 @@ from autoparallel.passes.programs.interpret import LITERAL
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.graph import Graph, Node, Ref, map_refs
 from autoparallel.planner.layout import Mesh
-from autoparallel.runtime.parameters import Formats
+from autoparallel.runtime.parameters.parameters import Formats
 from autoparallel.script.blocks import block_function
 from autoparallel.script.expressions import (
     INDENT,

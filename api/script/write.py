@@ -14,7 +14,7 @@ from autoparallel.plan_exports import WrittenPlan, torchrun
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan import Plan
 from autoparallel.report.page import configuration_text
-from autoparallel.runtime.parameters import Formats
+from autoparallel.runtime.parameters.parameters import Formats
 from autoparallel.script.expressions import INDENT
 from autoparallel.script.model import ModelText, model_text
 from autoparallel.script.parts import Parts, collect, taken_names, trimmed

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from autoparallel.cost_model.actions import compute_only
+from autoparallel.cost_model.simulator.actions import compute_only
 from autoparallel.plan_exports import torchrun
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision

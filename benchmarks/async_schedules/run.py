@@ -26,8 +26,8 @@ from plot import Curve, draw
 from autoparallel.options import parse_parallel
 from autoparallel.plan_io import save_plan
 from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.runtime.launch import launch
-from autoparallel.runtime.process import Worker
+from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.process import Worker
 from autoparallel.targets import load_target
 
 HERE = Path(__file__).parent
@@ -126,7 +126,7 @@ def train(worker: Worker, *, plan_path: str, steps: int, seed: int) -> list[floa
     """The loss of each of the plan's steps, on a rank."""
     import torch
 
-    from autoparallel.runtime.membership import join_as
+    from autoparallel.runtime.launch.membership import join_as
     from autoparallel.worker import load_job, make_trainer
 
     plan, target = load_job(plan_path)

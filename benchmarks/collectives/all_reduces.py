@@ -31,16 +31,16 @@ from clusters import CLUSTERS, NUM_RANKS, Emulated
 from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoparallel.cost_model.all_reduce import (
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.collectives.all_reduce import (
     LEAST_GAIN,
     LIBRARY,
     algorithms_of,
     all_reduce_seconds,
     hosts_of,
 )
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.collectives import group_of
-from autoparallel.runtime.all_reduces import AllReduces
+from autoparallel.cost_model.collectives.collectives import group_of
+from autoparallel.runtime.messages.all_reduces import AllReduces
 
 NETWORKS = ("flat slow", "two islands")
 SIZES = (4_000, 64_000, 1_000_000, 8_000_000)

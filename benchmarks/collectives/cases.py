@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 
-from autoparallel.cost_model.cluster import Link
-from autoparallel.cost_model.collectives import Group, collective_seconds, p2p_seconds
-from autoparallel.cost_model.link_presets import PROTOCOLS, Protocols
-from autoparallel.cost_model.presets import find_link
+from autoparallel.cost_model.cluster.cluster import Link
+from autoparallel.cost_model.cluster.link_presets import PROTOCOLS, Protocols
+from autoparallel.cost_model.cluster.presets import find_link
+from autoparallel.cost_model.collectives.collectives import Group, collective_seconds, p2p_seconds
 
 DATA = Path(__file__).parent / "data" / "nccl.csv"
 SMALLEST_BYTES = 16384

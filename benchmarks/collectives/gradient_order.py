@@ -31,13 +31,13 @@ from clusters import BYTES_PER_SECOND, CLUSTERS, FLOPS_PER_SECOND, NUM_RANKS
 from device import EmulatedDevice
 from ranks import Job, _Work, on_ranks
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.goals import plan_for
 from autoparallel.options import parse_parallel
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
 from autoparallel.planning import PlanOptions, capture_target, priced, request_of
-from autoparallel.runtime.all_reduces import AllReduces
+from autoparallel.runtime.messages.all_reduces import AllReduces
 from autoparallel.targets import load_target
 
 NETWORK = "flat slow"

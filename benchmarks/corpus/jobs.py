@@ -18,7 +18,7 @@ from autoparallel.asked import options_of
 from autoparallel.cache import MISSING, Cache
 from autoparallel.cache_shelf import FileShelf
 from autoparallel.cached_capture import CAPTURE
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.evaluate import Evaluator
 from autoparallel.planner.plan import Plan

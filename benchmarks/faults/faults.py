@@ -45,25 +45,25 @@ FAULTS = (
           "warmup=eager * ((depth[stage] if depth else num_ranks - stage) - 0),",
           "tests/planner/schedules"),
     # a ring of n ranks sends n parts
-    Fault("ring-share", "cost_model/collectives_formulas.py",
+    Fault("ring-share", "cost_model/collectives/formulas.py",
           "share = (n - 1) / n * num_bytes", "share = num_bytes",
           "tests/cost_model/test_collectives.py tests/cost_model/test_algorithms.py"),
     # ZeRO 1 does not shard the optimizer's states
-    Fault("optimizer-unsharded", "cost_model/memory.py",
+    Fault("optimizer-unsharded", "cost_model/ops/memory.py",
           "optimizer=part * policy.optimizer_bytes,",
           "optimizer=numel_local * policy.optimizer_bytes,",
           "tests/cost_model/test_memory.py"),
     # a collective slows nothing down
-    Fault("no-slowdown", "cost_model/overlap.py",
+    Fault("no-slowdown", "cost_model/simulator/overlap.py",
           "rate = 1 - self.slowed_share", "rate = 1",
           "tests/cost_model/test_overlap.py"),
     # the first send of a rank is as late as its last
-    Fault("latency-twice", "cost_model/action_costs.py",
+    Fault("latency-twice", "cost_model/simulator/action_costs.py",
           "found[key] = MessageCost(first, whole - first, calls[at], posts[at])",
           "found[key] = MessageCost(first, whole, calls[at], posts[at])",
           "tests/cost_model/test_simulator.py"),
     # activations are never freed
-    Fault("activations-kept", "cost_model/simulation.py",
+    Fault("activations-kept", "cost_model/simulator/simulation.py",
           "rank.held -= num_bytes", "rank.held -= 0",
           "tests/cost_model/test_simulator.py"),
     # the gradient of a bias is a mean
@@ -89,26 +89,26 @@ FAULTS = (
           "return (storage,)",
           "tests/passes/capture/test_capture.py"),
     # a rank holds the shard of the rank before
-    Fault("shard-offset", "runtime/shards.py",
+    Fault("shard-offset", "runtime/parameters/shards.py",
           "first = min(start + coordinates[0] * rows, stop)",
           "first = min(start + (coordinates[0] // 2) * rows, stop)",
           "tests/runtime/test_materialize.py"),
     # gradients are not clipped
-    Fault("clip-nothing", "runtime/optimizer.py",
+    Fault("clip-nothing", "runtime/update/optimizer.py",
           "return (max_norm / (norm + 1e-6)).clamp(max=1.0)",
           "return (max_norm / (norm + 1e-6)).clamp(min=1.0, max=1.0)",
           "tests/runtime/test_gradient_norm.py"),
     # the norm is that of the squares
-    Fault("norm-not-squared", "runtime/optimizer.py",
+    Fault("norm-not-squared", "runtime/update/optimizer.py",
           "norms]).to(torch.float64).square().sum()", "norms]).to(torch.float64).sum()",
           "tests/runtime/test_gradient_norm.py"),
     # the loss of a step is the sum over its micro-batches
-    Fault("loss-summed", "runtime/pipeline.py",
+    Fault("loss-summed", "runtime/step/pipeline.py",
           "return torch.stack(found).sum() / self.schedule.num_microbatches if found else None",
           "return torch.stack(found).sum() if found else None",
           "tests/runtime/test_pipeline.py"),
     # the oldest checkpoints stay
-    Fault("keeps-the-oldest", "runtime/checkpoint_folder.py",
+    Fault("keeps-the-oldest", "runtime/checkpoint/folder.py",
           "complete_checkpoints(folder)[: -max(keep, 1)]",
           "complete_checkpoints(folder)[max(keep, 1) :]",
           "tests/runtime/test_checkpoint_folder.py"),
@@ -157,25 +157,25 @@ FAULTS = (
           "key = (numel, self.optimizer, self.speed, self.profile)",
           "tests/planner/search/test_tables.py tests/planner/test_offload.py"),
     # collectives over several racks are priced as if all hosts stood in one
-    Fault("racks-ignored", "cost_model/collectives.py",
+    Fault("racks-ignored", "cost_model/collectives/collectives.py",
           "inter=cluster.host_link({host.rack for host in hosts}),", "inter=cluster.inter_link,",
           "tests/cost_model/test_cluster_file.py"),
     # ZeRO 2 needs no memory for the whole gradient of the running block
-    Fault("whole-gradient-forgotten", "cost_model/memory.py",
+    Fault("whole-gradient-forgotten", "cost_model/ops/memory.py",
           "gradient = numel * policy.gathered_bytes / 2 if zero >= 2 else 0.0",
           "gradient = numel * policy.gathered_bytes / 2 if zero == 3 else 0.0",
           "tests/cost_model/test_memory.py"),
     # a stage that two others feed does not wait for the second of them
-    Fault("first-message-enough", "cost_model/simulation.py",
+    Fault("first-message-enough", "cost_model/simulator/simulation.py",
           "if come + 1 < needed:", "if come + 2 < needed:",
           "tests/cost_model/test_simulator.py"),
     # a trace shows the memory of the first rank for each of them
-    Fault("memory-of-another-rank", "cost_model/trace.py",
+    Fault("memory-of-another-rank", "cost_model/simulator/trace.py",
           "found += _counter(rank, timeline.memory_bytes[rank])",
           "found += _counter(rank, timeline.memory_bytes[0])",
           "tests/cost_model/test_trace.py"),
     # in zero-bubble schedules no backward of weights is the last: ZeRO 1 never sums gradients
-    Fault("no-last-weight-backward", "cost_model/actions.py",
+    Fault("no-last-weight-backward", "cost_model/simulator/actions.py",
           "if action.kind in (BACKWARD, WEIGHT_BACKWARD):",
           "if action.kind in (BACKWARD, INPUT_BACKWARD):",
           "tests/cost_model/test_actions.py"),
@@ -203,25 +203,25 @@ FAULTS = (
           "is_sharded = self.stage.zero > 1 and shards > 1",
           "tests/passes/memory/test_stage_memory.py"),
     # gradients are summed over as many axes as the bucket that has the fewest
-    Fault("second-axis-not-summed", "runtime/gradients.py",
+    Fault("second-axis-not-summed", "runtime/update/gradients.py",
           "max((len(bucket.axes) for bucket in self.buckets), default=0)",
           "min((len(bucket.axes) for bucket in self.buckets), default=0)",
           "tests/runtime/test_random_plans.py"),
     # of a tied parameter all stages get the gradient of the first
-    Fault("tied-not-summed", "runtime/tied.py",
+    Fault("tied-not-summed", "runtime/parameters/tied_parameters.py",
           "for term in ordered[1:]:", "for term in ordered[2:]:",
           "tests/runtime/test_chimera.py tests/test_verification.py"),
     # from a checkpoint every rank loads rank 0's tensors of what each rank had of its own
-    Fault("part-of-rank-0", "runtime/checkpoint_parts.py",
+    Fault("part-of-rank-0", "runtime/checkpoint/parts.py",
           'return rank, [f"{PREFIX}{name}.{rank}.{i}" for i',
           'return rank, [f"{PREFIX}{name}.0.{i}" for i',
           "tests/api/test_checkpoints.py"),
     # parameters that two stages hold count twice in the norm by which gradients are clipped
-    Fault("tied-twice-in-the-norm", "runtime/rank_model.py",
+    Fault("tied-twice-in-the-norm", "runtime/step/rank_model.py",
           "if (index, name) not in self.tied.elsewhere", "if name not in self.tied.elsewhere",
           "tests/api/test_adoption.py"),
     # what ZeRO 1 and 2 gathered for a forward without gradients stays, though weights change
-    Fault("stale-gathered", "runtime/zero.py",
+    Fault("stale-gathered", "runtime/parameters/zero.py",
           "group.reshard()", "group.reshard() if stage.zero == 3 else None",
           "tests/runtime/test_zero.py tests/api/test_module.py"),
     # a plan goes on with a buffer's old values after a script has written to it

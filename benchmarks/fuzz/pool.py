@@ -135,7 +135,7 @@ def _rank(end: Connection, folder: str, rank: int, num_ranks: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from autoparallel.cost_model import detect
+    from autoparallel.cost_model.cluster import detect
 
     torch.set_num_threads(1)
     detect._PATIENCE_SECONDS = BRIEF_SECONDS

@@ -21,8 +21,8 @@ from autoparallel.plan_io import save_plan
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.schedules.catalogue import SCHEDULES
 from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.runtime.launch import launch
-from autoparallel.runtime.process import Worker
+from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.process import Worker
 from autoparallel.targets import load_target
 from autoparallel.worker import verify
 

@@ -4,7 +4,7 @@
 plan: it is planned, its memory is predicted by running its stages on fake tensors
 (``passes.memory.stage_memory``) and by the rules that the search uses, and it is trained for a few
 steps on as many gloo processes as it has devices, where every storage is counted
-(``runtime.memory_counter``). The batch that the caller holds is in neither.
+(``runtime.profile.memory_counter``). The batch that the caller holds is in neither.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.memory.stage_memory import stage_memory
 from autoparallel.plan_io import save_plan
 from autoparallel.planner.plan import Precision
 from autoparallel.planning import PlanOptions, capture_target, plan_program
-from autoparallel.runtime.launch import launch
+from autoparallel.runtime.launch.launch import launch
 from autoparallel.targets import load_target
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

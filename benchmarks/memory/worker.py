@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 
 from autoparallel.passes.programs.inputs import random_batch
-from autoparallel.runtime.membership import join_as
-from autoparallel.runtime.memory_counter import measure_step
-from autoparallel.runtime.process import Worker
+from autoparallel.runtime.launch.membership import join_as
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.profile.memory_counter import measure_step
 from autoparallel.worker import load_job, make_trainer
 
 WARM_UP_STEPS = 2

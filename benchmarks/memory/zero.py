@@ -3,7 +3,7 @@
 ``python benchmarks/memory/zero.py [--ranks 2 4] [--write docs/zero.md]`` (needs root and
 ``iproute2``). A GPT is trained in bf16 under ZeRO 0 to 3 on gloo processes, each in a network
 namespace of its own. Counted are the bytes of parameters, gradients and optimizer states as the
-last backward of a step begins (``runtime.memory_counter``), and the bytes that each rank's
+last backward of a step begins (``runtime.profile.memory_counter``), and the bytes that each rank's
 interface sends in a step, headers and acknowledgements included. Source of the formulas:
 Rajbhandari et al. 2020, "ZeRO", figure 1 and section 7.
 """
@@ -27,15 +27,15 @@ import torch
 import torch.distributed as dist
 from ranks import COMPARED_STEPS, on_ranks
 
-from autoparallel.cost_model.memory import GradientDtype, policy, sent_bytes
-from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.ops.memory import GradientDtype, policy, sent_bytes
 from autoparallel.options import parse_parallel
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, capture_target, plan_program, record_target
-from autoparallel.runtime.memory_counter import states_before_last_backward
-from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.profile.memory_counter import states_before_last_backward
+from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.targets import Target, load_target
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.py"

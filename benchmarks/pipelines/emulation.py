@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoparallel.cost_model.actions import BACKWARD, COMPUTE, RECEIVES, SENDS, Schedule
-from autoparallel.cost_model.simulator import StageCosts, simulate
-from autoparallel.cost_model.timeline import Timeline
+from autoparallel.cost_model.simulator.actions import BACKWARD, COMPUTE, RECEIVES, SENDS, Schedule
+from autoparallel.cost_model.simulator.simulator import StageCosts, simulate
+from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.passes.local.stage_cut import Boundary
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, Mesh
 from autoparallel.planner.schedules.schedules import build_schedule, find_schedule
-from autoparallel.runtime.exchange import Exchange
-from autoparallel.runtime.handover import Handover, split_boundaries
-from autoparallel.runtime.pipeline import ActionTiming, Hooks, PipelineRunner
+from autoparallel.runtime.messages.exchange import Exchange
+from autoparallel.runtime.messages.local_transfer import Handover, split_boundaries
+from autoparallel.runtime.step.pipeline import ActionTiming, Hooks, PipelineRunner
 
 CPU = torch.device("cpu")
 LEAD_SECONDS = 0.02

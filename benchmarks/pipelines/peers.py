@@ -27,8 +27,8 @@ from autoparallel.options import parse_parallel, parse_settings
 from autoparallel.plan_io import save_plan
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.runtime.launch import launch
-from autoparallel.runtime.process import Worker
+from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.process import Worker
 from autoparallel.targets import load_target
 
 GPT = Path(__file__).resolve().parents[2] / "examples" / "gpt.py"
@@ -123,7 +123,7 @@ def compare(
     import torch
     import torch.distributed as dist
 
-    from autoparallel.runtime.membership import join_as
+    from autoparallel.runtime.launch.membership import join_as
     from autoparallel.worker import load_job, make_trainer
 
     plan, target = load_job(plan_path)
@@ -226,8 +226,8 @@ def same_modules(trainer: Any, target: Any) -> dict[int, Any]:
     from torch import nn
 
     from autoparallel.planning import record_target
-    from autoparallel.runtime.communicator import ProcessCommunicator
-    from autoparallel.runtime.initial_values import constants_of, fill_stages
+    from autoparallel.runtime.messages.communicator import ProcessCommunicator
+    from autoparallel.runtime.parameters.initial_values import constants_of, fill_stages
 
     weights = record_target(target, 0)
 

@@ -40,7 +40,7 @@ from autoparallel.targets import Target, load_target
 from benchmarks.planning.cases import BY_NAME
 
 if TYPE_CHECKING:
-    from autoparallel.cost_model.cluster import Cluster
+    from autoparallel.cost_model.cluster.cluster import Cluster
     from autoparallel.passes.programs.program import Program
 
 CASE = BY_NAME["llama-3-405b"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autoparallel.cost_model.cluster import STATE_COLLECTIVES, Cluster, Device, Host, Link
+from autoparallel.cost_model.cluster.cluster import STATE_COLLECTIVES, Cluster, Device, Host, Link
 
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 10e9, 10e9
 """What an emulated device does: so little that the machine's own two cores do not matter."""

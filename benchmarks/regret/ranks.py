@@ -19,7 +19,7 @@ from clusters import BYTES_PER_SECOND, FLOPS_PER_SECOND, Emulated
 from device import EmulatedDevice
 from links import Place
 
-from autoparallel.cost_model.collectives import group_of
+from autoparallel.cost_model.collectives.collectives import group_of
 from autoparallel.cost_model.profile.records import Transfer
 from autoparallel.cost_model.profile.transfers import level_of
 from autoparallel.passes.programs.inputs import random_batch
@@ -27,7 +27,7 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import loads
 from autoparallel.planning import PlanOptions, capture_target, record_target
 from autoparallel.profile_transfers import LinkTodo
-from autoparallel.runtime.profile_links import (
+from autoparallel.runtime.profile.links import (
     COLLECTIVES,
     STATES,
     Links,
@@ -35,7 +35,7 @@ from autoparallel.runtime.profile_links import (
     measure_links,
     neighbours,
 )
-from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.targets import Target, load_target
 
 CLONE_NEWNET = 0x40000000

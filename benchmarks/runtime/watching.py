@@ -19,8 +19,8 @@ import torch.distributed as dist
 from autoparallel.options import parse_parallel, parse_settings
 from autoparallel.plan_io import save_plan
 from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.runtime.launch import launch
-from autoparallel.runtime.process import Worker
+from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.process import Worker
 from autoparallel.targets import load_target
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
@@ -31,9 +31,9 @@ WARM_STEPS, PAIRS = 10, 300
 def compare(worker: Worker, plan_path: str) -> dict[str, float]:
     """The seconds of a step without watching, and the ratios of time and of processor time."""
     from autoparallel import worker as entries
-    from autoparallel.runtime.stage import StageBlock
-    from autoparallel.runtime.stopping import Stop
-    from autoparallel.runtime.stragglers import WorkSampler
+    from autoparallel.runtime.launch.stopping import Stop
+    from autoparallel.runtime.parameters.stage import StageBlock
+    from autoparallel.runtime.profile.stragglers import WorkSampler
 
     is_watched = True
     seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}

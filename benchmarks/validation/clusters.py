@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from autoparallel.cost_model.cluster import Cluster, ClusterError, Device, Host, Link
-from autoparallel.cost_model.presets import Preset, find_link, find_preset
+from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError, Device, Host, Link
+from autoparallel.cost_model.cluster.presets import Preset, find_link, find_preset
 
 HARDWARE = Path(__file__).with_name("data") / "hardware.csv"
 SPELLINGS = {

@@ -13,7 +13,7 @@ from math import sqrt
 from pathlib import Path
 from statistics import NormalDist
 
-from autoparallel.cost_model.dispatch import DISPATCHERS, Dispatcher
+from autoparallel.cost_model.collectives.dispatch import DISPATCHERS, Dispatcher
 from autoparallel.options import parse_settings
 from autoparallel.passes.programs.program import Program as Captured
 from autoparallel.planner.configured.configuration import Configuration

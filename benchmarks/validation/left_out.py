@@ -21,7 +21,7 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from autoparallel.cost_model.presets import find_preset
+from autoparallel.cost_model.cluster.presets import find_preset
 from benchmarks.validation.experts import run_of
 from benchmarks.validation.pricing import Pricer, Result
 from benchmarks.validation.published import published

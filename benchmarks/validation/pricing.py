@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autoparallel.cost_model.cluster import ClusterError
-from autoparallel.cost_model.collectives import group_of
-from autoparallel.cost_model.memory import policy
+from autoparallel.cost_model.cluster.cluster import ClusterError
+from autoparallel.cost_model.collectives.collectives import group_of
+from autoparallel.cost_model.ops.memory import policy
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import ConfigurationPricer, PricedStep
 from autoparallel.planner.errors import AutoparallelError

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import cache
 from math import inf
 
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.memory import PrecisionPolicy
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.ops.memory import PrecisionPolicy
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision, Recompute
 from autoparallel.planner.precision import EIGHT_BITS

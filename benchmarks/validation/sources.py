@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
-from autoparallel.cost_model.collectives import Group, collective_seconds
-from autoparallel.cost_model.compute import op_seconds
+from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
+from autoparallel.cost_model.collectives.collectives import Group, collective_seconds
+from autoparallel.cost_model.ops.compute import op_seconds
 from autoparallel.planner.pricing.seconds import Seconds
 from autoparallel.planner.pricing.stage_cost import StageCost
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.memory import PrecisionPolicy, policy
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.ops.memory import PrecisionPolicy, policy
 from autoparallel.passes.programs.program import Program as Captured
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.pricing.basis import RUNTIME, CostAssumptions, Scaling

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 from math import inf
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Recompute
 from autoparallel.planner.pricing.basis import CostAssumptions

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.capture.modes import promote_to_float64
@@ -37,9 +37,9 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planner.rules.strategies import has_rule
 from autoparallel.planning import PlanOptions, capture_program, plan_program, record_target
-from autoparallel.runtime.reference import Reference, run_reference
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.verify import verify
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.verify.reference import Reference, run_reference
+from autoparallel.runtime.verify.verify import verify
 from autoparallel.targets import Target, load_target
 
 CONFIGS = Path(__file__).resolve().parents[2] / "tests" / "zoo"

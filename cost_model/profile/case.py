@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..tf32 import TFLOAT32
+from ..cluster.tf32 import TFLOAT32
 
 Product = tuple[int, int, int, int]
 

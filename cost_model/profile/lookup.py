@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..collectives import Group
+from ..collectives.collectives import Group
 from .case import OpCase
 from .database import Database
 from .environment import Environment, difference, nearest

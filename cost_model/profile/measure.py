@@ -24,14 +24,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..detect import available_memory_bytes
+from ..cluster.detect import available_memory_bytes
+from ..cluster.torch_tf32 import torch_computing
 from .arguments import MeasureError, build_call
 from .case import OpCase, ProfileError
 from .clocks import CpuClock, GpuClock, backward_of
 from .database import Database
 from .environment import Environment, difference, environment_of
 from .records import Measurement
-from .torch_tf32 import torch_computing
 
 _RUN_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError,

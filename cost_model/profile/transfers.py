@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..collectives import Group
+from ..collectives.collectives import Group
 from .case import ProfileError
 from .interpolation import pooled_adjacent
 from .records import Transfer
@@ -57,7 +57,7 @@ class TransferCurve:
 def level_of(group: Group) -> str:
     """The links a group talks over, by name: what a transfer is measured and found under.
 
-    >>> from ..cluster import Link
+    >>> from ..cluster.cluster import Link
     >>> fast, slow = Link("nvlink4", 0.0, 1.0), Link("ethernet-100g", 0.0, 1.0)
     >>> level_of(Group(8, 8, 1, fast, slow)), level_of(Group(4, 1, 4, fast, slow))
     ('intra:nvlink4', 'inter:ethernet-100g')

@@ -1,10 +1,11 @@
 """The communicators that each device has a part in while a plan runs on GPUs.
 
 In: a plan, and what crosses its stages. Out: their number by device. A communicator takes memory of
-its own (``cost_model.memory``). There is one of all devices (the loss, the gradient's norm, tied
-weights); one for each axis of a stage's mesh that has more than one device; one for each lane, the
-messages from one device to another; and one of the devices whose stages swap parts of values that
-they lay out unlike. The counterpart of ``runtime.mesh``, ``runtime.lanes``, ``runtime.handover``.
+its own (``cost_model.ops.memory``). There is one of all devices (the loss, the gradient's norm,
+tied weights); one for each axis of a stage's mesh that has more than one device; one for each lane,
+the messages from one device to another; and one of the devices whose stages swap parts of values
+that they lay out unlike. The counterpart of ``runtime.messages.process_mesh``,
+``runtime.messages.ordered_channels``, ``runtime.messages.local_transfer``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...cost_model.memory import exchange_bytes
+from ...cost_model.ops.memory import exchange_bytes
 from ...planner.block_walk import BlockCost
 from ...planner.pricing.assembly import GATHERED_BLOCKS
 from ...planner.pricing.stage_cost import together
@@ -140,7 +140,8 @@ class PricedStage:
 
     def _exchanged(self, block: BlockCost) -> tuple[float, float]:
         """The whole parameters of a block that are exchanged over "dp", in bytes as they compute
-        and as their gradients are summed: the inverse of ``cost_model.memory.exchange_bytes``."""
+        and as their gradients are summed: the inverse of
+        ``cost_model.ops.memory.exchange_bytes``."""
         rules, shards = self.walk.prices.policy, self.walk.prices.shards
         each = exchange_bytes(2, rules, self.walk.stage.zero, shards) / 2
         numel = block.states.gathered / each if each else 0.0

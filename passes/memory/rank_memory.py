@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ...cost_model.actions import (
+from ...cost_model.simulator.actions import (
     COMPUTE,
     FORWARD,
     INPUT_BACKWARD,

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from ...cost_model.memory import policy
+from ...cost_model.ops.memory import policy
 from ...planner.graph import Blocks, Graph
 from ...planner.layout import Layout, Mesh, local_shape
 from ...planner.plan import Plan
@@ -366,7 +366,7 @@ class _Run:
 
     def _ends(self, outputs: Mapping[str, Tensor]) -> list[_End]:
         """What a backward begins at; of what is sent only the place in autograd's graph is
-        kept, as ``runtime.executor`` does."""
+        kept, as ``runtime.step.executor`` does."""
         self.live.mark(
             (value for key, value in outputs.items() if key == self.program.loss), SAVED, over=False
         )

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
-from ...cost_model.actions import Action, Schedule
-from ...cost_model.memory import (
+from ...cost_model.ops.memory import (
     PrecisionPolicy,
     communicator_bytes,
     fragmentation_bytes,
@@ -24,6 +23,7 @@ from ...cost_model.memory import (
     policy_on,
     reserve_bytes,
 )
+from ...cost_model.simulator.actions import Action, Schedule
 from ...planner.errors import InfeasibleError
 from ...planner.evaluate import at_microbatch, walked_stages
 from ...planner.graph import Blocks, Graph, TensorSpec

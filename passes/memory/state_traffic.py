@@ -2,8 +2,8 @@
 
 In: a stage's parameters by block, the ZeRO stage, and the events of a micro-batch (a block's
 forward or backward begins or ends). Out: the bytes of gathered parameters, of buffers and of
-gradients, told to a ``LiveBytes``. The counterpart of ``runtime.zero`` and
-``runtime.gradients``; for ZeRO 1 to 3 the order is that of FSDP2's parameter groups
+gradients, told to a ``LiveBytes``. The counterpart of ``runtime.parameters.zero`` and
+``runtime.update.gradients``; for ZeRO 1 to 3 the order is that of FSDP2's parameter groups
 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): a block is gathered into a flat
 buffer and copied out of it, the buffer lives until the next copy; in the backward the block
 before is gathered meanwhile, gradients are copied into a flat buffer, which lives until the
@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ...cost_model.memory import PrecisionPolicy
+from ...cost_model.ops.memory import PrecisionPolicy
 from ...planner.layout import Mesh, Placement
 from ..local.stage_program import ParameterProgram, StageProgram
 from .storages import LiveBytes
@@ -56,7 +56,8 @@ class Owner:
 
 
 def is_sharded(declared: ParameterProgram, mesh: Mesh, zero: int) -> bool:
-    """Whether ZeRO shards a parameter over axis "dp" (``runtime.shards.is_fully_sharded``)."""
+    """Whether ZeRO shards a parameter over axis "dp"
+    (``runtime.parameters.shards.is_fully_sharded``)."""
     return (
         zero > 0
         and mesh.axes[0] == "dp"
@@ -77,7 +78,8 @@ def is_reduced(layout: Sequence[Placement], mesh: Mesh) -> bool:
 class StateTraffic:
     """The allocations of one micro-batch. ``reduces``: its backward is the step's last.
 
-    Of ``library`` "gloo" a reduce-scatter receives as much as it sends (``runtime.communicator``).
+    Of ``library`` "gloo" a reduce-scatter receives as much as it sends
+    (``runtime.messages.communicator``).
     """
 
     def __init__(

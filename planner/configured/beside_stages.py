@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ...cost_model.actions import Schedule
-from ...cost_model.memory import communicator_bytes, reserve_bytes
+from ...cost_model.ops.memory import communicator_bytes, reserve_bytes
+from ...cost_model.simulator.actions import Schedule
 from ..graph import Graph, Ref
 from ..layout import Mesh
 from ..pricing.structure import Run

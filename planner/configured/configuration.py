@@ -18,9 +18,9 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
-from ...cost_model.cluster import Cluster
-from ...cost_model.memory import GradientDtype, StateOptions
-from ...cost_model.timeline import Timeline
+from ...cost_model.cluster.cluster import Cluster
+from ...cost_model.ops.memory import GradientDtype, StateOptions
+from ...cost_model.simulator.timeline import Timeline
 from .. import rules as default_rules
 from ..budget import Budget
 from ..errors import UsageError

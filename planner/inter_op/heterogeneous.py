@@ -20,7 +20,7 @@ from itertools import accumulate, chain, islice, permutations, product, zip_long
 from math import factorial, gcd, prod
 from typing import TypeVar
 
-from ...cost_model.cluster import Cluster, Host
+from ...cost_model.cluster.cluster import Cluster, Host
 from ..budget import Budget
 from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
 from ..plan import Plan, StagePlan
@@ -48,7 +48,7 @@ class HostOrder:
 def host_orders(cluster: Cluster, most: int = MOST_ORDERS) -> tuple[HostOrder, ...]:
     """The orders of hosts to try, the given one first; just that one if all are alike.
 
-    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> [order.hosts for order in host_orders(parse_cluster("4x8xH100"))]
     [(0, 1, 2, 3)]
     >>> [order.hosts for order in host_orders(parse_cluster("2x8xA100+8xH100"))]
@@ -110,7 +110,7 @@ def _renumbered(stage: StagePlan, ranks: Sequence[int]) -> StagePlan:
 def pieces(cluster: Cluster, first: int, size: int) -> tuple[int, ...]:
     """How many of the ``size`` ranks from ``first`` on each host has.
 
-    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> pieces(parse_cluster("2x8xH100+4xH100"), 4, 16)
     (4, 8, 4)
     """
@@ -128,7 +128,7 @@ def pieces(cluster: Cluster, first: int, size: int) -> tuple[int, ...]:
 def inner_size(cluster: Cluster, first: int, size: int) -> int:
     """The largest number of neighbours that cut a run of ranks without crossing hosts.
 
-    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> inner_size(parse_cluster("2x8xH100+4xH100"), 0, 20)
     4
     >>> inner_size(parse_cluster("2048x8xH100"), 4, 16000)
@@ -147,7 +147,7 @@ def run_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
     Within a host a divisor of any host's size that is left, or all that is left; from there
     on whole hosts.
 
-    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> cluster = parse_cluster("8xH100+4xH100")
     >>> run_sizes(cluster, 0), run_sizes(cluster, 3), run_sizes(cluster, 8)
     ((1, 2, 4, 8, 12), (1, 2, 4, 5, 9), (1, 2, 4))

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
-from ...cost_model.cluster import Cluster
-from ...cost_model.memory import policy
+from ...cost_model.cluster.cluster import Cluster
+from ...cost_model.ops.memory import policy
 from ..expert_dims import expert_dims, is_expert_layer
 from ..graph import Graph, Node
 from ..layout import AxisStrategy, Mesh
@@ -168,7 +168,7 @@ def proposals(graph: Graph, cluster: Cluster, request: Request, rules: Rules) ->
 def submesh_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
     """How many ranks a stage that starts at rank ``first`` may have.
 
-    >>> from autoparallel.cost_model.shorthand import parse_cluster
+    >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> submesh_sizes(parse_cluster("2x6xH100"), 0), submesh_sizes(parse_cluster("2x6xH100"), 2)
     ((1, 2, 3, 4, 5, 6, 12), (1, 2, 3, 4))
     """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...cost_model.memory import reserve_bytes
+from ...cost_model.ops.memory import reserve_bytes
 from ..integer_programs.ilp import Alternative, Coupling, Memory, Problem, SharedBytes, Side
 from .decisions import Decision, Floats
 from .recompute_policy import NO_RECOMPUTE, RecomputePolicy

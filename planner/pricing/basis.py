@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...cost_model.cluster import Source
-from ...cost_model.collectives import CollectiveKind, Group
-from ...cost_model.dispatch import Dispatcher, Routing
-from ...cost_model.memory import PrecisionPolicy
+from ...cost_model.cluster.cluster import Source
+from ...cost_model.collectives.collectives import CollectiveKind, Group
+from ...cost_model.collectives.dispatch import Dispatcher, Routing
+from ...cost_model.ops.memory import PrecisionPolicy
 from ...cost_model.profile.case import OpCase
 from ...cost_model.profile.lookup import Profile
 from ..graph import Blocks
@@ -125,8 +125,8 @@ SCALINGS: Mapping[Scaling, tuple[str, float]] = {
     "tensorwise": (EIGHT_BITS, 1.0), "rowwise": ("float8_rowwise", 1.0),
     "mxfp8": ("mxfp8", 1 + 1 / 32), "nvfp4": ("nvfp4", 0.5 + 1 / 16),
 }  # fmt: skip
-"""The format of a product's factors, as ``cost_model.compute`` knows it, and the bytes of a cast
-element with its share of the scales."""
+"""The format of a product's factors, as ``cost_model.ops.compute`` knows it, and the bytes of a
+cast element with its share of the scales."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ another, the arms of a wide module.
 A value that goes from stage 0 to stage 2 by way of stage 1 needs no edge of its own, so edges
 are those of the transitive reduction. Stages that each need the one before them are a chain,
 the usual pipeline; anything else is a graph of which the schedule, the simulator and the
-runtime keep to the edges (``cost_model.actions.Schedule``).
+runtime keep to the edges (``cost_model.simulator.actions.Schedule``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from itertools import accumulate, pairwise
 
 import networkx as nx
 
-from ...cost_model.actions import Edges, Wiring, chain
-from ...cost_model.cluster import Cluster
+from ...cost_model.cluster.cluster import Cluster
+from ...cost_model.simulator.actions import Edges, Wiring, chain
 from ..plan import Plan
 from ..schedules.orders import depths
 from .structure import Structure

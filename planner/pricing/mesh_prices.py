@@ -17,10 +17,15 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from ...cost_model.cluster import Cluster, Device, Source
-from ...cost_model.collectives import CollectiveKind, Group, collective_seconds, group_of
-from ...cost_model.compute import with_attention
-from ...cost_model.memory import (
+from ...cost_model.cluster.cluster import Cluster, Device, Source
+from ...cost_model.collectives.collectives import (
+    CollectiveKind,
+    Group,
+    collective_seconds,
+    group_of,
+)
+from ...cost_model.ops.compute import with_attention
+from ...cost_model.ops.memory import (
     DEFAULT,
     PrecisionPolicy,
     StateOptions,

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ...cost_model.cluster import Cluster, Source
-from ...cost_model.collectives import Group
-from ...cost_model.dispatch import GroupLimit
+from ...cost_model.cluster.cluster import Cluster, Source
+from ...cost_model.collectives.collectives import Group
+from ...cost_model.collectives.dispatch import GroupLimit
 from ...cost_model.profile.lookup import Profile
 from ..expert_dims import ExpertDims
 from ..graph import TensorSpec

@@ -16,16 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from ...cost_model.cluster import Link, Source
-from ...cost_model.collectives import (
-    Group,
-    Library,
-    p2p_seconds,
-)
-from ...cost_model.compute import OpWork, eight_bit_seconds, host_seconds, rate, work_seconds
-from ...cost_model.dispatch import ROW_COPIES, dispatch_seconds
+from ...cost_model.cluster.cluster import Link, Source
+from ...cost_model.cluster.tf32 import TFLOAT32, product_dtype
+from ...cost_model.collectives.collectives import Group, Library, p2p_seconds
+from ...cost_model.collectives.dispatch import ROW_COPIES, dispatch_seconds
+from ...cost_model.ops.compute import OpWork, eight_bit_seconds, host_seconds, rate, work_seconds
 from ...cost_model.profile.lookup import Profile, level_of
-from ...cost_model.tf32 import TFLOAT32, product_dtype
 from ..expert_dims import FIRST_WEIGHT, is_expert_layer
 from ..graph import Node, TensorSpec
 from ..layout import (

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...cost_model.cluster import Source
+from ...cost_model.cluster.cluster import Source
 
 Floats = NDArray[np.float64]
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ...cost_model.stage_costs import Buckets
+from ...cost_model.simulator.stage_costs import Buckets
 from ..plan import Recompute
 from ..schedules.held import held_bytes
 from .assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ...cost_model.cluster import Link
+from ...cost_model.cluster.cluster import Link
 from ..classes import classes_of
 from ..graph import Node, Ref, TensorSpec
 from ..integer_programs.ilp import merge_classes

@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...cost_model.actions import Edges, Schedule, chain
-from ...cost_model.cluster import Cluster
-from ...cost_model.simulator import simulate, step_and_bubble
-from ...cost_model.stage_costs import StageCosts
-from ...cost_model.timeline import Timeline
+from ...cost_model.cluster.cluster import Cluster
+from ...cost_model.simulator.actions import Edges, Schedule, chain
+from ...cost_model.simulator.simulator import simulate, step_and_bubble
+from ...cost_model.simulator.stage_costs import StageCosts
+from ...cost_model.simulator.timeline import Timeline
 from ..plan import StagePrediction
 from ..schedules.schedules import build_schedule
 from .branches import WeightedEdges

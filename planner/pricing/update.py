@@ -6,8 +6,8 @@ that a rank steps. They are kept among the profile's transfers, on the level of 
 
 from __future__ import annotations
 
-from ...cost_model.cluster import Device
-from ...cost_model.memory import PrecisionPolicy
+from ...cost_model.cluster.cluster import Device
+from ...cost_model.ops.memory import PrecisionPolicy
 from ...cost_model.profile.lookup import Profile
 from ...cost_model.profile.transfers import TransferCurve, transfer_curve
 

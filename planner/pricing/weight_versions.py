@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...cost_model.actions import versions_held
-from ...cost_model.memory import PrecisionPolicy, policy
+from ...cost_model.ops.memory import PrecisionPolicy, policy
+from ...cost_model.simulator.actions import versions_held
 from ..plan import Plan
 from ..requests.request import ASYNCHRONOUS
 from ..schedules.schedules import build_schedule

@@ -18,7 +18,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...cost_model.cluster import Cluster
+from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.profile.case import OpCase, TensorCase, canonical
 from ...cost_model.profile.lookup import Factor, Profile
 from ...cost_model.profile.records import Measurement

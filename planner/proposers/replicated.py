@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ...cost_model.actions import FORWARD
+from ...cost_model.simulator.actions import FORWARD
 from ..errors import PlanError
 from ..intra_op.intra_op import StageAnswer
 from ..pricing.recompute_policy import RecomputePolicy

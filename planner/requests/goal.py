@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Literal
 
-from ...cost_model.cluster import Cluster
+from ...cost_model.cluster.cluster import Cluster
 from ..errors import UsageError
 
 Objective = Literal["time", "cost", "memory", "devices"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd, log2
 
-from ...cost_model.cluster import Cluster
+from ...cost_model.cluster.cluster import Cluster
 from ..errors import UsageError
 from ..expert_dims import experts_of_layers
 from ..graph import Graph

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from ...cost_model.all_reduce import BY_MESSAGES, LIBRARY
-from ...cost_model.consistency import Consistency
-from ...cost_model.memory import GradientDtype, StateOptions
+from ...cost_model.collectives.all_reduce import BY_MESSAGES, LIBRARY
+from ...cost_model.ops.memory import GradientDtype, StateOptions
+from ...cost_model.simulator.consistency import Consistency
 from ..errors import UsageError
 from ..plan import Float32Ops, GradientOrder, Offload, Precision, Recompute
 from .features import Features

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from ...cost_model.dispatch import GroupLimit
+from ...cost_model.collectives.dispatch import GroupLimit
 from ..expert_dims import FIRST_WEIGHT, is_expert_layer, is_join, is_view
 from ..graph import Graph, Node, TensorSpec
 from ..layout import REPLICATE, AxisStrategy, InnerCollective, NodeLayout, shard

@@ -1,7 +1,7 @@
 """The matrix products inside an op, by its local shapes.
 
 In: an op's name, its two factors, its output. Out: (batch, m, n, k) of m×k by k×n, as
-``cost_model.products`` prices them; none where the op is no product of two factors (an einsum
+``cost_model.ops.products`` prices them; none where the op is no product of two factors (an einsum
 of three operands, experts whose rows are dealt out at run time).
 """
 

@@ -14,7 +14,14 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol
 
-from ...cost_model.actions import BACKWARD, FORWARD, WEIGHT_BACKWARD, Action, Table, Weights
+from ...cost_model.simulator.actions import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT_BACKWARD,
+    Action,
+    Table,
+    Weights,
+)
 from .orders import (
     chimera,
     gpipe,
@@ -59,8 +66,8 @@ class InFlight(Protocol):
 class ScheduleInfo:
     """A schedule by name. ``chunks``: the least and most stages per rank that it takes.
 
-    Synchronous schedules give one device's result exactly; asynchronous ones update with
-    older or newer weights, as ``weights`` says (see ``cost_model.actions.weight_versions``).
+    Synchronous schedules give one device's result exactly; asynchronous ones update with older or
+    newer weights, as ``weights`` says (see ``cost_model.simulator.actions.weight_versions``).
     """
 
     name: str

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from itertools import pairwise
 
-from ...cost_model.actions import (
+from ...cost_model.simulator.actions import (
     BACKWARD,
     FORWARD,
     INPUT_BACKWARD,

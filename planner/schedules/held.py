@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ...cost_model.actions import (
+from ...cost_model.simulator.actions import (
     BACKWARD,
     FORWARD,
     INPUT_BACKWARD,

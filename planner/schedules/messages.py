@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from ...cost_model.actions import (
+from ...cost_model.simulator.actions import (
     BACKWARD,
     FORWARD,
     INPUT_BACKWARD,

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ...cost_model.actions import (
+from ...cost_model.simulator.actions import (
     BACKWARD,
     FORWARD,
     REDUCE,

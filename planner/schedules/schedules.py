@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...cost_model.actions import Edges, Schedule, Table, Wiring, chain
+from ...cost_model.simulator.actions import Edges, Schedule, Table, Wiring, chain
 from ..errors import UsageError
 from .catalogue import LOOPED, SCHEDULES, ScheduleInfo, Size
 from .messages import complete
@@ -68,7 +68,7 @@ def build_schedule(
     ``messages``. Raises UsageError for an unknown name, an empty pipeline, or chunks and
     micro-batches that the schedule cannot have.
 
-    >>> from autoparallel.cost_model.actions import format_table
+    >>> from autoparallel.cost_model.simulator.actions import format_table
     >>> print(format_table(build_schedule("1f1b", 2, 2).table))
     0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE 0STEP
     1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE 1STEP
@@ -103,7 +103,7 @@ def build_schedule(
 def compute_orders(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Table:
     """The forwards and backwards of each rank in a schedule's order, without messages.
 
-    >>> from autoparallel.cost_model.actions import format_table
+    >>> from autoparallel.cost_model.simulator.actions import format_table
     >>> print(format_table(compute_orders("1f1b", 2, 2)))
     0F0 0F1 0B0 0B1
     1F0 1B0 1F1 1B1

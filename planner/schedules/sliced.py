@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...cost_model.actions import BACKWARD, FORWARD, Action, Table
+from ...cost_model.simulator.actions import BACKWARD, FORWARD, Action, Table
 
 
 def terapipe(num_ranks: int, num_microbatches: int, num_slices: int) -> Table:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from ...cost_model.actions import (
+from ...cost_model.simulator.actions import (
     BACKWARD,
     FORWARD,
     INPUT_BACKWARD,

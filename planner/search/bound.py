@@ -30,8 +30,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ...cost_model.cluster import Device
-from ...cost_model.compute import COMPUTE_FAMILIES, rate
+from ...cost_model.cluster.cluster import Device
+from ...cost_model.ops.compute import COMPUTE_FAMILIES, rate
 from ..inter_op.heterogeneous import is_mixed
 from ..inter_op.sweep import Tiling
 from ..intra_op.elimination import BATCH_AXES, Factor, Floats

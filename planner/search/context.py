@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...cost_model.cluster import Cluster, Link
+from ...cost_model.cluster.cluster import Cluster, Link
 from ..budget import Budget
 from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
 from ..graph import Blocks, Graph

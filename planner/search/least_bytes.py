@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...cost_model.memory import PrecisionPolicy
+from ...cost_model.ops.memory import PrecisionPolicy
 from ..graph import Block, Ref, TensorSpec
 from ..pricing.kept_bytes import memory_of
 from ..pricing.prices import Prices

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...cost_model.cluster import Cluster
-from ...cost_model.compute import least_seconds
+from ...cost_model.cluster.cluster import Cluster
+from ...cost_model.ops.compute import least_seconds
 from ..graph import Node
 from ..intra_op.intra_op import StageAnswer
 from ..layout import INVARIANT, Layout, NodeLayout, conversion_steps

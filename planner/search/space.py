@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import groupby
 
-from ...cost_model.cluster import Cluster
+from ...cost_model.cluster.cluster import Cluster
 from ..inter_op.heterogeneous import is_mixed
 from ..inter_op.submesh import submesh_sizes
 from ..inter_op.sweep import Move, Tiling

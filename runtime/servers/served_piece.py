@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...cost_model.consistency import Clocks
+from ...cost_model.simulator.consistency import Clocks
 from ...planner.errors import UsageError
 from ...planner.server_shards import Shard
-from ..optimizer import ELEMENTWISE, BuildOptimizer, built, default_optimizer
+from ..update.optimizer import ELEMENTWISE, BuildOptimizer, built, default_optimizer
 
 
 class ServedPiece:

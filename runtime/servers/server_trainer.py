@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...cost_model.consistency import Clocks, bound_of
+from ...cost_model.simulator.consistency import Clocks, bound_of
 from ...passes.programs.program import Program
 from ...planner.plan import Plan, ServerPlan
 from ...planner.server_shards import Shard, shards_of
-from ..initial_values import Weights
-from ..mesh import DATA_AXIS
-from ..optimizer import BuildOptimizer
-from ..rank_model import RankModel
-from ..training_step import StepResult
-from ..variants import variant_of
+from ..data.variants import variant_of
+from ..messages.process_mesh import DATA_AXIS
+from ..parameters.initial_values import Weights
+from ..step.rank_model import RankModel
+from ..step.training_step import StepResult
+from ..update.optimizer import BuildOptimizer
 from .channels import Channel, LocalChannel, PeerChannel
 from .links import Key, Link, Traffic
 from .served_piece import ServedPiece

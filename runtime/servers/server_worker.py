@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ...planner.graph import Graph
 from ...planner.plan import ServerPlan
 from ...planner.server_shards import Shard
-from ..data import microbatch_rows
-from ..executor import StageExecutor
-from ..parameters import StageParameter, attach_gradient_hook
+from ..data.rank_batch import microbatch_rows
+from ..parameters.parameters import StageParameter, attach_gradient_hook
+from ..step.executor import StageExecutor
 from .channels import GRADIENT, LOSS, PULL, PUSH, READ_LOSS, Request
 from .links import Key, Traffic
 

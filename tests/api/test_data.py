@@ -24,7 +24,7 @@ from autoparallel import load_plan
 from autoparallel.data import TrainingData
 from autoparallel.measurement import checksum, load_measurement
 from autoparallel.passes.programs.inputs import random_batch
-from autoparallel.runtime.verify import verify
+from autoparallel.runtime.verify.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 3

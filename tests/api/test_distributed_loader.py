@@ -20,9 +20,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 import autoparallel
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.batches import named_inputs
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.verify import verify
+from autoparallel.runtime.data.batches import named_inputs
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.verify.verify import verify
 
 NUM_ROWS, SEQ = 20, 8
 

@@ -12,7 +12,7 @@ from autoparallel.planner.errors import WorkerError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.runtime.process import Worker, current_worker
+from autoparallel.runtime.launch.process import Worker, current_worker
 from autoparallel.targets import Target, load_target
 
 MODEL = Path(__file__).parents[1] / "support" / "dropout_model.py"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autoparallel.lora import add_lora, parse_lora
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.optimizer import default_optimizer
+from autoparallel.runtime.update.optimizer import default_optimizer
 from autoparallel.text_data import PackedText, open_tokens
 from autoparallel.training import check_weights as refuse_weights
 

@@ -18,8 +18,8 @@ from torch.compiler import is_exporting
 import autoparallel
 from autoparallel.passes.local.input_rows import StageRows
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.runtime.first_step import FirstStep, _difference, _norm
-from autoparallel.runtime.share_batch import whole_batch
+from autoparallel.runtime.data.share_batch import whole_batch
+from autoparallel.runtime.verify.first_step import FirstStep, _difference, _norm
 
 
 def _batch() -> tuple[Tensor]:

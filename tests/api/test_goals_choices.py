@@ -9,7 +9,7 @@ import pytest
 from handmade import flat_plan
 from small_graphs import cluster
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.goals import LINEAR, _Job
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.plan import Plan

@@ -9,8 +9,8 @@ import pytest
 from one_stage import plan
 from small_graphs import cluster, mlp
 
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.cluster_file import dump_cluster, load_cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster_file import dump_cluster, load_cluster
 from autoparallel.goals import plan_for
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.plan import Plan

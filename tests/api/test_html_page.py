@@ -205,7 +205,7 @@ def test_the_page_of_128_stages_on_16384_devices_has_less_than_a_megabyte() -> N
     """As many stages, ranks, micro-batches and devices as Llama-3-405B's plan has."""
     plan = wide_plan(16, 8, 16)
     assert plan.cluster.num_devices == 16_384
-    from autoparallel.cost_model.simulator import simulate
+    from autoparallel.cost_model.simulator.simulator import simulate
     from autoparallel.planner.schedules.schedules import build_schedule
     from autoparallel.report.drawing import plan_costs
 

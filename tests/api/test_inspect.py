@@ -16,7 +16,7 @@ from autoparallel import load_plan, save_plan
 from autoparallel.__main__ import run_command
 from autoparallel.baselines import Baseline, baselines, fastest
 from autoparallel.commands.inspect import page_sources
-from autoparallel.cost_model.actions import COMPUTE
+from autoparallel.cost_model.simulator.actions import COMPUTE
 from autoparallel.passes.memory.stage_memory import memory_by_action
 from autoparallel.planner.configured.configuration import ConfigurationPricer
 from autoparallel.planner.plan import Alternative, Plan

@@ -15,8 +15,8 @@ import kubernetes_validate
 import pytest
 
 from autoparallel.__main__ import run_command
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.plan_io import load_plan, save_plan
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,13 +11,13 @@ import torch
 from commands import run_python
 
 from autoparallel import Plan, load_plan
-from autoparallel.cost_model.quantity import parse_bytes
+from autoparallel.cost_model.cluster.quantity import parse_bytes
 from autoparallel.memory_error import comparison, explained_memory_errors, next_plan
 from autoparallel.planner.errors import DeviceMemoryError
 from autoparallel.planner.plan import Alternative
-from autoparallel.runtime.board import Ranks
-from autoparallel.runtime.process import Worker
-from autoparallel.runtime.watchdog import Watchdog
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.messages.failure_store import Ranks
+from autoparallel.runtime.messages.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = (

@@ -11,7 +11,7 @@ import pytest
 from handmade import pipeline_plan
 
 from autoparallel import nearest_change
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import Features

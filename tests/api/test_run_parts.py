@@ -17,7 +17,7 @@ from autoparallel.callbacks import Callback
 from autoparallel.planner.errors import AutoparallelError, MachineError, VerificationError
 from autoparallel.planner.plan_file import dumps
 from autoparallel.run_steps import RunSaves, Saving
-from autoparallel.runtime.checkpoint_folder import STATE, complete_checkpoints
+from autoparallel.runtime.checkpoint.folder import STATE, complete_checkpoints
 
 
 def test_a_restart_goes_on_from_the_newest_checkpoint_of_its_own_run(

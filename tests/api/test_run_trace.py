@@ -14,9 +14,9 @@ from commands import run_python
 from trace_schema import faults
 
 from autoparallel.__main__ import run_command
-from autoparallel.cost_model.actions import COMPUTE, SENDS, Action
-from autoparallel.cost_model.timeline import Timeline
-from autoparallel.cost_model.trace import chrome_trace
+from autoparallel.cost_model.simulator.actions import COMPUTE, SENDS, Action
+from autoparallel.cost_model.simulator.timeline import Timeline
+from autoparallel.cost_model.simulator.trace import chrome_trace
 from autoparallel.plan_io import load_plan
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
@@ -29,7 +29,7 @@ from autoparallel.run_trace import (
     predicted_timeline,
     rows_of,
 )
-from autoparallel.runtime.recording import RecordedAction, RecordedStep
+from autoparallel.runtime.profile.recording import RecordedAction, RecordedStep
 
 TARGET = str(Path(__file__).resolve().parents[1] / "models" / "regression.py")
 

@@ -37,10 +37,10 @@ from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan import ServerPlan
 from autoparallel.planner.plan_file import loads
 from autoparallel.planning import PlanOptions, capture_program, make_plan, record_target
-from autoparallel.runtime.optimizer import built, default_optimizer
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.update import UpdateOptions
-from autoparallel.runtime.verify import TOLERANCE
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.update.optimizer import built, default_optimizer
+from autoparallel.runtime.update.update import UpdateOptions
+from autoparallel.runtime.verify.verify import TOLERANCE
 from autoparallel.script.source import check_writable
 from autoparallel.targets import Target, load_target
 

@@ -109,7 +109,7 @@ def test_text_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 
 def test_models_that_take_no_text_are_refused() -> None:
-    from autoparallel.runtime.process import Worker
+    from autoparallel.runtime.launch.process import Worker
     from autoparallel.targets import load_target
 
     worker = Worker(0, 1, 0, None)  # type: ignore[arg-type]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from autoparallel.cost_model.compute import op_seconds
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.ops.compute import op_seconds
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import (

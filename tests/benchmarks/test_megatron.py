@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
 from autoparallel.planner.layout import conversion_steps

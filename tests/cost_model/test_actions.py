@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoparallel.cost_model.actions import last_before_reduce, parse_table
+from autoparallel.cost_model.simulator.actions import last_before_reduce, parse_table
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.cost_model.algorithm_tables import ALGORITHMS, find_table, two_trees
-from autoparallel.cost_model.algorithms import (
+from autoparallel.cost_model.cluster.cluster import Link
+from autoparallel.cost_model.collectives.algorithm_tables import ALGORITHMS, find_table, two_trees
+from autoparallel.cost_model.collectives.algorithms import (
     CollectiveKind,
     Levels,
     Message,
@@ -19,8 +20,7 @@ from autoparallel.cost_model.algorithms import (
     rounds,
     wrong_parts,
 )
-from autoparallel.cost_model.cluster import Link
-from autoparallel.cost_model.collectives import Group, algorithm_seconds
+from autoparallel.cost_model.collectives.collectives import Group, algorithm_seconds
 
 HOSTS = [(n,) for n in range(2, 17)] + [
     (places,) * hosts for hosts in (2, 3, 4) for places in (1, 2, 3, 4) if places * hosts <= 16

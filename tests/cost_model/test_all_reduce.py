@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autoparallel.cost_model.algorithms import busiest_bytes
-from autoparallel.cost_model.all_reduce import (
+from autoparallel.cost_model.cluster.cluster import Link
+from autoparallel.cost_model.collectives.algorithms import busiest_bytes
+from autoparallel.cost_model.collectives.all_reduce import (
     LIBRARY,
     ROUND_SECONDS,
     algorithms_of,
@@ -13,8 +14,7 @@ from autoparallel.cost_model.all_reduce import (
     best_all_reduce,
     table_for,
 )
-from autoparallel.cost_model.cluster import Link
-from autoparallel.cost_model.collectives import Group, algorithm_seconds
+from autoparallel.cost_model.collectives.collectives import Group, algorithm_seconds
 
 ALPHA, RATE = 2e-3, 1e8
 FAST = Link("switch", ALPHA, RATE)

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 from zero_bubble_search import Memory, Times, search
 
-from autoparallel.cost_model.actions import compute_only
-from autoparallel.cost_model.simulator import StageCosts, simulate
-from autoparallel.cost_model.timeline import Timeline
+from autoparallel.cost_model.simulator.actions import compute_only
+from autoparallel.cost_model.simulator.simulator import StageCosts, simulate
+from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.planner.schedules.check import check_schedule
 from autoparallel.planner.schedules.messages import complete
 from autoparallel.planner.schedules.schedules import SCHEDULES, build_schedule

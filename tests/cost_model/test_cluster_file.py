@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.cost_model.cluster import Cluster, ClusterError, Device, Host, Link
-from autoparallel.cost_model.cluster_file import dump_cluster, from_dict, load_cluster, to_dict
-from autoparallel.cost_model.collectives import group_of
-from autoparallel.cost_model.presets import PRESETS, find_link, find_preset
-from autoparallel.cost_model.quantity import parse_bytes, parse_rate
-from autoparallel.cost_model.resolve import resolve_cluster
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError, Device, Host, Link
+from autoparallel.cost_model.cluster.cluster_file import (
+    dump_cluster,
+    from_dict,
+    load_cluster,
+    to_dict,
+)
+from autoparallel.cost_model.cluster.presets import PRESETS, find_link, find_preset
+from autoparallel.cost_model.cluster.quantity import parse_bytes, parse_rate
+from autoparallel.cost_model.cluster.resolve import resolve_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.collectives.collectives import group_of
 
 MIXED = """
 name = "two kinds"

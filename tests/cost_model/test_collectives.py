@@ -4,10 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.cost_model.algorithm_tables import find_table
-from autoparallel.cost_model.algorithms import wrong_parts
-from autoparallel.cost_model.cluster import Cluster, Host, Link
-from autoparallel.cost_model.collectives import (
+from autoparallel.cost_model.cluster.cluster import Cluster, Host, Link
+from autoparallel.cost_model.cluster.link_presets import Protocols
+from autoparallel.cost_model.cluster.presets import find_link
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.collectives.algorithm_tables import find_table
+from autoparallel.cost_model.collectives.algorithms import wrong_parts
+from autoparallel.cost_model.collectives.collectives import (
     CollectiveKind,
     Group,
     Library,
@@ -16,10 +19,7 @@ from autoparallel.cost_model.collectives import (
     group_of,
     p2p_seconds,
 )
-from autoparallel.cost_model.collectives_formulas import POST_SECONDS
-from autoparallel.cost_model.link_presets import Protocols
-from autoparallel.cost_model.presets import find_link
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.collectives.formulas import POST_SECONDS
 
 KINDS: tuple[CollectiveKind, ...] = (
     "all_reduce",

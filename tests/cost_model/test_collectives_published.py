@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from autoparallel.cost_model.collectives import collective_seconds, group_of
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.collectives.collectives import collective_seconds, group_of
 from benchmarks.collectives.cases import Case, error, predicted_seconds, read_cases
 
 MIB = 2**20

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.cost_model.cluster import Device
-from autoparallel.cost_model.compute import (
+from autoparallel.cost_model.cluster.cluster import Device
+from autoparallel.cost_model.cluster.presets import PRESETS, find_preset
+from autoparallel.cost_model.ops.compute import (
     SCALED_RATES,
     eight_bit_seconds,
     op_seconds,
@@ -16,7 +17,6 @@ from autoparallel.cost_model.compute import (
     rate,
     work_seconds,
 )
-from autoparallel.cost_model.presets import PRESETS, find_preset
 from autoparallel.planner.rules.work import Work
 
 DEVICE = Device(

@@ -7,7 +7,7 @@ import random
 import pytest
 from random_suites import seeds
 
-from autoparallel.cost_model.consistency import Clocks, bound_of
+from autoparallel.cost_model.simulator.consistency import Clocks, bound_of
 
 EVENTS = 1000
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from processes import FULL_SECONDS
 
-from autoparallel.cost_model import detect
-from autoparallel.cost_model.cluster import Cluster, ClusterError
-from autoparallel.cost_model.cluster_file import dump_cluster, load_cluster
-from autoparallel.cost_model.detect import (
+from autoparallel.cost_model.cluster import detect
+from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
+from autoparallel.cost_model.cluster.cluster_file import dump_cluster, load_cluster
+from autoparallel.cost_model.cluster.detect import (
     detect_cpu,
     detect_local,
     match_gpu_name,
@@ -25,8 +25,8 @@ from autoparallel.cost_model.detect import (
     usable_cores,
     with_measured_link,
 )
-from autoparallel.cost_model.resolve import resolve_cluster
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.resolve import resolve_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 
 MODULES = [
     "joined",

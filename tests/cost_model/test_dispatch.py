@@ -7,14 +7,14 @@ from statistics import mean
 
 import pytest
 
-from autoparallel.cost_model.collectives import collective_seconds, group_of
-from autoparallel.cost_model.dispatch import (
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.collectives.collectives import collective_seconds, group_of
+from autoparallel.cost_model.collectives.dispatch import (
     BETWEEN_SHARE,
     WITHIN_SHARE,
     dispatch_seconds,
     distinct_places,
 )
-from autoparallel.cost_model.shorthand import parse_cluster
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import random
 import pytest
 from random_suites import seeds
 
-from autoparallel.cost_model.gradient_order import (
+from autoparallel.cost_model.collectives.gradient_order import (
     BlockSeconds,
     SumSeconds,
     priority_order,

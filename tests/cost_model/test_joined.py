@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoparallel.cost_model.cluster import ClusterError
-from autoparallel.cost_model.joined import ProcessDevice, joined_cluster, own_process_device
+from autoparallel.cost_model.cluster.cluster import ClusterError
+from autoparallel.cost_model.cluster.launched_cluster import (
+    ProcessDevice,
+    joined_cluster,
+    own_process_device,
+)
 
 H100 = "NVIDIA H100 80GB HBM3"
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.cost_model.memory import (
+from autoparallel.cost_model.ops.memory import (
     PolicyError,
     PrecisionPolicy,
     StateOptions,

@@ -9,9 +9,9 @@ from event_simulation import beside_compute, expand
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.cost_model.actions import Schedule, parse_table
-from autoparallel.cost_model.simulator import simulate
-from autoparallel.cost_model.stage_costs import ONE_BUCKET, Buckets, StageCosts
+from autoparallel.cost_model.simulator.actions import Schedule, parse_table
+from autoparallel.cost_model.simulator.simulator import simulate
+from autoparallel.cost_model.simulator.stage_costs import ONE_BUCKET, Buckets, StageCosts
 from autoparallel.planner.schedules.schedules import build_schedule
 
 ONE = Schedule("one", 1, (0,), parse_table("0F0 0B0 0REDUCE 0STEP"))

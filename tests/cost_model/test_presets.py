@@ -10,9 +10,9 @@ import re
 
 import pytest
 
-from autoparallel.cost_model.link_presets import LINKS
-from autoparallel.cost_model.preset_references import NOT_CHECKED, READ, read
-from autoparallel.cost_model.presets import PRESETS, find_preset
+from autoparallel.cost_model.cluster.link_presets import LINKS
+from autoparallel.cost_model.cluster.preset_references import NOT_CHECKED, READ, read
+from autoparallel.cost_model.cluster.presets import PRESETS, find_preset
 
 CARDS = [name for name in PRESETS if name != "cpu"]
 SPECS = (

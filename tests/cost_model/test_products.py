@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.cost_model.compute import peak_flops, rate, work_seconds
-from autoparallel.cost_model.presets import find_preset
-from autoparallel.cost_model.products import (
+from autoparallel.cost_model.cluster.presets import find_preset
+from autoparallel.cost_model.ops.compute import peak_flops, rate, work_seconds
+from autoparallel.cost_model.ops.products import (
     ATTENTION_ROWS,
     FILL_SECONDS,
     Product,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoparallel.cost_model.consistency import Consistency, bound_of
-from autoparallel.cost_model.server_simulation import ServerJob, simulate_servers
+from autoparallel.cost_model.simulator.consistency import Consistency, bound_of
+from autoparallel.cost_model.simulator.server_simulation import ServerJob, simulate_servers
 
 RATE = 1e8
 

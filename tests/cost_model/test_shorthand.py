@@ -2,10 +2,10 @@
 
 import pytest
 
-from autoparallel.cost_model.cluster import ClusterError
-from autoparallel.cost_model.link_presets import LINKS
-from autoparallel.cost_model.presets import DEVICE_ALIASES, PRESETS, find_link, find_preset
-from autoparallel.cost_model.shorthand import is_shorthand, parse_cluster
+from autoparallel.cost_model.cluster.cluster import ClusterError
+from autoparallel.cost_model.cluster.link_presets import LINKS
+from autoparallel.cost_model.cluster.presets import DEVICE_ALIASES, PRESETS, find_link, find_preset
+from autoparallel.cost_model.cluster.shorthand import is_shorthand, parse_cluster
 
 
 def test_one_host() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.cost_model.actions import Schedule, parse_table
-from autoparallel.cost_model.simulator import StageCosts, simulate, step_seconds
+from autoparallel.cost_model.simulator.actions import Schedule, parse_table
+from autoparallel.cost_model.simulator.simulator import StageCosts, simulate, step_seconds
 from autoparallel.planner.schedules.schedules import build_schedule
 
 stages = st.integers(1, 7)

@@ -6,11 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from autoparallel.cost_model.cluster import Cluster, ClusterError
-from autoparallel.cost_model.cluster_file import dump_cluster, from_dict, load_cluster, to_dict
-from autoparallel.cost_model.compute import least_seconds, rate
-from autoparallel.cost_model.presets import PRESETS, find_preset
-from autoparallel.cost_model.tf32 import FAMILIES, Tf32, has_tf32, with_tf32
+from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
+from autoparallel.cost_model.cluster.cluster_file import (
+    dump_cluster,
+    from_dict,
+    load_cluster,
+    to_dict,
+)
+from autoparallel.cost_model.cluster.presets import PRESETS, find_preset
+from autoparallel.cost_model.cluster.tf32 import FAMILIES, Tf32, has_tf32, with_tf32
+from autoparallel.cost_model.ops.compute import least_seconds, rate
 
 
 def of(name: str, choice: Tf32) -> Cluster:

@@ -2,9 +2,9 @@
 
 from event_simulation import beside_compute
 
-from autoparallel.cost_model.simulator import simulate
-from autoparallel.cost_model.stage_costs import Buckets, StageCosts
-from autoparallel.cost_model.timeline_text import draw
+from autoparallel.cost_model.simulator.simulator import simulate
+from autoparallel.cost_model.simulator.stage_costs import Buckets, StageCosts
+from autoparallel.cost_model.simulator.timeline_text import draw
 from autoparallel.planner.schedules.schedules import build_schedule
 
 

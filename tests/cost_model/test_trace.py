@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 from event_simulation import beside_compute
 
-from autoparallel.cost_model.simulator import simulate
-from autoparallel.cost_model.stage_costs import Buckets, StageCosts
-from autoparallel.cost_model.timeline import STREAMS
-from autoparallel.cost_model.trace import chrome_trace
+from autoparallel.cost_model.simulator.simulator import simulate
+from autoparallel.cost_model.simulator.stage_costs import Buckets, StageCosts
+from autoparallel.cost_model.simulator.timeline import STREAMS
+from autoparallel.cost_model.simulator.trace import chrome_trace
 from autoparallel.planner.schedules.schedules import build_schedule
 
 CASES = [("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2), ("bfs", 3), ("inference", 1)]

@@ -8,11 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.cost_model.cluster import Cluster, ClusterError, Host, Link
-from autoparallel.cost_model.collectives import collective_seconds, group_of, p2p_seconds
+from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError, Host, Link
+from autoparallel.cost_model.cluster.gpu_links import (
+    WIRES,
+    Wires,
+    are_wires,
+    num_links_used,
+    wires_among,
+)
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.collectives.collectives import (
+    collective_seconds,
+    group_of,
+    p2p_seconds,
+)
 from autoparallel.cost_model.profile.transfers import level_of
-from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.cost_model.wires import WIRES, Wires, are_wires, num_links_used, wires_among
 
 CUBE = WIRES["hybrid-cube-mesh"]
 

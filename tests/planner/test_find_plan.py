@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from small_graphs import cluster, mlp
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner import rules
 from autoparallel.planner.errors import InternalError
 from autoparallel.planner.find_plan import (

@@ -8,7 +8,7 @@ import pytest
 from one_stage import plan
 from small_graphs import cluster, mlp
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.gradient_buckets import (

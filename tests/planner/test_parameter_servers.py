@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from test_verification import SEQ, captured, target
 
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate

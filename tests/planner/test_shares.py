@@ -11,7 +11,7 @@ from one_stage import plan
 from random_suites import seeds
 from small_graphs import mlp
 
-from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
+from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.graph import Accumulation, Graph
 from autoparallel.planner.plan import Plan

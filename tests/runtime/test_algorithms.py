@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from processes import run_processes
 
-from autoparallel.cost_model.algorithm_tables import ALGORITHMS, find_table
-from autoparallel.cost_model.algorithms import (
+from autoparallel.cost_model.collectives.algorithm_tables import ALGORITHMS, find_table
+from autoparallel.cost_model.collectives.algorithms import (
     Levels,
     Table,
     busiest_bytes,
@@ -16,7 +16,7 @@ from autoparallel.cost_model.algorithms import (
     rounds,
     sent_bytes,
 )
-from autoparallel.runtime.algorithms import Sent, run_table
+from autoparallel.runtime.messages.collective_algorithms import Sent, run_table
 
 LENGTH = 2**8 * 3**3  # divisible by every number of parts used here
 NUM_PIECES = 3

@@ -15,8 +15,13 @@ from torch import Tensor, nn
 
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
-from autoparallel.runtime.arriving import Arrival, ArrivingTensor, arriving, shared_sum
-from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.messages.pending_results import (
+    Arrival,
+    ArrivingTensor,
+    arriving,
+    shared_sum,
+)
+from autoparallel.runtime.step.trainer import Trainer
 
 RANKS = 3
 

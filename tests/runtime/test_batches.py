@@ -16,7 +16,7 @@ from one_device import build_optimizer, reference_of
 from processes import RankError, run_processes
 from test_verification_shares import batch_of, captured, target
 
-from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.programs.batch import Example
 from autoparallel.passes.programs.program import Program
@@ -24,10 +24,10 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Blocks, Graph, Ref
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, plan_program
-from autoparallel.runtime.batches import RankInputs, named_inputs
-from autoparallel.runtime.compare import Verification
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.verify import verify
+from autoparallel.runtime.data.batches import RankInputs, named_inputs
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.verify.comparison import Verification
+from autoparallel.runtime.verify.verify import verify
 
 PLANNED = 8
 

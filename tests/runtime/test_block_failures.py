@@ -19,8 +19,8 @@ from autoparallel.options import parse_parallel, parse_settings
 from autoparallel.plan_io import save_plan
 from autoparallel.planner.errors import HangError
 from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.runtime.launch import launch
-from autoparallel.runtime.process import Worker
+from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.process import Worker
 from autoparallel.targets import load_target
 
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
@@ -41,8 +41,8 @@ def hangs(worker: Worker, plan_path: str, at: str) -> dict[str, Any]:
     """Trains; in its second step rank 1 stops in block ``at``, in the backward of that block where
     ``at`` ends with "'", or for its data."""
     from autoparallel.data import TrainingData
-    from autoparallel.runtime import zero
-    from autoparallel.runtime.stage import StageBlock
+    from autoparallel.runtime.parameters import zero
+    from autoparallel.runtime.parameters.stage import StageBlock
     from autoparallel.worker import train
 
     zero.GROUP_BYTES = zero.TINY_BYTES = 0  # each block is gathered alone, however small

@@ -16,18 +16,18 @@ from torch.optim import Optimizer
 
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.layout import Mesh
-from autoparallel.runtime.checkpoint import (
+from autoparallel.runtime.checkpoint.checkpoint import (
     Slot,
     TrainingState,
     load_checkpoint,
     save_checkpoint,
 )
-from autoparallel.runtime.checkpoint_writer import CheckpointWriter
-from autoparallel.runtime.communicator import ProcessCommunicator
-from autoparallel.runtime.executor import StageExecutor, StageVariant
-from autoparallel.runtime.materialize import materialize
-from autoparallel.runtime.optimizer import build_optimizer
-from autoparallel.runtime.stage import StageModule
+from autoparallel.runtime.checkpoint.writer import CheckpointWriter
+from autoparallel.runtime.messages.communicator import ProcessCommunicator
+from autoparallel.runtime.parameters.materialize import materialize
+from autoparallel.runtime.parameters.stage import StageModule
+from autoparallel.runtime.step.executor import StageExecutor, StageVariant
+from autoparallel.runtime.update.optimizer import build_optimizer
 
 LEARNING_RATE = 0.05
 

@@ -12,8 +12,8 @@ from processes import run_processes
 from test_checkpoint_writer import plain, sharded
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.checkpoint import load_checkpoint, save_checkpoint
-from autoparallel.runtime.checkpoint_writer import CheckpointWriter
+from autoparallel.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from autoparallel.runtime.checkpoint.writer import CheckpointWriter
 
 
 @pytest.fixture

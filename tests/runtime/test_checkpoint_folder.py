@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.checkpoint_folder import (
+from autoparallel.runtime.checkpoint.folder import (
     clean_up,
     complete_checkpoints,
     keep_newest,

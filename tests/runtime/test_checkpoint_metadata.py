@@ -17,9 +17,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.checkpoint import Slot, TrainingState, load_checkpoint, save_checkpoint
-from autoparallel.runtime.checkpoint_metadata import SafeFileSystemReader
-from autoparallel.runtime.checkpoint_writer import CheckpointWriter
+from autoparallel.runtime.checkpoint.checkpoint import (
+    Slot,
+    TrainingState,
+    load_checkpoint,
+    save_checkpoint,
+)
+from autoparallel.runtime.checkpoint.metadata import SafeFileSystemReader
+from autoparallel.runtime.checkpoint.writer import CheckpointWriter
 
 
 class Touch:

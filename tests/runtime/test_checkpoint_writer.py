@@ -17,9 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from autoparallel.planner.errors import MachineError
-from autoparallel.runtime.checkpoint import Slot, TrainingState, load_checkpoint, save_checkpoint
-from autoparallel.runtime.checkpoint_folder import complete_checkpoints
-from autoparallel.runtime.checkpoint_writer import CheckpointWriter
+from autoparallel.runtime.checkpoint.checkpoint import (
+    Slot,
+    TrainingState,
+    load_checkpoint,
+    save_checkpoint,
+)
+from autoparallel.runtime.checkpoint.folder import complete_checkpoints
+from autoparallel.runtime.checkpoint.writer import CheckpointWriter
 
 STEP = 4
 KILLS = [

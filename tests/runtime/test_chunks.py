@@ -22,15 +22,15 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_schedule import schedule_of, splits_backward
-from autoparallel.runtime.communicator import ProcessCommunicator
-from autoparallel.runtime.exchange import Exchange
-from autoparallel.runtime.executor import StageExecutor, StageVariant
-from autoparallel.runtime.handover import Handover, split_boundaries
-from autoparallel.runtime.materialize import materialize
-from autoparallel.runtime.mesh import build_meshes, stages_of_rank
-from autoparallel.runtime.pipeline import Hooks, PipelineRunner
-from autoparallel.runtime.stage import StageModule
-from autoparallel.runtime.tied import find_tied
+from autoparallel.runtime.messages.communicator import ProcessCommunicator
+from autoparallel.runtime.messages.exchange import Exchange
+from autoparallel.runtime.messages.local_transfer import Handover, split_boundaries
+from autoparallel.runtime.messages.process_mesh import build_meshes, stages_of_rank
+from autoparallel.runtime.parameters.materialize import materialize
+from autoparallel.runtime.parameters.stage import StageModule
+from autoparallel.runtime.parameters.tied_parameters import find_tied
+from autoparallel.runtime.step.executor import StageExecutor, StageVariant
+from autoparallel.runtime.step.pipeline import Hooks, PipelineRunner
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from processes import run_processes
 from torch.distributed.device_mesh import init_device_mesh
 
-from autoparallel.runtime.communicator import ProcessCommunicator
+from autoparallel.runtime.messages.communicator import ProcessCommunicator
 
 
 def _tensor(rank: int, dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ from one_stage import plan
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.local.compiled_runs import Run, compile_runs
 from autoparallel.passes.local.stage_program import StageProgram, build_stage
@@ -24,8 +24,8 @@ from autoparallel.planner.errors import RunError
 from autoparallel.planner.evaluate import at_microbatch
 from autoparallel.planner.plan import Recompute
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.runtime.compiling import BlockCompiler
-from autoparallel.runtime.stage import StageBlock
+from autoparallel.runtime.parameters.compiling import BlockCompiler
+from autoparallel.runtime.parameters.stage import StageBlock
 
 ROWS, WIDTH, LAYERS = 4, 8, 3
 

@@ -14,9 +14,9 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from autoparallel.planner.plan_file import loads
-from autoparallel.runtime.deferred_update import why_not_deferred
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.update import UpdateOptions
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.update.deferred_update import why_not_deferred
+from autoparallel.runtime.update.update import UpdateOptions
 
 OPTIMIZERS = {
     "adam": None,

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoparallel.runtime.device_queue import HostQueue, packed_copies
-from autoparallel.runtime.watchdog import BETWEEN_STEPS, MOST_AHEAD, Watchdog
+from autoparallel.runtime.messages.device_queue import HostQueue, packed_copies
+from autoparallel.runtime.messages.watchdog import BETWEEN_STEPS, MOST_AHEAD, Watchdog
 
 
 class ByHand:

@@ -14,14 +14,14 @@ from test_verification import batches, captured, planned, reference
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.planner.plan_file import loads
-from autoparallel.runtime.communicator import ProcessCommunicator
-from autoparallel.runtime.compare import Verification
-from autoparallel.runtime.membership import join
-from autoparallel.runtime.profile_links import Links, Meshes, measure_links
-from autoparallel.runtime.profile_update import measure_updates
-from autoparallel.runtime.shared import gather_on_first, share_value
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.verify import verify
+from autoparallel.runtime.launch.membership import join
+from autoparallel.runtime.messages.communicator import ProcessCommunicator
+from autoparallel.runtime.messages.shared_objects import gather_on_first, share_value
+from autoparallel.runtime.profile.links import Links, Meshes, measure_links
+from autoparallel.runtime.profile.update import measure_updates
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.verify.comparison import Verification
+from autoparallel.runtime.verify.verify import verify
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}

@@ -22,9 +22,9 @@ from autoparallel.plan_io import save_plan
 from autoparallel.planner.errors import HangError, WorkerError
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.runtime.board import FolderBoard, Note, Ranks, blame
-from autoparallel.runtime.launch import launch
-from autoparallel.runtime.process import Worker
+from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.messages.failure_store import FolderBoard, Note, Ranks, blame
 from autoparallel.targets import load_target
 
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
@@ -150,7 +150,7 @@ def is_fed_longer_sequences(worker: Worker, plan_path: str, folder: str) -> None
     from autoparallel.worker import load_job, make_trainer
 
     plan, target = load_job(plan_path)
-    from autoparallel.runtime.membership import join_as
+    from autoparallel.runtime.launch.membership import join_as
 
     device = join_as(worker, plan.cluster)
     trainer, _ = make_trainer(plan, target, worker, device=device, seed=0)

@@ -14,17 +14,17 @@ from one_stage import plan
 from processes import RankError, run_processes
 from torch import Tensor, nn
 
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.requests.request import Request
-from autoparallel.runtime import membership
-from autoparallel.runtime.first_step import check_first_step
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.verify import collect
+from autoparallel.runtime.launch import membership
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.verify.first_step import check_first_step
+from autoparallel.runtime.verify.verify import collect
 
 ROWS, WIDTH, LAYERS, STEPS = 64, 32, 4, 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoparallel.runtime.optimizer import (
+from autoparallel.runtime.update.optimizer import (
     NORM_ROW,
     clip_coefficient,
     sum_of_all_squares,

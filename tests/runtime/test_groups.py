@@ -10,9 +10,9 @@ import torch.distributed as dist
 from processes import run_processes
 
 from autoparallel.planner.errors import DeviceMemoryError
-from autoparallel.runtime.groups import MARGIN_SECONDS, allow_seconds, new_group
-from autoparallel.runtime.membership import join
-from autoparallel.runtime.process import describe
+from autoparallel.runtime.launch.membership import join
+from autoparallel.runtime.launch.process import describe
+from autoparallel.runtime.messages.groups import MARGIN_SECONDS, allow_seconds, new_group
 
 
 def limit(group: dist.ProcessGroup | None) -> float:

@@ -14,8 +14,8 @@ from host_spaces import host_spaces, skip_without_spaces
 from test_hosts import agents, planned
 
 from autoparallel.planner.requests.request import Forced
-from autoparallel.runtime import store_watch
-from autoparallel.runtime.store_watch import StoreWatch
+from autoparallel.runtime.launch import store_watch
+from autoparallel.runtime.launch.store_watch import StoreWatch
 
 ENDLESS = ("run", "dropout_model.json", "--steps", "1000000", "--metrics", "metrics.jsonl")
 TIMEOUT_SECONDS = 10

@@ -25,10 +25,16 @@ from torch.utils._pytree import tree_leaves
 
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.plan_file import loads
-from autoparallel.runtime import device_queue
-from autoparallel.runtime.device_queue import PASSED, Event, HostCopy, Waitable, packed_copies
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.update import UpdateOptions
+from autoparallel.runtime.messages import device_queue
+from autoparallel.runtime.messages.device_queue import (
+    PASSED,
+    Event,
+    HostCopy,
+    Waitable,
+    packed_copies,
+)
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.update.update import UpdateOptions
 
 STEPS = 7  # Batches are compared in steps 1, 2, 4 and 8, and read in the next one.
 

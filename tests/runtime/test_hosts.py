@@ -23,17 +23,17 @@ from host_spaces import HostSpace, host_spaces, skip_without_spaces
 from test_restarts import KILLED, MODEL, STEPS
 
 from autoparallel.__main__ import run_command
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.many_hosts import parse_hosts, ranks_per_host
 from autoparallel.plan_io import load_plan, save_plan
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.runtime.agent import LOST_SECONDS, Peers
-from autoparallel.runtime.membership import join_as
-from autoparallel.runtime.process import Worker
-from autoparallel.runtime.rendezvous import open_store, own_address
+from autoparallel.runtime.launch.agent import LOST_SECONDS, Peers
+from autoparallel.runtime.launch.membership import join_as
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.launch.rendezvous import open_store, own_address
 from autoparallel.targets import load_target
 
 ALONE = {

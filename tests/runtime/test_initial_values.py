@@ -13,7 +13,7 @@ from kept_captures import capture_once
 from processes import run_processes
 from torch import Tensor, nn
 
-from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.initialization import deferred_init
 from autoparallel.passes.initialization.deferred_init import (
@@ -25,8 +25,8 @@ from autoparallel.passes.initialization.deferred_init import (
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, plan_program
-from autoparallel.runtime.materialize import box_of, tensor_names
-from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.parameters.materialize import box_of, tensor_names
+from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.targets import Target, load_target
 
 SEQ = 16

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from processes import RankError, run_processes
 
-from autoparallel.cost_model.actions import Schedule, format_table, parse_table
+from autoparallel.cost_model.simulator.actions import Schedule, format_table, parse_table
 from autoparallel.passes.local.stage_cut import Boundary
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, Mesh
 from autoparallel.planner.schedules.schedules import build_schedule
-from autoparallel.runtime.exchange import Exchange
-from autoparallel.runtime.lanes import check_lanes
+from autoparallel.runtime.messages.exchange import Exchange
+from autoparallel.runtime.messages.ordered_channels import check_lanes
 
 CPU = torch.device("cpu")
 WHOLE = (INVARIANT, INVARIANT)

@@ -21,9 +21,9 @@ from autoparallel.planner.errors import (
     VerificationError,
     WorkerError,
 )
-from autoparallel.runtime.launch import launch
-from autoparallel.runtime.process import Worker
-from autoparallel.runtime.watchdog import Watchdog
+from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.messages.watchdog import Watchdog
 
 HERE = "test_launch"
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
@@ -245,7 +245,7 @@ def alive(pid: int) -> bool:
 def test_the_workers_end_with_the_launcher(tmp_path, sign):
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from autoparallel.runtime.launch import launch\n"
+        "from autoparallel.runtime.launch.launch import launch\n"
         f"launch('{HERE}:leaves_its_pid', {{'folder': {str(tmp_path)!r}}}, num_processes=2)\n"
     )
     launcher = subprocess.Popen(

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.layout import Layout, Mesh, Region, parse_layout
-from autoparallel.runtime.communicator import ProcessCommunicator
-from autoparallel.runtime.materialize import materialize
-from autoparallel.runtime.shards import shard_region
-from autoparallel.runtime.stage import StageModule
+from autoparallel.runtime.messages.communicator import ProcessCommunicator
+from autoparallel.runtime.parameters.materialize import materialize
+from autoparallel.runtime.parameters.shards import shard_region
+from autoparallel.runtime.parameters.stage import StageModule
 
 MESH = Mesh(("dp", "tp"), (2, 2))
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import autoparallel
 from autoparallel.passes.ops.eight_bits import load_torchao
 from autoparallel.planner.errors import MachineError
-from autoparallel.runtime.membership import check_device, join
-from autoparallel.runtime.shared import control_group, gather_values, share_value
+from autoparallel.runtime.launch.membership import check_device, join
+from autoparallel.runtime.messages.shared_objects import control_group, gather_values, share_value
 
 
 @pytest.fixture

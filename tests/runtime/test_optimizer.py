@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.optimizer import LayoutGroups, build_optimizer, built, published
+from autoparallel.runtime.update.optimizer import LayoutGroups, build_optimizer, built, published
 
 LAYOUTS = (Shard(0), Replicate(), Shard(0), Shard(1))
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from autoparallel.cost_model.memory import OPTIMIZER_STATES
+from autoparallel.cost_model.ops.memory import OPTIMIZER_STATES
 from autoparallel.planning import OPTIMIZERS
-from autoparallel.runtime.optimizer import default_optimizer
+from autoparallel.runtime.update.optimizer import default_optimizer
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autoparallel.runtime.outbox import Outbox
+from autoparallel.runtime.messages.pending_sends import Outbox
 
 
 class Sent:

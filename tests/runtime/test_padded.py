@@ -16,11 +16,11 @@ from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan_file import loads
-from autoparallel.runtime.compare import Verification
-from autoparallel.runtime.reference import Reference, run_reference
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.verify import verify
-from autoparallel.runtime.watchdog import BETWEEN_STEPS
+from autoparallel.runtime.messages.watchdog import BETWEEN_STEPS
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.verify.comparison import Verification
+from autoparallel.runtime.verify.reference import Reference, run_reference
+from autoparallel.runtime.verify.verify import verify
 
 CASES = (
     ("gpt", "pp=2,microbatches=4,schedule=1f1b"),

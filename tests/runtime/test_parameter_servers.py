@@ -16,7 +16,7 @@ from one_device import loss_of
 from processes import run_processes
 from test_verification import captured, target
 
-from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.passes.capture.counter_random import batch_dims
 from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
@@ -25,10 +25,10 @@ from autoparallel.planner.plan import Plan, ServerPlan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planning import PlanOptions, plan_program
-from autoparallel.runtime.reference import Reference, run_reference
 from autoparallel.runtime.servers.server import Server
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
-from autoparallel.runtime.verify import verify
+from autoparallel.runtime.verify.reference import Reference, run_reference
+from autoparallel.runtime.verify.verify import verify
 
 SEQ, GLOBAL_BATCH, STEPS = 16, 12, 4
 

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from processes import RankError, run_processes
 from torch import Tensor
 
-from autoparallel.cost_model.actions import COMPUTE, Schedule, parse_table
+from autoparallel.cost_model.simulator.actions import COMPUTE, Schedule, parse_table
 from autoparallel.passes.local.stage_cut import Boundary
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, Layout, Mesh, local_region, shard
 from autoparallel.planner.pricing.transfer import relative
 from autoparallel.planner.schedules.schedules import build_schedule
-from autoparallel.runtime.exchange import Exchange
-from autoparallel.runtime.lanes import Lanes
-from autoparallel.runtime.pipeline import Hooks, PipelineRunner
+from autoparallel.runtime.messages.exchange import Exchange
+from autoparallel.runtime.messages.ordered_channels import Lanes
+from autoparallel.runtime.step.pipeline import Hooks, PipelineRunner
 
 CPU = torch.device("cpu")
 WIDTH, ROWS, NUM_LAYERS = 6, 4, 4

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from autoparallel.cost_model.actions import COMPUTE, REDUCE, SENDS
+from autoparallel.cost_model.simulator.actions import COMPUTE, REDUCE, SENDS
 from autoparallel.planner.schedules.schedules import build_schedule
-from autoparallel.runtime.pipeline import Prepared, prepare
+from autoparallel.runtime.step.pipeline import Prepared, prepare
 
 NAMES = {"1f1b": 4, "gpipe": 4, "zb-h1": 4, "zbv": 8, "dualpipev": 8, "chimera": 4, "pipedream": 4}
 

@@ -18,9 +18,9 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.layout import Region
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import capture_program, record_target
-from autoparallel.runtime.pretrained import load_pretrained, pretrained
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.weight_files import WeightFiles
+from autoparallel.runtime.checkpoint.weight_files import WeightFiles
+from autoparallel.runtime.parameters.pretrained import load_pretrained, pretrained
+from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.targets import load_target
 
 

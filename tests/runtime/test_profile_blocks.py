@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from autoparallel.cost_model.profile.records import Measurement
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
-from autoparallel.runtime import profile_blocks
-from autoparallel.runtime.profile_blocks import measure_block, measure_everywhere
+from autoparallel.runtime.profile import blocks as profile_blocks
+from autoparallel.runtime.profile.blocks import measure_block, measure_everywhere
 
 CPU = torch.device("cpu")
 

@@ -7,11 +7,11 @@ import torch
 from processes import run_processes
 from torch.distributed.distributed_c10d import _world
 
-from autoparallel.cost_model.collectives import group_of
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.collectives.collectives import group_of
 from autoparallel.cost_model.profile.case import OpCase, TensorCase, canonical
 from autoparallel.cost_model.profile.measure import Budget
-from autoparallel.cost_model.shorthand import parse_cluster
-from autoparallel.runtime.profile_links import (
+from autoparallel.runtime.profile.links import (
     COLLECTIVES,
     OVERLAPPED,
     STATES,
@@ -22,8 +22,8 @@ from autoparallel.runtime.profile_links import (
     partition_of,
     spread_partition,
 )
-from autoparallel.runtime.profile_ops import measure_ops
-from autoparallel.runtime.profile_update import measure_updates
+from autoparallel.runtime.profile.ops import measure_ops
+from autoparallel.runtime.profile.update import measure_updates
 
 CPU = torch.device("cpu")
 SIZES = (1 << 12, 1 << 20)

@@ -21,8 +21,13 @@ from processes import RankError, run_processes
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from autoparallel.runtime.checkpoint import Slot, TrainingState, load_checkpoint, save_checkpoint
-from autoparallel.runtime.checkpoint_writer import CheckpointWriter
+from autoparallel.runtime.checkpoint.checkpoint import (
+    Slot,
+    TrainingState,
+    load_checkpoint,
+    save_checkpoint,
+)
+from autoparallel.runtime.checkpoint.writer import CheckpointWriter
 
 KILLS, SAMPLE = 50, 2
 MOST_SECONDS = 0.4

@@ -27,15 +27,15 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.schedules.schedules import build_schedule
-from autoparallel.runtime.communicator import ProcessCommunicator
-from autoparallel.runtime.exchange import Exchange
-from autoparallel.runtime.executor import StageExecutor, StageVariant
-from autoparallel.runtime.materialize import materialize
-from autoparallel.runtime.mesh import build_meshes, stages_of_rank
-from autoparallel.runtime.parameters import StageParameter
-from autoparallel.runtime.pipeline import Hooks, PipelineRunner
-from autoparallel.runtime.stage import StageModule
-from autoparallel.runtime.tied import find_tied
+from autoparallel.runtime.messages.communicator import ProcessCommunicator
+from autoparallel.runtime.messages.exchange import Exchange
+from autoparallel.runtime.messages.process_mesh import build_meshes, stages_of_rank
+from autoparallel.runtime.parameters.materialize import materialize
+from autoparallel.runtime.parameters.parameters import StageParameter
+from autoparallel.runtime.parameters.stage import StageModule
+from autoparallel.runtime.parameters.tied_parameters import find_tied
+from autoparallel.runtime.step.executor import StageExecutor, StageVariant
+from autoparallel.runtime.step.pipeline import Hooks, PipelineRunner
 
 VOCABULARY, WIDTH, HEADS, SEQ = 24, 16, 4, 8
 ROWS, NUM_MICROBATCHES = 4, 2

@@ -11,7 +11,7 @@ from test_recompute import Echo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.local.recomputing import Recomputing
 from autoparallel.passes.local.stage_program import BlockProgram, build_stage

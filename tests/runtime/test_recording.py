@@ -15,7 +15,7 @@ def offset_of_other_machine() -> float:
     """Each rank on a machine of its own, whose clock is ahead by its rank's multiple."""
     import torch.distributed as dist
 
-    from autoparallel.runtime import recording
+    from autoparallel.runtime.profile import recording
 
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
@@ -26,7 +26,7 @@ def offset_of_other_machine() -> float:
 
 
 def offset_of_one_machine() -> float:
-    from autoparallel.runtime.recording import clock_offset
+    from autoparallel.runtime.profile.recording import clock_offset
 
     return clock_offset()
 

@@ -6,9 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoparallel.cost_model.actions import BACKWARD, FORWARD, versions_held, weight_versions
+from autoparallel.cost_model.simulator.actions import (
+    BACKWARD,
+    FORWARD,
+    versions_held,
+    weight_versions,
+)
 from autoparallel.planner.schedules.schedules import build_schedule
-from autoparallel.runtime.replay import UpdateRule, run_replay
+from autoparallel.runtime.verify.async_reference import UpdateRule, run_replay
 
 LEARNING_RATE = 0.1
 ROWS = (1.0, -2.0, 0.5, 3.0)

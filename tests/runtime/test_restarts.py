@@ -29,11 +29,11 @@ from autoparallel.planner.errors import (
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.runtime.checkpoint_folder import complete_checkpoints
-from autoparallel.runtime.launch import launch
-from autoparallel.runtime.process import Worker
-from autoparallel.runtime.restarts import can_mend
-from autoparallel.runtime.shared import gather_values
+from autoparallel.runtime.checkpoint.folder import complete_checkpoints
+from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.launch.restarts import can_mend
+from autoparallel.runtime.messages.shared_objects import gather_values
 from autoparallel.targets import load_target
 from autoparallel.worker import Saving
 
@@ -142,7 +142,7 @@ def check_kills(
 
 def dies_in_its_second_save(worker: Worker, **arguments: Any) -> Any:
     """Trains; rank 1 of the first attempt is killed when it has written its files."""
-    from autoparallel.runtime import checkpoint_writer
+    from autoparallel.runtime.checkpoint import writer as checkpoint_writer
     from autoparallel.worker import train
 
     write, saves = checkpoint_writer._write_tensors, []

@@ -25,7 +25,7 @@ from test_random_plans import Model as Transformer
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoparallel.cost_model.actions import Action, Schedule, Table, compute_only
+from autoparallel.cost_model.simulator.actions import Action, Schedule, Table, compute_only
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.local.stage_program import build_stage
 from autoparallel.passes.local.weight_gradients import HALVES, WeightGradients, defer
@@ -35,14 +35,14 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.schedules.check import check_schedule
 from autoparallel.planner.schedules.messages import complete
 from autoparallel.planner.schedules.schedules import build_schedule
-from autoparallel.runtime.communicator import ProcessCommunicator
-from autoparallel.runtime.exchange import Exchange
-from autoparallel.runtime.executor import StageExecutor, StageVariant
-from autoparallel.runtime.materialize import materialize
-from autoparallel.runtime.mesh import build_meshes, stages_of_rank
-from autoparallel.runtime.pipeline import Hooks, PipelineRunner
-from autoparallel.runtime.stage import StageModule
-from autoparallel.runtime.tied import find_tied
+from autoparallel.runtime.messages.communicator import ProcessCommunicator
+from autoparallel.runtime.messages.exchange import Exchange
+from autoparallel.runtime.messages.process_mesh import build_meshes, stages_of_rank
+from autoparallel.runtime.parameters.materialize import materialize
+from autoparallel.runtime.parameters.stage import StageModule
+from autoparallel.runtime.parameters.tied_parameters import find_tied
+from autoparallel.runtime.step.executor import StageExecutor, StageVariant
+from autoparallel.runtime.step.pipeline import Hooks, PipelineRunner
 
 aten = torch.ops.aten
 

@@ -24,21 +24,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import Mesh
-from autoparallel.runtime.communicator import ProcessCommunicator
-from autoparallel.runtime.data import microbatch_rows
-from autoparallel.runtime.executor import StageExecutor, StageVariant
-from autoparallel.runtime.materialize import materialize
-from autoparallel.runtime.optimizer import (
+from autoparallel.runtime.data.rank_batch import microbatch_rows
+from autoparallel.runtime.messages.communicator import ProcessCommunicator
+from autoparallel.runtime.messages.shared_objects import gather_values
+from autoparallel.runtime.parameters.materialize import materialize
+from autoparallel.runtime.parameters.stage import StageModule
+from autoparallel.runtime.parameters.tied_parameters import find_tied
+from autoparallel.runtime.step.executor import StageExecutor, StageVariant
+from autoparallel.runtime.step.training_call import TrainingCall
+from autoparallel.runtime.update.optimizer import (
     build_optimizer,
     clip_coefficient,
     gradient_norm,
     published,
     scale_gradients,
 )
-from autoparallel.runtime.shared import gather_values
-from autoparallel.runtime.stage import StageModule
-from autoparallel.runtime.tied import find_tied
-from autoparallel.runtime.training_call import TrainingCall
 
 TOLERANCE = 1e-9
 LEARNING_RATE = 0.05

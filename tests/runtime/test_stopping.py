@@ -22,11 +22,11 @@ from processes import run_processes
 from autoparallel.options import parse_parallel, parse_settings
 from autoparallel.plan_io import save_plan
 from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.runtime import stopping
-from autoparallel.runtime.launch import launch
-from autoparallel.runtime.process import Worker
-from autoparallel.runtime.stopping import Stop
-from autoparallel.runtime.watchdog import Watchdog
+from autoparallel.runtime.launch import stopping
+from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.launch.stopping import Stop
+from autoparallel.runtime.messages.watchdog import Watchdog
 from autoparallel.targets import load_target
 
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}

@@ -16,9 +16,9 @@ from script_ranks import group_of_one
 from autoparallel.options import parse_parallel, parse_settings
 from autoparallel.plan_io import save_plan
 from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.runtime.launch import launch
-from autoparallel.runtime.process import Worker
-from autoparallel.runtime.stragglers import (
+from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.profile.stragglers import (
     StragglerWatch,
     find_straggler,
     gather_times,
@@ -97,7 +97,7 @@ def _slow_down(kind: str) -> None:
     """From now on this process waits for each batch as long as all the rest takes, or takes 4 times
     as long for each block."""
     from autoparallel.data import TrainingData
-    from autoparallel.runtime.stage import StageBlock
+    from autoparallel.runtime.parameters.stage import StageBlock
 
     take, forward = TrainingData.__next__, StageBlock.forward
     last = time.perf_counter()

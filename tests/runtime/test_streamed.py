@@ -15,8 +15,8 @@ from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.inputs import random_batch
-from autoparallel.runtime.reference import Batch, Reference, run_reference
-from autoparallel.runtime.streamed import streamed
+from autoparallel.runtime.step.streamed_ops import streamed
+from autoparallel.runtime.verify.reference import Batch, Reference, run_reference
 from autoparallel.targets import load_target
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan, Recompute
-from autoparallel.runtime.trainer import Trainer
+from autoparallel.runtime.step.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from test_failures import (
     plan_path,  # noqa: F401
 )
 
-from autoparallel.runtime.termination import on_termination
+from autoparallel.runtime.messages.termination import on_termination
 
 
 def run_until_failure(

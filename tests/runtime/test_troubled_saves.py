@@ -19,9 +19,9 @@ from autoparallel.options import parse_parallel, parse_settings
 from autoparallel.plan_io import save_plan
 from autoparallel.planner.errors import MachineError
 from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.runtime.checkpoint_folder import complete_checkpoints
-from autoparallel.runtime.launch import launch
-from autoparallel.runtime.process import Worker
+from autoparallel.runtime.checkpoint.folder import complete_checkpoints
+from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.process import Worker
 from autoparallel.targets import load_target
 
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}

@@ -7,7 +7,7 @@ from test_verification import SEQ, captured, planned
 
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan_file import loads
-from autoparallel.runtime.variants import bucket_variants, variant_of
+from autoparallel.runtime.data.variants import bucket_variants, variant_of
 
 
 @pytest.mark.parametrize(

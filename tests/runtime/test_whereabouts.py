@@ -12,8 +12,8 @@ from script_ranks import group_of_one
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoparallel.runtime.communicator import ProcessCommunicator
-from autoparallel.runtime.whereabouts import BackwardPosition, whereabouts
+from autoparallel.runtime.messages.communicator import ProcessCommunicator
+from autoparallel.runtime.messages.stack_location import BackwardPosition, whereabouts
 
 
 def here() -> str:

@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel.planner.layout import Layout, Mesh, shard
-from autoparallel.runtime import zero as zero_stages
-from autoparallel.runtime.communicator import ProcessCommunicator
-from autoparallel.runtime.executor import StageExecutor, StageVariant
-from autoparallel.runtime.materialize import materialize
-from autoparallel.runtime.optimizer import build_optimizer, gradient_norm
-from autoparallel.runtime.stage import StageModule
+from autoparallel.runtime.messages.communicator import ProcessCommunicator
+from autoparallel.runtime.parameters import zero as zero_stages
+from autoparallel.runtime.parameters.materialize import materialize
+from autoparallel.runtime.parameters.stage import StageModule
+from autoparallel.runtime.step.executor import StageExecutor, StageVariant
+from autoparallel.runtime.update.optimizer import build_optimizer, gradient_norm
 
 TOLERANCE = 1e-9
 LEARNING_RATE = 0.05

@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 from brute_force_stage import Floats, Held, Modes, Stage
 
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.simulator import simulate
-from autoparallel.cost_model.stage_costs import StageCosts
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.simulator.simulator import simulate
+from autoparallel.cost_model.simulator.stage_costs import StageCosts
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.layout import Mesh

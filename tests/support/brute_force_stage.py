@@ -22,8 +22,8 @@ import numpy as np
 from brute_force_layouts import ZEROS, Choices, Floats, Ints
 from brute_force_overlap import ahead_and_behind, all_at_once, one_ahead
 
-from autoparallel.cost_model.memory import reserve_bytes
-from autoparallel.cost_model.stage_costs import Buckets
+from autoparallel.cost_model.ops.memory import reserve_bytes
+from autoparallel.cost_model.simulator.stage_costs import Buckets
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
 from autoparallel.planner.layout import INVARIANT, Layout, NodeLayout
 from autoparallel.planner.plan import Recompute

@@ -3,7 +3,7 @@
 Time goes from one completion to the next; at each, everything that can start starts. Every
 device of every replica runs its own program and has a port to send by and one to receive by;
 a collective of a pipeline rank starts once all of its replicas are ready. Nothing is shared
-with ``cost_model.simulator`` but its arguments.
+with ``cost_model.simulator.simulator`` but its arguments.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from autoparallel.cost_model.actions import Schedule
-from autoparallel.cost_model.stage_costs import ONE_BUCKET, Buckets, StageCosts
+from autoparallel.cost_model.simulator.actions import Schedule
+from autoparallel.cost_model.simulator.stage_costs import ONE_BUCKET, Buckets, StageCosts
 
 Device = tuple[int, int]  # pipeline rank, replica
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoparallel.cost_model.actions import chain
-from autoparallel.cost_model.simulator import step_seconds
-from autoparallel.cost_model.stage_costs import StageCosts
+from autoparallel.cost_model.simulator.actions import chain
+from autoparallel.cost_model.simulator.simulator import step_seconds
+from autoparallel.cost_model.simulator.stage_costs import StageCosts
 from autoparallel.planner.pricing.branches import WeightedEdges
 from autoparallel.planner.schedules.schedules import build_schedule
 

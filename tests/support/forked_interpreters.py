@@ -27,10 +27,10 @@ from brief_search import searches_are_brief
 from kept_captures import FOLDER
 from processes import forking_context, measure_briefly, profile_briefly
 
-from autoparallel.runtime import launch
+from autoparallel.runtime.launch import launch
 
 HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-WORKER = "autoparallel.runtime.process"
+WORKER = "autoparallel.runtime.launch.process"
 OPTIONS = ("-P", "-u")
 """Options of interpreters that forked ones need not heed."""
 
@@ -148,7 +148,7 @@ def _run(arguments: list[str], folder: str) -> None:
         sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")
     elif arguments[1] == WORKER:
-        from autoparallel.runtime.process import main
+        from autoparallel.runtime.launch.process import main
 
         main(arguments[2])
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
+from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
 from autoparallel.planner.layout import (
     INVARIANT,
     PARTIAL,

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from strict_group import StrictGroup, register
 from torch import Tensor
 
-from autoparallel.runtime import device_queue
-from autoparallel.runtime.device_queue import Event, HostCopy, Waitable
+from autoparallel.runtime.messages import device_queue
+from autoparallel.runtime.messages.device_queue import Event, HostCopy, Waitable
 
 NAME = "lagging"
 

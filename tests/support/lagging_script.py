@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import autoparallel
-from autoparallel.runtime.watched_script import watch_script
+from autoparallel.runtime.launch.watched_script import watch_script
 from autoparallel.targets import load_target
 
 sys.path.append(str(Path(__file__).parent))

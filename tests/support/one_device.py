@@ -11,7 +11,7 @@ from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.program import Program
-from autoparallel.runtime.reference import Reference, run_reference
+from autoparallel.runtime.verify.reference import Reference, run_reference
 from autoparallel.targets import Target
 
 Batches = Sequence[Mapping[str, torch.Tensor]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner import find_plan, rules
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, SearchMethod, run_proposers
 from autoparallel.planner.graph import Blocks, Graph

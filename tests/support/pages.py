@@ -9,7 +9,7 @@ from handmade import GIB, pipeline_plan
 
 from autoparallel.baselines import Baseline
 from autoparallel.comparing import Item, MeasuredRun
-from autoparallel.cost_model.actions import COMPUTE
+from autoparallel.cost_model.simulator.actions import COMPUTE
 from autoparallel.html import Sources, page
 from autoparallel.measurement import Measurement, checksum
 from autoparallel.planner.plan import Plan

@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
-from autoparallel.cost_model import detect
-from autoparallel.cost_model.cluster import Device
+from autoparallel.cost_model.cluster import detect
+from autoparallel.cost_model.cluster.cluster import Device
 
 HERE = Path(__file__).resolve().parent
 

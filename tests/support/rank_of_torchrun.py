@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.runtime.launch import launch
+from autoparallel.runtime.launch.launch import launch
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "runtime")]

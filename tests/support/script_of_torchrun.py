@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import autoparallel
-from autoparallel.runtime.watched_script import watch_script
+from autoparallel.runtime.launch.watched_script import watch_script
 from autoparallel.targets import load_target
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
+from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
 from autoparallel.planner.batch import find_batch_dims
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
 

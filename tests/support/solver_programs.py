@@ -16,7 +16,7 @@ import numpy as np
 from schedule_cases import Models
 from small_graphs import cluster, mlp, random_graph
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.integer_programs.ilp import (

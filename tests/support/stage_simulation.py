@@ -15,7 +15,7 @@ from communicator import ThreadCommunicator, make_communicators, run_ranks
 from sharding import collect, distribute, gradient_layout
 from torch import Tensor, nn
 
-from autoparallel.cost_model.cluster import Cluster, Link
+from autoparallel.cost_model.cluster.cluster import Cluster, Link
 from autoparallel.passes.local.stage_cut import Boundary
 from autoparallel.passes.local.stage_program import StageProgram, build_stage
 from autoparallel.planner.graph import Blocks, Graph, Node

@@ -37,7 +37,7 @@ from autoparallel.planner.layout import (
     Mesh,
     shard,
 )
-from autoparallel.runtime.executor import ReadConstants
+from autoparallel.runtime.step.executor import ReadConstants
 
 aten = torch.ops.aten
 

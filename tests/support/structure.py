@@ -1,7 +1,7 @@
 """Structure of the repository: sizes, flat folders, import cycles, docstrings and words as figures.
 
 In: the files of the repository, read as text. Out: ``measure_repository()``, a number for each
-name, which ``tests/test_repository.py`` compares with its table ``CEILINGS``. As a script
+name, which ``tests/test_repository.py`` compares with ``CEILINGS`` of ``ceilings``. As a script
 (``make structure``) it prints the figures beside their ceilings, and the files of each import
 cycle. It imports neither torch nor the package that it measures.
 
@@ -320,7 +320,7 @@ def _measure_tests() -> dict[str, int]:
 def main() -> None:
     """Print the figures beside their ceilings, then the modules of each import cycle."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from test_repository import CEILINGS  # which imports this module
+    from ceilings import CEILINGS
 
     ceilings = {name: (ceiling, *reason) for name, ceiling, *reason in CEILINGS}
     figures = measure_repository()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from autoparallel.cost_model.actions import (
+from autoparallel.cost_model.simulator.actions import (
     FORWARD,
     INPUT_BACKWARD,
     WEIGHT_BACKWARD,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.doctor.checks import Finding, Wanted, check_machine
 from autoparallel.doctor.facts import Facts, Gpu, Interface, machine_facts, parse_gpus, parse_triton
 from autoparallel.doctor.known import SUPPORTED_EXTRAS, SUPPORTED_TORCH

@@ -16,11 +16,11 @@ from commands import run_python
 from processes import run_processes
 
 from autoparallel.__main__ import run_command
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.doctor.cluster import check_cluster
-from autoparallel.runtime import profile_pairs
-from autoparallel.runtime.profile_pairs import (
+from autoparallel.runtime.profile import pairs as profile_pairs
+from autoparallel.runtime.profile.pairs import (
     PairTime,
     RankFacts,
     all_pair_times,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from profile_cases import attention, elementwise, gelu, layer_norm, linear, softmax
 
-from autoparallel.cost_model.cluster import Link
-from autoparallel.cost_model.collectives import Group, p2p_seconds
+from autoparallel.cost_model.cluster.cluster import Link
+from autoparallel.cost_model.collectives.collectives import Group, p2p_seconds
 from autoparallel.cost_model.profile import lookup
 from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.cost_model.profile.database import (

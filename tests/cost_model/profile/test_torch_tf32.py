@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from autoparallel.cost_model.profile.torch_tf32 import torch_computing, torch_families
+from autoparallel.cost_model.cluster.torch_tf32 import torch_computing, torch_families
 
 MATMUL, CONV = "torch.backends.cuda.matmul", "torch.backends.cudnn"
 SETTINGS = {

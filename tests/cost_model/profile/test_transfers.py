@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.cost_model.cluster import Link
-from autoparallel.cost_model.collectives import Group, algorithm_seconds
+from autoparallel.cost_model.cluster.cluster import Link
+from autoparallel.cost_model.collectives.collectives import Group, algorithm_seconds
 from autoparallel.cost_model.profile.case import ProfileError
 from autoparallel.cost_model.profile.records import Transfer
 from autoparallel.cost_model.profile.transfers import (

@@ -14,8 +14,8 @@ from schedule_cases import Case
 from small_graphs import mlp
 from torch.nn import functional
 
-from autoparallel.cost_model.memory import communicator_bytes
-from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.ops.memory import communicator_bytes
 from autoparallel.options import parse_parallel
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.memory.saved_tensors import Moment, StageActivations, run_microbatch

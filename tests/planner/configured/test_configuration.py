@@ -11,9 +11,9 @@ import torch
 from marks import slow
 from one_stage import plan
 
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.compute import work_seconds
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.ops.compute import work_seconds
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules as default_rules

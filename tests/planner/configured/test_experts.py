@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
 from autoparallel.planner.configured.configuration import (

@@ -10,8 +10,8 @@ import pytest
 from one_stage import plan
 from small_graphs import mlp
 
-from autoparallel.cost_model.cluster import Cluster, Device, Host, Link
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.inter_op.heterogeneous import (

@@ -18,7 +18,7 @@ from one_stage import plan
 from small_graphs import cluster
 from torch import Tensor, nn
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules

@@ -10,7 +10,7 @@ import pytest
 from one_stage import plan
 from random_cases import Case, random_case
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner.errors import InfeasibleError
 
 SAME = 1e-9

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from autoparallel.cost_model.compute import work_seconds
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.ops.compute import work_seconds
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
 from autoparallel.planner.kernels.fusion import with_fusion

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from autoparallel.cost_model.cluster_file import load_cluster
+from autoparallel.cost_model.cluster.cluster_file import load_cluster
 from autoparallel.planner import rules
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, PARTIAL, REPLICATE, Mesh, shard

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from small_graphs import cluster as small_cluster
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.cluster.resolve import resolve_cluster
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Transfer
 from autoparallel.cost_model.profile.transfers import overlapped
-from autoparallel.cost_model.resolve import resolve_cluster
 from autoparallel.planner import rules
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, Mesh

@@ -12,8 +12,8 @@ from random_cases import Case, random_case
 from random_suites import seeds
 from torch import Tensor, nn
 
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.planner import rules
 from autoparallel.planner.evaluate import evaluate

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import (

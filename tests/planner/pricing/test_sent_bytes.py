@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_graphs import cluster
 
-from autoparallel.cost_model.memory import GradientDtype, StateOptions, sent_bytes
+from autoparallel.cost_model.ops.memory import GradientDtype, StateOptions, sent_bytes
 from autoparallel.planner import rules
 from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import REPLICATE, Mesh

@@ -8,10 +8,10 @@ import pytest
 from one_stage import plan
 from small_graphs import cluster, mlp
 
+from autoparallel.cost_model.cluster.tf32 import with_tf32
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Measurement
-from autoparallel.cost_model.tf32 import with_tf32
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.precision import with_precision

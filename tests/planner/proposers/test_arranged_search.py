@@ -10,7 +10,7 @@ import torch
 from small_graphs import cluster, mlp
 from torch import Tensor, nn
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.find_plan import plan

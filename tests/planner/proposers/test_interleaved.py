@@ -9,7 +9,7 @@ import pytest
 from recut import recomputed, recut
 from small_graphs import cluster, mlp
 
-from autoparallel.cost_model.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner import rules
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import Evaluation, evaluate

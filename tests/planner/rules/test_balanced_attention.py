@@ -10,10 +10,10 @@ import torch
 from one_stage import plan
 from small_graphs import cluster
 
-from autoparallel.cost_model.cluster import Cluster, Host, Link
-from autoparallel.cost_model.compute import work_seconds
+from autoparallel.cost_model.cluster.cluster import Cluster, Host, Link
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.ops.compute import work_seconds
 from autoparallel.cost_model.profile.arguments import build_call
-from autoparallel.cost_model.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.ops import lower_right  # noqa: F401 - registers the op
 from autoparallel.planner import rules

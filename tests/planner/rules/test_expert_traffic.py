@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from autoparallel.cost_model.compute import rate
-from autoparallel.cost_model.dispatch import DISPATCHERS, ROW_COPIES
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.collectives.dispatch import DISPATCHERS, ROW_COPIES
+from autoparallel.cost_model.ops.compute import rate
 from autoparallel.passes.ops.activation import describe
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Node, Ref, TensorSpec

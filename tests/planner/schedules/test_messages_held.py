@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoparallel.cost_model.actions import Action, Schedule, parse_table
+from autoparallel.cost_model.simulator.actions import Action, Schedule, parse_table
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES
 from autoparallel.planner.schedules.held import (
     KEPT_ON_GLOO,

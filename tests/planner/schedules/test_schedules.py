@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.cost_model.actions import (
+from autoparallel.cost_model.simulator.actions import (
     Action,
     Schedule,
     Wiring,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoparallel.cost_model.actions import (
+from autoparallel.cost_model.simulator.actions import (
     COMPUTE,
     Action,
     Schedule,

@@ -14,7 +14,7 @@ from random_cases import random_case
 from random_suites import seeds
 from small_graphs import cluster, mlp
 
-from autoparallel.cost_model.cluster import STATE_COLLECTIVES
+from autoparallel.cost_model.cluster.cluster import STATE_COLLECTIVES
 from autoparallel.planner import rules
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.layout import Mesh

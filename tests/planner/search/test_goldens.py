@@ -13,7 +13,7 @@ from one_stage import plan
 from plan_collectives import collectives
 from torch import Tensor, nn
 
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Dtype, Program
 from autoparallel.planner.layout import format_layout

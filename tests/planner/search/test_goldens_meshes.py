@@ -8,7 +8,7 @@ import pytest
 import torch
 from one_stage import plan
 
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.layout import conversion_steps, shard

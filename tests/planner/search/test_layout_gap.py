@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.evaluate import evaluate

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from one_stage import plan
 from random_cases import random_case
 
-from autoparallel.cost_model.cluster import Cluster, Device, Link
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.cluster import Cluster, Device, Link
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import InfeasibleError, UsageError

@@ -24,9 +24,9 @@ import pytest
 import torch
 from processes import run_processes
 
-from autoparallel.cost_model.cluster import Cluster
-from autoparallel.cost_model.cluster_file import load_cluster
-from autoparallel.cost_model.resolve import parse_cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster_file import load_cluster
+from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options import parse_parallel
 from autoparallel.passes.capture.export import find_loss
 from autoparallel.passes.initialization.deferred_init import plain_build, record_build
@@ -35,10 +35,10 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning import PlanOptions, capture_model, plan_program
-from autoparallel.runtime.compare import Verification
-from autoparallel.runtime.reference import run_reference
-from autoparallel.runtime.trainer import Trainer
-from autoparallel.runtime.verify import verify
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.verify.comparison import Verification
+from autoparallel.runtime.verify.reference import run_reference
+from autoparallel.runtime.verify.verify import verify
 from autoparallel.targets import load_target
 from examples.alexnet import example_batch
 

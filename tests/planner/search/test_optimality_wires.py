@@ -19,8 +19,8 @@ from solved_cases import (
     with_limit,
 )
 
-from autoparallel.cost_model.cluster import Host
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.cluster import Host
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.requests.request import Request
 

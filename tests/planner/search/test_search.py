@@ -10,7 +10,7 @@ import pytest
 from one_stage import plan, ranked
 from small_graphs import cluster, mlp
 
-from autoparallel.cost_model.cluster import Cluster, Host
+from autoparallel.cost_model.cluster.cluster import Cluster, Host
 from autoparallel.planner.errors import InfeasibleError, TimeLimitError, UsageError
 from autoparallel.planner.layout import format_layout
 from autoparallel.planner.plan import Plan

@@ -9,7 +9,7 @@ from random_cases import random_case
 from random_suites import seeds
 from small_graphs import cluster, mlp
 
-from autoparallel.cost_model.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.planner import rules
 from autoparallel.planner.graph import Blocks, Graph

@@ -1,0 +1,1 @@
+"""Clusters: devices and links by name, from files, and as found."""

@@ -1,0 +1,348 @@
+"""A cluster: devices in hosts, joined by links, every figure with its source.
+
+GB is 1e9 bytes, GiB is 2**30. Rates are bytes per second in one direction per device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Literal
+
+from .gpu_links import MOST_DEVICES, Wires, are_wires, num_links_used, wires_among
+
+Source = Literal["measured", "interpolated", "spec"]
+
+
+class ClusterError(ValueError):
+    """A description of a cluster is wrong.
+
+    ``what`` is one sentence; ``where`` the file and key, or the text given; ``fix`` what to try.
+    """
+
+    def __init__(self, what: str, where: str = "", fix: str = "") -> None:
+        super().__init__(what, where, fix)
+        self.what = what
+        self.where = where
+        self.fix = fix
+
+    def __str__(self) -> str:
+        where = f" ({self.where})" if self.where else ""
+        return f"{self.what}{where}" + (f": {self.fix}" if self.fix else "")
+
+
+STATE_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+"""The kinds of collectives that gather parameters and sum gradients, beside compute."""
+
+MEASURED_SLOWDOWN = 1.189
+"""Compute beside communication takes this much longer: 18.9 % on average and 40 % at most,
+over A100, H100, MI210 and MI250 training GPT and LLaMA models (arXiv:2507.03114, abstract).
+That average counts whole iterations, so while both really run it is a lower estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """An accelerator (or a share of a CPU).
+
+    ``peak_flops`` is dense FLOP/s by dtype name. ``usable_memory_bytes`` is what a process
+    may allocate. ``sources`` says for each field name where its figure comes from.
+    ``efficiency`` is the fraction of the peak that each op family reaches (1.0 if absent); that
+    of a family in one format is called so with the format ("matmul_float8_e4m3fn").
+
+    ``launch_seconds`` is what a kernel takes on the device whatever it does: to start and to
+    drain. ``issue_seconds`` is what the host takes to issue one, so that a run of ops takes
+    at least their number times that. ``num_units`` are the units (SMs) that the tiles of a
+    matrix product are dealt to; 0 where products do not come in waves. ``dollars_per_hour`` is
+    what one device costs, None where nobody said. ``tf32`` are the families whose float32
+    products run in TensorFloat-32; None, where nobody said, counts as none.
+
+    ``slowdown``: by kind of collective (``all_reduce``, ``all_gather``, ``reduce_scatter``) how
+    much longer compute takes while one runs beside it, at least 1. Where nobody said, it is
+    ``MEASURED_SLOWDOWN`` on a GPU; on a CPU the two share cores and nothing is gained.
+
+    ``message_seconds`` is what the host takes to send or to receive one message of a pipeline
+    while the device waits. It is 0 where the device sends by itself (NCCL).
+
+    Of the host that a GPU is in: ``host_link_bytes_per_second`` is the rate of copies between the
+    two, one way, ``host_bytes_per_second`` the device's share of the rate of the host's memory, and
+    ``host_memory_bytes`` its share of that memory. 0 where nobody said.
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: int
+    usable_memory_bytes: int
+    memory_bytes_per_second: float
+    peak_flops: Mapping[str, float]
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    launch_seconds: float = 5e-6
+    sources: Mapping[str, str] = field(default_factory=dict)
+    issue_seconds: float = 0.0
+    num_units: int = 0
+    dollars_per_hour: float | None = None
+    tf32: tuple[str, ...] | None = None
+    slowdown: Mapping[str, float] = field(default_factory=dict)
+    message_seconds: float = 0.0
+    host_link_bytes_per_second: float = 0.0
+    host_bytes_per_second: float = 0.0
+    host_memory_bytes: int = 0
+
+    def slowed_share(self, collective: str) -> float:
+        """The share of its compute that the device loses while a collective runs beside it.
+
+        0 where they do not disturb each other, 1 where compute stops.
+        """
+        if collective in self.slowdown:
+            return 1 - 1 / self.slowdown[collective]
+        return 1.0 if self.kind == "cpu" else 1 - 1 / MEASURED_SLOWDOWN
+
+    @property
+    def speed(self) -> str:
+        """Equal for devices that run every op in the same time."""
+        figures = (
+            self.name, self.kind, self.memory_bytes_per_second, sorted(self.peak_flops.items()),
+            sorted(self.efficiency.items()), self.launch_seconds, self.issue_seconds,
+            self.num_units, self.tf32 or (), sorted(self.slowdown.items()),
+            self.host_link_bytes_per_second, self.host_bytes_per_second,
+        )  # fmt: skip
+        return repr(figures)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A level of the network: latency per message and bandwidth per device, one direction.
+
+    ``base_seconds`` is what starting any transfer or collective costs once, whatever its
+    number of messages. ``reduction_bytes_per_second`` is the rate at which the switch itself
+    sums an all-reduce (NVLink SHARP): bytes of the tensor per second; 0 where it cannot.
+    ``num_links`` is of how many links of a device the rate is; 0 where that does not matter, as
+    a switch joins all. A part of a link has a part of its rate and links: of ``of_links``, else 0.
+    """
+
+    name: str
+    alpha_seconds: float
+    bytes_per_second: float
+    source: str = ""
+    base_seconds: float = 0.0
+    reduction_bytes_per_second: float = 0.0
+    num_links: int = 0
+    of_links: int = 0
+
+
+@lru_cache(maxsize=256)
+def _part_of(link: Link, num_links: int) -> Link:
+    """A link at the rate of some of a device's links."""
+    if num_links == link.num_links:
+        return link
+    rate = link.bytes_per_second * num_links / link.num_links
+    return replace(link, bytes_per_second=rate, num_links=num_links, of_links=link.num_links)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Equal devices joined by one link. ``rack`` names the hosts that stand together.
+
+    Without a switch, ``wires`` says how many links any two devices have to each other, and
+    ``detour`` joins those that no ring of links does. Raises ``ClusterError`` where they do
+    not fit.
+    """
+
+    device: Device
+    num_devices: int
+    link: Link
+    rack: str = ""
+    wires: Wires = ()
+    detour: Link | None = None
+
+    def __post_init__(self) -> None:
+        if not self.wires:
+            if self.detour is not None:
+                raise ClusterError(
+                    "detour is set, but wires is not", fix="add wires, or remove detour"
+                )
+            return
+        if len(self.wires) != self.num_devices or not are_wires(self.wires):
+            raise ClusterError(
+                f"wires must be a symmetric {self.num_devices} × {self.num_devices} table of "
+                "link counts "
+                "with zeros on the diagonal"
+            )
+        if self.num_devices > MOST_DEVICES:
+            raise ClusterError(f"wires can be given for at most {MOST_DEVICES} devices")
+        if self.link.num_links < 1:
+            raise ClusterError(
+                f"link {self.link.name!r} does not say how many links its rate is for",
+                fix="add num_links",
+            )
+        if self.detour is None:
+            raise ClusterError(
+                "the host has no link for devices that no wires join", fix='add detour = "pcie4"'
+            )
+
+    def link_among(self, devices: Sequence[int]) -> Link:
+        """What a collective of some of the host's devices runs over, by their numbers in it.
+
+        The share of the link that its rings can use; the detour where there is no ring.
+        """
+        if not self.wires or self.detour is None or len(set(devices)) < 2:
+            return self.link
+        used = num_links_used(wires_among(self.wires, devices))
+        return _part_of(self.link, used) if used else self.detour
+
+    def part(self, num_devices: int) -> Host:
+        """A host of the first devices of this one."""
+        wires = wires_among(self.wires, range(num_devices)) if self.wires else ()
+        return replace(self, num_devices=num_devices, wires=wires)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts joined by ``inter_link``. Ranks number the devices host by host.
+
+    Hosts of different racks are joined by ``rack_link``, where there is one.
+    """
+
+    name: str
+    hosts: tuple[Host, ...]
+    inter_link: Link
+    rack_link: Link | None = None
+
+    @cached_property
+    def usable_memory_bytes(self) -> int:
+        """What a process may allocate on every device."""
+        return min(host.device.usable_memory_bytes for host in self.hosts)
+
+    @cached_property
+    def num_devices(self) -> int:
+        return sum(host.num_devices for host in self.hosts)
+
+    @cached_property
+    def host_size(self) -> int | None:
+        """How many devices every host has; None where that differs."""
+        sizes = {host.num_devices for host in self.hosts}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @cached_property
+    def first_ranks(self) -> tuple[int, ...]:
+        """For each host its first rank."""
+        return tuple(accumulate((host.num_devices for host in self.hosts[:-1]), initial=0))
+
+    @cached_property
+    def host_of(self) -> tuple[int, ...]:
+        """For each rank the index of its host."""
+        return tuple(
+            index for index, host in enumerate(self.hosts) for _ in range(host.num_devices)
+        )
+
+    def device(self, rank: int) -> Device:
+        return self.hosts[self.host_of[rank]].device
+
+    def link(self, first: int, second: int) -> Link:
+        """The link that two ranks talk over: the host's, that between hosts, or between racks."""
+        host, other = self.host_of[first], self.host_of[second]
+        if host == other:
+            return self.link_within(host, (first, second))
+        return self.host_link({self.hosts[host].rack, self.hosts[other].rack})
+
+    def link_within(self, host: int, ranks: Sequence[int]) -> Link:
+        """What ranks of one host talk over together."""
+        start = self.first_ranks[host]
+        return self.hosts[host].link_among([rank - start for rank in ranks])
+
+    def entry_link(self, first: int, size: int) -> Link:
+        """What a stage on ``size`` ranks from ``first`` on gets values over from those before it.
+
+        It depends on nothing else: where the stage before is of another size, as if it were of
+        this one.
+        """
+        before = range(max(first - size, 0), max(first, 1))
+        return self.send_link(before, range(first, first + size))
+
+    def send_link(self, sources: Sequence[int], targets: Sequence[int]) -> Link:
+        """What ranks get values over, each from one of as many others: the slowest of them.
+
+        Between stages of one host without a switch each pair counts; else the nearest two ranks
+        stand for all.
+        """
+        hosts = {self.host_of[rank] for rank in (sources[0], sources[-1], targets[0], targets[-1])}
+        if len(hosts) > 1 or not self.hosts[next(iter(hosts))].wires:
+            return self.link(sources[-1], targets[0])
+        number = min(len(sources), len(targets))
+        pairs = zip(sources[-number:], targets[:number], strict=True)
+        links = [self.link(*pair) for pair in pairs if pair[0] != pair[1]]
+        whole = self.hosts[next(iter(hosts))].link
+        return min(links, key=lambda link: link.bytes_per_second, default=whole)
+
+    def wires_of(self, first: int, size: int) -> tuple[Wires, ...]:
+        """The wires in each host of which neighbouring ranks have a part, without a switch."""
+        found = []
+        for host in range(self.host_of[first], self.host_of[first + size - 1] + 1):
+            own, start = self.hosts[host], self.first_ranks[host]
+            here = range(max(first - start, 0), min(first + size - start, own.num_devices))
+            if own.wires and len(here) < own.num_devices:
+                found.append(wires_among(own.wires, here))
+        return tuple(found)
+
+    def host_link(self, racks: Collection[str]) -> Link:
+        """The slowest link on the way between hosts that stand in these racks."""
+        return self.inter_link if self.rack_link is None or len(racks) < 2 else self.rack_link
+
+    def joins_hosts(self, link: Link) -> bool:
+        """Whether a link is one between hosts, where there are several."""
+        return len(self.hosts) > 1 and link in (self.inter_link, self.rack_link)
+
+    def slowest_device(self, ranks: Sequence[int]) -> Device:
+        """What the ranks are as one: the device itself if equal, else the worst of each figure.
+
+        Devices that work on one op together wait for the slowest, which may differ by op.
+        """
+        hosts = dict.fromkeys(self.host_of[rank] for rank in ranks)
+        devices: list[Device] = []
+        for host in hosts:
+            if self.hosts[host].device not in devices:
+                devices.append(self.hosts[host].device)
+        return devices[0] if len(devices) == 1 else _worst(devices)
+
+
+def _worst(devices: Sequence[Device]) -> Device:
+    """A device that is nowhere better than any of these."""
+    dtypes = set.intersection(*(set(device.peak_flops) for device in devices))
+    lowest = {dtype: min(device.peak_flops[dtype] for device in devices) for dtype in dtypes}
+    slowest = min(devices, key=lambda device: max(device.peak_flops.values(), default=0.0))
+    families = {family for device in devices for family in device.efficiency}
+    kinds = {device.kind for device in devices}
+    return Device(
+        name="+".join(sorted({device.name for device in devices})),
+        kind="cpu" if "cpu" in kinds else "cuda",
+        memory_bytes=min(device.memory_bytes for device in devices),
+        usable_memory_bytes=min(device.usable_memory_bytes for device in devices),
+        memory_bytes_per_second=min(device.memory_bytes_per_second for device in devices),
+        peak_flops=dict(sorted(lowest.items())) or slowest.peak_flops,
+        efficiency={
+            family: min(device.efficiency.get(family, 1.0) for device in devices)
+            for family in sorted(families)
+        },
+        launch_seconds=max(device.launch_seconds for device in devices),
+        sources={"name": "the worst of each figure of devices that work together"},
+        issue_seconds=max(device.issue_seconds for device in devices),
+        num_units=slowest.num_units,
+        tf32=_common_tf32(devices),
+        slowdown=_largest_slowdown(devices),
+        message_seconds=max(device.message_seconds for device in devices),
+    )
+
+
+def _largest_slowdown(devices: Sequence[Device]) -> Mapping[str, float]:
+    """Of every kind of collective for which one of these devices says something."""
+    kinds = sorted({kind for device in devices for kind in device.slowdown})
+    shares = {kind: max(device.slowed_share(kind) for device in devices) for kind in kinds}
+    return {kind: 1 / (1 - share) if share < 1 else float("inf") for kind, share in shares.items()}
+
+
+def _common_tf32(devices: Sequence[Device]) -> tuple[str, ...] | None:
+    """The families that all of these compute in TF32; None where nobody said of any."""
+    if all(device.tf32 is None for device in devices):
+        return None
+    return tuple(sorted(set.intersection(*(set(device.tf32 or ()) for device in devices))))

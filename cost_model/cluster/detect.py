@@ -1,0 +1,356 @@
+"""The machine at hand as a cluster: its GPUs, or shares of its CPU, measured in a moment.
+
+In: how many devices to use. Out: a ``Cluster`` of one host. A GPU's figures are its
+preset's, with the memory that the driver reports; an unknown GPU's rates are measured. A CPU
+"device" is one process's share: ``threads_per_device`` threads and an equal part of the
+memory that is free. Its matmul rates are measured and taken as the peak; the other families'
+efficiencies are measured against the peak or the copy bandwidth. Torch is imported on use.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from .cluster import Cluster, ClusterError, Device, Host, Link
+from .link_presets import LINKS
+from .preset_parts import Preset
+from .presets import PRESETS
+from .tf32 import TFLOAT32
+from .torch_tf32 import torch_computing
+
+BFLOAT16_CAPABILITY = (8, 0)
+"""The first compute capability with units for bfloat16 (NVIDIA, CUDA C++ Programming Guide)."""
+
+MAX_CPU_DEVICES = 8
+"""Processes that the detected cluster has at most where none are asked for."""
+
+_PATIENCE_SECONDS = 0.06
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def detect_local(num_devices: int | None = None) -> Cluster:
+    """The cluster of this machine: its GPUs if it has any, else its CPU cores.
+
+    ``num_devices`` takes that many: GPUs up to those present, CPU processes any number.
+    Raises ``ClusterError`` for more GPUs than there are.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return _detect_gpus(num_devices)
+    return detect_cpu(num_devices)
+
+
+def detect_cpu(num_devices: int | None = None) -> Cluster:
+    """This machine's CPU as ``num_devices`` processes, by default one per core (at most 8).
+
+    The devices' memory excludes what is in use now. The link is what gloo typically reaches
+    between processes of one machine; see ``with_measured_link``.
+    """
+    cores = usable_cores()
+    num = num_devices or min(cores, MAX_CPU_DEVICES)
+    link = LINKS["loopback"]
+    host = Host(device=_measure_cpu(num, cores), num_devices=num, link=link)
+    return Cluster(name=f"cpu:{num}", hosts=(host,), inter_link=link)
+
+
+def with_measured_link(
+    cluster: Cluster, alpha_seconds: float, bytes_per_second: float, *, base_seconds: float = 0.0
+) -> Cluster:
+    """``cluster`` with what was measured for the link within its hosts.
+
+    In a cluster of one host it is also the link between hosts, of which there are none.
+    """
+
+    def measured(link: Link) -> Link:
+        return replace(
+            link,
+            alpha_seconds=alpha_seconds,
+            bytes_per_second=bytes_per_second,
+            base_seconds=base_seconds,
+            source="measured",
+        )
+
+    hosts = tuple(replace(host, link=measured(host.link)) for host in cluster.hosts)
+    inter_link = hosts[0].link if len(hosts) == 1 else cluster.inter_link
+    return replace(cluster, hosts=hosts, inter_link=inter_link)
+
+
+def usable_cores() -> int:
+    """Physical cores that this process may use, as affinity and the container's quota allow."""
+    if hasattr(os, "sched_getaffinity"):
+        logical = len(os.sched_getaffinity(0))
+    else:
+        logical = os.cpu_count() or 1
+    all_logical = psutil.cpu_count(logical=True) or logical
+    all_physical = psutil.cpu_count(logical=False) or all_logical
+    cores = max(1, logical * all_physical // max(all_logical, 1))
+    quota = _read_words(_CGROUP / "cpu.max")
+    if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit():
+        cores = min(cores, max(1, int(quota[0]) // max(1, int(quota[1]))))
+    return cores
+
+
+def threads_per_device(num_devices: int) -> int:
+    """Threads that each of ``num_devices`` CPU processes of this machine should compute with."""
+    return max(1, usable_cores() // num_devices)
+
+
+def available_memory_bytes() -> int:
+    """Memory that is free now, within the container's limit."""
+    available = int(psutil.virtual_memory().available)
+    limit, used = _read_words(_CGROUP / "memory.max"), _read_words(_CGROUP / "memory.current")
+    if limit and used and limit[0].isdigit() and used[0].isdigit():
+        available = min(available, max(0, int(limit[0]) - int(used[0])))
+    return available
+
+
+def _read_words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _seconds_per_call(
+    function: Callable[[], Any], wait: Callable[[], None] = lambda: None
+) -> float:
+    """The fastest call within the patience of a measurement; one call warms up."""
+    function()
+    wait()
+    best = float("inf")
+    end = time.perf_counter() + _PATIENCE_SECONDS
+    while True:
+        start = time.perf_counter()
+        function()
+        wait()
+        now = time.perf_counter()
+        best = min(best, now - start)
+        if now >= end:
+            return best
+
+
+def _measure_cpu(num_devices: int, cores: int) -> Device:
+    import torch
+
+    threads = max(1, cores // num_devices)
+    share = min(1.0, cores / num_devices)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with torch.no_grad():
+            peak = {name: share * rate for name, rate in _cpu_matmul_rates().items()}
+            one_process = share * _cpu_copy_rate()
+            launch_seconds = _cpu_launch_seconds()
+            families = _cpu_families(peak["float32"] / share, one_process / share)
+            torch.set_num_threads(min(cores, threads * num_devices))
+            all_processes = _cpu_copy_rate() / num_devices
+    finally:
+        torch.set_num_threads(before)
+    memory_bytes = available_memory_bytes() // num_devices
+    how = f"measured in a process of {threads} thread(s), {num_devices} on {cores} core(s)"
+    return Device(
+        name="cpu",
+        kind="cpu",
+        memory_bytes=int(psutil.virtual_memory().total) // num_devices,
+        usable_memory_bytes=memory_bytes * 95 // 100,
+        memory_bytes_per_second=min(one_process, all_processes),
+        peak_flops=peak,
+        efficiency=families,
+        launch_seconds=launch_seconds,
+        sources={
+            "memory_bytes": "the machine's, divided by the processes",
+            "usable_memory_bytes": "95 % of what is free, divided by the processes",
+            "memory_bytes_per_second": how + "; the lesser of one's and an equal part of all's",
+            "peak_flops": how + ": matmul of 512 x 512",
+            "efficiency": how,
+            "launch_seconds": how + ": an addition of two numbers that need a gradient",
+        },
+    )
+
+
+def _cpu_matmul_rates() -> dict[str, float]:
+    """FLOP/s of square matmuls by dtype, at the size of a training step's smaller ones."""
+    import torch
+
+    size = 512
+    rates = {}
+    for name in ("float32", "float64", "bfloat16"):
+        left = torch.randn(size, size).to(getattr(torch, name))
+        out = torch.empty_like(left)
+        rates[name] = 2 * size**3 / _seconds_per_call(partial(torch.mm, left, left, out=out))
+    return rates
+
+
+def _cpu_copy_rate() -> float:
+    """Bytes per second, read and written, of a copy of 16 MB, larger than a core's caches."""
+    import torch
+
+    source = torch.ones(4_000_000)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / _seconds_per_call(lambda: target.copy_(source))
+
+
+def _cpu_launch_seconds() -> float:
+    """What dispatching one small op under autograd takes."""
+    import torch
+
+    with torch.enable_grad():
+        value = torch.ones(1, requires_grad=True)
+
+        def dispatch() -> None:
+            for _ in range(100):
+                value + value
+
+        return _seconds_per_call(dispatch) / 100
+
+
+def _cpu_families(peak: float, bandwidth: float) -> dict[str, float]:
+    """Efficiency of each family, of the peak or of the bandwidth. Sizes as in a small model."""
+    import torch
+    from torch.nn import functional as F  # noqa: N812
+
+    query = torch.randn(2, 4, 256, 64)
+    image, kernel = torch.randn(2, 32, 32, 32), torch.randn(32, 32, 3, 3)
+    hidden = torch.randn(1024, 1024)
+    weight = torch.ones(1024)
+
+    def attend() -> Any:
+        return F.scaled_dot_product_attention(query, query, query, is_causal=False)
+
+    attention_flops = 4 * 2 * 4 * 256 * 256 * 64
+    conv_flops = 2 * 2 * 32 * 32 * 32 * 32 * 9
+    tensor_bytes = hidden.numel() * 4
+    gelu_seconds = _seconds_per_call(lambda: F.gelu(hidden))
+    add_seconds = _seconds_per_call(lambda: hidden + hidden)
+    norm_seconds = _seconds_per_call(lambda: F.layer_norm(hidden, (1024,), weight, weight))
+    return {
+        "matmul": 1.0,
+        "attention": attention_flops / _seconds_per_call(attend) / peak,
+        "conv": conv_flops / _seconds_per_call(lambda: F.conv2d(image, kernel, padding=1)) / peak,
+        "norm": 2 * tensor_bytes / norm_seconds / bandwidth,
+        "elementwise": 5 * tensor_bytes / (gelu_seconds + add_seconds) / bandwidth,
+        "copy": 1.0,
+    }
+
+
+def _detect_gpus(num_devices: int | None) -> Cluster:
+    import torch
+
+    present = torch.cuda.device_count()
+    num = num_devices or present
+    if num > present:
+        raise ClusterError(
+            f"this machine has {present} GPU(s), not {num}",
+            fix="use fewer GPUs, cpu:N, or the name of the cluster that you plan for",
+        )
+    names = [torch.cuda.get_device_name(index) for index in range(num)]
+    hosts = []
+    for name, run in groupby(range(num), key=lambda index: names[index]):
+        indices = list(run)
+        total = int(torch.cuda.get_device_properties(indices[0]).total_memory)
+        hosts.append(gpu_host(name, total, len(indices), indices[0]))
+    # GPUs of different kinds in one machine reach each other over PCIe only.
+    inter_link = hosts[0].link if len(hosts) == 1 else LINKS["pcie4"]
+    name = "+".join(f"{host.num_devices}x{host.device.name}" for host in hosts)
+    return Cluster(name=name, hosts=tuple(hosts), inter_link=inter_link)
+
+
+def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
+    """So many GPUs that torch calls ``name``, of ``total`` bytes, joined as they usually are.
+
+    Where no preset knows them, GPU ``index`` of this machine is measured.
+    """
+    preset = match_gpu_name(name, total)
+    if preset is None:
+        return Host(_measure_gpu(name, index, total), num_devices, LINKS["pcie4"])
+    sources = {
+        **preset.device.sources,
+        "memory_bytes": "torch.cuda",
+        "usable_memory_bytes": "torch.cuda",
+    }
+    device = replace(preset.device, memory_bytes=total, usable_memory_bytes=total, sources=sources)
+    if "SXM3" in name:  # comes with a switch
+        return Host(device, num_devices, LINKS[preset.link])
+    return preset.host(num_devices, device)
+
+
+def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
+    """The preset for a GPU by the name that its driver gives, the nearest in memory.
+
+    >>> match_gpu_name("NVIDIA A100-SXM4-40GB", 42 * 10**9).device.name
+    'A100-40GB'
+    >>> match_gpu_name("NVIDIA H100 PCIe", 85 * 10**9).device.name
+    'H100-PCIe'
+
+    None for a slice of a GPU, which has a part of its units, and for its siblings (Ti, laptops).
+
+    >>> match_gpu_name("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 21 * 10**9)
+    """
+    words = name.upper().replace("GEFORCE RTX ", "RTX").replace("-", " ").split()
+    if {"MIG", "TI", "D", "LAPTOP"} & set(words):
+        return None
+    is_pcie = any(word.startswith("PCIE") for word in words)
+    is_nvl = "NVL" in words
+    candidates = [
+        preset
+        for preset in PRESETS.values()
+        if preset.device.name.split("-")[0].upper() in words
+        and preset.device.name.endswith("-PCIe") == is_pcie
+        and preset.device.name.endswith("-NVL") == is_nvl
+    ]
+    if not candidates:
+        return None
+    return min(candidates, key=lambda preset: abs(preset.device.memory_bytes - memory_bytes))
+
+
+def _measure_gpu(name: str, index: int, total: int) -> Device:
+    """An unknown GPU: its large matmuls are its peaks, its copies its bandwidth."""
+    import torch
+
+    kind: Literal["cuda"] = "cuda"
+    where = torch.device("cuda", index)
+
+    def seconds(function: Callable[[], Any]) -> float:
+        return _seconds_per_call(function, lambda: torch.cuda.synchronize(where))
+
+    size = 4096
+    peak = {}
+    has_bfloat16 = torch.cuda.get_device_capability(where) >= BFLOAT16_CAPABILITY
+    since_ampere = (TFLOAT32, "bfloat16") if has_bfloat16 else ()
+    for dtype in ("float32", *since_ampere, "float16"):
+        held = "float32" if dtype == TFLOAT32 else dtype
+        left = torch.randn(size, size, device=where, dtype=getattr(torch, held))
+        with torch_computing(("matmul",) if dtype == TFLOAT32 else ()):
+            peak[dtype] = 2 * size**3 / seconds(partial(torch.mm, left, left))
+    source = torch.ones(2**26, device=where)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.numel() * 4 / seconds(lambda: target.copy_(source))
+    sources: Mapping[str, str] = {
+        "memory_bytes": "torch.cuda",
+        "usable_memory_bytes": "torch.cuda",
+        "peak_flops": "measured: matmul of 4096 x 4096, taken as the peak",
+        "memory_bytes_per_second": "measured: a copy of 256 MB",
+        "efficiency": "estimate",
+        "launch_seconds": "estimate",
+    }
+    return Device(
+        name=name,
+        kind=kind,
+        memory_bytes=total,
+        usable_memory_bytes=total,
+        memory_bytes_per_second=bandwidth,
+        peak_flops=peak,
+        efficiency={"attention": 0.5, "conv": 0.6, "norm": 0.85},
+        launch_seconds=4e-6,
+        sources=sources,
+    )

@@ -1,0 +1,1 @@
+"""Collectives: seconds of each algorithm, and the algorithms as tables of messages."""

@@ -1,0 +1,156 @@
+"""What an all-reduce of gradients costs by each algorithm that can really run it.
+
+In: the algorithm's name, the bytes, the group and how many of its ranks each host has. Out:
+seconds. ``"library"`` is the all-reduce of the communication library. Of NCCL that is all there is:
+it chooses between its algorithms itself, and the cheapest is the one that it is taken to choose.
+Beside gloo, whose own is a ring, any table of ``algorithm_tables`` can be run over point-to-point
+messages (``runtime.messages.all_reduces``). Its rounds follow each other, so a table costs
+
+    Σ over rounds of  α + overhead + the time of the busiest port
+
+where a port is a rank's link within its host, or a host's link to the others, in one direction
+(Thakur, Rabenseifner, Gropp 2005, section 3, per round of the table instead of in closed form).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..cluster.cluster import Cluster
+from .algorithm_tables import ALGORITHMS, find_table
+from .algorithms import Table
+from .collectives import Group, algorithm_seconds, collective_seconds
+
+LIBRARY = "library"
+
+BY_MESSAGES = ALGORITHMS["all_reduce"]
+"""The algorithms that the runtime executes over messages."""
+
+ROUND_SECONDS = 1e-4
+"""What a round of messages costs the runtime beyond the links' latency: posting them from Python,
+waking the thread that waits. ``benchmarks/collectives/all_reduces.py`` measures it."""
+
+LEAST_GAIN = 0.1
+"""The library's all-reduce is kept unless another takes so much less: its price is surer."""
+
+PIECES = (1, 2, 4, 8, 16, 32)
+"""Into how many pieces a pipelined algorithm may cut what goes through one of its trees."""
+
+
+class RoundParts(NamedTuple):
+    """A round: whether it crosses hosts, the most parts through a rank's port within its host, and
+    through a host's port to the others."""
+
+    crosses: bool
+    within: int
+    between: int
+
+
+def hosts_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[int, ...]:
+    """How many of ``ranks`` each host has, in ascending order of the ranks.
+
+    >>> from ..cluster.shorthand import parse_cluster
+    >>> hosts_of(parse_cluster("2x4xH100"), (0, 1, 4))
+    (2, 1)
+    """
+    return tuple(Counter(cluster.host_of[rank] for rank in sorted(ranks)).values())
+
+
+def algorithms_of(group: Group, hosts: tuple[int, ...]) -> tuple[str, ...]:
+    """What can run an all-reduce of the group, the library's first."""
+    if group.library == "nccl":
+        return (LIBRARY,)
+    return (LIBRARY, *(name for name in BY_MESSAGES if _exists(name, hosts)))
+
+
+def all_reduce_seconds(
+    algorithm: str, num_bytes: float, group: Group, hosts: tuple[int, ...]
+) -> float:
+    """Seconds of an all-reduce by an algorithm of ``algorithms_of``."""
+    if group.num_ranks <= 1 or num_bytes <= 0:
+        return 0.0
+    if algorithm == LIBRARY or group.library == "nccl":
+        return collective_seconds("all_reduce", num_bytes, group)
+    return min(
+        _seconds(_rounds(algorithm, hosts, pieces), num_bytes, group)
+        for pieces in _pieces(algorithm)
+    )
+
+
+def best_all_reduce(num_bytes: float, group: Group, hosts: tuple[int, ...]) -> str:
+    """The name of the cheapest: on NCCL the algorithm that it is taken to choose.
+
+    >>> from ..cluster.cluster import Link
+    >>> slow = Link("wire", alpha_seconds=1e-2, bytes_per_second=1e9)
+    >>> group = Group(8, 8, 1, slow, slow, library="gloo")
+    >>> best_all_reduce(1e3, group, (8,)), best_all_reduce(1e9, group, (8,))
+    ('recursive_doubling', 'library')
+    """
+    if group.library == "nccl":
+        known = algorithm_seconds("all_reduce", num_bytes, group)
+        return min(known, key=known.__getitem__)
+    names = algorithms_of(group, hosts)
+    seconds = {name: all_reduce_seconds(name, num_bytes, group, hosts) for name in names}
+    best = min(names, key=seconds.__getitem__)
+    return best if seconds[best] < (1 - LEAST_GAIN) * seconds[LIBRARY] else LIBRARY
+
+
+def table_for(algorithm: str, num_bytes: float, group: Group, hosts: tuple[int, ...]) -> Table:
+    """The table that is run: of a pipelined algorithm with the best number of pieces."""
+    pieces = min(
+        _pieces(algorithm),
+        key=lambda number: _seconds(_rounds(algorithm, hosts, number), num_bytes, group),
+    )
+    table = find_table("all_reduce", algorithm, hosts, num_pieces=pieces)
+    assert table is not None, algorithm
+    return table
+
+
+def _pieces(algorithm: str) -> tuple[int, ...]:
+    return PIECES if algorithm == "tree" else (1,)
+
+
+@lru_cache(maxsize=256)
+def _exists(algorithm: str, hosts: tuple[int, ...]) -> bool:
+    return find_table("all_reduce", algorithm, hosts) is not None
+
+
+@lru_cache(maxsize=256)
+def _rounds(
+    algorithm: str, hosts: tuple[int, ...], pieces: int
+) -> tuple[int, tuple[RoundParts, ...]]:
+    """The number of parts of a table, and what each of its rounds sends."""
+    table = find_table("all_reduce", algorithm, hosts, num_pieces=pieces)
+    assert table is not None, algorithm
+    host, found = table.host_of(), []
+    for messages in table.rounds:
+        within: Counter[tuple[int, str]] = Counter()
+        between: Counter[tuple[int, str]] = Counter()
+        for message in messages:
+            source, target = host[message.sender], host[message.receiver]
+            if source == target:
+                within[message.sender, "out"] += len(message.parts)
+                within[message.receiver, "in"] += len(message.parts)
+            else:
+                between[source, "out"] += len(message.parts)
+                between[target, "in"] += len(message.parts)
+        most = (max(ports.values(), default=0) for ports in (within, between))
+        found.append(RoundParts(bool(between), *most))
+    return table.num_parts, tuple(found)
+
+
+def _seconds(rounds: tuple[int, tuple[RoundParts, ...]], num_bytes: float, group: Group) -> float:
+    """Seconds of a table; all ranks of a host share its link to the others."""
+    num_parts, each = rounds
+    part = num_bytes / num_parts
+    intra, inter = group.intra, group.inter
+    within = group.sharing * part / intra.bytes_per_second
+    between = group.sharing * part / (group.ranks_per_host * inter.bytes_per_second)
+    total = 0.0
+    for crosses, own, shared in each:
+        start = inter.alpha_seconds if crosses else intra.alpha_seconds
+        total += start + ROUND_SECONDS + max(own * within, shared * between)
+    return total

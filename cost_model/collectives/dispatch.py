@@ -1,0 +1,129 @@
+"""Seconds of sending tokens to the ranks that hold their experts, or of bringing results back.
+
+In: the bytes of a rank's own tokens, how many experts each token visits, the group of ranks over
+which the experts are spread evenly, what sends. Out: seconds of one direction.
+
+``alltoall``, NCCL's, sends a copy of a token for every expert that it visits. ``deepep`` and
+``hybridep`` send a token once to each other host, over the network, and hand it on there to each
+rank that holds some of its experts. A token that visits k of E experts, which n places hold in
+equal parts, is wanted by ``distinct_places`` of them in the mean, where every choice of k experts
+is as likely as any other; DeepSeek-V3's router first chooses 4 of 8 groups (``GroupLimit``).
+
+Sources: Lepikhin et al. 2020, GShard (arXiv:2006.16668), section 3.3; DeepSeek-AI 2024,
+DeepSeek-V3 (arXiv:2412.19437), section 3.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from math import comb, lcm
+from typing import Literal, get_args
+
+from .collectives import Group, collective_seconds
+
+Dispatcher = Literal["gather", "alltoall", "deepep", "hybridep"]
+"""``gather``: all ranks gather all tokens and sum what their own experts add, as this package's
+runtime does."""
+
+DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
+
+ROW_COPIES: Mapping[Dispatcher, int] = {"gather": 2, "alltoall": 4, "deepep": 2, "hybridep": 0}
+"""How often a row is copied within a rank on its way to an expert and back. For NCCL's all-to-all
+rows are sorted by rank, and those received by expert; HybridEP's kernels sort them as they send
+(deepseek-ai/DeepEP, branch hybrid-ep)."""
+
+Routing = Literal["any", "neighbours"]
+"""Which experts a token visits. ``neighbours``: the next k in a row, as gates of benchmarks deal
+them out (the balanced gate of NVIDIA's NeMo AutoModel), mostly on one host."""
+
+GroupLimit = tuple[int, int]
+"""In how many groups, of neighbours, a router divides the experts, and how many of the groups it
+first chooses for a token."""
+
+WITHIN_SHARE = 0.75
+"""Of the rate of collectives within a host what both reach: 494 and 420 GB/s (DeepEP, 24 units),
+536 and 531 (HybridEP, 16 units) of 680 on 8 B200, 4096 tokens of 7168 in bfloat16
+(deepseek-ai/DeepEP, branch hybrid-ep)."""
+BETWEEN_SHARE = 0.8
+"""Of the rate between hosts: HybridEP on 64 H100 of 8 hosts brings 41 to 48 GB/s of tokens to
+their hosts, of which 7 of 8 cross 50 GB/s (same source)."""
+
+
+def dispatch_seconds(
+    num_bytes: float,
+    copies: int,
+    num_experts: int,
+    group: Group,
+    dispatcher: Dispatcher,
+    routing: Routing = "any",
+    limit: GroupLimit = (1, 1),
+) -> float:
+    """Seconds in which each rank of ``group`` sends its tokens of ``num_bytes`` to their experts.
+
+    >>> from ..cluster.cluster import Link
+    >>> link = Link("wire", alpha_seconds=0.0, bytes_per_second=1e9)
+    >>> dispatch_seconds(1e9, 2, 4, Group(4, 4, 1, link, link), "alltoall")
+    1.5
+    """
+    if group.num_ranks <= 1 or num_bytes <= 0:
+        return 0.0
+    if dispatcher == "alltoall":
+        return collective_seconds("all_to_all", num_bytes * copies, group)
+    ranks, hosts = group.num_ranks, group.num_hosts
+    on_ranks = _PLACES[routing](ranks, copies, num_experts, limit)
+    within = (
+        on_ranks * (1 - 1 / group.ranks_per_host) / (WITHIN_SHARE * group.intra.bytes_per_second)
+    )
+    start = group.intra.base_seconds
+    if hosts == 1:
+        return start + num_bytes * within
+    on_hosts = _PLACES[routing](hosts, copies, num_experts, limit)
+    between = on_hosts * (1 - 1 / hosts) / (BETWEEN_SHARE * group.inter.bytes_per_second)
+    return max(start, group.inter.base_seconds) + num_bytes * max(within, between)
+
+
+def distinct_places(
+    places: int, copies: int, num_experts: int, limit: GroupLimit = (1, 1)
+) -> float:
+    """The mean number of ``places`` that hold the ``copies`` different experts of a token.
+
+    >>> distinct_places(4, 1, 8), distinct_places(8, 8, 8), round(distinct_places(2, 2, 4), 3)
+    (1.0, 8.0, 1.667)
+    >>> distinct_places(8, 8, 256, (8, 4)) < 4
+    True
+    """
+    groups, chosen = limit
+    of_place = max(1, groups // places)
+    of_group = min(num_experts / groups, num_experts / places)
+    found = 0.0
+    for own in range(1, min(of_place, chosen) + 1):
+        likely = comb(of_place, own) * comb(groups - of_place, chosen - own) / comb(groups, chosen)
+        pool, elsewhere = num_experts * chosen / groups, 1.0
+        for taken in range(copies):
+            elsewhere *= max(0.0, (pool - own * of_group - taken) / max(pool - taken, 1.0))
+        found += likely * (1 - elsewhere)
+    return places * found
+
+
+@cache
+def neighbouring_places(
+    places: int, copies: int, num_experts: int, _limit: GroupLimit = (1, 1)
+) -> float:
+    """The mean number of ``places`` that hold the ``copies`` next experts of each token in turn.
+
+    >>> neighbouring_places(4, 2, 8), neighbouring_places(8, 4, 8), neighbouring_places(2, 3, 8)
+    (1.0, 4.0, 1.5)
+    """
+    tokens = lcm(copies, num_experts) // copies
+    found = 0
+    for token in range(tokens):
+        visited = ((token * copies + each) % num_experts for each in range(copies))
+        found += len({expert * places // num_experts for expert in visited})
+    return found / tokens
+
+
+_PLACES: Mapping[Routing, Callable[[int, int, int, GroupLimit], float]] = {
+    "any": distinct_places,
+    "neighbours": neighbouring_places,
+}

@@ -1,0 +1,144 @@
+"""In which order gradients are summed, and what a step takes with that order.
+
+In: seconds of each block of a model that one rank computes, forward, backward and its update, and
+of each sum of gradients. Out: the seconds of a step among many like it.
+
+"backward": sums run as the backward makes their gradients; when all are done the weights are
+updated, and the next step begins. "priority": a block is updated when its own sums are done, and
+the next forward waits at each block for that block alone, so that sums run beside the next
+forward, too. What the forward needs first, the backward makes last, so among the sums that could
+run the one of the earliest block is started first; large ones are cut into parts, so that it need
+not wait long for another one's end. Sources: Jayarajan et al., "Priority-based Parameter
+Propagation for Distributed DNN Training" (P3), MLSys 2019; Peng et al., "A Generic Communication
+Scheduler for Distributed DNN Training Acceleration" (ByteScheduler), SOSP 2019.
+
+All ranks must start sums in one order, whoever is faster. So the order is found here, once, and is
+part of the plan: a rank starts a sum when its gradients and all earlier sums are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..simulator.overlap import Collectives
+
+STEPS = 4
+"""Steps that are simulated: the period is that of the last one."""
+
+
+class SumSeconds(NamedTuple):
+    """A sum of gradients that are complete after the backward of ``block`` (-1: after all)."""
+
+    block: int
+    seconds: float
+
+    @property
+    def needed_by(self) -> int:
+        """The block whose forward reads the parameters first, for all that is known."""
+        return max(self.block, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSeconds:
+    """Seconds of a rank by block: ``forward`` and ``backward`` of one micro-batch, ``update`` of a
+    step. While sums run, ``slowed_share`` of compute is lost."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    update: tuple[float, ...]
+    num_microbatches: int = 1
+    slowed_share: float = 0.0
+
+
+def priority_order(blocks: BlockSeconds, sums: Sequence[SumSeconds]) -> tuple[int, ...]:
+    """The numbers of the sums in the order in which they are started.
+
+    Whenever the links are free, the one that the forward needs first of those whose gradients are
+    there.
+
+    >>> blocks = BlockSeconds((1, 1), (1, 1), (0, 0))
+    >>> priority_order(blocks, [SumSeconds(1, 0.5), SumSeconds(1, 2.0), SumSeconds(0, 1.0)])
+    (0, 1, 2)
+    >>> priority_order(blocks, [*[SumSeconds(1, 0.6)] * 3, SumSeconds(0, 1.0)])
+    (0, 1, 3, 2)
+    """
+    ready_at = _ready_seconds(blocks)
+    left, now, order = list(range(len(sums))), 0.0, list[int]()
+    while left:
+        now = max(now, min(ready_at[sums[number].block] for number in left))
+        ready = [number for number in left if ready_at[sums[number].block] <= now]
+        best = min(ready, key=lambda number: (sums[number].needed_by, number))
+        order.append(best)
+        left.remove(best)
+        now += sums[best].seconds
+    return tuple(order)
+
+
+def _ready_seconds(blocks: BlockSeconds) -> dict[int, float]:
+    """When the gradients of each block are complete, from the start of the last backward."""
+    found, now = {}, 0.0
+    for block in reversed(range(len(blocks.backward))):
+        now += blocks.backward[block]
+        found[block] = now
+    return {**found, -1: now}
+
+
+def step_seconds(
+    blocks: BlockSeconds, sums: Sequence[SumSeconds], *, overlaps_steps: bool
+) -> float:
+    """Seconds of a step in the middle of a run; ``sums`` are started in their order.
+
+    With ``overlaps_steps`` the next forward waits at each block for the block's own sums.
+
+    >>> blocks = BlockSeconds((1, 1), (1, 1), (0, 0))
+    >>> sums = [SumSeconds(1, 1.0), SumSeconds(0, 1.0)]
+    >>> step_seconds(blocks, sums, overlaps_steps=False)
+    5.0
+    >>> step_seconds(blocks, [SumSeconds(0, 1.0)], overlaps_steps=True)
+    5.0
+    >>> step_seconds(blocks, [SumSeconds(1, 2.0)], overlaps_steps=True)
+    4.0
+    """
+    links = Collectives(blocks.slowed_share, busy_until=0.0)
+    done: list[tuple[int, float]] = []
+    now, began = 0.0, 0.0
+    for _ in range(STEPS):
+        began, now = now, _forward(blocks, links, now, done)
+        for _ in range(blocks.num_microbatches - 1):
+            now += sum(blocks.backward) + sum(blocks.forward)
+        now, done = _last_backward(blocks, sums, links, now)
+        if not overlaps_steps:
+            now = max([now, *(end for _, end in done)]) + sum(blocks.update)
+            done = []
+    return now - began
+
+
+def _forward(
+    blocks: BlockSeconds, links: Collectives, now: float, done: Sequence[tuple[int, float]]
+) -> float:
+    """When a step's first forward ends, if the sums of the step before end as ``done`` says."""
+    for block, seconds in enumerate(blocks.forward):
+        ends = [end for needed_by, end in done if needed_by == block]
+        if ends:
+            now = max(now, *ends)
+        update = blocks.update[block] if done else 0.0
+        now = links.finish(now, update + seconds)
+    return now
+
+
+def _last_backward(
+    blocks: BlockSeconds, sums: Sequence[SumSeconds], links: Collectives, now: float
+) -> tuple[float, list[tuple[int, float]]]:
+    """When the backward ends, and for each sum the block that needs it, and when it ends."""
+    done: list[tuple[int, float]] = []
+    for block in reversed(range(len(blocks.backward))):
+        now = links.finish(now, blocks.backward[block])
+        while len(done) < len(sums):
+            own = sums[len(done)]
+            if own.needed_by < block:
+                break
+            links.busy_until = max(links.busy_until, now) + own.seconds
+            done.append((own.needed_by, links.busy_until))
+    return now, done

@@ -1,0 +1,1 @@
+"""Seconds of single ops, and bytes of states."""

@@ -1,0 +1,257 @@
+"""Bytes of a training run's states: parameters, gradients, optimizer, by precision and ZeRO.
+
+In: how many parameters a rank would hold without ZeRO, a precision policy, the ZeRO stage
+and over how many ranks it shards. Out: bytes on that rank. Source: Rajbhandari et al.,
+"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, figure 1,
+with the states as PyTorch's fully_shard lays them out: the parameters that the optimizer
+steps are the master copy, in full precision, and the copy that computes is gathered from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
+
+OPTIMIZER_STATES = {
+    "adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0,
+}  # fmt: skip
+"""Tensors of a parameter's size that each optimizer keeps."""
+
+
+GradientDtype = Literal["master", "compute"]
+"""The format in which gradients are summed and held: the master's, or that of the compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateOptions:
+    """How states are held. ``offload``: masters and optimizer states in the host's memory."""
+
+    gradient_dtype: GradientDtype = "master"
+    offload: bool = False
+
+
+DEFAULT = StateOptions()
+
+
+class PolicyError(ValueError):
+    """There is no precision or optimizer of this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionPolicy:
+    """Bytes per parameter.
+
+    ``parameter_bytes``: the copy that the optimizer steps; ``gradient_bytes``: the reduced
+    gradient; ``optimizer_bytes``: the optimizer's states; ``gathered_bytes``: the copy that
+    computes, in ``compute_dtype``. ``host_bytes``: of masters and optimizer states in the host's
+    memory; then ``parameter_bytes`` are of the copy that the device holds instead, and
+    ``optimizer_bytes`` 0.
+    """
+
+    name: str
+    compute_dtype: str
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int
+    host_bytes: int = 0
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the copy that computes is another than the one that is stepped."""
+        return self.gathered_bytes != self.parameter_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What a rank holds from step to step. ``parameters`` counts a lasting gathered copy."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def policy(
+    precision: str, optimizer: str = "adamw", options: StateOptions = DEFAULT
+) -> PrecisionPolicy:
+    """The policy of a precision ("fp32", "bf16", "fp16", "fp8", "fp64") with an optimizer.
+
+    bf16, fp16 and fp8 are mixed: float32 parameters, gradients reduced and kept in float32, compute
+    in half precision; in fp8 values are bfloat16, of which products cast their factors. With
+    gradients of ``compute`` these are summed and kept in half precision, and cast for the step.
+
+    >>> policy("bf16", "adamw")  # doctest: +NORMALIZE_WHITESPACE
+    PrecisionPolicy(name='bf16', compute_dtype='bfloat16', parameter_bytes=4,
+                    gradient_bytes=4, optimizer_bytes=8, gathered_bytes=2, host_bytes=0)
+    >>> offloaded = policy("bf16", "adamw", StateOptions("compute", offload=True))
+    >>> offloaded.parameter_bytes + offloaded.gradient_bytes, offloaded.host_bytes
+    (4, 12)
+    """
+    if optimizer not in OPTIMIZER_STATES:
+        known = ", ".join(OPTIMIZER_STATES)
+        raise PolicyError(f"unknown optimizer {optimizer!r}: expected one of {known}")
+    dtypes = {
+        "fp32": ("float32", 4, 4), "bf16": ("bfloat16", 4, 2), "fp16": ("float16", 4, 2),
+        "fp8": ("bfloat16", 4, 2), "fp64": ("float64", 8, 8),
+    }  # fmt: skip
+    if precision not in dtypes:
+        raise PolicyError(
+            f"unknown precision {precision!r}: expected fp32, bf16, fp16, fp8 or fp64"
+        )
+    compute_dtype, master, gathered = dtypes[precision]
+    states = OPTIMIZER_STATES[optimizer] * master
+    gradient = gathered if options.gradient_dtype == "compute" else master
+    if options.offload:
+        host = master + states
+        return PrecisionPolicy(precision, compute_dtype, gathered, gradient, 0, gathered, host)
+    return PrecisionPolicy(precision, compute_dtype, master, gradient, states, gathered)
+
+
+def policy_on(kind: str, rules: PrecisionPolicy) -> PrecisionPolicy:
+    """The policy as a device of a kind holds it: a CPU's memory is the host's."""
+    if kind != "cpu" or not rules.host_bytes:
+        return rules
+    return replace(rules, optimizer_bytes=rules.host_bytes)
+
+
+def state_bytes(
+    numel_local: int,
+    policy: PrecisionPolicy,
+    zero: int,
+    shards: int,
+    *,
+    wrapped: bool = False,
+) -> StateBytes:
+    """Bytes of the states of ``numel_local`` parameters, the part that tensor and pipeline
+    parallelism leave to this rank, under ZeRO stage ``zero`` over ``shards`` ranks.
+
+    Stage 1 shards the optimizer's states and the master parameters, stage 2 the gradients
+    too; in both (and in stage 0 with mixed precision) a gathered copy of the parameters
+    stays. Stage 3 gathers a block at a time: see ``gathered_bytes``. ``wrapped`` says that
+    fully_shard holds the parameters even where nothing is sharded; it then keeps a copy
+    of its own in a group of one too. It never does in stage 0.
+
+    >>> state_bytes(1000, policy("fp32"), 0, 1)
+    StateBytes(parameters=4000, gradients=4000, optimizer=8000)
+    >>> state_bytes(1000, policy("fp32"), 3, 4).total
+    4000
+    """
+    if zero not in (0, 1, 2, 3) or shards < 1:
+        raise PolicyError(f"ZeRO stage {zero} is not possible over {shards} ranks")
+    part = -(-numel_local // shards) if zero >= 1 else numel_local
+    held_by_fsdp = zero >= 1 and (wrapped or shards > 1)
+    has_copy = zero < 3 and (policy.is_mixed or held_by_fsdp)
+    copy = numel_local * policy.gathered_bytes if has_copy else 0
+    gradients = part if zero >= 2 else numel_local
+    return StateBytes(
+        parameters=part * policy.parameter_bytes + copy,
+        gradients=gradients * policy.gradient_bytes,
+        optimizer=part * policy.optimizer_bytes,
+    )
+
+
+def gathered_bytes(numel: int, policy: PrecisionPolicy) -> int:
+    """Bytes of the copy of ``numel`` parameters that a block computes with."""
+    return numel * policy.gathered_bytes
+
+
+def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) -> float:
+    """Bytes that ``numel`` parameters of a block, and their gradients, take beside the states
+    while they are exchanged over ``shards`` ranks: half of it, as the running block and the
+    next one count alike.
+
+    ZeRO 3 holds the running block's parameters and the next one's, gathered; ZeRO 2 and 3
+    the running block's whole gradient, and the buffer in which the last one's is reduced;
+    ZeRO 0 and 1 only such a buffer. Source: FSDP2's parameter groups, and the buckets of
+    ``runtime.update.gradients``.
+
+    >>> exchange_bytes(1000, policy("fp32"), 3, 4), exchange_bytes(1000, policy("fp32"), 0, 4)
+    (8000.0, 2000.0)
+    """
+    if shards < 2:
+        return 0.0
+    buffer = numel * policy.gradient_bytes / 2
+    gradient = numel * policy.gathered_bytes / 2 if zero >= 2 else 0.0
+    gathered = gathered_bytes(numel, policy) if zero == 3 else 0
+    return buffer + gradient + gathered
+
+
+def sent_bytes(
+    numel: int, policy: PrecisionPolicy, zero: int, shards: int, num_microbatches: int = 1
+) -> float:
+    """Bytes that a rank sends in a step of data parallelism over ``shards`` ranks.
+
+    An all-gather, or a reduce-scatter, of S bytes sends S(N - 1)/N of them, an all-reduce both.
+    ZeRO 0 all-reduces gradients once, ZeRO 1 reduce-scatters them once, ZeRO 2 and 3 in every
+    micro-batch. ZeRO 1 and 2 gather parameters once, ZeRO 3 twice in every micro-batch. Source:
+    Rajbhandari et al. 2020, section 7.
+
+    >>> half = policy("bf16", "adamw", StateOptions("compute"))
+    >>> [sent_bytes(1000, half, zero, 1000) / 1998 for zero in range(4)]
+    [2.0, 2.0, 2.0, 3.0]
+    """
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * num_microbatches}[zero]
+    sums = {0: 2, 1: 1, 2: num_microbatches, 3: num_microbatches}[zero]
+    whole = numel * (gathers * policy.gathered_bytes + sums * policy.gradient_bytes)
+    return whole * (shards - 1) / shards
+
+
+def allocated_bytes(num_bytes: int, kind: Literal["cuda", "cpu"]) -> int:
+    """What the allocator hands out for a tensor: multiples of 512 bytes on CUDA, 64 on CPU.
+
+    Source: c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize); c10/core/alignment.h.
+
+    >>> allocated_bytes(513, "cuda"), allocated_bytes(0, "cuda")
+    (1024, 0)
+    """
+    step = 512 if kind == "cuda" else 64
+    return -(-num_bytes // step) * step
+
+
+_FRAGMENTATION = {"cuda": 0.03, "cpu": 0.0}
+
+
+def fragmentation_bytes(kind: Literal["cuda", "cpu"], moving_bytes: float) -> float:
+    """What the allocator cannot hand out of what comes and goes in a step.
+
+    On CUDA 3 % of it: the caching allocator takes memory in segments (2 MiB for tensors
+    up to 1 MiB, 20 MiB up to 10 MiB, multiples of 2 MiB above; c10/core/AllocatorConfig.h)
+    and keeps the rests. The share is an estimate, not a measurement; states are made once,
+    in large segments, and not counted. None on a CPU, where malloc gives pages back.
+    """
+    return _FRAGMENTATION[kind] * moving_bytes
+
+
+_CUDA_CONTEXT_BYTES = 600_000_000
+_CUDA_WORKSPACE_BYTES = 100_000_000
+_NCCL_COMMUNICATOR_BYTES = 250_000_000
+
+
+def reserve_bytes(kind: Literal["cuda", "cpu"], num_groups: int = 1) -> int:
+    """Bytes of a device that belong to no tensor of the model, with ``num_groups`` process
+    groups: on CUDA the context (0.4 to 0.6 GB from Volta to Hopper), the workspaces of
+    cuBLAS (8 MiB per stream, 32 MiB on Hopper) and cuDNN, and NCCL's buffers (4 MiB per
+    channel, peer and protocol; estimated). On a CPU none: what a process takes to have
+    imported torch (0.2 to 0.4 GB) is not counted, nor is it in a device's usable memory.
+
+    >>> reserve_bytes("cuda", 2)
+    1200000000
+    """
+    if kind == "cpu":
+        return 0
+    return _CUDA_CONTEXT_BYTES + _CUDA_WORKSPACE_BYTES + communicator_bytes(kind, num_groups)
+
+
+def communicator_bytes(kind: Literal["cuda", "cpu"], count: int) -> int:
+    """Bytes of a device that ``count`` communicators take: see ``reserve_bytes``.
+
+    >>> communicator_bytes("cuda", 4), communicator_bytes("cpu", 4)
+    (1000000000, 0)
+    """
+    return 0 if kind == "cpu" else count * _NCCL_COMMUNICATOR_BYTES

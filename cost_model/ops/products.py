@@ -1,0 +1,155 @@
+"""Seconds of a matrix product or of fused attention on a GPU: tiles dealt out in waves.
+
+In: a device, a product (batch, m, n, k) of m×k by k×n, its dtype. Out: seconds of the kernel
+on the device. The output is cut into tiles, each computed by one unit (an SM), so that a
+product takes whole waves::
+
+    tiles   = batch · ⌈m / tile_m⌉ · ⌈n / tile_n⌉
+    waves   = ⌈tiles · splits / units⌉
+    busy    = waves · 2 · tile_m · tile_n · ⌈k / splits⌉ / (rate of a unit · reuse)
+    math    = (fill + busy) / alignment
+    seconds = launch + √(math² + (bytes / bandwidth)²)
+
+of the tile and the splits of k that give the least. ``reuse`` is below 1 for small tiles, which
+load more bytes per FLOP. ``splits`` above 1 are for products of fewer tiles than units; they
+pay a float32 write and read of the output. ``alignment`` is below 1 where rows do not start at
+multiples of 16 bytes, so that the loads that feed tensor cores are narrower. The root stands
+for the knee of the roofline, where loads and math of one kernel contend; far from it the
+larger of the two counts.
+
+A product never gets faster by growing in one dimension at the same alignment: each candidate
+tile's time is monotone, and growing only takes candidates (splits) away.
+
+Sources: NVIDIA, "Matrix multiplication background" (tile and wave quantization, alignment).
+The constants are fitted on products on A100 alone; with them and the preset efficiencies the
+18 FP8 products on H100 and H200 of Azure/AI-benchmarking-guide@8fd0c6e come out within 10 %.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..cluster.cluster import Device
+
+Product = tuple[int, int, int, int]
+"""Batch, m, n, k."""
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+SPLITS = (2, 4, 8)
+REUSE_ELEMENTS = 4000.0
+"""A tile of this many elements reaches half the rate that an endless one would.
+
+Fitted on the eight cuBLASLt products on A100 of Azure/AI-benchmarking-guide@8fd0c6e.
+"""
+FILL_SECONDS = 3e-6
+"""Filling the pipeline of loads and storing the last tile; fitted on the same products."""
+ALIGNED_RATE = {16: 1.0, 8: 0.65, 4: 0.65, 2: 0.36, 1: 0.36}
+"""Share of the rate by alignment of the rows in bytes, in formats of two bytes or less.
+
+Fitted on output heads of 50257, 25128, 12564 and 6282 columns in float16 on A100, of which
+the second is aligned: 83, 230, 150 and 146 TFLOP/s (VIA-Research/vTrain, single node).
+"""
+ATTENTION_ROWS = 128
+"""Rows of queries (forward) or keys (backward) that one unit takes: FlashAttention-2's block."""
+MIN_SPLIT = 256
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_LARGEST = 256 * 128
+
+
+def reuse(area: int) -> float:
+    """The rate that a tile of this many elements reaches, of the largest tile's.
+
+    >>> reuse(256 * 128)
+    1.0
+    """
+    return area / (area + REUSE_ELEMENTS) * (_LARGEST + REUSE_ELEMENTS) / _LARGEST
+
+
+_TILE_FLOPS = tuple((m, n, 2 * m * n / reuse(m * n)) for m, n in TILES)
+"""A tile's sides, and per unit of k the FLOPs that its unit could do at the largest's rate."""
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of an element of a floating dtype; two where it is not listed."""
+    return DTYPE_BYTES.get(dtype, 2)
+
+
+def alignment(product: Product, dtype: str) -> float:
+    """The share of the rate that a product reaches by how its rows lie in memory.
+
+    Rows are of n or k elements: those of the output and of the factors. The products of the
+    backward have the same rows as the forward's, so they share its alignment.
+
+    >>> alignment((1, 1024, 50257, 1024), "float16")
+    0.36
+    """
+    size = element_bytes(dtype)
+    if size > 2:
+        return 1.0
+    return ALIGNED_RATE[math.gcd(math.gcd(product[2], product[3]) * size, 16)]
+
+
+def product_seconds(
+    device: Device,
+    product: Product,
+    dtype: str,
+    *,
+    flops_per_second: float,
+    bytes_per_second: float,
+    aligned: float = 1.0,
+) -> float:
+    """Seconds of one product on a device with ``num_units``, without its launch.
+
+    ``flops_per_second`` is what the largest tile reaches on all units.
+    """
+    if min(product) <= 0:
+        return 0.0
+    flops = _wave_flops(product, device.num_units, flops_per_second / bytes_per_second)
+    busy = (FILL_SECONDS + flops / flops_per_second) / aligned
+    return math.hypot(busy, product_bytes(product, dtype) / bytes_per_second)
+
+
+def product_bytes(product: Product, dtype: str) -> float:
+    """Bytes of the two factors and of the output, which has two per element at least."""
+    batch, m, n, k = product
+    size = element_bytes(dtype)
+    return batch * ((m * k + k * n) * size + m * n * max(size, 2))
+
+
+def _wave_flops(product: Product, units: int, flops_per_byte: float) -> float:
+    """FLOPs that all units could do in the time of the cheapest tiling's waves."""
+    batch, m, n, k = product
+    best = math.inf
+    for tile_m, tile_n, tile_flops in _TILE_FLOPS:
+        tiles = batch * -(-m // tile_m) * -(-n // tile_n)
+        best = min(best, -(-tiles // units) * k * tile_flops)
+        if tiles < units:
+            extra = 8 * batch * m * n * flops_per_byte / units
+            for splits in SPLITS:
+                part = max(-(-k // splits), MIN_SPLIT)
+                best = min(best, -(-tiles * splits // units) * part * tile_flops + extra)
+    return best * units
+
+
+def attention_seconds(
+    device: Device,
+    product: Product,
+    flops: float,
+    *,
+    flops_per_second: float,
+    backward: bool = False,
+) -> float:
+    """Seconds of fused attention's arithmetic, without its launch: blocks dealt out in waves.
+
+    ``product`` is (batch · heads, queries, keys, head size) and ``flops`` the kernel's own.
+    A unit takes ``ATTENTION_ROWS`` queries of a head forward, as many keys backward.
+    """
+    heads, queries, keys, _ = product
+    rows = keys if backward else queries
+    if heads * rows <= 0:
+        return 0.0
+    blocks = heads * -(-rows // ATTENTION_ROWS)
+    waves = -(-blocks // device.num_units)
+    of_block = flops / (heads * rows) * ATTENTION_ROWS
+    return FILL_SECONDS + waves * device.num_units * of_block / flops_per_second

@@ -1,0 +1,1 @@
+"""Checkpoints and files of weights: written whole, and read by any plan."""

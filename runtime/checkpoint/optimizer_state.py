@@ -1,0 +1,196 @@
+"""An optimizer's state by the names of parameters, so that it loads under another plan.
+
+Plans cut an optimizer's ``param_groups`` differently, so hyperparameters are kept by parameter:
+In: an optimizer and the names of its parameters. Out: tensors ``optimizer.<name>.<state>``, and
+for JSON the groups' options with the names that each holds; and back. A scheduler's lists with
+one value per group go the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import tensor as distributed
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...planner.errors import UsageError
+from .values import decode, encode
+
+PREFIX = "optimizer."
+HOW = frozenset(("params", "foreach", "fused", "capturable", "differentiable"))
+"""Entries of a group that say how the update is computed, not what it does."""
+PER_GROUP = frozenset(
+    ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
+)
+"""The entries of a scheduler's state that have one value for each group of the optimizer."""
+
+Path = tuple[str | int, ...]
+ByNames = list[tuple[Any, list[str]]]
+"""Values, each with the names of the parameters that it is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOptimizer:
+    """An optimizer whose parameters have names; ``names`` are by the parameter's ``id``."""
+
+    optimizer: Optimizer
+    names: Mapping[int, str]
+
+    def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Each group's options, encoded for JSON, and its parameters' names."""
+        return [
+            (
+                {
+                    key: encode(_number(value), [], f"the optimizer's {key}")
+                    for key, value in group.items()
+                    if key not in HOW
+                },
+                self.group_names(group),
+            )
+            for group in self.optimizer.param_groups
+        ]
+
+    def group_names(self, group: Mapping[str, Any]) -> list[str]:
+        """The names of a group's parameters. Raises UsageError (AP883) for an unknown one."""
+        names = [self.names.get(id(each)) for each in group["params"]]
+        if None in names:
+            raise UsageError(
+                "AP883",
+                "the optimizer has a parameter that the model does not",
+                why=f"parameter {names.index(None)} of a group of {len(names)} is not among "
+                "model.parameters()",
+                fix="create the optimizer from model.parameters(), after parallelize",
+            )
+        return [name for name in names if name is not None]
+
+    def tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The state of ``parameters`` that is tensors, by key."""
+        return {
+            f"{PREFIX}{name}.{key}": value
+            for name, key, value in self._entries(parameters)
+            if isinstance(value, Tensor)
+        }
+
+    def values(self, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+        """The state of ``parameters`` that is no tensor, encoded for JSON."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, key, value in self._entries(parameters):
+            if not isinstance(value, Tensor):
+                where = f"the optimizer's {key} of {name}"
+                found.setdefault(name, {})[key] = encode(value, [], where)
+        return found
+
+    def _entries(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Any]]:
+        for name, parameter in parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                yield name, key, value
+
+    def options_to_load(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """For each group, the options that it takes of the saved groups, by name.
+
+        Raises UsageError (AP884) where one group holds parameters that were saved with
+        different options.
+        """
+        options = {
+            name: {key: decode(value, []) for key, value in group["options"].items()}
+            for group in saved
+            for name in group["parameters"]
+        }
+        taken = []
+        for group in self.optimizer.param_groups:
+            names = [name for name in self.group_names(group) if name in options]
+            for name in names[1:]:
+                if options[name] != options[names[0]]:
+                    raise _split_group(names[0], name, options)
+            taken.append(options[names[0]] if names else {})
+        return taken
+
+    def set_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Give each group the options found by ``options_to_load``."""
+        for group, found in zip(self.optimizer.param_groups, options, strict=True):
+            for key, value in found.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+
+
+def empty_state(
+    parameter: Tensor, key: str, stored: TensorStorageMetadata, optimizer: Optimizer
+) -> Tensor:
+    """Memory for a stored state of ``parameter``: laid out like it, if it has its shape."""
+    dtype, size = stored.properties.dtype, stored.size
+    parameter = parameter.detach()
+    if key != "step" and size == parameter.shape:
+        return torch.zeros_like(parameter, dtype=dtype)
+    if len(size) and isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        everywhere = [Replicate()] * mesh.ndim
+        return distributed.zeros(*size, dtype=dtype, device_mesh=mesh, placements=everywhere)
+    on_device = any(
+        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
+    )
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return torch.zeros(size, dtype=dtype, device=local.device if on_device else "cpu")
+
+
+def take_group_values(scheduler: LRScheduler, named: NamedOptimizer) -> tuple[Any, dict[Path, Any]]:
+    """A scheduler's state without its lists per group, and these by their path: see ``PER_GROUP``.
+
+    Each is a ``ByNames``.
+    """
+    names = [named.group_names(group) for group in named.optimizer.param_groups]
+    found: dict[Path, Any] = {}
+
+    def taken(state: Any, path: Path) -> Any:
+        if isinstance(state, list):
+            return [taken(part, (*path, index)) for index, part in enumerate(state)]
+        if not isinstance(state, dict) or type(state) is not dict:
+            return state
+        rest = {}
+        for key, part in state.items():
+            here = (*path, key)
+            if key in PER_GROUP and isinstance(part, list) and len(part) == len(names):
+                found[here] = list(zip(map(_number, part), names, strict=True))
+            else:
+                rest[key] = taken(part, here)
+        return rest
+
+    return taken(scheduler.state_dict(), ()), found
+
+
+def put_group_values(state: Any, path: Sequence[str | int], values: ByNames,
+                     named: NamedOptimizer) -> None:  # fmt: skip
+    """Put a list with a value for each group of ``named`` back into a scheduler's state."""
+    by_name = {name: value for value, names in values for name in names}
+    found = []
+    for group in named.optimizer.param_groups:
+        known = [name for name in named.group_names(group) if name in by_name]
+        found.append(by_name[known[0]] if known else values[0][0])
+    for key in path[:-1]:
+        state = state[key]
+    state[path[-1]] = found
+
+
+def _number(value: Any) -> Any:
+    """A learning rate that is a tensor, as a number."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _split_group(first: str, second: str, options: Mapping[str, Mapping[str, Any]]) -> UsageError:
+    one, other = options[first], options[second]
+    key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
+    return UsageError(
+        "AP884",
+        f"{first!r} and {second!r} are in one group of the optimizer, but were saved with "
+        f"{key} {one.get(key)} and {other.get(key)}",
+        fix="create the optimizer with the parameter groups that it had when the checkpoint was "
+        "saved",
+    )

@@ -1,0 +1,233 @@
+"""Writing a checkpoint so that a kill at any moment leaves the last good one.
+
+In: this rank's tensors and rank 0's JSON. Out: the folder ``step-N``, which appears by a rename
+when all ranks have written and flushed their files. Asynchronous writing copies the tensors to
+CPU memory first and uses a process group of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from ...planner.errors import AutoparallelError, MachineError
+from ..messages.groups import new_group
+from ..messages.shared_objects import control_group, share_value
+from .folder import STATE, checkpoint_path, clean_up, keep_newest, publish, temporary_path
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one rank writes. ``document`` is rank 0's JSON, None elsewhere."""
+
+    folder: Path
+    step: int
+    tensors: Mapping[str, Tensor]
+    document: Mapping[str, Any] | None
+    keep: int | None = None
+
+
+class PendingSave:
+    """A save that is being written, or is done."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Run ``write`` in the background."""
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # noqa: BLE001 - raised again by ``wait``
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is complete.
+
+        Raises what has gone wrong with it, once: MachineError (AP886).
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one training run, one at a time."""
+
+    def __init__(self) -> None:
+        self._pending: PendingSave | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def write(self, snapshot: Snapshot, *, asynchronous: bool = False) -> PendingSave:
+        """Write ``snapshot``; ``asynchronous``: return when its tensors are copied.
+
+        A save that is under way is waited for, and what went wrong with it is raised. Collective
+        over all ranks.
+        """
+        self.wait()
+        pending = PendingSave(checkpoint_path(snapshot.folder, snapshot.step))
+        group = self._gloo_group(asynchronous=asynchronous)
+        if not asynchronous:
+            write_snapshot(snapshot, group)
+            return pending
+        copy = Snapshot(
+            snapshot.folder,
+            snapshot.step,
+            {key: copied(tensor) for key, tensor in snapshot.tensors.items()},
+            snapshot.document,
+            snapshot.keep,
+        )
+        pending.start(lambda: write_snapshot(copy, group))
+        if self._pending is None:
+            atexit.register(self._end)
+        self._pending = pending
+        return pending
+
+    def check(self) -> None:
+        """Raise what went wrong in the background; waits for nothing."""
+        if self._pending is not None and self._pending.is_done():
+            self._pending.wait()
+
+    def wait(self) -> None:
+        """Wait for the save that is under way, and raise what went wrong with it."""
+        if self._pending is not None:
+            self._pending.wait()
+
+    def _gloo_group(self, *, asynchronous: bool) -> dist.ProcessGroup | None:
+        """The group to write with: the one for objects, unless others use it meanwhile."""
+        if not asynchronous or not dist.is_initialized():
+            return control_group()
+        if self._group is None:
+            self._group = new_group(backend="gloo")
+        return self._group
+
+    def _end(self) -> None:
+        """At the end of the process, where an exception would not change the exit code."""
+        try:
+            self.wait()
+        except AutoparallelError as error:
+            sys.stderr.write(f"{error}\n")
+            sys.stderr.flush()
+            os._exit(error.exit_code)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy in CPU memory; of a DTensor, of this rank's shard."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    with torch.no_grad():
+        local = tensor.to_local().detach().to("cpu", copy=True)
+    # Not ``from_local``, which would move the copy to the mesh's device.
+    made: DTensor = DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
+
+
+def write_snapshot(snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
+    """Write and publish a checkpoint. Collective over all ranks; ``group`` is for messages.
+
+    Raises MachineError (AP886), on every rank, where it cannot be written; what was in the
+    folder before is then still there.
+    """
+    path = checkpoint_path(snapshot.folder, snapshot.step)
+    temporary = temporary_path(path, share_value(uuid.uuid4().hex[:12], group))
+
+    def prepare() -> None:
+        snapshot.folder.mkdir(parents=True, exist_ok=True)
+        clean_up(snapshot.folder)
+        temporary.mkdir()
+
+    def finish() -> None:
+        with (temporary / STATE).open("w") as file:
+            json.dump(snapshot.document, file)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
+        if snapshot.keep is not None:
+            keep_newest(snapshot.folder, snapshot.keep)
+
+    try:
+        _on_rank_0(prepare, group)
+        _write_tensors(snapshot.tensors, temporary, group)
+        _on_rank_0(finish, group)
+        if temporary.exists():
+            _publish_here(temporary, path)
+    except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+        raise _not_written(path, error) from error
+
+
+def _write_tensors(
+    tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None
+) -> None:
+    writer = FileSystemWriter(folder, sync_files=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        save(
+            dict(tensors),
+            storage_writer=writer,
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+
+
+def _publish_here(temporary: Path, path: Path) -> None:
+    """The rename on a host that does not see rank 0's disk; one of its ranks does it."""
+    try:
+        publish(temporary, path)
+    except FileNotFoundError:
+        return
+
+
+def _on_rank_0(act: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    """Run ``act`` on rank 0; its error is raised on every rank."""
+    failure: OSError | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            act()
+        except OSError as error:
+            failure = error
+    failure = share_value(failure, group)
+    if failure is not None:
+        raise failure
+
+
+def _not_written(path: Path, error: BaseException) -> MachineError:
+    cause = error
+    if isinstance(error, CheckpointException):
+        cause = next(iter(error.failures.values()))[0]
+    return MachineError(
+        "AP886",
+        f"the checkpoint {path.name} could not be written",
+        why=f"{type(cause).__name__}: {cause}",
+        where=str(path.parent),
+        fix="free disk space, or use a writable folder; earlier complete checkpoints are kept",
+    )

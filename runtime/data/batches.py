@@ -1,0 +1,278 @@
+"""What a step is given: the global batch, or on each rank its own rows of it.
+
+In: a rank's inputs by name. Out: the same as the executors read them, and how many rows the
+global batch has. Which of the two the inputs are follows from their rows; a batch of
+``autoparallel.distribute`` says it (``global_rows``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...passes.local.input_rows import HeldRows, data_place, rows_of_rank, rows_of_stages
+from ...passes.programs.batch import LeafPath, is_same, leaf_at, path_text
+from ...passes.programs.program import Program
+from ...planner.errors import UsageError
+from ...planner.graph import TensorSpec
+from ...planner.plan import Plan
+from ..messages.pending_results import Progress
+from ..messages.shared_objects import gather_values
+from .batch_check import ALL_ROWS, GLOBAL, NOTHING, SHARE, BatchCheck, Given
+from .rank_batch import check_batch
+from .share_batch import ShareBatch, whole_batch
+from .small_batches import SmallerBatch, smaller_batch
+
+
+class RankInputs(dict[str, Tensor]):
+    """A rank's inputs by name; ``global_rows`` where its rows of a batch of so many are said."""
+
+    global_rows: int | None = None
+
+
+def marked(inputs: Mapping[str, Tensor], batch: object = None) -> RankInputs:
+    """Inputs by name with the ``global_rows`` that the batch, or a tensor of it, says."""
+    found = RankInputs(inputs)
+    marks = [batch, *found.values()]
+    found.global_rows = next(
+        (each.global_rows for each in marks if hasattr(each, "global_rows")), None
+    )
+    return found
+
+
+def named_inputs(batch: Any, program: Program) -> dict[str, Tensor]:
+    """Return the tensors of a batch by the names that the program has for them.
+
+    Raises UsageError AP130 where the batch lacks one, AP920 where it differs from the example
+    batch in a part that is no tensor.
+    """
+    named = {}
+    if isinstance(batch, Tensor):
+        batch = (batch,)
+    for name, place in program.inputs.items():
+        with _lacking(place.path):
+            named[name] = torch.as_tensor(place.read(batch))
+    fixed = {} if program.example is None else program.example.fixed
+    for path, planned in fixed.items():
+        with _lacking(path):
+            given = leaf_at(batch, path)
+        if not is_same(given, planned):
+            raise UsageError(
+                "AP920",
+                f"a batch has {given!r} as {path_text(path)}, and the plan is for {planned!r}",
+                why="parts of a batch that are no tensors are fixed when the model is planned",
+                fix="give every batch the example batch's",
+            )
+    return named
+
+
+@contextmanager
+def _lacking(path: LeafPath) -> Iterator[None]:
+    """Raise UsageError AP130 where the code inside finds nothing at ``path``."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise UsageError(
+            "AP130",
+            f"the batch has no {path_text(path)}, which the example batch has",
+            why=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+class StepBatches:
+    """The batches of a run on one rank, in the order of its steps.
+
+    ``place`` is the ``(rank, world)`` that this rank's data source is asked for; None where the
+    rank needs no data.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        *,
+        rank: int,
+        device: torch.device,
+        progress: Progress | None = None,
+    ) -> None:
+        """``program`` is at the plan's micro-batch size; ``progress`` is told of waits for other
+        ranks."""
+        self._program, self._plan, self._rank = program, plan, rank
+        self._device = device
+        counts = plan.num_microbatches > 1 or bool(plan.slices)
+        rows = rows_of_stages(program.graph, program.blocks, plan, counts=counts)
+        self._batches = {plan.model.global_batch: SmallerBatch(plan, rows)}
+        self._held: dict[int, HeldRows | None] = {}
+        self._specs: dict[int, dict[str, TensorSpec]] = {}
+        self._check = BatchCheck(tuple(program.inputs), device, progress)
+        self._is_share: bool | None = None
+        self._was_share: bool | None = None
+        self._announced: dict[int, None] = {}
+        self._last = plan.model.global_batch
+        self.place = data_place(rows, plan, rank)
+
+    @property
+    def global_rows(self) -> int:
+        """The rows of a batch as planned."""
+        return self._plan.model.global_batch
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The ranks that read data."""
+        found = self._batches[self.global_rows].rows
+        ranks = sorted({each for stage in self._plan.stages for each in stage.devices})
+        return tuple(r for r in ranks if rows_of_rank(found, self._plan, r) is not None)
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether every rank reads data, or none does."""
+        return len(self.sources) in (0, dist.get_world_size())
+
+    def rows_of(self, inputs: Mapping[str, Tensor]) -> int:
+        """The rows of the global batch that a rank's inputs are or belong to."""
+        return self._recognize(inputs)[1]
+
+    def batch(self, rows: int) -> SmallerBatch:
+        """What a global batch of ``rows`` runs.
+
+        Raises UsageError AP836 where the plan cannot run it.
+        """
+        if rows not in self._batches:
+            made = smaller_batch(self._program, self._plan, rows)
+            self._batches[rows] = made
+        return self._batches[rows]
+
+    def held(self, rows: int) -> HeldRows | None:
+        """What this rank reads of a global batch of ``rows``; None if nothing."""
+        if rows not in self._held:
+            found = self.batch(rows)
+            self._held[rows] = rows_of_rank(found.rows, found.plan, self._rank)
+        return self._held[rows]
+
+    def announce(self, rows: int) -> None:
+        """Says that the next batch of rows of their own is one of ``rows`` in all."""
+        self._last = rows
+        self._announced[rows] = None
+
+    def named(self, batch: Any) -> RankInputs:
+        """A batch's tensors by the names that the plan has for them.
+
+        A rank that needs no data may be given an empty batch.
+        """
+        is_empty = batch is None or (isinstance(batch, Sized) and not len(batch))
+        return marked({} if is_empty else named_inputs(batch, self._program), batch)
+
+    def take(self, inputs: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], int]:
+        """A step's inputs as its executors read them, and the rows of the global batch.
+
+        Raises UsageError AP830 and AP831 where ranks have batches that do not belong together,
+        AP835 for a share of an unknown number of rows.
+        """
+        is_share, rows = self._recognize(inputs)
+        held = self.held(rows)
+        self._was_share = self._is_share
+        how = SHARE if is_share else GLOBAL
+        if not inputs:
+            how = NOTHING
+        elif held is not None and held.is_whole:
+            how = ALL_ROWS
+        elif self._is_share is None:
+            self._is_share = is_share
+        self._check.see(Given(how, rows, held, inputs))
+        if is_share and held is not None:
+            return ShareBatch(inputs, held, self._dims), rows
+        return inputs, rows
+
+    def whole(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """Return the global batch on every rank, from the rows that each has; None for one of
+        fewer rows than planned. Collective over all ranks."""
+        is_share, rows = self._recognize(inputs)
+        held = self.held(rows)
+        has_all = bool(inputs) and (not is_share or (held is not None and held.is_whole))
+        found = gather_values((has_all, rows))
+        if any(each != self.global_rows for _, each in found):
+            return None
+        if all(has_it for has_it, _ in found):
+            return inputs
+        cpu = {name: tensor.cpu() for name, tensor in inputs.items()}
+        shares = gather_values((held, cpu, has_all))
+        whole = next((share for _, share, has_it in shares if has_it), None)
+        if whole is None:
+            parts = [(of, share) for of, share, _ in shares if of is not None and share]
+            whole = whole_batch(parts, self._dims)
+        return {name: tensor.to(self._device) for name, tensor in whole.items()}
+
+    def forget(self) -> None:
+        """Take the last batch for one that was not given."""
+        self._check.forget()
+        self._is_share = self._was_share
+
+    def check_shapes(self, batch: Mapping[str, Tensor], rows: int) -> None:
+        """Raises UsageError AP130 unless a batch has the shapes of one of ``rows`` in all."""
+        if not batch and self.held(rows) is None:
+            return
+        if rows not in self._specs:
+            graph = self._program.graph.with_batch_size(self.batch(rows).plan.microbatch_size)
+            self._specs[rows] = {name: graph[name].spec for name in self._program.inputs}
+        check_batch(batch, self._specs[rows], self.batch(rows).plan.num_microbatches)
+
+    @cached_property
+    def _dims(self) -> dict[str, int]:
+        """The dimension of each input that counts rows, of those that have one."""
+        graph = self._program.graph
+        dims = {name: graph.batch_dims.get(name, (None,))[0] for name in self._program.inputs}
+        return {name: dim for name, dim in dims.items() if dim is not None}
+
+    def _recognize(self, inputs: Mapping[str, Tensor]) -> tuple[bool, int]:
+        """Whether a rank's inputs are its share of a batch, and of how many rows in all."""
+        told = getattr(inputs, "global_rows", None)
+        if told is not None or not inputs:
+            return True, self._last if told is None else told
+        given, planned = self._num_rows(inputs), self.global_rows
+        held = self.held(planned)
+        if given is None or held is None or given == planned:
+            is_share = held is not None and held.is_whole and bool(self._is_share)
+            return is_share, planned if given is None else min(given, planned)
+        if self._is_share is False and given < planned:
+            return False, given
+        if given == held.size or (self._is_share and given < held.size):
+            return True, planned if given == held.size else self._told_before(given)
+        # More rows than planned are none of a smaller batch: ``check_shapes`` refuses them.
+        is_smaller = given < planned and bool(self._dims)
+        return False, given if is_smaller else planned
+
+    def _num_rows(self, inputs: Mapping[str, Tensor]) -> int | None:
+        """The rows of a rank's inputs; None where nothing has rows."""
+        for name, dim in self._dims.items():
+            if name in inputs and inputs[name].dim() > dim:
+                size = self._program.graph[name].spec.shape[dim]
+                return inputs[name].shape[dim] * self._program.graph.batch_size // size
+        return None
+
+    def _told_before(self, given: int) -> int:
+        """The rows in all of a smaller batch whose share has lost what said so."""
+        planned = self.held(self.global_rows)
+        assert planned is not None
+        fitting = []
+        for rows in self._announced:
+            found, held = self.batch(rows), self.held(rows)
+            most = max(max(each.sizes) for each in found.rows if each is not None)
+            is_smaller = most * found.plan.num_microbatches < planned.size
+            if held is not None and held.size == given and is_smaller:
+                fitting.append(rows)
+        if len(fitting) != 1:
+            raise UsageError(
+                "AP835",
+                f"this rank got {given} samples of a batch, but its part of a full batch is "
+                f"{planned.size}",
+                why="the sizes of the other ranks' parts are unknown",
+                fix="pass the batches of autoparallel.distribute unchanged, give every "
+                "rank the global batch, or drop smaller batches: drop_last=True",
+            )
+        return fitting[0]

@@ -1,0 +1,168 @@
+"""From the global batch to what one rank reads for one micro-batch.
+
+In: the global batch, or a rank's share of it (``ShareBatch``). Out: rows ``[j*B/m, (j+1)*B/m)``
+of the global batch for micro-batch ``j`` of ``m``, and of those the rank's region under each
+input's layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...planner.errors import UsageError
+from ...planner.graph import TensorSpec
+from ...planner.layout import Region, local_region
+from .share_batch import ShareBatch
+
+if TYPE_CHECKING:
+    from ...passes.local.stage_program import Held, StageProgram
+    from ..messages.device_queue import DeviceQueue
+
+
+def step_inputs(
+    batch: Mapping[str, Tensor],
+    programs: Sequence[StageProgram],
+    num_microbatches: int,
+    queue: DeviceQueue,
+) -> dict[int, dict[str, Tensor]]:
+    """The inputs of a step by unit, on the device: slice ``j`` of micro-batch ``m``, which
+    ``programs[j]`` runs, is ``m * len(programs) + j``.
+
+    All are copied at once, before the first is needed. Raises as ``local_inputs`` does.
+    """
+    units = [(m, program) for m in range(num_microbatches) for program in programs]
+    found = [local_inputs(batch, program, m, num_microbatches) for m, program in units]
+    copies = iter(queue.to_device([part for inputs in found for part in inputs.values()]))
+    return {unit: {name: next(copies) for name in inputs} for unit, inputs in enumerate(found)}
+
+
+def local_inputs(
+    batch: Mapping[str, Tensor],
+    program: StageProgram,
+    microbatch: int,
+    num_microbatches: int,
+    device: torch.device | None = None,
+) -> dict[str, Tensor]:
+    """The stage's inputs of micro-batch ``microbatch``, this rank's part of each.
+
+    Floating inputs are cast to the dtype they were captured in. Raises UsageError (AP130)
+    where the batch lacks an input or has another shape than the plan.
+    """
+    inputs = {}
+    for name, held in program.inputs.items():
+        if name not in batch:
+            raise _missing(name, batch)
+        whole, region = _whole_and_part(program, held)
+        rows = batch_rows(batch, name, whole, microbatch, num_microbatches)
+        region = _within(region, whole.shape, rows.shape, batch)
+        inputs[name] = local_part(rows, region, held.spec.dtype, device)
+    return inputs
+
+
+def _within(
+    region: Region, whole: tuple[int, ...], shape: Sequence[int], batch: Mapping[str, Tensor]
+) -> Region:
+    """A box of a micro-batch as a box of those rows of it that are at hand."""
+    if tuple(shape) == whole:
+        return region
+    assert isinstance(batch, ShareBatch)
+    held = batch.held
+    found = []
+    for (start, stop), size, present in zip(region, whole, shape, strict=True):
+        first = held.first * (size // held.total) if present != size else 0
+        found.append((start - first, stop - first))
+    return tuple(found)
+
+
+def batch_rows(
+    batch: Mapping[str, Tensor],
+    name: str,
+    spec: TensorSpec,
+    microbatch: int,
+    num_microbatches: int,
+) -> Tensor:
+    """An input's rows of one micro-batch: all of them, or those that are at hand."""
+    if isinstance(batch, ShareBatch):
+        if name in batch.whole:
+            return microbatch_rows(name, batch.whole[name], spec, microbatch, num_microbatches)
+        spec = batch.held_spec(name, spec)
+    return microbatch_rows(name, batch[name], spec, microbatch, num_microbatches)
+
+
+def _whole_and_part(program: StageProgram, held: Held) -> tuple[TensorSpec, Region]:
+    """The spec of an input's micro-batch, and this rank's box of it."""
+    spec, share = held.spec, program.share
+    region = local_region(spec.shape, held.layout, program.mesh, program.coordinates)
+    if share is None or not held.layout[0].is_shard:
+        return spec, region
+    dim = held.layout[0].dim
+    per_row = spec.shape[dim] // share.batch_size
+    shape = (*spec.shape[:dim], per_row * share.total, *spec.shape[dim + 1 :])
+    first = share.first if share.rows else 0
+    own = (per_row * first, per_row * (first + max(share.rows, 1)))
+    return replace(spec, shape=shape), (*region[:dim], own, *region[dim + 1 :])
+
+
+def check_batch(
+    batch: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], num_microbatches: int
+) -> None:
+    """Raises UsageError (AP130) unless the batch is of the plan's shapes.
+
+    ``specs`` are those of one micro-batch, of all inputs of the model: every rank looks at all
+    of them, so that all refuse a batch before any of them has sent a message.
+    """
+    for name, spec in specs.items():
+        if name not in batch:
+            raise _missing(name, batch)
+        batch_rows(batch, name, spec, 0, num_microbatches)
+
+
+def _missing(name: str, batch: Mapping[str, Tensor]) -> UsageError:
+    return UsageError(
+        "AP130",
+        f"the batch has no {name!r}, which the model reads",
+        why=f"it has {', '.join(sorted(batch)) or 'nothing'}",
+    )
+
+
+def microbatch_rows(
+    name: str, tensor: Tensor, spec: TensorSpec, microbatch: int, num_microbatches: int
+) -> Tensor:
+    """The rows of one micro-batch; a tensor with no batch dimension is returned whole."""
+    if tuple(tensor.shape) == spec.shape:
+        return tensor
+    if tensor.dim() == len(spec.shape):
+        differing = [
+            dim
+            for dim, (have, want) in enumerate(zip(tensor.shape, spec.shape, strict=True))
+            if have != want
+        ]
+        dim = differing[0]
+        if len(differing) == 1 and tensor.shape[dim] == num_microbatches * spec.shape[dim]:
+            return tensor.narrow(dim, microbatch * spec.shape[dim], spec.shape[dim])
+    raise UsageError(
+        "AP130",
+        f"batch input {name!r} has shape {tuple(tensor.shape)}",
+        why=f"the plan is for {spec.shape}"
+        + (f" in each of {num_microbatches} micro-batches" if num_microbatches > 1 else ""),
+        fix="pass the global batch that was planned, or plan for this one",
+    )
+
+
+def local_part(
+    tensor: Tensor,
+    region: tuple[tuple[int, int], ...],
+    dtype: str,
+    device: torch.device | None = None,
+) -> Tensor:
+    """The box ``region`` of ``tensor``, contiguous, in ``dtype`` if it is floating."""
+    part = tensor
+    if any((0, size) != bounds for size, bounds in zip(tensor.shape, region, strict=True)):
+        part = tensor[tuple(slice(start, stop) for start, stop in region)]
+    target = getattr(torch, dtype) if part.is_floating_point() else part.dtype
+    return part.to(device=device, dtype=target).contiguous()

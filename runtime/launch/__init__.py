@@ -1,0 +1,1 @@
+"""Processes of a run: started, joined to a group, watched, started again, and stopped."""

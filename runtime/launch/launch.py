@@ -1,0 +1,368 @@
+"""Launching: one process per device on this machine, or joining the ones torchrun started.
+
+In: a function by name and its arguments. Out: what it returns on rank 0; or, when a worker
+fails, hangs or runs out of memory, the others are ended at once and its error is raised
+here. Workers find each other by a file of the job's folder, which only this user can open; no
+port is. RANK, WORLD_SIZE and LOCAL_RANK are as under torchrun, where the same function runs on
+many hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from ...cost_model.cluster.detect import threads_per_device
+from ...planner.errors import AutoparallelError, HangError, UsageError, WorkerError
+from ..messages.failure_store import Board, FolderBoard, Note, blame
+from ..messages.termination import on_termination
+from .process import RESULT, Job, call, current_worker, read_failure
+from .restarts import can_mend, tell_restart
+
+POLL_SECONDS = 0.02
+GRACE_SECONDS = 10.0
+"""How long the other workers may go on after the first failure, to report theirs."""
+
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun (or this launcher) has started this process."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+def launch(
+    entry: str,
+    arguments: Mapping[str, Any],
+    *,
+    num_processes: int,
+    timeout_seconds: float = 600.0,
+    environment: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
+    finishes: bool = False,
+    survives: bool = False,
+) -> Any:
+    """Runs ``entry`` (``"module:function"``) on every rank; returns rank 0's value.
+
+    The function is called as ``function(worker, **arguments)``; arguments and value pass
+    through JSON. Each rank computes with its share of the cores. Rank 0 writes to this process'
+    stdout and stderr, the others' lines go to stderr with their rank before them. A worker that
+    tells its watchdog nothing for ``timeout_seconds`` counts as hanging. After a failure that a
+    restart can mend all are started again, ``max_restarts`` times at most. With ``finishes`` a
+    first SIGTERM is passed on to the workers, which end when they have finished what they are at.
+    Of a function that ``survives`` the others go on where a signal ends a worker, and the first
+    rank that is left returns the value.
+
+    Under torchrun the function runs in this process as its rank; when torchrun ends it because
+    another rank has failed, it says what it was doing. Raises UsageError AP152 if
+    torchrun started another number, else the error of the first worker that failed.
+    """
+    environment = os.environ if environment is None else environment
+    if is_launched(environment):
+        started = int(environment["WORLD_SIZE"])
+        if started != num_processes:
+            raise UsageError(
+                "AP152", f"the plan needs {num_processes} processes, torchrun started {started}",
+                where="torchrun", fix="start as many as the plan has devices, or plan again",
+            )  # fmt: skip
+        worker = current_worker(environment, timeout_seconds)
+        with on_termination(worker.watchdog.terminate):
+            return call(entry, worker, arguments)
+    shared = {
+        **environment,
+        "OMP_NUM_THREADS": str(threads_per_device(num_processes)),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "GROUP_RANK": "0",
+        "PYTHONUNBUFFERED": "1",
+        **_loopback(environment),
+    }
+    job = Job(entry, arguments, "", timeout_seconds, survives=survives)
+    return _restarting(partial(_attempt, job, finishes=finishes), shared, max_restarts)
+
+
+def _restarting(
+    start: Callable[[Mapping[str, str]], Any], shared: Mapping[str, str], max_restarts: int
+) -> Any:
+    """Calls ``start`` until no error comes that a restart can mend, or too many have come."""
+    for restarts in range(max_restarts + 1):
+        try:
+            return start({**shared, "TORCHELASTIC_RESTART_COUNT": str(restarts)})
+        except AutoparallelError as error:
+            if restarts == max_restarts or not can_mend(error):
+                raise
+            tell_restart(error, restarts + 1, max_restarts)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _attempt(job: Job, shared: Mapping[str, str], *, finishes: bool) -> Any:
+    """Starts all ranks once, in a folder of their own; what the first rank returns."""
+    with tempfile.TemporaryDirectory(prefix="autoparallel-") as folder:
+        job_path = Path(folder) / "job.json"
+        job_path.write_text(json.dumps(asdict(replace(job, folder=folder))))
+        num_processes = int(shared["WORLD_SIZE"])
+        workers = Workers(job_path, shared, num_processes, survives=job.survives)
+        workers.run(job.timeout_seconds, finishes=finishes)
+        ranks = range(num_processes) if job.survives else (0,)
+        results = [path for rank in ranks if (path := Path(folder) / RESULT.format(rank)).exists()]
+        return json.loads(results[0].read_text()) if results else None
+
+
+def _loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """Gloo over the loopback interface, unless the user chose another."""
+    if "GLOO_SOCKET_IFNAME" in environment:
+        return {}
+    names = [name for _, name in socket.if_nameindex()]
+    return {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in names else {}
+
+
+class Workers:
+    """The worker processes of one launch on this machine, with the ranks from ``first_rank`` on.
+
+    Notes of those that failed are on ``board``, by default in the folder of the job.
+    """
+
+    def __init__(
+        self,
+        job_path: Path,
+        environment: Mapping[str, str],
+        num_processes: int,
+        *,
+        first_rank: int = 0,
+        board: Board | None = None,
+        survives: bool = False,
+    ) -> None:
+        self._survives, self._lost = survives, set[int]()
+        self._folder = job_path.parent
+        self._job_path = job_path
+        self._environment = environment
+        self._ranks = range(first_rank, first_rank + num_processes)
+        self._world_size = int(environment["WORLD_SIZE"])
+        self._board = board or FolderBoard(self._folder)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._threads: list[threading.Thread] = []
+        self._is_asked = False
+
+    def run(self, timeout_seconds: float, *, finishes: bool) -> None:
+        """Starts all and waits for all; raises the error of the first that failed."""
+        with signals_raise(self.ask if finishes else None):
+            try:
+                self.start()
+                failed = self._wait(timeout_seconds)
+            finally:
+                self.end()
+        if self._is_asked and set(failed.values()) == {-signal.SIGTERM}:
+            raise SystemExit(128 + signal.SIGTERM)
+        if failed:
+            raise self.error(failed)
+
+    def start(self) -> dict[int, int]:
+        """Starts all; their process ids by local rank."""
+        for rank in self._ranks:
+            self._processes.append(self._start(rank))
+        return {number: process.pid for number, process in enumerate(self._processes)}
+
+    def codes(self) -> dict[int, int | None]:
+        """The exit codes by rank; None of those that run, 0 of those that others go on without."""
+        found = (process.poll() for process in self._processes)
+        codes = dict(zip(self._ranks, found, strict=True))
+        lost = {rank: code for rank, code in codes.items() if code is not None and code < 0}
+        if not self._survives or len(lost) == len(codes):
+            return codes
+        for rank in lost.keys() - self._lost:
+            self._lost.add(rank)
+            _write_lines([f"{_ending(lost[rank])}; the others go on"], rank)
+        return {**codes, **dict.fromkeys(lost, 0)}
+
+    def ask(self) -> bool:
+        """At a SIGTERM: passes the first one on; whether that was the first."""
+        is_first, self._is_asked = not self._is_asked, True
+        if is_first:
+            for process in self._processes:
+                if process.poll() is None:
+                    os.kill(process.pid, signal.SIGTERM)
+        return is_first
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "autoparallel.runtime.launch.process",
+            str(self._job_path),
+        ]
+        local_rank = rank - self._ranks.start
+        environment = {**self._environment, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=None if rank == 0 else subprocess.PIPE,
+            stderr=None if rank == 0 else subprocess.STDOUT,
+            start_new_session=True,
+        )
+        if process.stdout is not None:
+            thread = threading.Thread(target=_relay, args=(process.stdout, rank), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return process
+
+    def _wait(self, timeout_seconds: float) -> dict[int, int]:
+        """Until all have ended well, or one has failed: the failed ranks and their codes."""
+        first_end: float | None = None
+        while True:
+            codes = self.codes()
+            failed = {rank: code for rank, code in codes.items() if code}
+            if failed:
+                return self.others(failed)
+            if all(code == 0 for code in codes.values()):
+                return {}
+            if first_end is None and 0 in codes.values():
+                first_end = time.monotonic()
+            if first_end is not None and time.monotonic() - first_end > timeout_seconds:
+                late = [rank for rank, code in codes.items() if code is None]
+                raise HangError(
+                    "AP802", f"rank {late[0]} has not ended although other ranks have",
+                    fix="check what it does after its last step",
+                )  # fmt: skip
+            time.sleep(POLL_SECONDS)
+
+    def others(self, failed: dict[int, int]) -> dict[int, int]:
+        """Gives the others a moment to fail by themselves: they may know more.
+
+        For those that ended without a word the others are told here.
+        """
+        first = set(failed)
+        deadline = time.monotonic() + GRACE_SECONDS
+        known = self._board.read()
+        for rank, code in failed.items():
+            if rank not in known and read_failure(self._folder, rank) is None:
+                self._board.tell(Note(rank, "", cause=_ending(code)))
+        while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
+            time.sleep(POLL_SECONDS)
+        later = {rank: code for rank, code in self.codes().items() if code and rank not in first}
+        return {**failed, **later}
+
+    def end(self) -> None:
+        """Ends what still runs, with its children, politely and then for good."""
+        for sign, seconds in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
+            for process in self._processes:
+                if process.poll() is None:
+                    _signal_group(process, sign)
+            deadline = time.monotonic() + seconds
+            for process in self._processes:
+                try:
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    continue
+        for thread in self._threads:
+            thread.join(1.0)
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+
+    def _show_waits(self, failed: Mapping[int, int]) -> None:
+        """What each rank has said that waited for another, one after the other.
+
+        The workers do not write it themselves: lines of several at once would mix.
+        """
+        for rank in sorted(failed):
+            report = read_failure(self._folder, rank)
+            if report is not None and (report.is_consequence or report.kind == "HangError"):
+                _write_lines(str(report.error()).splitlines(), rank)
+
+    def error(self, failed: Mapping[int, int]) -> AutoparallelError:
+        """The error to raise for the ranks that failed by themselves, the first one first.
+
+        What the others waited for goes to stderr.
+        """
+        self._show_waits(failed)
+        reports = {rank: read_failure(self._folder, rank) for rank in failed}
+        silent = [rank for rank in failed if reports[rank] is None]
+        told = sorted(
+            (report for report in reports.values() if report is not None),
+            key=lambda report: (report.is_consequence, report.seconds),
+        )
+        waits = self._waits()
+        if silent and (not told or told[0].is_consequence):
+            error: AutoparallelError = self._silent_error(silent[0], failed[silent[0]])
+            error.why = "; ".join(part for part in (error.why, waits) if part)
+            return error
+        error = told[0].error()
+        if isinstance(error, HangError) or told[0].is_consequence:
+            error.why = f"{waits}; {blame(self._board.read(), self._world_size)}"
+        return error
+
+    def _waits(self) -> str:
+        """What each rank that has no error of its own was doing."""
+        return "; ".join(
+            f"rank {rank}: {note.doing}"
+            for rank, note in sorted(self._board.read().items())
+            if not note.cause
+        )
+
+    def _silent_error(self, rank: int, code: int) -> WorkerError:
+        name = f"rank {rank} of {self._world_size}"
+        if code < 0:
+            why = _ending(code)
+            if code == -signal.SIGKILL:
+                why += ", as the system does when memory runs out"
+            return WorkerError("AP801", f"{name} died", why=why)
+        return WorkerError("AP801", f"{name} exited with code {code}", why="it reported no error")
+
+
+def _ending(code: int) -> str:
+    """How a process ended that left no error."""
+    return f"{signal.Signals(-code).name} ended it" if code < 0 else f"it exited with code {code}"
+
+
+def _signal_group(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:
+    """To the worker and the processes it has started."""
+    try:
+        os.killpg(process.pid, sign)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _relay(lines: IO[bytes], rank: int) -> None:
+    with lines:
+        for line in lines:
+            _write_lines([line.decode(errors="replace").rstrip("\n")], rank)
+
+
+def _write_lines(lines: Iterable[str], rank: int) -> None:
+    sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in lines))
+
+
+@contextmanager
+def signals_raise(ask: Callable[[], bool] | None = None) -> Iterator[None]:
+    """While workers run, the signals that end this process raise SystemExit, so they end too.
+
+    Not a SIGTERM for which ``ask`` says that workers end by themselves.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGTERM or ask is None or not ask():
+            raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {sign: signal.signal(sign, leave) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for sign, handler in previous.items():
+            signal.signal(sign, handler)

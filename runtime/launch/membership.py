@@ -1,0 +1,187 @@
+"""Becoming a process of a run: its process group and device, and whether a plan fits it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...cost_model.cluster.cluster import Cluster
+from ...cost_model.cluster.detect import BFLOAT16_CAPABILITY, available_memory_bytes
+from ...passes.memory.stage_memory import host_bytes
+from ...passes.ops.eight_bits import load_torchao
+from ...passes.programs.program import Program
+from ...planner.errors import MachineError, PlanError
+from ...planner.plan import Plan, Precision
+from ..messages.device_queue import queue_of
+from ..messages.groups import allow_seconds, time_limit
+from .process import Worker
+
+GLOO_ENDS_SECONDS = 0.1
+"""How long the end of a process waits for gloo's threads."""
+
+EIGHT_BIT_CAPABILITY = (8, 9)
+"""The first compute capability with units for 8-bit products (L40S)."""
+
+
+def join_as(worker: Worker, cluster: Cluster) -> torch.device:
+    """Joins the process group as a launched worker of ``cluster``, whose watchdog then follows its
+    device. Raises as ``join`` does."""
+    kind = cluster.device(worker.rank).kind
+    device = join(kind, worker.local_rank, worker.watchdog.timeout_seconds, worker.meet)
+    worker.watchdog.follow(queue_of(device))
+    return device
+
+
+def join(
+    device_type: str,
+    local_rank: int,
+    timeout_seconds: float | None = None,
+    meet: Callable[[], Mapping[str, Any]] = dict,
+) -> torch.device:
+    """Joins the process group, unless the caller has; this rank's device.
+
+    It meets where ``meet`` (see ``Worker``) or else the environment says.
+
+    Collectives have a minute longer than ``timeout_seconds``, in groups of the caller's at least:
+    a watchdog, which can say what was waited for, ends the process first. Without it they have
+    torch's own limit.
+    Raises MachineError (AP411) where the machine lacks that device.
+    """
+    timeout = time_limit(timeout_seconds)
+    if timeout_seconds is not None:
+        allow_seconds(timeout_seconds)
+    if device_type != "cuda":
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timeout, **meet())
+        _end_after_gloo()
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        local_rank = 0  # each process sees its own GPU only, as some schedulers have it
+    if local_rank >= count:
+        raise MachineError(
+            "AP411",
+            f"the plan needs GPU {local_rank} of this machine, which has {count}",
+            fix="plan for this machine: --cluster local",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        # With a device the communicator is made at once, by all; objects have ``control_group``.
+        dist.init_process_group("nccl", timeout=timeout, device_id=device, **meet())
+    # The group of a script may make its communicator at the first operation only. All ranks have
+    # to take part in that one, which later ones between two ranks would not see to.
+    dist.all_reduce(torch.zeros(1, device=device))
+    return device
+
+
+@cache
+def _end_after_gloo() -> None:
+    """Delays the end of the process until gloo's threads are idle.
+
+    After a collective a thread of gloo still frees its tensors, for which it takes the lock of the
+    interpreter. While the interpreter ends, that aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    atexit.register(time.sleep, GLOO_ENDS_SECONDS)
+
+
+def check_none_idle(plan: Plan) -> None:
+    """Raises MachineError AP412 where some of the processes would have nothing to do."""
+    needed, found = num_processes(plan), dist.get_world_size()
+    if found > needed:
+        raise MachineError(
+            "AP412",
+            f"the plan uses only {needed} of {found} processes",
+            why=f"it is for the cluster {plan.cluster.name}; ranks from {needed} on would idle",
+            fix="remove the cluster option to plan for all, start fewer processes, or pass "
+            "allow_idle=True",
+        )
+
+
+def num_processes(plan: Plan) -> int:
+    """How many processes the plan is for."""
+    return 1 + max(rank for stage in plan.stages for rank in stage.devices)
+
+
+def check_device(device: torch.device, precision: Precision) -> None:
+    """Raises MachineError AP413 where ``device`` is a GPU that only emulates bf16, and for fp8
+    where it has no units for it or torchao is not installed."""
+    if precision == "fp8":
+        _check_eight_bits(device)
+        load_torchao(emulate=False)
+    if device.type != "cuda" or precision != "bf16":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < BFLOAT16_CAPABILITY:
+        major, minor = capability
+        raise MachineError(
+            "AP413",
+            f"{torch.cuda.get_device_name(device)} does not compute in bf16",
+            why=f"its compute capability is {major}.{minor}, and bf16 needs 8.0",
+            fix="plan with --precision fp16 or fp32",
+        )
+
+
+def check_host_memory(program: Program, plan: Plan, available_bytes: int) -> None:
+    """Raises MachineError AP420 where this host's memory is too small for what is offloaded."""
+    needed = host_bytes(plan, program.graph, program.blocks)
+    own = needed.get(plan.cluster.host_of[dist.get_rank()], 0.0)
+    if own > available_bytes:
+        raise MachineError(
+            "AP420",
+            f"masters and optimizer states need {own / 1e9:.1f} GB of this host's memory, "
+            f"{available_bytes / 1e9:.1f} GB are free",
+            why=f"the plan offloads the {plan.offload}",
+            fix="free memory, plan with more devices, or plan with --deny offload",
+        )
+
+
+def _check_eight_bits(device: torch.device) -> None:
+    """Raises MachineError AP413 where ``device`` has no units for 8-bit products."""
+    name, why = f"a device of type {device.type}", "it has no units for 8-bit products"
+    if device.type == "cuda":
+        major, minor = capability = torch.cuda.get_device_capability(device)
+        if capability >= EIGHT_BIT_CAPABILITY:
+            return
+        name = torch.cuda.get_device_name(device)
+        why = f"its compute capability is {major}.{minor}, and fp8 needs 8.9"
+    raise MachineError(
+        "AP413", f"{name} does not compute in fp8", why=why, fix="plan with --precision bf16"
+    )
+
+
+def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
+    """Raises where ``plan`` is not of this model, there are too few processes, or ``device``
+    only emulates the plan's precision."""
+    check_device(device, plan.model.precision)
+    check_model(program, plan)
+    needed = num_processes(plan)
+    if dist.get_world_size() < needed:
+        raise MachineError(
+            "AP410",
+            f"the plan needs {needed} processes, but there are {dist.get_world_size()}",
+            fix=f"start {needed} processes, or plan for these machines",
+        )
+    if plan.offload != "none":
+        check_host_memory(program, plan, available_memory_bytes())
+
+
+def check_model(program: Program, plan: Plan) -> None:
+    """Raises PlanError AP550 where ``plan`` is not of this model."""
+    found = program.graph.fingerprint
+    if plan.model.fingerprint != found:
+        raise PlanError(
+            "AP550",
+            "the plan was made for another model",
+            why=f"the plan's model is {plan.model.fingerprint}, this one {found}",
+            where=plan.model.target,
+            fix="the model file or its settings changed: plan again",
+        )

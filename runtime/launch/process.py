@@ -1,0 +1,270 @@
+"""The inside of a worker process: run one function as one rank, and report how it ended.
+
+``python -m autoparallel.runtime.launch.process JOB.json`` is how the launcher starts a worker; the
+rank comes from the environment, as under torchrun (RANK, WORLD_SIZE, LOCAL_RANK). The
+function is named ``"module:function"`` and is called with a ``Worker`` and the job's
+arguments by name. What it returns on the first rank of a machine, or the error of any rank, goes
+into a file of the job's folder for the launcher to read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...planner import errors
+from ...planner.errors import AutoparallelError, DeviceMemoryError, HangError, WorkerError
+from ..messages.failure_store import Board, FolderBoard, Note, Ranks, StoreBoard
+from ..messages.watchdog import Watchdog, show
+from .init_method import meeting_at_agent, meeting_at_file
+
+RESULT, STORE = "result-{}.json", "store"
+"""In the job's folder: what a rank's function returns, and the file that the process group meets
+at."""
+OUT_OF_MEMORY = (
+    "can't allocate memory", "CUDA out of memory", "Unable to allocate",
+    "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'", "Cuda failure 'out of memory'",  # as NCCL says it
+)  # fmt: skip
+CONNECTION_LOST = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout",
+    "remote process exited", "Connection was likely closed", "recvValue failed",
+)  # fmt: skip
+
+
+# A rank that is lost while a checkpoint is written makes that fail (AP886) as any other message.
+CONSEQUENCES = ("AP820", "AP821")
+"""The codes of a rank that ends because another one has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Which rank this process is; ``watchdog.progress`` keeps it alive in long work.
+
+    ``meet`` is called where the process group is made, by all ranks at once: the arguments of
+    ``init_process_group``. ``restarts``: how often all ranks were started again.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    watchdog: Watchdog
+    meet: Callable[[], Mapping[str, Any]] = dict
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every worker of a launch runs. ``folder`` is where they leave their reports;
+    ``sys_path``, where they import from, is the launcher's unless given.
+
+    ``is_alone``: all ranks are on this machine, and meet in the folder too. It ``survives`` that
+    a signal ends one of them.
+    """
+
+    entry: str
+    arguments: Mapping[str, Any]
+    folder: str
+    timeout_seconds: float
+    sys_path: tuple[str, ...] = field(default_factory=lambda: tuple(map(os.path.abspath, sys.path)))
+    is_alone: bool = True
+    survives: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of a rank as it crosses the process boundary.
+
+    ``is_consequence``: the rank only ended because another one has failed.
+    """
+
+    rank: int
+    seconds: float
+    kind: str
+    code: str
+    what: str
+    why: str
+    where: str
+    fix: str
+    is_consequence: bool
+
+    def error(self) -> AutoparallelError:
+        """The error that the rank raised."""
+        kind: type[AutoparallelError] = getattr(errors, self.kind)
+        return kind(self.code, self.what, why=self.why, where=self.where, fix=self.fix)
+
+
+def describe(error: BaseException, rank: int, world_size: int) -> AutoparallelError:
+    """``error`` as one of ours: out of memory, or a failed worker with its traceback."""
+    if isinstance(error, AutoparallelError):
+        return error
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    name = f"rank {rank} of {world_size}"
+    if is_out_of_memory(error):
+        return DeviceMemoryError(
+            "AP803",
+            f"{name} ran out of memory",
+            why=text,
+            where=where,
+            fix="plan with a smaller --memory-limit or --micro-batch, or force recompute=full",
+        )
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return WorkerError("AP801", f"{name} failed: {text}", why=trace, where=where)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that a device or the host has no memory left."""
+    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_memory or any(sign in str(error) for sign in OUT_OF_MEMORY)
+
+
+def lost_rank(error: AutoparallelError, worker: Worker) -> AutoparallelError:
+    """``error``, or if it only says that another rank is gone, what this one waited for.
+
+    Either way the other ranks are told.
+    """
+    ranks, doing = worker.watchdog.ranks, worker.watchdog.last
+    told = f"{error.what} {error.why if error.code == 'AP886' else ''}"
+    is_consequence = error.code in ("AP801", "AP886") and any(x in told for x in CONNECTION_LOST)
+    if ranks is None:
+        return error
+    if not is_consequence:
+        ranks.board.tell(Note(worker.rank, doing.what, cause=error.what))
+        return error
+    who = ranks.blame(Note(worker.rank, doing.what, doing.waits_for))
+    return WorkerError(
+        "AP820", f"rank {worker.rank} of {worker.world_size} has lost another rank",
+        why=f"{doing.what}; {who}", where=error.where, fix="check why that rank ended",
+    )  # fmt: skip
+
+
+def current_worker(
+    environment: Mapping[str, str],
+    timeout_seconds: float,
+    *,
+    resting: Container[str] = (),
+    report: Callable[[HangError], None] = show,
+    board: Board | None = None,
+    store_path: str | None = None,
+) -> Worker:
+    """The worker that the environment says this process is.
+
+    Notes of failed ranks go to ``board``, by default in the store of the environment;
+    ``resting``: see ``Watchdog``. Ranks of one machine meet at the file ``store_path``, others at
+    the store of the environment.
+    """
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    ranks = Ranks(rank, world_size, StoreBoard(environment) if board is None else board)
+    watchdog = Watchdog(
+        timeout_seconds, name=f"rank {rank} of {world_size}", ranks=ranks, resting=resting,
+        report=report,
+    )  # fmt: skip
+    local_rank = int(environment.get("LOCAL_RANK", rank))
+    restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if store_path is not None:
+        meet = partial(meeting_at_file, store_path, rank, world_size)
+    else:
+        meet = partial(meeting_at_agent, environment)
+    return Worker(rank, world_size, local_rank, watchdog, meet, restarts)
+
+
+def call(entry: str, worker: Worker, arguments: Mapping[str, Any]) -> Any:
+    """Calls ``"module:function"`` with the worker and the arguments, under its watchdog.
+
+    Errors come out as AutoparallelErrors. The process group that it leaves is destroyed.
+    """
+    module, _, name = entry.partition(":")
+    watched: AbstractContextManager[object] = worker.watchdog
+    try:
+        function = getattr(importlib.import_module(module), name)
+        with watched:
+            value = function(worker, **arguments)
+            worker.watchdog.progress("leaving the process group")
+            _leave()
+    except Exception as error:
+        ours = lost_rank(describe(error, worker.rank, worker.world_size), worker)
+        if ours is error:
+            raise
+        raise ours from error
+    return value
+
+
+def _leave() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def read_failure(folder: Path, rank: int) -> Failure | None:
+    """What a rank reported, if it failed and could tell."""
+    path = folder / f"failure-{rank}.json"
+    return Failure(**json.loads(path.read_text())) if path.exists() else None
+
+
+def write_failure(folder: Path, rank: int, error: AutoparallelError) -> None:
+    """Leaves a rank's error for the launcher, which shows it."""
+    failure = Failure(
+        rank, time.time(), type(error).__name__, error.code, error.what, error.why, error.where,
+        error.fix, is_consequence=error.code in CONSEQUENCES,
+    )  # fmt: skip
+    _write(folder / f"failure-{rank}.json", asdict(failure))
+
+
+def _write(path: Path, value: Any) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value))
+    partial.rename(path)
+
+
+def _end_with_launcher() -> None:
+    """Ends this process and its children when the launcher is gone: its pipe then closes."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="launcher", daemon=True).start()
+
+
+def main(job_path: str) -> None:
+    """A worker process from start to end; it exits with the code of its error."""
+    job = Job(**json.loads(Path(job_path).read_text()))
+    folder = Path(job.folder)
+    sys.path.extend(path for path in job.sys_path if path not in sys.path)
+    _end_with_launcher()
+    rank = int(os.environ["RANK"])
+    worker = current_worker(
+        os.environ,
+        job.timeout_seconds,
+        report=lambda error: write_failure(folder, rank, error),
+        board=FolderBoard(folder) if job.is_alone else None,
+        store_path=str(folder / STORE) if job.is_alone else None,
+    )
+    try:
+        value = call(job.entry, worker, job.arguments)
+        if worker.local_rank == 0 or job.survives:
+            _write(folder / RESULT.format(rank), value)
+    except AutoparallelError as error:
+        write_failure(folder, rank, error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

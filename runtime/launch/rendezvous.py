@@ -1,0 +1,192 @@
+"""Where the hosts of a run meet: a store at an endpoint, on one host's own address.
+
+In: HOST:PORT, the same on every host. Out: torch's dynamic rendezvous over a store that listens at
+that address alone. The host that has the address keeps the store; torch's own would listen on
+all of its interfaces.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from ...planner.errors import MachineError, UsageError
+
+RUN = "autoparallel"
+READ_SECONDS = 60.0
+"""How long the store may take to answer."""
+LAST_CALL_SECONDS = 5.0
+"""How long hosts wait for more of them when the least number is there."""
+BACKLOG = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """How many hosts a run has, at least and at most, where they meet, and for how long one waits
+    for the others."""
+
+    least: int
+    most: int
+    endpoint: str
+    join_seconds: float = 600.0
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run goes on with fewer hosts."""
+        return self.least < self.most
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """The address and port of ``HOST:PORT``.
+
+    Raises UsageError AP156.
+
+    >>> parse_endpoint("127.0.0.1:29400"), parse_endpoint("[::1]:29400")
+    (('127.0.0.1', 29400), ('::1', 29400))
+    """
+    host, _, port = text.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise UsageError(
+            "AP156", f"--rdzv-endpoint {text!r} is not HOST:PORT", fix="for example 10.0.0.1:29400"
+        )
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise MachineError(
+            "AP414", f"the rendezvous endpoint {text} cannot be found", why=str(error),
+            fix="give the address of one of the hosts, the same on every host",
+        ) from error  # fmt: skip
+    address = str(found[0][4][0])
+    if address in ("0.0.0.0", "::"):
+        raise UsageError(
+            "AP156", f"--rdzv-endpoint {text} is no address of a host",
+            why="others would reach a store that listens on every interface",
+            fix="give the address at which the other hosts reach this one",
+        )  # fmt: skip
+    return address, int(port)
+
+
+def own_address(endpoint: tuple[str, int]) -> str:
+    """The address of this host from which it reaches the endpoint."""
+    family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(endpoint)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise _unreachable(endpoint, str(error)) from error
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has ``address``."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return str(name)
+    return None
+
+
+def open_store(endpoint: tuple[str, int], join_seconds: float) -> tuple[Any, bool]:
+    """The store of all hosts, and whether this process keeps it.
+
+    Raises MachineError AP414 where nobody keeps it within ``join_seconds``.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    timeout = timedelta(seconds=READ_SECONDS)
+    listening = _listen(endpoint)
+    host, port = endpoint
+    if listening is not None:
+        store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=timeout,
+            master_listen_fd=listening.detach(),
+        )  # fmt: skip
+        return store, True
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=join_seconds))
+    except RuntimeError as error:
+        why = f"nothing answers there for {join_seconds:g} s, and this host has no such address"
+        raise _unreachable(endpoint, why) from error
+    store.set_timeout(timeout)
+    return store, False
+
+
+def _listen(endpoint: tuple[str, int]) -> socket.socket | None:
+    """A socket that listens at the endpoint alone, if this host has it and nobody listens yet."""
+    family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(endpoint)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            return None  # another host's, or another process of this one
+        raise _unreachable(endpoint, str(error)) from error
+    return listening
+
+
+def _unreachable(endpoint: tuple[str, int], why: str) -> MachineError:
+    return MachineError(
+        "AP414", f"the rendezvous endpoint {endpoint[0]}:{endpoint[1]} cannot be reached", why=why,
+        fix="start the run on the host that has this address, and let the port through",
+    )  # fmt: skip
+
+
+def make_handler(
+    hosts: Hosts, store: Any, endpoint: tuple[str, int], asking: Callable[[], Any]
+) -> Any:
+    """torch's rendezvous of ``hosts`` over ``store``, whose ranks meet at the same store.
+
+    Answers of the store are waited for in the context ``asking()``.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+        DynamicRendezvousHandler,
+        RendezvousTimeout,
+    )
+
+    # Else the host of rank 0 would open a further store, on all of its interfaces.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
+    class Handler(DynamicRendezvousHandler):
+        """The ranks meet at the store of the hosts."""
+
+        @property
+        def use_agent_store(self) -> bool:
+            return True
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            found = super().next_rendezvous()
+            return RendezvousInfo(
+                found.store, found.rank, found.world_size, RendezvousStoreInfo(*endpoint)
+            )
+
+    class Backend(C10dRendezvousBackend):
+        """The state of the rendezvous, in the store of the hosts."""
+
+        def get_state(self) -> Any:
+            with asking():
+                return super().get_state()
+
+        def set_state(self, state: bytes, token: Any = None) -> Any:
+            with asking():
+                return super().set_state(state, token)
+
+    return Handler.from_backend(
+        RUN, store, Backend(store, RUN), hosts.least, hosts.most,
+        local_addr=own_address(endpoint),
+        timeout=RendezvousTimeout(
+            join=timedelta(seconds=hosts.join_seconds),
+            last_call=timedelta(seconds=LAST_CALL_SECONDS),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Process groups and messages between ranks, the watchdog of both, and all-reduces of our own."""

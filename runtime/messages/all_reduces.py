@@ -1,0 +1,239 @@
+"""All-reduces that run beside the backward, by the algorithm that the plan names.
+
+In: tensors, one after the other, each with an algorithm's name. Out: works to wait for, after
+which every rank of the group holds the same sums, bit for bit: each part is added up in one place
+or, by recursive doubling, in the same pairs everywhere, and float addition commutes.
+
+The messages of a table (``cost_model.collectives.algorithms``) go through sends and receives of a
+process group of their own, so that they meet no other traffic, and a thread of their own, which
+runs one all-reduce after the other: so the order in which they are asked for is that in which they
+run. A thread that waits for messages holds no lock of Python's, and the backward goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...cost_model.cluster.cluster import Cluster
+from ...cost_model.collectives.algorithms import Message, Table
+from ...cost_model.collectives.all_reduce import LIBRARY, hosts_of, table_for
+from ...cost_model.collectives.collectives import group_of
+from .groups import gloo_group_beside
+
+Span = tuple[int, int]
+"""Elements from the first to before the second."""
+
+
+class SumWork:
+    """An all-reduce that a thread runs; ``wait`` raises what it raised."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Runs it, in the thread."""
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self._error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class SumLane:
+    """A thread that runs functions in the order in which they are submitted."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[SumWork, Callable[[], None]]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, function: Callable[[], None]) -> SumWork:
+        if self._thread is None:
+            # Nobody waits for it at the end of the process: what was waited for is done.
+            self._thread = threading.Thread(target=self._serve, name="sums", daemon=True)
+            self._thread.start()
+        work = SumWork()
+        self._queue.put((work, function))
+        return work
+
+    def _serve(self) -> None:
+        while True:
+            work, function = self._queue.get()
+            work.run(function)
+
+
+class AllReduces:
+    """The all-reduces of one rank over the axes of a mesh, in the order in which they are started.
+
+    ``cluster`` says which ranks share a host, and what the links are. Making it is collective over
+    each axis' ranks.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, axes: Sequence[int], cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._lane = SumLane()
+        self._ranks: dict[int, list[int]] = {}
+        self._groups: dict[int, Any] = {}
+        self._known: dict[tuple[str, int, int], MessageAllReduce] = {}
+        for axis in sorted(axes):
+            group = device_mesh.get_group(axis)
+            self._ranks[axis] = dist.get_process_group_ranks(group)
+            self._groups[axis] = gloo_group_beside(group)
+
+    def start(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> SumWork:
+        """Sums a flat tensor in place over the axes, one after the other, once all that was
+        started before is summed."""
+        return self._lane.submit(partial(self._run, algorithm, tensor, axes))
+
+    def _run(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> None:
+        for axis in axes:
+            if algorithm == LIBRARY:
+                self._groups[axis].allreduce([tensor]).wait()
+            else:
+                self._by_messages(algorithm, tensor, axis)(tensor)
+
+    def _by_messages(self, algorithm: str, tensor: Tensor, axis: int) -> MessageAllReduce:
+        key = algorithm, tensor.numel(), axis
+        if key not in self._known:
+            ranks = self._ranks[axis]
+            num_bytes = tensor.numel() * tensor.element_size()
+            group = group_of(self._cluster, ranks)
+            table = table_for(algorithm, num_bytes, group, hosts_of(self._cluster, ranks))
+            self._known[key] = MessageAllReduce(table, tensor.numel(), self._groups[axis])
+        return self._known[key]
+
+
+class _Arriving(NamedTuple):
+    """A message that this rank gets; ``spans`` are where in the tensor it belongs."""
+
+    sender: int
+    tag: int
+    spans: tuple[Span, ...]
+    adds: bool
+    in_place: bool
+
+
+class _Leaving(NamedTuple):
+    receiver: int
+    tag: int
+    spans: tuple[Span, ...]
+
+
+class MessageAllReduce:
+    """An all-reduce of flat tensors of ``numel`` elements by a table's messages, in place.
+
+    Unlike ``algorithms.run_table``, which checks the tables, it takes any number of elements: the
+    parts of a tensor are as equal as can be, and what is empty is not sent.
+    """
+
+    def __init__(self, table: Table, numel: int, group: Any) -> None:
+        """``group`` is a ``ProcessGroupGloo``."""
+        self._group, rank = group, group.rank()
+        assert table.num_ranks == group.size()
+        bounds = [part * numel // table.num_parts for part in range(table.num_parts + 1)]
+        self._rounds = [_own_round(messages, rank, bounds) for messages in table.rounds]
+        self._buffer: Tensor | None = None
+
+    def __call__(self, tensor: Tensor) -> None:
+        for arriving, leaving in self._rounds:
+            if arriving or leaving:
+                self._run_round(tensor, arriving, leaving)
+
+    def _run_round(
+        self, tensor: Tensor, arriving: Sequence[_Arriving], leaving: Sequence[_Leaving]
+    ) -> None:
+        """All messages are under way at once, and leave with what the tensor held before."""
+        buffers, offset, works = [], 0, []
+        scratch = self._scratch(tensor, sum(_size(m.spans) for m in arriving if not m.in_place))
+        for message in arriving:
+            if message.in_place:
+                buffer = tensor[slice(*message.spans[0])]
+            else:
+                size = _size(message.spans)
+                buffer = scratch[offset : offset + size]
+                offset += size
+            buffers.append(buffer)
+            works.append(self._group.recv([buffer], message.sender, message.tag))
+        sent = [_gathered(tensor, message.spans) for message in leaving]
+        for own, content in zip(leaving, sent, strict=True):
+            works.append(self._group.send([content], own.receiver, own.tag))
+        for work in works:
+            work.wait()
+        for message, buffer in zip(arriving, buffers, strict=True):
+            if not message.in_place:
+                _put(tensor, message, buffer)
+
+    def _scratch(self, tensor: Tensor, numel: int) -> Tensor:
+        """Memory for what arrives: the last round's, if there is enough."""
+        if self._buffer is None or self._buffer.numel() < numel:
+            self._buffer = tensor.new_empty(numel)
+        return self._buffer
+
+
+def _own_round(
+    messages: Sequence[Message], rank: int, bounds: Sequence[int]
+) -> tuple[tuple[_Arriving, ...], tuple[_Leaving, ...]]:
+    """The messages of a round that this rank gets and sends; the tag is a message's place in the
+    round, so that two between the same ranks are not confused."""
+    sent = {part for message in messages if message.sender == rank for part in message.parts}
+    arriving, leaving = [], []
+    for tag, message in enumerate(messages):
+        spans = _spans(message.parts, bounds)
+        if not spans:
+            continue
+        if message.receiver == rank:
+            in_place = not message.adds and len(spans) == 1 and sent.isdisjoint(message.parts)
+            arriving.append(_Arriving(message.sender, tag, spans, message.adds, in_place))
+        elif message.sender == rank:
+            leaving.append(_Leaving(message.receiver, tag, spans))
+    return tuple(arriving), tuple(leaving)
+
+
+def _spans(parts: Sequence[int], bounds: Sequence[int]) -> tuple[Span, ...]:
+    """Where parts lie, neighbours joined and nothing empty.
+
+    >>> _spans((0, 1, 3), (0, 2, 4, 6, 7)), _spans((1,), (0, 2, 2))
+    (((0, 4), (6, 7)), ())
+    """
+    found: list[Span] = []
+    for part in parts:
+        start, stop = bounds[part], bounds[part + 1]
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        elif start < stop:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def _size(spans: Sequence[Span]) -> int:
+    return sum(stop - start for start, stop in spans)
+
+
+def _gathered(tensor: Tensor, spans: Sequence[Span]) -> Tensor:
+    pieces = [tensor[start:stop] for start, stop in spans]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _put(tensor: Tensor, message: _Arriving, buffer: Tensor) -> None:
+    offset = 0
+    for start, stop in message.spans:
+        content = buffer[offset : offset + stop - start]
+        offset += stop - start
+        if message.adds:
+            tensor[start:stop].add_(content)
+        else:
+            tensor[start:stop].copy_(content)

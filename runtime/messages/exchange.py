@@ -1,0 +1,443 @@
+"""Messages between stages: the values that cross, and the gradients that come back.
+
+In: the boundaries of a rank's stage, where each stage's devices are, the schedule. Out:
+asynchronous sends and receives of exactly the boxes each rank needs, by direction, stage and
+micro-batch. A receive is posted first and waited for later; what is sent is kept alive until it
+has gone, of each lane the latest few messages (``pending_sends``).
+
+No message has a tag. The messages from one rank to another are a lane, which keeps their order
+(NCCL does so in each communicator, gloo for each pair of ranks). Both sides know the order from
+the sender's row of the schedule: a receiver posts in it, what other stages or micro-batches need
+later included. So messages cannot be taken for one another whatever the schedule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...cost_model.simulator.actions import (
+    RECV_BACKWARD,
+    RECV_FORWARD,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    ActionKind,
+    Schedule,
+)
+from ...planner.errors import WorkerError
+from ...planner.layout import Layout, Mesh, local_region, local_shape
+from ...planner.pricing.transfer import relative, transfers
+from ...planner.schedules.held import sends_kept
+from .ordered_channels import Lane, Lanes
+from .pending_results import Progress, shared_sum
+from .pending_sends import Outbox
+
+if TYPE_CHECKING:
+    from ...passes.local.stage_cut import Boundary
+
+Direction = Literal["forward", "backward"]
+
+
+Sent = tuple[Direction, int, int]
+"""Names all that a stage sends after one action: the direction, the stage, and the micro-batch (or
+the slice of one)."""
+
+
+class StagePlace(Protocol):
+    """Where a stage is: its mesh and the global ranks of its devices, in row-major order."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def devices(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One message: ``slices`` of this rank's part of a boundary's value, to or from ``peer``.
+
+    No slices are the whole part.
+    """
+
+    peer: int
+    slices: tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Port:
+    """One boundary as this rank sees it in one direction: its part, and the messages of it.
+
+    ``sender`` is the stage that it comes from, ``taker`` the one that it goes to.
+    """
+
+    key: str
+    direction: Direction
+    sender: int
+    taker: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[_Piece, ...]
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """A value that is being received: ``whole`` is the memory for this rank's part of it.
+
+    ``works`` are those of its messages, each with the rank that sends it. ``copies`` are pieces
+    that arrive in memory of their own and are then copied to these slices of ``whole``.
+    """
+
+    port: _Port
+    whole: Tensor
+    works: list[tuple[int, dist.Work]]
+    copies: list[tuple[tuple[slice, ...], Tensor]]
+
+
+class Exchange:
+    """The messages of one rank. Every rank of the world makes its own, at the same time."""
+
+    def __init__(
+        self,
+        boundaries: Sequence[Sequence[Boundary]],
+        *,
+        schedule: Schedule,
+        stages: Sequence[StagePlace],
+        rank: int,
+        device: torch.device,
+        lanes: Lanes | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """``boundaries`` are at least those of the rank's own stage, for each slice of the
+        sequences; of one where these are whole. A message is of a slice: slice ``j`` of
+        micro-batch ``m`` counts as micro-batch ``m * num_slices + j``.
+
+        ``lanes``: see there; by default new ones.
+        """
+        self._progress = progress
+        self._rank = rank
+        self._device = device
+        self._schedule = schedule
+        self._stages = stages
+        self._peers = [tuple(r for r in stage.devices if r != rank) for stage in stages]
+        self._ports = [_make_ports(each, stages, rank) for each in boundaries]
+        self._posted: dict[Sent, dict[tuple[str, int], _Arriving]] = {}
+        self._lanes = Lanes(device) if lanes is None else lanes
+        self._outbox = Outbox(sends_kept(schedule, is_gpu=bool(self._lanes.has_groups)), progress)
+        self._messages: dict[tuple[int, Direction, int, int], list[tuple[_Port, _Piece]]] = {}
+        lanes_of_rank: set[Lane] = set()
+        for part, (sends, receives) in enumerate(self._ports):
+            lanes_of_rank.update((rank, piece.peer) for _, piece in _pieces(sends))
+            for port, piece in _pieces(receives):
+                lanes_of_rank.add((piece.peer, rank))
+                key = (piece.peer, port.direction, port.sender, part)
+                self._messages.setdefault(key, []).append((port, piece))
+        for messages in self._messages.values():  # as the sender has them
+            messages.sort(key=lambda message: (message[0].taker, message[0].key))
+        self._order = {
+            peer: [sent for sent in sends_of(schedule, stages, peer) if self._from(peer, sent)]
+            for peer, target in sorted(lanes_of_rank) if target == rank
+        }  # fmt: skip
+        self._lanes.join(rank, lanes_of_rank)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Every lane begins anew, with the first message of the schedule."""
+        self._expected = {peer: deque(order) for peer, order in self._order.items()}
+        self._taken: set[tuple[int, Sent]] = set()
+
+    def peers(self, stage: int) -> tuple[int, ...]:
+        """The other ranks that work for a stage of this one."""
+        return self._peers[stage]
+
+    def post(self, direction: Direction, stage: int, microbatch: int) -> None:
+        """Post the receives of what ``stage`` needs from other stages."""
+        for peer, sent in self._wanted(direction, stage, microbatch):
+            for each in self._up_to(peer, sent):
+                self._post_all(peer, each)
+
+    def receive(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
+        """Wait for what was posted; this rank's part of every value, by key.
+
+        Gradients of a value that went to several stages are summed.
+        """
+        received: dict[str, Tensor] = {}
+        arriving = self._posted.pop((direction, stage, microbatch), {})
+        for _, posted in sorted(arriving.items()):
+            for peer, work in posted.works:
+                if self._progress is not None:
+                    unit = _unit(microbatch, len(self._ports))
+                    what = _waiting(direction, stage, unit, sender=posted.port.sender)
+                    self._progress(f"{what} of rank {peer}", (peer,))
+                work.wait()
+            for slices, piece in posted.copies:
+                posted.whole[slices] = piece
+            key = posted.port.key
+            known = received.get(key)
+            received[key] = posted.whole if known is None else known + posted.whole
+        return received
+
+    def send(
+        self, direction: Direction, stage: int, microbatch: int, values: Mapping[str, Tensor]
+    ) -> None:
+        """Send this rank's share of what ``stage`` has computed; waits only if too much is kept.
+
+        ``values`` holds the rank's part of every value by key; a gradient that is missing is
+        zero. They must not be written to afterwards.
+        """
+        messages: dict[int, list[Tensor]] = {}
+        what = _send(direction, stage, microbatch, len(self._ports))
+        sends = self._ports[microbatch % len(self._ports)][0]
+        for port in sends.get((direction, stage), ()):
+            value = values.get(port.key)
+            if value is None and direction == "backward":
+                value = torch.zeros(port.shape, dtype=port.dtype, device=self._device)
+            if value is None or tuple(value.shape) != port.shape or value.dtype != port.dtype:
+                raise _mismatch(port, value, stage)
+            value = value.detach()
+            for piece in port.pieces:
+                packed = (value[piece.slices] if piece.slices else value).contiguous()
+                messages.setdefault(piece.peer, []).append(_wire(packed))
+        for peer, tensors in messages.items():
+            works = self._lanes.send(tensors, self._rank, peer)
+            self._outbox.add(peer, works, tuple(tensors), what)
+
+    def finish(self) -> None:
+        """Wait until everything sent has gone."""
+        self._outbox.finish()
+
+    def share_loss(self, part: Tensor | None, stages: Sequence[int] = (-1,)) -> Tensor:
+        """The sum of the parts of the loss on every rank of the world, as a float64 scalar.
+
+        ``part`` is this rank's, None where it has none; ``stages`` are those that make the loss.
+        It travels while the ranks go on: who reads it waits for it.
+        """
+        own = torch.zeros((), dtype=torch.float64, device=self._device)
+        if part is not None:
+            own.copy_(part.detach())
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return own
+        makers = {rank for index in stages for rank in self._stages[index].devices}
+        others = sorted(makers - {dist.get_rank()})
+        return shared_sum(own, others=others, progress=self._progress)
+
+    def sequences(self) -> tuple[dict[Lane, list[str]], dict[Lane, list[str]]]:
+        """By lane, in words, the messages of a step that this rank sends, and that it takes."""
+        sent: dict[Lane, list[str]] = {}
+        taken: dict[Lane, list[str]] = {}
+        for direction, stage, unit in sends_of(self._schedule, self._stages, self._rank):
+            for port in self._ports[unit % len(self._ports)][0].get((direction, stage), ()):
+                for piece in port.pieces:
+                    words = _words(port, piece, unit, len(self._ports))
+                    sent.setdefault((self._rank, piece.peer), []).append(words)
+        self.begin_step()
+        for direction, stage, unit in receives_of(self._schedule, self._stages, self._rank):
+            for peer, each in self._wanted(direction, stage, unit):
+                lane = taken.setdefault((peer, self._rank), [])
+                lane += [
+                    _words(port, piece, own[2], len(self._ports))
+                    for own in self._up_to(peer, each) for port, piece in self._from(peer, own)
+                ]  # fmt: skip
+                if (peer, each) not in self._taken:
+                    lane.append(f"{_send(*each, len(self._ports))}, which is not sent,")
+        self.begin_step()
+        return sent, taken
+
+    def _wanted(self, direction: Direction, stage: int, unit: int) -> Iterator[tuple[int, Sent]]:
+        """What a stage needs of other ranks: whose, and of which send."""
+        receives = self._ports[unit % len(self._ports)][1]
+        for port in receives.get((direction, stage), ()):
+            for piece in port.pieces:
+                yield piece.peer, (direction, port.sender, unit)
+
+    def _up_to(self, peer: int, wanted: Sent) -> Iterator[Sent]:
+        """What comes next in a lane up to ``wanted``, or to its end; nothing if that was taken."""
+        expected = self._expected[peer]
+        while (peer, wanted) not in self._taken and expected:
+            self._taken.add((peer, expected[0]))
+            yield expected.popleft()
+
+    def _post_all(self, peer: int, sent: Sent) -> None:
+        """Posts everything that ``peer`` sends this rank at once."""
+        direction, _, microbatch = sent
+        tensors: list[Tensor] = []
+        filled: list[_Arriving] = []
+        for port, piece in self._from(peer, sent):
+            ports = self._posted.setdefault((direction, port.taker, microbatch), {})
+            name = (port.key, port.sender)
+            if name not in ports:
+                whole = torch.empty(port.shape, dtype=port.dtype, device=self._device)
+                ports[name] = _Arriving(port, whole, [], [])
+            arriving = ports[name]
+            place = arriving.whole[piece.slices] if piece.slices else arriving.whole
+            if not place.is_contiguous():
+                place = torch.empty_like(place, memory_format=torch.contiguous_format)
+                arriving.copies.append((piece.slices, place))
+            tensors.append(_wire(place))
+            filled.append(arriving)
+        works = self._lanes.receive(tensors, peer, self._rank)
+        for index, arriving in enumerate(filled):
+            arriving.works.append((peer, works[min(index, len(works) - 1)]))
+
+    def _from(self, peer: int, sent: Sent) -> Sequence[tuple[_Port, _Piece]]:
+        """What ``peer`` sends this rank at once, in its order."""
+        direction, stage, microbatch = sent
+        return self._messages.get((peer, direction, stage, microbatch % len(self._ports)), ())
+
+
+def sends_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> list[Sent]:
+    """What a rank sends in a step, in its order."""
+    return _units(schedule, stages, rank, {SEND_FORWARD: "forward", SEND_BACKWARD: "backward"})
+
+
+def receives_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> list[Sent]:
+    """What a rank's stages receive in a step, in the order in which it posts that."""
+    return _units(schedule, stages, rank, {RECV_FORWARD: "forward", RECV_BACKWARD: "backward"})
+
+
+def _units(
+    schedule: Schedule,
+    stages: Sequence[StagePlace],
+    rank: int,
+    directions: Mapping[ActionKind, Direction],
+) -> list[Sent]:
+    rows = (
+        schedule.table[row] for row, place in zip(schedule.stage_rank, stages, strict=True)
+        if rank in place.devices
+    )  # fmt: skip
+    return [
+        (directions[kind], stage, m * schedule.num_slices + part)
+        for kind, stage, m, part in next(rows, ()) if kind in directions
+    ]  # fmt: skip
+
+
+_PortTable = dict[tuple[Direction, int], tuple[_Port, ...]]
+
+
+def _pieces(table: _PortTable) -> Iterator[tuple[_Port, _Piece]]:
+    return ((port, piece) for ports in table.values() for port in ports for piece in port.pieces)
+
+
+def _make_ports(
+    boundaries: Sequence[Boundary],
+    stages: Sequence[StagePlace],
+    rank: int,
+) -> tuple[_PortTable, _PortTable]:
+    """What the rank sends and what it receives, by direction and stage."""
+    sends: _PortTable = {}
+    receives: _PortTable = {}
+    between: dict[tuple[int, int], list[Boundary]] = {}
+    for boundary in sorted(boundaries, key=lambda boundary: boundary.key):
+        between.setdefault((boundary.source_stage, boundary.target_stage), []).append(boundary)
+    for pair, crossing in sorted(between.items()):
+        for boundary, direction in ((b, way) for b in crossing for way in _directions(b)):
+            source, target = pair if direction == "forward" else pair[::-1]
+            for table, stage, is_sender in ((sends, source, True), (receives, target, False)):
+                if rank in stages[stage].devices:
+                    port = _port(boundary, direction, stages, rank=rank, is_sender=is_sender)
+                    table[direction, stage] = (*table.get((direction, stage), ()), port)
+    return sends, receives
+
+
+def _directions(boundary: Boundary) -> tuple[Direction, ...]:
+    return ("forward", "backward") if boundary.spec.requires_grad else ("forward",)
+
+
+def _port(
+    boundary: Boundary,
+    direction: Direction,
+    stages: Sequence[StagePlace],
+    *,
+    rank: int,
+    is_sender: bool,
+) -> _Port:
+    """The port of ``rank`` for one boundary in one direction."""
+    ends: list[tuple[StagePlace, Layout]] = [
+        (stages[boundary.source_stage], boundary.source_layout),
+        (stages[boundary.target_stage], boundary.target_layout),
+    ]
+    sender, taker = boundary.source_stage, boundary.target_stage
+    if direction == "backward":
+        ends.reverse()
+        sender, taker = taker, sender
+    (source, source_layout), (target, target_layout) = ends
+    shape = boundary.spec.shape
+    messages = transfers(shape, source_layout, source.mesh, target_layout, target.mesh)
+    place, layout = ends[0] if is_sender else ends[1]
+    mine = place.devices.index(rank)
+    frame = local_region(shape, layout, place.mesh, place.mesh.coordinates(mine))
+    pieces = tuple(
+        _Piece(
+            target.devices[message.target] if is_sender else source.devices[message.source],
+            () if message.box == frame else relative(message.box, frame),
+        )
+        for message in messages
+        if mine == (message.source if is_sender else message.target)
+    )
+    return _Port(
+        boundary.key,
+        direction,
+        sender,
+        taker,
+        local_shape(shape, layout, place.mesh.shape),
+        getattr(torch, boundary.spec.dtype),
+        pieces,
+    )
+
+
+def _words(port: _Port, piece: _Piece, unit: int, num_slices: int) -> str:
+    """A message in words, the same on both sides."""
+    send = _send(port.direction, port.sender, unit, num_slices)
+    shape = tuple(
+        len(range(*piece.slices[dim].indices(size))) if piece.slices else size
+        for dim, size in enumerate(port.shape)
+    )
+    return f"{send} to stage {port.taker}: {port.key} {shape} {port.dtype}"
+
+
+def _send(direction: Direction, stage: int, unit: int, num_slices: int) -> str:
+    """A send, as actions print it."""
+    return f"{stage}SEND_{'F' if direction == 'forward' else 'B'}{_unit(unit, num_slices)}"
+
+
+def _unit(microbatch: int, num_slices: int) -> str:
+    """A micro-batch, or its slice, as actions print it.
+
+    >>> _unit(3, 1), _unit(4, 3), _unit(3, 3)
+    ('3', '1.1', '1')
+    """
+    microbatch, part = divmod(microbatch, num_slices)
+    return f"{microbatch}.{part}" if part else str(microbatch)
+
+
+def _waiting(direction: Direction, stage: int, microbatch: str, *, sender: int) -> str:
+    """A wait in words: the receive that was posted, and the send that it waits for.
+
+    >>> _waiting("forward", 2, "3", sender=1)
+    '2RECV_F3: stage 2 waits in micro-batch 3 for 1SEND_F3'
+    """
+    letter = "F" if direction == "forward" else "B"
+    return (
+        f"{stage}RECV_{letter}{microbatch}: stage {stage} waits in micro-batch {microbatch}"
+        f" for {sender}SEND_{letter}{microbatch}"
+    )
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    """The same memory as bytes if it is boolean, which backends do not know."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _mismatch(port: _Port, value: Tensor | None, stage: int) -> WorkerError:
+    found = "nothing" if value is None else f"{tuple(value.shape)} {value.dtype}"
+    return WorkerError(
+        "AP810",
+        f"stage {stage} computed {found} for {port.key!r}, which it sends",
+        why=f"the plan's boundary is {port.shape} {port.dtype} on each rank",
+        fix="report it as a bug; the stage's program and its plan disagree",
+    )

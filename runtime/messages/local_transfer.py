@@ -1,0 +1,208 @@
+"""Values between stages of one rank: handed over in memory, not sent.
+
+In: the boundaries between stages that share their devices. Out: what a stage made, kept until
+the other stage takes it. Where the two stages lay a value out alike nothing is copied; where
+not, the ranks of the stages swap the boxes they need among themselves, all at the same action
+of the same row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...planner.layout import Layout, local_region, local_shape
+from ...planner.pricing.transfer import Transfer, relative, transfers
+from .groups import new_group
+
+if TYPE_CHECKING:
+    from ...passes.local.stage_cut import Boundary
+    from .exchange import Direction, StagePlace
+
+Key = tuple["Direction", int, int]
+"""The direction, the stage that takes, the micro-batch."""
+
+
+def split_boundaries(
+    boundaries: Sequence[Boundary], stages: Sequence[StagePlace]
+) -> tuple[tuple[Boundary, ...], tuple[Boundary, ...]]:
+    """The boundaries between stages of different devices, and those between stages of the same."""
+    is_local = [
+        set(stages[b.source_stage].devices) == set(stages[b.target_stage].devices)
+        for b in boundaries
+    ]
+    pairs = list(zip(boundaries, is_local, strict=True))
+    return tuple(b for b, own in pairs if not own), tuple(b for b, own in pairs if own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    """A value whose layout changes: this rank's part afterwards, and who sends which box."""
+
+    shape: tuple[int, ...]
+    sends: tuple[tuple[int, tuple[slice, ...]], ...]
+    receives: tuple[tuple[int, tuple[slice, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One boundary in one direction; ``swap`` is None where both ends hold the same."""
+
+    key: str
+    taker: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    swap: _Swap | None
+
+
+class Handover:
+    """What one rank's stages make for each other. Every rank of the world makes its own."""
+
+    def __init__(
+        self,
+        boundaries: Sequence[Boundary],
+        *,
+        stages: Sequence[StagePlace],
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        """``boundaries`` are all those between stages of the same devices. Collective."""
+        self._rank = rank
+        self._device = device
+        self._ways: dict[tuple[Direction, int], list[_Way]] = {}
+        self._kept: dict[Key, dict[str, Tensor]] = {}
+        self._group: dist.ProcessGroup | None = None
+        swapping: dict[tuple[int, ...], None] = {}
+        for boundary in boundaries:
+            places = stages[boundary.source_stage], stages[boundary.target_stage]
+            is_alike = _is_alike(boundary, places)
+            if not is_alike:
+                swapping[tuple(sorted(places[0].devices))] = None
+            if rank in places[0].devices:
+                self._add(boundary, places, is_alike)
+        for devices in swapping:
+            group = new_group(devices)
+            if rank in devices:
+                self._group = group
+                # The first operation of a communicator takes all of its ranks; a swap may not.
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def _add(
+        self, boundary: Boundary, places: tuple[StagePlace, StagePlace], is_alike: bool
+    ) -> None:
+        layouts = boundary.source_layout, boundary.target_layout
+        ends = (boundary.source_stage, boundary.target_stage)
+        for direction in _directions(boundary):
+            order = 1 if direction == "forward" else -1
+            maker, taker = ends[::order]
+            shape, dtype = boundary.spec.shape, getattr(torch, boundary.spec.dtype)
+            local = local_shape(shape, layouts[::order][0], places[::order][0].mesh.shape)
+            swap = None if is_alike else self._swap(shape, places[::order], layouts[::order])
+            way = _Way(boundary.key, taker, local, dtype, swap)
+            self._ways.setdefault((direction, maker), []).append(way)
+
+    def _swap(
+        self, shape: tuple[int, ...], places: Sequence[StagePlace], layouts: Sequence[Layout]
+    ) -> _Swap:
+        maker, taker = places
+        messages = transfers(shape, layouts[0], maker.mesh, layouts[1], taker.mesh)
+        return _Swap(
+            local_shape(shape, layouts[1], taker.mesh.shape),
+            _boxes(messages, shape, places, layouts, rank=self._rank, is_sender=True),
+            _boxes(messages, shape, places, layouts, rank=self._rank, is_sender=False),
+        )
+
+    def give(
+        self, direction: Direction, stage: int, microbatch: int, values: Mapping[str, Tensor]
+    ) -> None:
+        """Keep what ``stage`` has computed for the other stages of this rank.
+
+        A gradient that is missing is zero. The values must not be written to afterwards.
+        """
+        for way in self._ways.get((direction, stage), ()):
+            value = values.get(way.key)
+            if value is None:
+                value = torch.zeros(way.shape, dtype=way.dtype, device=self._device)
+            value = value.detach()
+            if way.swap is not None:
+                value = self._swapped(value, way.swap)
+            kept = self._kept.setdefault((direction, way.taker, microbatch), {})
+            kept[way.key] = kept[way.key] + value if way.key in kept else value
+
+    def take(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
+        """What the other stages of this rank have made for ``stage``, by key.
+
+        Gradients of a value that went to several stages are summed.
+        """
+        return self._kept.pop((direction, stage, microbatch), {})
+
+    def _swapped(self, value: Tensor, swap: _Swap) -> Tensor:
+        """This rank's part in the other layout. Collective over the ranks of the stages."""
+        result = value.new_empty(swap.shape)
+        operations: list[dist.P2POp] = []
+        copies: list[tuple[tuple[slice, ...], Tensor]] = []
+        own = [slices for peer, slices in swap.sends if peer == self._rank]
+        for peer, slices in swap.receives:
+            if peer == self._rank:
+                result[slices] = value[own.pop(0)]
+                continue
+            buffer = torch.empty_like(result[slices], memory_format=torch.contiguous_format)
+            copies.append((slices, buffer))
+            operations.append(dist.P2POp(dist.irecv, _wire(buffer), peer, group=self._group))
+        for peer, slices in swap.sends:
+            if peer != self._rank:
+                packed = _wire(value[slices].contiguous())
+                operations.append(dist.P2POp(dist.isend, packed, peer, group=self._group))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        for slices, buffer in copies:
+            result[slices] = buffer
+        return result
+
+
+def _directions(boundary: Boundary) -> tuple[Direction, ...]:
+    return ("forward", "backward") if boundary.spec.requires_grad else ("forward",)
+
+
+def _is_alike(boundary: Boundary, places: tuple[StagePlace, StagePlace]) -> bool:
+    """Whether every rank holds the same part at both ends."""
+    layouts = boundary.source_layout, boundary.target_layout
+    source, target = (
+        {
+            rank: local_region(boundary.spec.shape, layout, place.mesh, place.mesh.coordinates(i))
+            for i, rank in enumerate(place.devices)
+        }
+        for layout, place in zip(layouts, places, strict=True)
+    )
+    return source == target
+
+
+def _boxes(
+    messages: Sequence[Transfer],
+    shape: tuple[int, ...],
+    places: Sequence[StagePlace],
+    layouts: Sequence[Layout],
+    *,
+    rank: int,
+    is_sender: bool,
+) -> tuple[tuple[int, tuple[slice, ...]], ...]:
+    """What a rank sends or receives: the other rank, and the slices of its part."""
+    end = 0 if is_sender else 1
+    mine, mesh = places[end].devices.index(rank), places[end].mesh
+    frame = local_region(shape, layouts[end], mesh, mesh.coordinates(mine))
+    found = []
+    for message in messages:
+        ends = (message.source, message.target)
+        if ends[end] == mine:
+            found.append((places[1 - end].devices[ends[1 - end]], relative(message.box, frame)))
+    return tuple(found)
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    """The same memory as bytes if it is boolean, which backends do not know."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,0 +1,129 @@
+"""Lanes: the messages from one rank to another, which keep their order.
+
+In: pairs of ranks. Out: sends and receives without tags. On gloo a lane is a pair of ranks in the
+default group. NCCL runs the messages of a communicator one after the other in both directions, so
+there each lane has a communicator of two ranks of its own, made and tried before the first step (a
+first message would else wait for its peer inside the send).
+
+Both sides of each lane must know the same messages in the same order (``check_lanes``): a
+difference would be a hang, or, between messages of one size, a wrong gradient.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...planner.errors import PlanError
+from .groups import new_group
+from .shared_objects import control_group, gather_values
+
+TAG = 2**30 - 1
+"""Apart from the messages of a script in the default group."""
+
+Lane = tuple[int, int]
+"""The rank that sends, and the one that receives."""
+
+
+@dataclass(slots=True)
+class Lanes:
+    """The lanes that one process sends or receives on. All exchanges of a trainer share them.
+
+    ``has_groups``: each has a communicator of its own; by default where the backend is not gloo.
+    """
+
+    device: torch.device
+    has_groups: bool | None = None
+    _groups: dict[Lane, dist.ProcessGroup] = field(default_factory=dict)
+    _known: set[Lane] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if self.has_groups is None:
+            self.has_groups = self.device.type != "cpu" or control_group() is not None
+
+    def join(self, rank: int, lanes: Set[Lane]) -> None:
+        """Makes the ``lanes`` of ``rank``, and those of others. Collective over all ranks."""
+        if not self.has_groups:
+            return
+        for lane in sorted(set[Lane]().union(*gather_values(lanes - self._known)) - self._known):
+            self._known.add(lane)
+            group = new_group(sorted(lane))
+            if rank in lane:
+                self._groups[lane] = group
+                token = torch.zeros(1, device=self.device)
+                start = self.send if rank == lane[0] else self.receive
+                for work in start([token], *lane):
+                    work.wait()
+
+    def send(self, tensors: Sequence[Tensor], source: int, target: int) -> Sequence[dist.Work]:
+        """Starts to send ``tensors``; a work for each, or one for all."""
+        return self._start(dist.isend, tensors, (source, target), target)
+
+    def receive(self, tensors: Sequence[Tensor], source: int, target: int) -> Sequence[dist.Work]:
+        """Starts to fill ``tensors`` with what is sent at once; works as of ``send``."""
+        return self._start(dist.irecv, tensors, (source, target), source)
+
+    def _start(
+        self, operation: Callable[..., Any], tensors: Sequence[Tensor], lane: Lane, peer: int
+    ) -> Sequence[dist.Work]:
+        group = self._groups.get(lane)
+        tag = TAG if group is None else 0
+        return dist.batch_isend_irecv(
+            [dist.P2POp(operation, each, peer, group=group, tag=tag) for each in tensors]
+        )
+
+
+T = TypeVar("T")
+
+Messages = Mapping[Lane, Sequence[str]]
+"""The messages of a step in order, by lane."""
+
+
+def check_lanes(sent: Messages, taken: Messages) -> None:
+    """Raises PlanError AP542 on every rank where two sides differ. Collective over all ranks."""
+    if dist.get_world_size() == 1:
+        return
+    digests = [_merged(found) for found in _gathered((_digests(sent), _digests(taken)))]
+    lanes = digests[0].keys() | digests[1].keys()
+    wrong = sorted(lane for lane in lanes if digests[0].get(lane) != digests[1].get(lane))
+    if not wrong:
+        return
+    lane = wrong[0]
+    ends = [_merged(found) for found in _gathered((_only(sent, lane), _only(taken, lane)))]
+    pairs = zip_longest(ends[0].get(lane, ()), ends[1].get(lane, ()), fillvalue="nothing")
+    number, (own, other) = next((n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    raise PlanError(
+        "AP542",
+        f"rank {lane[0]} sends rank {lane[1]} messages that rank {lane[1]} does not expect",
+        why=f"message {number} is {own} on rank {lane[0]}, and {other} on rank {lane[1]}",
+        where="schedule",
+        fix="all ranks must run one plan file; otherwise report it as a bug",
+    )
+
+
+def _digests(found: Messages) -> dict[Lane, str]:
+    return {
+        lane: hashlib.sha256("\n".join(messages).encode()).hexdigest()
+        for lane, messages in found.items() if messages
+    }  # fmt: skip
+
+
+def _only(found: Messages, lane: Lane) -> Messages:
+    return {lane: found[lane]} if lane in found else {}
+
+
+def _gathered(own: tuple[T, T]) -> list[tuple[T, ...]]:
+    """Of every rank, in the order of ranks: the first of the two, and the second."""
+    return list(zip(*gather_values(own), strict=True))
+
+
+def _merged(parts: Sequence[Mapping[Lane, T]]) -> dict[Lane, T]:
+    """Each lane's is of one rank."""
+    return {lane: value for part in parts for lane, value in part.items()}

@@ -1,0 +1,195 @@
+"""Objects and CPU tensors that ranks share, over a group that carries them.
+
+A script may have made its process group for GPUs alone, which carries neither, so there is a
+group besides: ``control_group``. Collectives of a stage and messages never run on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...planner.errors import AutoparallelError
+from .groups import new_group
+
+T = TypeVar("T")
+
+PULSE_SECONDS = 5.0
+"""How often ranks that wait for rank 0 hear of it."""
+
+_CONTROL: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+"""By the default group."""
+_OCCASIONS: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+"""By the default group."""
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """The group for objects and CPU tensors; None where the default group carries them.
+
+    Its first call is collective over all ranks.
+    """
+    if not dist.is_initialized() or "gloo" in str(dist.get_backend_config()):
+        return None
+    return _kept_group(_CONTROL)
+
+
+def occasion_group() -> dist.ProcessGroup:
+    """The group of all ranks for occasions of a script: an evaluation, a changed value.
+
+    A rank that does so alone waits here; in another group its messages would be taken for those of
+    the others' steps. Its first call is collective over all ranks.
+    """
+    return _kept_group(_OCCASIONS)
+
+
+def _kept_group(kept: dict[dist.ProcessGroup, dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The gloo group of all ranks in ``kept``, made where the default group is another."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in kept:
+        kept.clear()
+        kept[world] = new_group(backend="gloo")
+    return kept[world]
+
+
+def group_for(tensor: Tensor) -> dist.ProcessGroup | None:
+    """The group of all ranks for a collective on ``tensor``: ``control_group()`` for one in CPU
+    memory, else None, which stands for the default group."""
+    return control_group() if tensor.device.type == "cpu" else None
+
+
+def share_value(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Rank 0's value on every rank, pickled: between processes of one program. Collective.
+
+    ``group`` is one of all ranks that carries objects, by default ``control_group()``.
+    """
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=control_group() if group is None else group)
+    return box[0]
+
+
+def share_text(text: str | None) -> str:
+    """Rank 0's text on every rank. Collective."""
+    found = share_value(text)
+    assert found is not None
+    return found
+
+
+def on_first(make: Callable[[], T]) -> T | None:
+    """Run ``make`` on rank 0: its result there, None on the other ranks, its error on all.
+    Collective."""
+    value: T | None = None
+    error: Exception | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            value = make()
+        except Exception as found:  # noqa: BLE001 - raised below, after the others have it
+            error = found
+    is_ours = error is None or isinstance(error, AutoparallelError)
+    shown = error if is_ours else RuntimeError(f"rank 0 failed: {type(error).__name__}: {error}")
+    others = share_value(shown)
+    if error is not None:
+        raise error
+    if others is not None:
+        raise others
+    return value
+
+
+def share_tensor(tensor: Tensor) -> Tensor:
+    """Rank 0's value of a tensor that every rank has. Collective."""
+    shared = tensor.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(shared, src=0, group=group_for(shared))
+    return shared
+
+
+def share_in_place(tensor: Tensor) -> None:
+    """Give a tensor that every rank has rank 0's value. Collective."""
+    if tensor.layout != torch.strided:
+        tensor.copy_(share_value(tensor))
+    elif tensor.is_contiguous():
+        dist.broadcast(tensor, src=0, group=group_for(tensor))
+    else:
+        tensor.copy_(share_tensor(tensor))
+
+
+def gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, in the order of ranks, on every rank. Collective.
+
+    ``group`` is as of ``share_value``.
+    """
+    if not dist.is_initialized():
+        return [value]
+    found = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value, group=control_group() if group is None else group)
+    return found
+
+
+def gather_on_first(value: T) -> list[T]:
+    """On rank 0 every rank's value, in the order of ranks; on other ranks an empty list.
+    Collective."""
+    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, found, dst=0, group=control_group())
+    return found or []
+
+
+class Pulse:
+    """Work of rank 0 alone, during which the other ranks know what it is at.
+
+    ``tell`` is given it on every rank, so that neither a watchdog nor a limit of the process
+    group ends ranks that wait for a long piece of work.
+    """
+
+    def __init__(self, tell: Callable[[str], None] = lambda what: None) -> None:
+        self._tell, self._sent_seconds = tell, time.monotonic()
+
+    def tell(self, what: str) -> None:
+        """On rank 0: the work is at ``what``."""
+        self._tell(what)
+        if time.monotonic() - self._sent_seconds > PULSE_SECONDS:
+            share_value((False, what))
+            self._sent_seconds = time.monotonic()
+
+    def value(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives on rank 0, on every rank. Collective."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            found = work()
+            share_value((True, found))
+            return found
+        while True:
+            message = share_value(None)
+            assert message is not None
+            is_done, content = message
+            if is_done:
+                return content
+            self._tell(f"waiting for rank 0: {content}")
+
+
+class SharedCount:
+    """A number that rank ``source`` has in every step, for ranks that have not.
+
+    Collective over all ranks, but only a rank that gives no number waits.
+    """
+
+    def __init__(self, source: int) -> None:
+        self._source = source
+        self._running: tuple[dist.Work | None, Tensor] | None = None
+
+    def __call__(self, count: int | None) -> int:
+        """The number: this rank's own, if it has one, else the source's."""
+        if self._running is not None and self._running[0] is not None:
+            self._running[0].wait()
+        box = torch.tensor(0 if count is None else count)
+        work = dist.broadcast(box, src=self._source, group=group_for(box), async_op=True)
+        self._running = (work, box)
+        if count is not None:
+            return count
+        if work is not None:
+            work.wait()
+        return int(box)

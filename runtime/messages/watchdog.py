@@ -1,0 +1,242 @@
+"""The watchdog: ends a process that makes no progress, and says what it was doing.
+
+In: what the process is about to do and whom it waits for, told again and again. Out:
+nothing while it goes on; after ``timeout_seconds`` without progress, or when another rank has
+failed, a HangError with what the process was at, where the main thread is and which rank failed
+to come, and the process ends with its exit code. A wait inside a collective cannot be
+interrupted from Python, so ending the process is the only way out.
+
+A GPU is behind its host: there a process is at what its GPU is at, not at what the host told last.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+from ...planner.errors import HangError
+from .failure_store import ANSWER_SECONDS, Note, Ranks
+
+if TYPE_CHECKING:
+    from .device_queue import DeviceQueue, Event
+
+POLL_SECONDS = 0.5
+"""How often the watchdog looks whether another rank has failed."""
+LAST_WORDS_SECONDS = 0.3
+"""How long the main thread then has to fail by itself: it may know more."""
+MOST_AHEAD = 64
+"""How many things told a host may be ahead of its device: some ten micro-batches.
+
+A host that fills a GPU's queue of launches is blocked inside of the driver, and may then hold the
+interpreter's lock, without which no watchdog runs. It waits here before, without the lock.
+"""
+STARTING, BETWEEN_STEPS = "starting", "between steps"
+"""What is told before a first step, and after each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What a process is about to do, and the ranks whose message it waits for."""
+
+    what: str
+    waits_for: tuple[int, ...]
+    since_seconds: float
+
+
+class Position:
+    """What a process is at: the last thing told that its device has come to.
+
+    Each thing told is marked in the device's queue by an event, which is done when all is that was
+    told before. Events are used again.
+    """
+
+    def __init__(self) -> None:
+        self._queue: DeviceQueue | None = None
+        self._at = Doing(STARTING, (), time.monotonic())
+        self._ahead: deque[tuple[Doing, Event]] = deque()
+        self._spare: list[Event] = []
+        self._lock = threading.Lock()
+
+    def follow(self, queue: DeviceQueue) -> None:
+        """From now on the process is where this device is; by default it is where its host is."""
+        self._queue = queue if queue.runs_behind else None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the process is not where its host is."""
+        return self._queue is not None
+
+    def tell(self, doing: Doing) -> None:
+        """``doing`` is what the host is about to do, or to give to the device."""
+        if self._queue is None:
+            self._at = doing
+            return
+        self._advance()
+        if len(self._ahead) >= MOST_AHEAD:
+            self._ahead[0][1].synchronize()
+            self._advance()
+        event = self._queue.mark(self._spare.pop() if self._spare else None)
+        self._ahead.append((doing, event))
+
+    def now(self) -> Doing:
+        """What the process is at, since when it was seen to be."""
+        self._advance()
+        return self._at
+
+    def _advance(self) -> None:
+        with self._lock:  # of the host's thread and the watchdog's; nobody waits under it
+            while self._ahead and self._ahead[0][1].query():
+                doing, event = self._ahead.popleft()
+                self._spare.append(event)
+                self._at = replace(doing, since_seconds=time.monotonic())
+
+
+def show(error: HangError) -> None:
+    """The default report: the error on stderr."""
+    sys.stderr.write(f"{error}\n")
+    sys.stderr.flush()
+
+
+class Watchdog:
+    """A thread that watches one process; a context manager, on while the block runs.
+
+    ``name`` says who is watched (``"rank 1 of 4"``), ``report`` is given the error before the
+    process ends. ``ranks`` are the other processes that it works with.
+    """
+
+    def __init__(
+        self,
+        timeout_seconds: float,
+        *,
+        name: str,
+        ranks: Ranks | None = None,
+        resting: Container[str] = (),
+        report: Callable[[HangError], None] = show,
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        """``resting`` are things told that may take any time: what is not ours to judge."""
+        self.timeout_seconds = timeout_seconds
+        self.ranks = ranks
+        self._name = name
+        self._resting = resting
+        self._report = report
+        self._end = end
+        self._position = Position()
+        self._watched = threading.main_thread().ident
+        self._stopped = threading.Event()
+        self._giving_up = threading.Lock()
+        self.before_ending: Callable[[], bool] | None = None
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def progress(self, what: str, waits_for: tuple[int, ...] = ()) -> None:
+        """What the process is about to do; it has then ``timeout_seconds`` to do it and tell more.
+
+        ``waits_for`` are the ranks whose message it waits for.
+        """
+        self._position.tell(Doing(what, waits_for, time.monotonic()))
+
+    def follow(self, queue: DeviceQueue) -> None:
+        """From now on what is told is done by the device of ``queue``."""
+        self._position.follow(queue)
+
+    @property
+    def last(self) -> Doing:
+        """What the process is at: the last thing told, or where its device is."""
+        return self._position.now()
+
+    def terminate(self) -> None:
+        """Ends the process as its launcher wants it, and says what it was doing and why.
+
+        Not if ``before_ending`` says that it goes on, unless another rank has failed.
+        """
+        has_failure = self.ranks is not None and self.ranks.has_failure()
+        if not has_failure and self.before_ending is not None and self.before_ending():
+            return
+        self._give_up("AP821", "is ended by its launcher (SIGTERM)")
+
+    def __enter__(self) -> Watchdog:
+        self.progress(STARTING)
+        self._thread.start()
+        atexit.register(self._finish)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        atexit.unregister(self._finish)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Ends the thread: one that asks the store when the interpreter ends aborts the process."""
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * ANSWER_SECONDS)
+        if self.ranks is not None:
+            self.ranks.board.finish()
+
+    def _watch(self) -> None:
+        while True:
+            left = self._left_seconds()
+            if left <= 0:
+                return self._give_up("AP802", f"made no progress for {self.timeout_seconds:g} s")
+            if self._stopped.wait(min(left, POLL_SECONDS)):
+                return None
+            if self.ranks is not None and self.ranks.has_failure():
+                if self._stopped.wait(LAST_WORDS_SECONDS):
+                    return None
+                return self._give_up("AP821", "stops because another rank has failed")
+
+    def _left_seconds(self) -> float:
+        """Until it counts as hanging."""
+        last = self.last
+        if last.what in self._resting:
+            return math.inf
+        return last.since_seconds + self.timeout_seconds - time.monotonic()
+
+    def _give_up(self, code: str, what: str) -> None:
+        """Reports what the process was doing and who failed to come, and ends it; only once."""
+        if not self._giving_up.acquire(blocking=False):
+            return
+        doing, place, where = self.last, *self._place()
+        why = ", ".join(part for part in (doing.what, where) if part)
+        if self.ranks is not None:
+            why += f"; {self.ranks.blame(Note(self.ranks.rank, why, doing.waits_for))}"
+        error = HangError(
+            code, f"{self._name} {what}", why=why, where=place,
+            fix="check which rank is late, and why"
+            + ("; raise --timeout if it was only slow" if code == "AP802" else ""),
+        )  # fmt: skip
+        if self._stopped.is_set():
+            return
+        self._report(error)
+        self._end(HangError.exit_code)
+
+    def _place(self) -> tuple[str, str]:
+        """Where the main thread is: ``file:line in function``, and in which block and collective.
+
+        The latter is that of a host, and says nothing where a device is behind it.
+        """
+        frame = sys._current_frames().get(self._watched or 0)
+        module = sys.modules.get(f"{__package__}.whereabouts")  # with torch; not imported here
+        if module is None or self._position.is_behind:
+            return place_of(frame), ""
+        return place_of(frame), module.whereabouts(frame)
+
+
+def place_of(frame: FrameType | None) -> str:
+    """``file:line in function``; "" where there is no frame."""
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,142 @@
+"""What stages start with: their parameters and buffers, and the constants that they read.
+
+In: a recorded build of the model, its tensors by name, or files of weights. Out: this rank's
+part of them in the stages' modules; the constants' whole values, computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ...passes.initialization import deferred_init
+from ...passes.initialization.sharded_replay import full_box
+from ...passes.local.stage_program import StageProgram
+from ...passes.programs.constants import ancestors, evaluate
+from ...passes.programs.program import Program
+from ...planner.layout import Region
+from .materialize import box_of, fill, fill_box, tensor_names
+from .pretrained import Pretrained
+from .stage import StageModule
+
+Weights = deferred_init.Deferred | Mapping[str, Tensor] | Pretrained
+"""Where initial parameters and buffers come from: a recorded build, tensors by name, or files."""
+
+
+def fill_stages(
+    stages: Collection[StageModule],
+    weights: Weights,
+    program: Program,
+    progress: Callable[[str], object] | None = None,
+) -> dict[str, Tensor]:
+    """Gives the stages' parameters and buffers their initial values, this rank's part.
+
+    All are made together: a recorded build is replayed once. Tensors that the build says are
+    ``given`` stay as they are. ``progress`` is told again and again that values are made.
+    Returns the whole values of the buffers that the stages' constants read.
+    """
+    needed = {name for stage in stages for name in buffers_read(program, stage.program)}
+    dtype = torch.float64 if program.dtype == "float64" else None
+    buffers: dict[str, Tensor] = {}
+
+    def keep(name: str, whole: Tensor) -> None:
+        is_cast = dtype is not None and whole.is_floating_point()
+        buffers[name] = deferred_init.compact(whole.to(dtype) if is_cast else whole)
+
+    filled: set[str] = set()
+    if isinstance(weights, Pretrained):
+        filled.update(name for stage in stages for name in weights.fill(stage))
+        for name in needed & weights.sources.keys():
+            keep(name, weights.whole(name).to(program.model.get_buffer(name).dtype))
+        needed -= weights.sources.keys()
+        weights = weights.rest
+    for stage in stages:
+        for name in tensor_names(stage):
+            if name in program.literals:
+                fill(stage, name, program.literals[name])
+            elif isinstance(weights, Mapping) and name not in filled:
+                fill(stage, name, weights[name])
+    if isinstance(weights, Mapping):
+        for name in needed:
+            keep(name, weights[name])
+        return buffers
+    boxes, takers = _boxes(stages, weights.without(weights.given | filled), program)
+    for name in needed:
+        whole = full_box(weights.shape(name))
+        boxes.setdefault(name, []).append(whole)
+        takers.setdefault((name, whole), []).append(keep)
+
+    def give(name: str, box: Region, part: Tensor) -> None:
+        for take in takers[name, box]:
+            take(name, part)
+
+    def tick() -> None:
+        if progress is not None:
+            progress("making initial values")
+
+    deferred_init.materialize_boxes(weights, boxes, give, tick)
+    return buffers
+
+
+Take = Callable[[str, Tensor], None]
+
+
+def _boxes(
+    stages: Collection[StageModule], weights: deferred_init.Deferred, program: Program
+) -> tuple[dict[str, list[Region]], dict[tuple[str, Region], list[Take]]]:
+    """The boxes that the stages hold, by name, and what takes each."""
+    boxes: dict[str, list[Region]] = {}
+    takers: dict[tuple[str, Region], list[Take]] = {}
+    for stage in stages:
+        for name in tensor_names(stage):
+            if name in program.literals or name in weights.given:
+                continue
+            box = box_of(stage, name)
+            boxes.setdefault(name, []).append(box)
+            takers.setdefault((name, box), []).append(_taker(stage))
+    return boxes, takers
+
+
+def _taker(stage: StageModule) -> Take:
+    def take(name: str, part: Tensor) -> None:
+        fill_box(stage, name, part)
+
+    return take
+
+
+def buffers_read(program: Program, stage: StageProgram) -> set[str]:
+    """The buffers that the constants of ``stage`` read."""
+    return ancestors(program.graph, _constants(stage)) & set(program.buffers)
+
+
+def constants_of(
+    program: Program, stage: StageProgram, buffers: Mapping[str, Tensor], device: str
+) -> dict[str, Tensor]:
+    """The whole values of the constants that ``stage`` uses, at the program's batch size.
+
+    With them the constants and buffers that its counting reads. ``buffers`` has the values of
+    those that they read, as ``fill_stages`` returns them.
+    """
+    read = {name: buffers[name] for name in sorted(buffers_read(program, stage))}
+    return evaluate(program, _constants(stage), device, read)
+
+
+def _constants(stage: StageProgram) -> tuple[str, ...]:
+    counting = stage.counting
+    return tuple({*stage.constants, *(counting.leaves if counting else ())})
+
+
+def whole_tensors(names: Sequence[str], weights: Weights) -> dict[str, Tensor]:
+    """Copies of the initial values of ``names``."""
+    found: dict[str, Tensor] = {}
+    if isinstance(weights, Pretrained):
+        stored = [name for name in names if name in weights.sources]
+        rest = [name for name in names if name not in weights.sources]
+        return {**{name: weights.whole(name) for name in stored},
+                **whole_tensors(rest, weights.rest)}  # fmt: skip
+    if isinstance(weights, deferred_init.Deferred):
+        deferred_init.materialize(weights, names, found.__setitem__)
+        return found
+    return {name: weights[name].detach().clone() for name in names}

@@ -1,0 +1,320 @@
+"""A stage's parameters: what the optimizer, the checkpoint and the blocks each see of one.
+
+Three views of a parameter of one rank:
+
+- ``master``: an ``nn.Parameter`` in the master dtype: a DTensor, or a plain tensor in a stage
+  that splits nothing. Optimizer, clipping and checkpoint work on it.
+- the tensor the block computes with. Where ``fully_shard`` owns the parameter it makes that
+  by all-gather (ZeRO 1-3). Elsewhere it is ``leaf``, a plain local tensor: the master's own
+  memory, or, in mixed precision, a copy in the compute dtype.
+- ``gradient``: the local gradient, summed over micro-batches in the master dtype, or in that of
+  the compute where the plan says so.
+
+With the optimizer's states in host memory the master is there too, and ``fully_shard`` owns
+``shard``, a copy of it in the compute dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ...cost_model.ops.memory import DEFAULT, StateOptions
+from ...passes.ops.collectives import local_tensor
+from ...planner.graph import TensorSpec
+from ...planner.layout import Layout, Region, local_shape
+from ...planner.plan import Precision
+from ..messages.process_mesh import DATA_AXIS
+from .shards import is_fully_sharded, placements, shard_region
+
+if TYPE_CHECKING:
+    from ...passes.local.stage_program import ParameterProgram, StageProgram
+
+COMPUTE_DTYPES: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
+    "fp8": torch.bfloat16,
+}  # fmt: skip
+MASTER_DTYPES = COMPUTE_DTYPES | dict.fromkeys(("bf16", "fp16", "fp8"), torch.float32)
+
+
+HOST = torch.device("cpu")
+
+
+def precision_of(dtype: torch.dtype) -> Precision | None:
+    """Return the precision whose plans compute in ``dtype``, None where there is none.
+
+    >>> precision_of(torch.bfloat16), precision_of(torch.int64)
+    ('bf16', None)
+    """
+    return next((name for name, each in COMPUTE_DTYPES.items() if each == dtype), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """In what a stage holds its states; ``offloads``: masters are in the host's memory."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    gradient: torch.dtype
+    offloads: bool = False
+
+    @staticmethod
+    def of(precision: Precision, states: StateOptions = DEFAULT) -> Formats:
+        """Those of a plan."""
+        compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
+        gradient = compute if states.gradient_dtype == "compute" else master
+        return Formats(compute, master, gradient, states.offload)
+
+
+@dataclass(eq=False, slots=True)
+class StageParameter:
+    """One parameter on one rank.
+
+    ``block`` is the position of the owning block, None for a shared one. ``region`` is the
+    box of the whole parameter that this rank holds. ``reduce_axes`` are the mesh axes over
+    which gradients are still to be summed after the last backward; the ``num_replicas`` ranks
+    along them hold the same box.
+    """
+
+    name: str
+    spec: TensorSpec
+    layout: Layout
+    block: int | None
+    region: Region
+    reduce_axes: tuple[int, ...]
+    num_replicas: int
+    fully_sharded: bool
+    master: nn.Parameter
+    formats: Formats
+    leaf: nn.Parameter | None = None
+    shard: nn.Parameter | None = None
+    accumulated: Tensor | None = None
+    has_copy: bool = field(init=False)
+    """Whether blocks compute with a copy, in another dtype or elsewhere than the master."""
+    is_stale: bool = field(init=False)
+    """Whether the device's copy of a master in host memory is not up to date."""
+    local_bytes: int = field(init=False)
+    """Of this rank's part of the gradient."""
+
+    def __post_init__(self) -> None:
+        formats = self.formats
+        is_other = formats.offloads or formats.compute != formats.master
+        self.has_copy = self.leaf is not None and is_other
+        self.is_stale = formats.offloads
+        sizes = (stop - start for start, stop in self.region)
+        self.local_bytes = math.prod(sizes) * formats.gradient.itemsize
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part of the master, sharing its memory."""
+        with torch.no_grad():
+            return local_tensor(self.master).detach()
+
+    @property
+    def held(self) -> nn.Parameter:
+        """What is on the stage's device, and gets its gradient there."""
+        if self.leaf is not None:
+            return self.leaf
+        return self.master if self.shard is None else self.shard
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether gradients are summed in another dtype than autograd or ``fully_shard`` has."""
+        return self.held.dtype != self.formats.gradient
+
+    @property
+    def casts_gradient(self) -> bool:
+        """Whether the optimizer gets a cast or moved copy of the gradient."""
+        return self.formats.offloads or self.formats.gradient != self.formats.master
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """This rank's gradient, or None where no gradient has come."""
+        if self.sums_apart:
+            return self.accumulated
+        gradient = self.held.grad
+        return None if gradient is None else local_tensor(gradient)
+
+    @gradient.setter
+    def gradient(self, value: Tensor | None) -> None:
+        held = self.held
+        if self.sums_apart:
+            self.accumulated = value
+        elif self.leaf is None and value is not None:
+            held.grad = _like(held, value)
+        else:
+            held.grad = value
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Add a local gradient to those that are summed apart."""
+        if self.accumulated is None:
+            self.accumulated = gradient.to(self.formats.gradient)
+        else:
+            self.accumulated += gradient
+
+    def no_gradient(self) -> Tensor:
+        """Zeros for a gradient that has not come."""
+        held = local_tensor(self.held.detach())
+        return torch.zeros_like(held, dtype=self.formats.gradient)
+
+    def like_master(self, local: Tensor) -> Tensor:
+        """``local``, a tensor over this rank's region, as a DTensor if the master is one."""
+        return _like(self.master, local)
+
+    def publish(self, given: Tensor | None = None) -> None:
+        """Hand the gradient to the optimizer: as the master's ``grad``, where and as that is.
+
+        It is laid out in memory like the master: torch's fused optimizers on the CPU take a
+        gradient of other strides (a convolution's, channels last) element for element. ``given``
+        is the gradient where it has been copied already.
+        """
+        if self.leaf is None and not self.casts_gradient:
+            return
+        gradient = self.gradient if given is None else given
+        if gradient is not None and self.casts_gradient:
+            local = self.local
+            cast = torch.empty_like(local, requires_grad=False)
+            gradient = cast.copy_(gradient)
+        elif gradient is not None and gradient.stride() != self.local.stride():
+            gradient = torch.empty_like(self.local, dtype=gradient.dtype).copy_(gradient)
+        self.master.grad = None if gradient is None else self.like_master(gradient)
+
+    def zero_grad(self) -> None:
+        """Forget the gradient, in all views."""
+        self.master.grad = None
+        self.accumulated = None
+        self.held.grad = None
+
+    def refresh(self) -> None:
+        """Bring the device's copy up to date after an optimizer step."""
+        self.is_stale = False
+        if self.has_copy or self.shard is not None:
+            with torch.no_grad():
+                local_tensor(self.held).copy_(self.local)
+
+
+def make_parameter(
+    name: str,
+    declared: ParameterProgram,
+    program: StageProgram,
+    device_mesh: DeviceMesh,
+    *,
+    zero: int,
+    formats: Formats,
+    device: torch.device,
+    is_plain: bool,
+) -> StageParameter:
+    """The parameter ``name``: empty memory on ``device``, or meta where ZeRO will shard it.
+    Complex parameters are in the dtype that they are computed in, and ZeRO leaves them whole:
+    ``fully_shard`` takes parameters of one dtype. Masters are in the host's memory where
+    ``formats`` say so; of a sharded parameter, it is made when ZeRO has sharded what is on the
+    device.
+
+    ``is_plain``: the stage splits nothing, its parameters are ordinary tensors.
+    """
+    spec, layout, mesh = declared.spec, declared.layout, program.mesh
+    if spec.is_complex:
+        dtype = getattr(torch, spec.dtype)
+        formats, zero = Formats(dtype, dtype, dtype, formats.offloads), 0
+    sharded = is_fully_sharded(spec.shape, layout, mesh, zero)
+    shape = local_shape(spec.shape, layout, mesh.shape)
+    leaf = None
+    if sharded:
+        dtype = formats.compute if formats.offloads else formats.master
+        master: Tensor = torch.empty(shape, dtype=dtype, device="meta")
+        others = tuple(axis for axis in mesh.axes if axis != DATA_AXIS)
+        if others:
+            master = _dtensor(master, device_mesh[others], layout[1:])
+    else:
+        master = torch.empty(shape, dtype=formats.master, device=device)
+        copy = master.to(formats.compute)
+        leaf = nn.Parameter(copy, requires_grad=spec.requires_grad)
+        master = master if is_plain else _dtensor(master, device_mesh, layout)
+        if formats.offloads:
+            master = on_host(master, formats.master)
+    reduce_axes = tuple(
+        axis
+        for axis, size in enumerate(mesh.shape)
+        if size > 1 and not layout[axis].is_shard and not (sharded and axis == 0)
+    )
+    return StageParameter(
+        name=name,
+        spec=spec,
+        layout=layout,
+        block=None,
+        region=shard_region(spec.shape, layout, mesh, program.coordinates, zero),
+        reduce_axes=reduce_axes,
+        num_replicas=math.prod(mesh.shape[axis] for axis in reduce_axes),
+        fully_sharded=sharded,
+        master=nn.Parameter(master, requires_grad=spec.requires_grad),
+        formats=formats,
+        leaf=leaf,
+    )
+
+
+def on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Empty memory of the host, laid out and distributed as ``like`` is on a device; pinned where
+    that is a GPU."""
+    local = local_tensor(like.detach())
+    is_pinned = local.device.type == "cuda"
+    memory = torch.empty_like(local, dtype=dtype, device=HOST, pin_memory=is_pinned)
+    return _like(like, memory) if isinstance(like, DTensor) else memory
+
+
+def _like(whole: Tensor, local: Tensor) -> Tensor:
+    """``local`` as this rank's part of a tensor that is distributed like ``whole``, if that is."""
+    if not isinstance(whole, DTensor):
+        return local
+    if not local.requires_grad:
+        # As fully_shard makes its gradients: ``from_local`` is an autograd function and takes
+        # ten times as long, for every parameter in every step.
+        spec = whole._spec
+        if local.dtype != whole.dtype and spec.tensor_meta is not None:
+            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+        made: DTensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return made
+    return DTensor.from_local(
+        local,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def _dtensor(local: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
+    return DTensor.from_local(local, mesh, placements(layout), run_check=False)
+
+
+def attach_gradient_hook(
+    parameter: StageParameter, ready: Callable[[StageParameter], None]
+) -> None:
+    """Call ``ready`` after each backward that gave ``parameter``'s leaf a gradient.
+
+    Where gradients are summed in another dtype, it is moved from the leaf into that first.
+    """
+    leaf = parameter.leaf
+    if leaf is None or not leaf.requires_grad:
+        return
+
+    def hook(tensor: Tensor) -> None:
+        if parameter.sums_apart and tensor.grad is not None:
+            gradient, tensor.grad = tensor.grad, None
+            parameter.add_gradient(gradient.to(parameter.formats.gradient))
+        ready(parameter)
+
+    leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def get_by_path(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The submodule that holds the attribute at the dotted ``path``, and its last name."""
+    prefix, _, name = path.rpartition(".")
+    return module.get_submodule(prefix), name

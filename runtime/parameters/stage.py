@@ -1,0 +1,407 @@
+"""A pipeline stage as a module: its blocks in order on local tensors.
+
+In: a ``StageProgram`` (this rank's blocks and the parameters they hold) and the stage's
+device mesh. Out: a module whose forward takes local values by key and returns the values
+that leave the stage, and the loss. Its parameters go by the model's own names
+(``StageModule.by_name``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from ...cost_model.ops.memory import DEFAULT, StateOptions
+from ...passes.local.localize import held_path
+from ...passes.local.recomputing import Recomputing
+from ...passes.local.weight_gradients import WeightGradients, defer
+from ...passes.ops.collectives import local_tensor
+from ...planner.layout import Region, local_region
+from ...planner.plan import Precision, Recompute
+from ..messages.stack_location import BackwardPosition
+from .parameters import Formats, StageParameter, get_by_path, make_parameter
+from .shards import placements
+from .zero import apply_zero
+
+if TYPE_CHECKING:
+    from ...passes.local.stage_program import BlockProgram, StageProgram
+    from ...passes.ops.random_ops import Draws
+    from .compiling import BlockCompiler
+
+aten = torch.ops.aten
+
+
+class StageBlock(nn.Module):
+    """One block: its graph, recomputed in the backward if the plan says so.
+
+    With ``deferring``, a pair of a store and the block's position, its backward puts off the
+    gradients of weights; ``deferred`` are the parameters (of the block itself) meant.
+    """
+
+    def __init__(
+        self,
+        program: BlockProgram,
+        draws: Draws,
+        deferring: tuple[WeightGradients, int] | None = None,
+        shared: Container[str] = (),
+        compiler: BlockCompiler | None = None,
+        position: BackwardPosition | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = self.block_name = program.name
+        self.inputs = program.inputs
+        self.outputs = program.outputs
+        self.recompute: Recompute = program.recompute
+        self.graph = program.module
+        self.graphs: list[fx.GraphModule] = [program.module]
+        self.part = 0
+        self.draws = draws
+        self.is_random = _is_random(program.module)
+        self._deferring, self._shared_inputs = deferring, shared
+        self._compiler = compiler
+        self._position = position or BackwardPosition()
+        self.deferred = self._defer(program)
+        self._recomputing = self._find_recomputing()
+        self._compile(program.module)
+
+    def _find_recomputing(self) -> Recomputing | None:
+        """What runs the block again, where that is not all of it until nothing is wanted.
+
+        An op that puts off its weights' gradients keeps what it reads after it has run: it
+        would not be the end of what ``checkpoint`` runs again.
+        """
+        if self.recompute == "none" or (self.recompute == "full" and not self.deferred):
+            return None
+        found = Recomputing(keeps_costly=self.recompute == "selective")
+        found.mark(self.graph)
+        return found
+
+    def _compile(self, graph: fx.GraphModule) -> None:
+        if self._compiler is not None:
+            in_parts = self._recomputing is not None
+            self._compiler.compile(graph, self.name, in_parts=in_parts)
+
+    def _defer(self, program: BlockProgram) -> frozenset[str]:
+        """Has a program of this block put off the gradients of weights; whose these are."""
+        if self._deferring is None:
+            return frozenset()
+        nodes = [node for node in program.module.graph.nodes if node.op == "placeholder"]
+        names = zip(nodes, program.inputs, strict=True)
+        weights = frozenset(str(node.target) for node, key in names if key in self._shared_inputs)
+        return defer(program.module, *self._deferring, weights)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The block's outputs, in the order of ``outputs``."""
+        graph = self.graphs[self.part]
+        if not torch.is_grad_enabled():
+            return tuple(graph(*inputs))
+        outputs = graph(*inputs) if self.recompute == "none" else self._recomputed(graph, *inputs)
+        # fully_shard hooks a block's outputs and warns of views, which may be written to.
+        outputs = tuple(_own(o) if o._base is not None and o.requires_grad else o
+                        for o in outputs)  # fmt: skip
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(self._begin_backward)
+                break
+        return outputs
+
+    def _begin_backward(self, _gradient: Tensor) -> None:
+        self._position.block = self.block_name
+
+    def add_program(self, program: BlockProgram) -> None:
+        """Have another graph, with this block's parameters; ``part`` chooses it by its number."""
+        graph, deferred = program.module, self._defer(program)
+        assert deferred == self.deferred, self.name
+        for name, op in graph.named_children():
+            if name not in self.graph._modules:  # Of the same name is the same op.
+                self.graph.add_module(name, op)
+        for held in ("_parameters", "_buffers", "_modules"):
+            graph.__dict__[held] = self.graph.__dict__[held]
+        if self._recomputing is not None:
+            self._recomputing.mark(graph)
+        self._compile(graph)
+        self.graphs.append(graph)
+
+    def _recomputed(self, graph: fx.GraphModule, *inputs: Tensor) -> tuple[Tensor, ...]:
+        contexts: dict[str, Any] = {}
+        if self._recomputing is not None:
+            contexts["context_fn"] = self._recomputing.contexts
+        key, microbatch = self.draws.key, self.draws.microbatch
+
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            with self.draws.repeated(key, microbatch):
+                return tuple(graph(*inputs))
+
+        outputs: tuple[Tensor, ...] = checkpoint(
+            run,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=self.is_random,
+            **contexts,
+        )
+        return outputs
+
+
+class _Own(torch.autograd.Function):
+    """The same values in the same memory, as a tensor that autograd takes for no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _own(tensor: Tensor) -> Tensor:
+    result: Tensor = _Own.apply(tensor)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _is_random(module: nn.Module) -> bool:
+    """Whether the block draws from the global random generator."""
+    if not isinstance(module, fx.GraphModule):
+        return True
+    return any(
+        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        or node.target in (aten.dropout.default, aten.native_dropout.default)
+        for node in module.graph.nodes
+    )
+
+
+class StageModule(nn.Module):
+    """The blocks of a stage, run in order.
+
+    ``forward(values)`` takes this rank's local inputs, constants and received values by key;
+    it returns what the stage sends, and the loss where the stage computes it. Parameters
+    used by several blocks are held here and passed to the blocks as values.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        device_mesh: DeviceMesh,
+        *,
+        zero: int,
+        precision: Precision,
+        states: StateOptions = DEFAULT,
+        device: torch.device | None = None,
+        splits_backward: bool = False,
+        compiler: BlockCompiler | None = None,
+    ) -> None:
+        """``splits_backward``: its backward computes gradients of weights apart, later.
+
+        With a ``compiler`` the blocks' ops are compiled.
+        """
+        super().__init__()
+        formats = Formats.of(precision, states)
+        self.program = program
+        self.programs = [program]
+        self.device_mesh = device_mesh
+        self.zero = zero
+        self.device = device if device is not None else torch.device(device_mesh.device_type)
+        self.weight_gradients = WeightGradients() if splits_backward else None
+        self.backward_position = BackwardPosition()
+        self.blocks = nn.ModuleList(self._make_blocks(compiler))
+        self.by_name: dict[str, StageParameter] = {}
+        self._is_plain = zero == 0 and not _is_split(program)
+        self._shared: dict[str, str] = {}
+        make = partial(
+            make_parameter,
+            program=program,
+            device_mesh=device_mesh,
+            zero=zero,
+            formats=formats,
+            device=self.device,
+            is_plain=self._is_plain,
+        )
+        self._register_parameters(make)
+        self.buffer_regions = self._register_buffers()
+        self.reductions = apply_zero(self, formats)
+        self._changed: dict[str, Tensor] = {}
+        self.before_block: Callable[[int], None] = lambda block: None
+        """Is called in the forward before each block, which then reads its parameters."""
+        self._leaving = [_leaving(program)]
+        self._last_use = [_last_uses(program)]
+
+    def _make_blocks(self, compiler: BlockCompiler | None) -> Iterator[StageBlock]:
+        program, store = self.program, self.weight_gradients
+        # fully_shard ties the gradients of a block's inputs together: none may come alone.
+        shared = {n for n, p in program.parameters.items() if p.shared and self.zero == 0}
+        for position, block in enumerate(program.blocks):
+            deferring = None if store is None else (store, position)
+            yield StageBlock(
+                block, program.draws, deferring, shared, compiler, self.backward_position
+            )
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether ``fully_shard`` holds parameters of the stage (ZeRO 1 to 3)."""
+        return self.reductions is not None
+
+    @property
+    def deferred(self) -> frozenset[str]:
+        """The parameters of single blocks whose gradients are computed apart."""
+        names = {held_path(name): name for name in self.by_name}
+        return frozenset(
+            names.get(name, name)
+            for block in self.blocks
+            if isinstance(block, StageBlock)
+            for name in block.deferred
+        )
+
+    def _register_parameters(self, make: Callable[..., StageParameter]) -> None:
+        for position, block in enumerate(self.program.blocks):
+            for name in block.parameters:
+                declared = self.program.parameters[name]
+                if declared.shared:
+                    continue
+                parameter = make(name, declared)
+                parameter.block = position
+                holder, attribute = get_by_path(block.module, held_path(name))
+                holder.register_parameter(attribute, _registered(parameter))
+                self.by_name[name] = parameter
+        for index, (name, declared) in enumerate(self.program.parameters.items()):
+            if declared.shared:
+                parameter = make(name, declared)
+                self._shared[name] = f"shared_{index}"
+                self.register_parameter(self._shared[name], _registered(parameter))
+                self.by_name[name] = parameter
+
+    def _register_buffers(self) -> dict[str, Region]:
+        """Memory for every buffer of the stage; returns this rank's box of each."""
+        regions = {}
+        owners = {name: block for block in self.program.blocks for name in block.buffers}
+        for index, (name, held) in enumerate(self.program.buffers.items()):
+            region = local_region(
+                held.spec.shape, held.layout, self.program.mesh, self.program.coordinates
+            )
+            shape = [stop - start for start, stop in region]
+            memory = torch.zeros(shape, dtype=getattr(torch, held.spec.dtype), device=self.device)
+            if name in owners:
+                holder, attribute = get_by_path(owners[name].module, held_path(name))
+                holder.register_buffer(attribute, memory)
+            else:
+                self._shared[name] = f"shared_buffer_{index}"
+                self.register_buffer(self._shared[name], memory)
+            regions[name] = region
+        return regions
+
+    def buffer(self, name: str) -> Tensor:
+        """This rank's part of buffer ``name``."""
+        if name in self._shared:
+            return self.get_buffer(self._shared[name])
+        owner = next(block for block in self.program.blocks if name in block.buffers)
+        return owner.module.get_buffer(held_path(name))
+
+    def keep_buffers(self) -> None:
+        """Write the buffers' new values, when no backward needs the old ones any more."""
+        with torch.no_grad():
+            for name, value in self._changed.items():
+                self.buffer(name).copy_(value)
+        self._changed.clear()
+
+    def next_buffer(self, name: str) -> Tensor:
+        """Return the value that this rank's part of a buffer has after the last forward."""
+        return self._changed.get(name, self.buffer(name))
+
+    def forget_buffers(self) -> None:
+        """Drop the buffers' new values."""
+        self._changed.clear()
+
+    def changing_buffers(self) -> dict[str, Tensor]:
+        """The buffers that training changes, over the memory that this rank holds."""
+        return self.distributed_buffers(self.program.updates)
+
+    def distributed_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The buffers ``names``, over the memory that this rank holds."""
+        held = self.program.buffers
+        return {
+            name: self.buffer(name)
+            if self._is_plain
+            else DTensor.from_local(
+                self.buffer(name), self.device_mesh, placements(held[name].layout), run_check=False
+            )
+            for name in names
+        }
+
+    def owner(self, name: str) -> tuple[nn.Module, str]:
+        """The module and attribute that parameter ``name`` is registered as."""
+        parameter = self.by_name[name]
+        if parameter.block is None:
+            return self, self._shared[name]
+        return get_by_path(self.program.blocks[parameter.block].module, held_path(name))
+
+    def add_program(self, program: StageProgram) -> int:
+        """Have another program over the same parameters, cut into the same blocks; its number."""
+        for block, own in zip(self.blocks, program.blocks, strict=True):
+            assert isinstance(block, StageBlock)
+            block.add_program(own)
+        self.programs.append(program)
+        self._leaving.append(_leaving(program))
+        self._last_use.append(_last_uses(program))
+        return len(self.programs) - 1
+
+    def forward(self, values: Mapping[str, Tensor], part: int = 0) -> dict[str, Tensor]:
+        """The values that leave the stage, by key; buffers get their new values.
+
+        ``part`` is the number of the program that is run.
+        """
+        known, program = dict(values), self.programs[part]
+        last_use = self._last_use[part]
+        self.before_block(0)
+        for name, attribute in self._shared.items():
+            known[name] = local_tensor(getattr(self, attribute))
+            if name in self.program.updates:  # written before this forward's backward, maybe
+                known[name] = known[name].clone()
+        if not self.program.updates_once:
+            known.update(self._changed)
+        for position, block in enumerate(self.blocks):
+            block.part = part  # type: ignore[assignment]
+            self.before_block(position)
+            own = program.blocks[position]
+            known.update(zip(own.outputs, block(*(known[key] for key in own.inputs)), strict=True))
+            for key in last_use.get(position, ()):
+                known.pop(key, None)
+        for name, key in program.updates.items():
+            self._changed[name] = known[key].detach()
+        return {key: known[key] for key in self._leaving[part]}
+
+
+def _registered(parameter: StageParameter) -> nn.Parameter:
+    return parameter.master if parameter.leaf is None else parameter.leaf
+
+
+def _is_split(program: StageProgram) -> bool:
+    """Whether any rank holds a part of a parameter or buffer only."""
+    held = (*program.parameters.values(), *program.buffers.values())
+    return any(placement.is_shard for each in held for placement in each.layout)
+
+
+def _leaving(program: StageProgram) -> tuple[str, ...]:
+    """Return the keys of the values that leave a stage."""
+    sent = [*program.kept, *(boundary.key for boundary in program.sends)]
+    return tuple(dict.fromkeys([*sent, *([] if program.loss is None else [program.loss])]))
+
+
+def _last_uses(program: StageProgram) -> dict[int, list[str]]:
+    """For each block position the keys that nobody needs after it, but those to be kept."""
+    kept = {*_leaving(program), *program.updates.values()}
+    last = {
+        key: position
+        for position, block in enumerate(program.blocks)
+        for key in block.inputs + block.outputs
+    }
+    uses: dict[int, list[str]] = {}
+    for key, position in last.items():
+        if key not in kept:
+            uses.setdefault(position, []).append(key)
+    return uses

@@ -1,0 +1,205 @@
+"""Parameters that several stages hold: their gradients are summed over the stages.
+
+In: every rank's boxes (gathered once, at the start). Out: after ``TiedParameters.sum``, each
+rank's gradient of such a parameter is the sum over all stages, though the stages may lay it
+out differently, on meshes of different shapes, under different ZeRO stages, or on the same
+ranks. Each rank asks, of every other stage, for just the boxes that make up its own; where
+several ranks hold a box, the asking is spread over them. All stages add in the same order, so
+the sums are equal bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...planner.layout import Region
+from ..messages.shared_objects import gather_values
+from .parameters import StageParameter
+from .shards import intersection, within
+
+TAG = 2**30
+"""Apart from the tags of the values that cross stages."""
+
+Holding = Mapping[int, Mapping[str, Region]]
+"""What a rank holds: its box of each parameter, by stage."""
+
+Held = tuple[int, str]
+"""A stage, and a parameter that it holds."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Piece:
+    """A box of a parameter that goes from a rank of one stage to a rank of another."""
+
+    name: str
+    source: int
+    target: int
+    source_stage: int
+    target_stage: int
+    region: Region
+
+
+def plan_pieces(holdings: Sequence[Holding]) -> tuple[Piece, ...]:
+    """Every transfer that the sum over stages needs, in one order for all ranks.
+
+    ``holdings`` is indexed by rank.
+
+    >>> pieces = plan_pieces([{0: {"w": ((0, 4),)}}, {1: {"w": ((0, 2),)}},
+    ...                       {1: {"w": ((2, 4),)}}])
+    >>> [(piece.source, piece.target, piece.region) for piece in pieces]
+    [(0, 1, ((0, 2),)), (0, 2, ((2, 4),)), (1, 0, ((0, 2),)), (2, 0, ((2, 4),))]
+    """
+    holders: dict[str, dict[int, dict[Region, list[int]]]] = {}
+    for rank, stages in enumerate(holdings):
+        for stage, regions in stages.items():
+            for name, region in regions.items():
+                by_region = holders.setdefault(name, {}).setdefault(stage, {})
+                by_region.setdefault(region, []).append(rank)
+    pieces: list[Piece] = []
+    for name, by_stage in holders.items():
+        for stage, wanted in by_stage.items():
+            for other, offered in by_stage.items():
+                if stage != other:
+                    pieces.extend(_pieces(name, wanted, offered, (other, stage)))
+    return tuple(sorted(pieces))
+
+
+def _pieces(
+    name: str,
+    wanted: Mapping[Region, list[int]],
+    offered: Mapping[Region, list[int]],
+    stages: tuple[int, int],
+) -> list[Piece]:
+    pieces: list[Piece] = []
+    for region, targets in wanted.items():
+        for held, sources in offered.items():
+            common = intersection(region, held)
+            if common is not None:
+                pieces.extend(
+                    Piece(name, _source(sources, position, target), target, *stages, common)
+                    for position, target in enumerate(targets)
+                )
+    return pieces
+
+
+def _source(sources: Sequence[int], position: int, target: int) -> int:
+    """The rank that gives a box: the target itself where it can."""
+    return target if target in sources else sources[position % len(sources)]
+
+
+@dataclass(eq=False)
+class TiedParameters:
+    """The parameters of this rank's stages that other stages hold too.
+
+    ``elsewhere`` are those that an earlier stage holds: that stage counts them in norms and
+    writes them to checkpoints.
+    """
+
+    rank: int
+    regions: Holding
+    pieces: tuple[Piece, ...]
+    elsewhere: frozenset[Held]
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """This rank's stages and the tied parameters that each holds."""
+        shared = {(piece.name, stage) for piece in self.pieces
+                  for stage in (piece.source_stage, piece.target_stage)}  # fmt: skip
+        return tuple(
+            (stage, name)
+            for stage, regions in sorted(self.regions.items())
+            for name in sorted(regions)
+            if (name, stage) in shared
+        )
+
+    def sum(self, parameters: Mapping[int, Mapping[str, StageParameter]]) -> None:
+        """Sum the gradients over the stages. Collective over the ranks that hold them.
+
+        ``parameters`` are this rank's, by stage and name.
+        """
+        for name in dict.fromkeys(name for _, name in sorted(self.held, key=lambda held: held[1])):
+            own = {held: _gradient_or_zeros(parameters[held[0]][name])
+                   for held in self.held if held[1] == name}  # fmt: skip
+            self._sum_one(own, parameters)
+
+    def _sum_one(
+        self,
+        own: Mapping[Held, Tensor],
+        parameters: Mapping[int, Mapping[str, StageParameter]],
+    ) -> None:
+        """Of one parameter, so that no others' sums take memory meanwhile."""
+        terms: dict[Held, dict[int, Tensor]] = {
+            (stage, name): {stage: gradient} for (stage, name), gradient in own.items()
+        }
+        for piece, values in self._exchange(own):
+            held = (piece.target_stage, piece.name)
+            term = terms[held].setdefault(piece.source_stage, torch.zeros_like(own[held]))
+            term[within(piece.region, self.regions[held[0]][piece.name])] = values
+        for (stage, name), by_stage in terms.items():
+            ordered = [by_stage[each] for each in sorted(by_stage)]
+            total = ordered[0].clone()
+            for term in ordered[1:]:
+                total += term
+            parameters[stage][name].gradient = total
+            parameters[stage][name].publish()
+
+    def _exchange(self, gradients: Mapping[Held, Tensor]) -> list[tuple[Piece, Tensor]]:
+        """What the other stages hold of this rank's boxes of a parameter."""
+        operations: list[dist.P2POp] = []
+        received: list[tuple[Piece, Tensor]] = []
+        names = {name for _, name in gradients}
+        for piece in (each for each in self.pieces if each.name in names):
+            part = buffer = None
+            if piece.source == self.rank:
+                frame = self.regions[piece.source_stage][piece.name]
+                whole = gradients[piece.source_stage, piece.name]
+                part = whole[within(piece.region, frame)].contiguous()
+            if piece.target == self.rank:
+                shape = [stop - start for start, stop in piece.region]
+                buffer = gradients[piece.target_stage, piece.name].new_empty(shape)
+                received.append((piece, buffer if part is None else part))
+            if part is not None and buffer is None:
+                operations.append(dist.P2POp(dist.isend, part, piece.target, tag=TAG))
+            if buffer is not None and part is None:
+                operations.append(dist.P2POp(dist.irecv, buffer, piece.source, tag=TAG))
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        return received
+
+
+def _gradient_or_zeros(parameter: StageParameter) -> Tensor:
+    gradient = parameter.gradient
+    return parameter.no_gradient() if gradient is None else gradient
+
+
+def find_tied(parameters: Mapping[int, Mapping[str, StageParameter]]) -> TiedParameters:
+    """Find the parameters that several stages hold. Collective over all ranks, once.
+
+    ``parameters`` are this rank's, by stage and name; none on a rank without a stage.
+    """
+    rank = dist.get_rank()
+    regions = {
+        stage: {name: parameter.region for name, parameter in held.items()}
+        for stage, held in parameters.items()
+    }
+    holdings: list[Holding] = gather_values(regions)
+    first: dict[str, int] = {}
+    for stages in holdings:
+        for stage, names in stages.items():
+            for name in names:
+                first[name] = min(first.get(name, stage), stage)
+    return TiedParameters(
+        rank=rank,
+        regions=regions,
+        pieces=tuple(p for p in plan_pieces(holdings) if rank in (p.source, p.target)),
+        elsewhere=frozenset(
+            (stage, name) for stage, names in regions.items() for name in names
+            if first[name] != stage
+        ),
+    )  # fmt: skip

@@ -1,0 +1,390 @@
+"""ZeRO 1-3 by ``torch.distributed.fsdp.fully_shard``, a shard group per block, or of small ones.
+
+===== ================================== =============================================
+ zero  parameters                         gradients
+===== ================================== =============================================
+ 0     whole on every rank of ``dp``      all-reduced once per step (see ``gradients``)
+ 1     gathered once per step             summed locally, reduce-scattered once per step
+ 2     gathered once per step             reduce-scattered every micro-batch
+ 3     gathered for each forward and      reduce-scattered every micro-batch
+       backward, then freed
+===== ================================== =============================================
+
+Optimizer states are sharded from ZeRO 1 on. Gradients are sums over ``dp``: the captured
+loss is already the mean over the whole micro-batch.
+
+While a group of blocks computes, the next group's parameters are gathered, and the gradients
+of the group before are reduce-scattered.
+
+ZeRO 0, and a stage with no data axis, do not go through ``fully_shard``: it would hold a
+second copy of every parameter and, on gloo, reduce in the middle of the backward while
+nothing else runs.
+
+Source: Rajbhandari et al. 2020, "ZeRO", section 5; Zhao et al. 2023, "PyTorch FSDP".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ...passes.ops.collectives import local_tensor
+from ..messages.communicator import reduce_scatter
+from ..messages.process_mesh import DATA_AXIS
+from .parameters import Formats, StageParameter, on_host
+
+if TYPE_CHECKING:
+    from .stage import StageModule
+
+
+GROUP_BYTES = 2_000_000
+"""So many bytes of small blocks are gathered and reduced together: each collective costs a
+latency, and holding them for longer costs nothing beside a stage's activations."""
+TINY_BYTES = 50_000
+"""A block of at most so many bytes, which is little more than norms, is gathered together with its
+neighbour, however large that is. A larger block is not: its compute would have to wait for the
+neighbour, and could not hide the neighbour's collectives."""
+ASYNC_ON_CPU = True
+"""Whether all-gathers and reduce-scatters run beside compute on a CPU; on a GPU they always do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """A reduce-scatter under way: its tensors, and the gradients that it is to be added to."""
+
+    work: Any
+    tensors: tuple[Tensor, Tensor]
+    gradients: tuple[tuple[StageParameter, Tensor], ...]
+    apart: tuple[StageParameter, ...]
+
+    def take(self, parameter: StageParameter) -> None:
+        """Sum a gradient apart: in the dtype that it was reduced in.
+
+        ``fully_shard`` has made it a view of a cast of the output, before that had its values.
+        """
+        gradient = parameter.held.grad
+        if gradient is None:
+            return
+        view = local_tensor(gradient)
+        values = torch.as_strided(self.tensors[0], view.shape, view.stride(), view.storage_offset())
+        parameter.add_gradient(values)
+        parameter.held.grad = None
+
+
+class PendingReductions:
+    """The reduce-scatter of a stage that is under way on a CPU: one at most."""
+
+    def __init__(self) -> None:
+        self._reduction: _Reduction | None = None
+
+    def start(self, reduction: _Reduction) -> None:
+        """Remember a reduce-scatter that has begun. ``finish`` must have ended the one before."""
+        assert self._reduction is None
+        self._reduction = reduction
+
+    def finish(self) -> None:
+        """Wait for the reduce-scatter, and add its result to the gradients from before it."""
+        reduction, self._reduction = self._reduction, None
+        if reduction is None:
+            return
+        reduction.work.wait()
+        with torch.no_grad():
+            for parameter in reduction.apart:
+                reduction.take(parameter)
+            for parameter, gradient in reduction.gradients:
+                if parameter.gradient is not None:
+                    local_tensor(gradient).add_(parameter.gradient)
+                parameter.held.grad = gradient
+
+    def forget(self) -> None:
+        """Leave a reduce-scatter whose result nobody wants, as after an error."""
+        self._reduction = None
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncReduceScatter:
+    """A group's reduce-scatter for ``fully_shard``, which on a CPU would wait for it at once.
+
+    ``fully_shard`` makes the gradients views of ``output_tensor``, or adds it to gradients that
+    are there already. So ``__call__`` takes the latter away until the values have come. A hook
+    on a gradient reads it at once, and has the reduce-scatter waited for.
+    """
+
+    pending: PendingReductions
+    parameters: tuple[StageParameter, ...] = ()
+    is_async: bool = True
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for an input or output; only one reduction's is held at a time."""
+        self.pending.finish()
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Start the reduce-scatter of ``input_tensor`` into ``output_tensor``: a sum."""
+        held = [parameter.held for parameter in self.parameters]
+        has_hooks = any(getattr(m, "_post_accumulate_grad_hooks", None) for m in held)
+        apart = tuple(parameter for parameter in self.parameters if parameter.sums_apart)
+        work = reduce_scatter(output_tensor, input_tensor, group=group, async_op=True)
+        if has_hooks or not self.is_async:
+            work.wait()
+            if not apart:
+                return
+        gradients = tuple(
+            (parameter, parameter.held.grad)
+            for parameter in self.parameters
+            if parameter.held.grad is not None
+        )
+        for parameter, _ in gradients:
+            parameter.held.grad = None
+        tensors = output_tensor, input_tensor
+        self.pending.start(_Reduction(work, tensors, gradients, apart))
+
+
+def apply_zero(stage: StageModule, formats: Formats) -> PendingReductions | None:
+    """Shard the stage's parameters over axis ``dp``, in place, block by block.
+
+    Afterwards each sharded parameter's master is its shard, in uninitialized memory on the
+    stage's device. Returns None if no parameter is sharded.
+    """
+    sharded = [parameter for parameter in stage.by_name.values() if parameter.fully_sharded]
+    if not sharded:
+        return None
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if formats.compute != formats.master:
+        policy = MixedPrecisionPolicy(
+            param_dtype=formats.compute, reduce_dtype=formats.gradient, cast_forward_inputs=False
+        )
+    ignored = {parameter.leaf for parameter in stage.by_name.values() if parameter.leaf is not None}
+    groups = _groups(stage, sharded)
+    everything: list[list[nn.Module]] = [*groups, [stage]]
+    for modules in everything:
+        fully_shard(
+            modules,
+            mesh=stage.device_mesh[DATA_AXIS],
+            reshard_after_forward=stage.zero == 3,
+            mp_policy=policy,
+            ignored_params=ignored,
+        )
+    for modules in groups:
+        for block in modules[:-1]:
+            block.register_forward_hook(_gather_in_backward)
+    pending = PendingReductions()
+    for modules in everything:
+        wrapped = modules[0]
+        assert isinstance(wrapped, FSDPModule)
+        wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)
+        if stage.device.type == "cpu":
+            owned = tuple(p for p in sharded if _owner(stage, p) in modules)
+            reduces = AsyncReduceScatter(pending, owned, is_async=ASYNC_ON_CPU)
+            wrapped.set_custom_reduce_scatter(reduces)  # type: ignore[arg-type]  # no public base
+    if stage.device.type != "cpu" or ASYNC_ON_CPU:
+        _gather_ahead(stage)
+    _set_prefetch(stage, [group[0] for group in groups])
+    for parameter in sharded:
+        _allocate(stage, parameter)
+    return pending
+
+
+def _owner(stage: StageModule, parameter: StageParameter) -> nn.Module:
+    """The module whose group a parameter is gathered with: its block, or the stage."""
+    return stage if parameter.block is None else stage.blocks[parameter.block]
+
+
+def _gather_in_backward(block: nn.Module, args: Any, outputs: Any) -> None:
+    """Have a block's group gathered when a gradient of its outputs comes.
+
+    ``fully_shard`` does so for the last block of a group alone, which may have no gradient: it is
+    frozen, runs under ``no_grad``, or is not used.
+    """
+    fully_shard.state(block)._register_pre_backward_hook(outputs)  # type: ignore[attr-defined]
+
+
+def _gather_ahead(stage: StageModule) -> None:
+    """Have all-gathers run beside compute on a CPU too, and take less memory on a GPU.
+
+    Then their buffers are freed when parameters have been copied out of them. The method has no
+    public name yet; without it a CPU waits for each all-gather where it begins.
+    """
+    set_async = getattr(stage, "_set_unshard_async_op", None)
+    if set_async is not None:
+        set_async(True)
+
+
+def _groups(stage: StageModule, sharded: Sequence[StageParameter]) -> list[list[nn.Module]]:
+    """The blocks that are gathered together: one each, and small ones with those after them."""
+    sizes: dict[int, int] = {}
+    for parameter in sharded:
+        if parameter.block is not None:
+            size = math.prod(parameter.spec.shape) * parameter.master.element_size()
+            sizes[parameter.block] = sizes.get(parameter.block, 0) + size
+    groups: list[list[int]] = []
+    for position in sorted(sizes):
+        held = sum(sizes[other] for other in groups[-1]) if groups else 0
+        is_tiny = min(held, sizes[position]) <= TINY_BYTES
+        if not groups or (held + sizes[position] > GROUP_BYTES and not is_tiny):
+            groups.append([])
+        groups[-1].append(position)
+    return [[stage.blocks[position] for position in group] for group in groups]
+
+
+def _set_prefetch(stage: StageModule, blocks: list[nn.Module]) -> None:
+    """In the forward each group gathers the one after it, in the backward the one before it.
+
+    ``blocks`` are the first of each group. By itself ``fully_shard`` gathers a group in the
+    forward only when the host gets to it. Its guess for the backward follows the order of past
+    forwards, which with several micro-batches in flight names a block of another micro-batch; so
+    the first block names itself, which does nothing.
+    """
+    for before, block in pairwise([*blocks[:1], *blocks, stage]):
+        assert isinstance(before, FSDPModule)
+        assert isinstance(block, FSDPModule)
+        block.set_modules_to_backward_prefetch([before])
+    for block, after in pairwise(blocks):
+        assert isinstance(block, FSDPModule)
+        assert isinstance(after, FSDPModule)
+        block.set_modules_to_forward_prefetch([after])
+
+
+def _allocate(stage: StageModule, parameter: StageParameter) -> None:
+    """Give a sharded meta parameter memory and make it the master."""
+    holder, attribute = stage.owner(parameter.name)
+    meta = getattr(holder, attribute)
+    assert isinstance(meta, DTensor)
+    memory = torch.empty_like(meta, device=stage.device)
+    master = nn.Parameter(memory, requires_grad=meta.requires_grad)
+    holder.register_parameter(attribute, master)
+    if parameter.formats.offloads:
+        parameter.shard = master
+        held = on_host(master, parameter.formats.master)
+        parameter.master = nn.Parameter(held, requires_grad=meta.requires_grad)
+    else:
+        parameter.master = master
+    if parameter.sums_apart and meta.requires_grad and stage.device.type != "cpu":
+        master.register_post_accumulate_grad_hook(partial(_take, parameter))  # type: ignore[no-untyped-call]
+
+
+def _take(parameter: StageParameter, held: Tensor) -> None:
+    """Move what ``fully_shard`` has reduced to where gradients are summed."""
+    if held.grad is not None:
+        parameter.add_gradient(local_tensor(held.grad))
+        held.grad = None
+
+
+def _parameter_groups(stage: nn.Module) -> Iterator[Any]:
+    """The groups of parameters that ``fully_shard`` gathers and reduces, the stage's own first."""
+    states = dict.fromkeys(
+        fully_shard.state(module)  # type: ignore[attr-defined]
+        for module in stage.modules()
+        if isinstance(module, FSDPModule)
+    )
+    for state in states:
+        if state._fsdp_param_group is not None:
+            yield state._fsdp_param_group
+
+
+def unsharded(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Each sharded parameter's gathered copy, which has no memory while it is not gathered, and
+    the whole gradient that has been summed so far where ZeRO does not split it yet."""
+    for group in _parameter_groups(stage) if stage.is_fully_sharded else ():
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                summed = parameter.unsharded_accumulated_grad
+                whole = parameter._unsharded_param
+                yield whole, whole.grad if summed is None else summed
+
+
+def begin_step(stage: StageModule) -> None:
+    """Before a step's first forward: drop gathered parameters that may be out of date.
+
+    What an interrupted forward has begun to gather must have come first.
+    """
+    if not stage.is_fully_sharded:
+        return
+    for group in _parameter_groups(stage):
+        group.wait_for_unshard()
+        group.reshard()
+
+
+def begin_backward(stage: StageModule, *, last: bool) -> None:
+    """Before the backward of a micro-batch: what is reduced and freed after it."""
+    if not stage.is_fully_sharded:
+        return
+    assert isinstance(stage, FSDPModule)
+    stage.set_is_last_backward(last)
+    stage.set_reshard_after_backward(last or stage.zero == 3)
+    stage.set_requires_gradient_sync(last or stage.zero >= 2)
+
+
+def begin_input_backward(stage: StageModule) -> None:
+    """Before a backward that leaves gradients of weights for later: nothing is reduced yet."""
+    if not stage.is_fully_sharded:
+        return
+    assert isinstance(stage, FSDPModule)
+    stage.set_is_last_backward(False)
+    stage.set_reshard_after_backward(stage.zero == 3)
+    stage.set_requires_gradient_sync(False)
+
+
+def reduce_finished(stage: StageModule, remaining: Container[int]) -> None:
+    """While gradients of weights come outside of a backward: reduce the groups that have theirs.
+
+    ``remaining`` are the positions of the blocks whose weights have not.
+    """
+    if not stage.is_fully_sharded:
+        return
+    positions = {block: position for position, block in enumerate(stage.blocks)}
+    for group in reversed(list(_parameter_groups(stage))):
+        is_block_group = stage not in group.modules
+        is_finished = all(positions.get(m) not in remaining for m in group.modules)
+        if is_block_group and is_finished and group._training_state.name != "POST_BACKWARD":
+            group.post_backward()
+
+
+def finish_weight_backward(stage: StageModule) -> None:
+    """After gradients of weights came outside of a backward of the stage: reduce and free.
+
+    ``fully_shard`` does that when a backward through the module ends, and has no public name
+    for it; ``torch.distributed.pipelining`` calls the same.
+    """
+    if stage.is_fully_sharded:
+        fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def abandon_backward(stage: StageModule) -> None:
+    """After a backward that an error ended: ``fully_shard`` waits for no end of it any more.
+
+    It would take the next backward for a part of that one, and never hand over its gradients.
+    What it has gathered of gradients is forgotten.
+    """
+    if not stage.is_fully_sharded:
+        return
+    begin_input_backward(stage)
+    assert isinstance(stage, FSDPModule)
+    stage.set_is_last_backward(True)
+    finish_weight_backward(stage)
+    assert stage.reductions is not None
+    stage.reductions.forget()
+    for group in _parameter_groups(stage):
+        for parameter in group.fsdp_params:
+            if "unsharded_accumulated_grad" in vars(parameter):  # torch 2.15 has it in ``grad``
+                parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None

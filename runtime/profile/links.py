@@ -1,0 +1,271 @@
+"""Measuring collectives and messages between real processes.
+
+In: what to measure — a kind, the groups of ranks that run it at the same time, sizes. Out:
+median seconds, the same on every rank. Collectives run as training runs them, through
+``ProcessCommunicator`` (with the copies it makes), and all groups of a partition at once, so
+that links and memory are shared as in training. Messages go back and forth between pairs of
+ranks, all pairs at once; one way is half of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...cost_model.cluster.cluster import STATE_COLLECTIVES, Cluster
+from ...cost_model.collectives.collectives import Group, group_of
+from ...cost_model.profile.clocks import stopwatch
+from ...cost_model.profile.transfers import level_of, overlapped
+from ..messages.communicator import ProcessCommunicator
+from ..messages.shared_objects import control_group, share_tensor
+from .overlap import overlap_calls
+from .states import ITEM_BYTES, Timed, state_calls
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+STATES = ("zero_gather", "zero_scatter")
+"""What ``fully_shard`` does with a block's parameters and gradients (``states``)."""
+OVERLAPPED = {overlapped(kind): kind for kind in STATE_COLLECTIVES}
+"""Kinds that measure what compute loses beside a collective of states (``overlap``), with
+that collective."""
+
+LEAST_SECONDS = 1e-7
+WARMUP_CALLS = 2
+LEAST_CALLS = 5
+MOST_CALLS = 200
+
+_AXIS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Transfers to measure: ``partition`` are the groups (for "p2p" pairs) of global ranks."""
+
+    kind: str
+    partition: tuple[tuple[int, ...], ...]
+    num_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTime:
+    """Seconds of one transfer of ``num_bytes`` (as ``collective_seconds`` counts them)."""
+
+    num_bytes: int
+    seconds: float
+    repeats: int
+
+
+class Meshes:
+    """Meshes made for measuring, once for each arrangement of ranks; ``close`` frees them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[str, DeviceMesh] = {}
+
+    def of(self, ranks: Sequence[Any], names: tuple[str, ...] | None = None) -> DeviceMesh:
+        """The mesh of an array of global ranks. Collective over all ranks."""
+        if (key := str(ranks)) not in self._made:
+            array = torch.tensor(ranks, dtype=torch.int)
+            self._made[key] = DeviceMesh(self._device.type, array, mesh_dim_names=names)
+        return self._made[key]
+
+    def close(self) -> None:
+        """Destroys the communicators that were made. Collective over all ranks."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        dist.barrier(group=control_group())
+        for mesh in self._made.values():
+            if mesh.get_coordinate() is not None:
+                for group in mesh.get_all_groups():
+                    if group is not dist.group.WORLD:
+                        dist.destroy_process_group(group)
+        self._made.clear()
+
+
+def measure_links(
+    links: Links,
+    *,
+    device: torch.device,
+    case_seconds: float,
+    until: Callable[[], bool],
+    meshes: Meshes,
+) -> Iterator[LinkTime]:
+    """The times of ``links``, smallest first. Collective over all ranks of the world.
+
+    ``until`` is asked before every size, on rank 0 alone: the others stop with it. The caller
+    closes ``meshes``.
+    """
+    run = message_call(links, device) if links.kind == "p2p" else _on_mesh(links, device, meshes)
+    for num_bytes in sorted(links.num_bytes):
+        if not agree(not until(), device):
+            return
+        call, base, actual_bytes = run(num_bytes)
+        seconds, repeats = median_seconds(call, device=device, case_seconds=case_seconds)
+        if base is not None:
+            seconds -= median_seconds(base, device=device, case_seconds=case_seconds)[0]
+        transfers = 2 if links.kind == "p2p" else 1
+        yield LinkTime(actual_bytes, max(seconds / transfers, LEAST_SECONDS), repeats)
+
+
+Prepared = Callable[[int], Timed]
+"""For a size: what to time, what to take off, and the bytes it really has."""
+
+
+def _on_mesh(links: Links, device: torch.device, meshes: Meshes) -> Prepared:
+    mesh = meshes.of(links.partition, ("groups", "members"))
+    if mesh.get_coordinate() is None:
+        base = _nothing if links.kind in ("zero_scatter", *OVERLAPPED) else None
+        return lambda num_bytes: (_nothing, base, num_bytes)
+    if links.kind in OVERLAPPED:
+        collective, group = OVERLAPPED[links.kind], mesh.get_group(_AXIS)
+        return lambda num_bytes: overlap_calls(collective, num_bytes, group, device)
+    if links.kind in STATES:
+        return lambda num_bytes: state_calls(links.kind, num_bytes, mesh["members"], device)
+    return _collective(links, mesh, device)
+
+
+def _collective(links: Links, mesh: DeviceMesh, device: torch.device) -> Prepared:
+    communicator, size = ProcessCommunicator(mesh), len(links.partition[0])
+
+    def prepared(num_bytes: int) -> Timed:
+        part = max(1, num_bytes // ITEM_BYTES // size)
+        whole_bytes = part * size * ITEM_BYTES
+        whole = torch.ones(size * part, device=device)
+        own = torch.ones(part, device=device)
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: communicator.all_reduce(whole, _AXIS),
+            "all_gather": lambda: communicator.all_gather(own, _AXIS, 0),
+            "reduce_scatter": lambda: communicator.reduce_scatter(whole, _AXIS, 0),
+            "all_to_all": lambda: communicator.all_to_all(whole.view(size, part), _AXIS, 0, 1),
+            "broadcast": lambda: dist.broadcast(whole, group=mesh.get_group(_AXIS), group_src=0),
+        }
+        return calls[links.kind], None, whole_bytes
+
+    return prepared
+
+
+def message_call(links: Links, device: torch.device) -> Prepared:
+    """For a size: a message of each pair there and back, at the same time."""
+    rank = dist.get_rank()
+    pair = next((pair for pair in links.partition if rank in pair), None)
+
+    def prepared(num_bytes: int) -> Timed:
+        numel = max(1, num_bytes // ITEM_BYTES)
+        if pair is None:
+            return _nothing, None, numel * ITEM_BYTES
+        tensor = torch.ones(numel, device=device)
+        first, second = pair
+
+        def there_and_back() -> None:
+            if rank == first:
+                dist.send(tensor, second)
+                dist.recv(tensor, second)
+            else:
+                dist.recv(tensor, first)
+                dist.send(tensor, first)
+
+        return there_and_back, None, numel * ITEM_BYTES
+
+    return prepared
+
+
+def _nothing() -> None:
+    return None
+
+
+def median_seconds(
+    call: Callable[[], object], *, device: torch.device, case_seconds: float
+) -> tuple[float, int]:
+    """The median of a call that all ranks make together: the slowest rank's, and the count.
+
+    As many calls as fit in ``case_seconds``, from ``LEAST_CALLS`` to ``MOST_CALLS``; a rank
+    with nothing to do counts as none.
+    """
+    watch = stopwatch(device.type)
+    for _ in range(WARMUP_CALLS):
+        call()
+    first = _slowest(watch.samples(call, 1)[0], device)
+    count = min(MOST_CALLS, max(LEAST_CALLS, int(case_seconds / max(first, 1e-6))))
+    dist.barrier(group=control_group())
+    return _slowest(median(watch.samples(call, count)), device), count
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    box = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return float(box)
+
+
+def agree(wanted: bool, device: torch.device) -> bool:
+    """What rank 0 wants, on every rank. Collective."""
+    return bool(share_tensor(torch.tensor(wanted, device=device).float()))
+
+
+def spread_partition(
+    partition: Sequence[Sequence[int]], world_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """The groups of a stage repeated over all ranks: the other stages talk at the same time.
+
+    >>> spread_partition(((0, 1),), 4), spread_partition(((0, 2), (1, 3)), 4)
+    (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    """
+    members = [rank for group in partition for rank in group]
+    first, width = min(members), max(members) - min(members) + 1
+    found = []
+    for shift in range(first % width, world_size - width + 1, width):
+        found += [tuple(rank - first + shift for rank in group) for group in partition]
+    return tuple(found) or tuple(tuple(group) for group in partition)
+
+
+def partition_of(
+    cluster: Cluster, kind: str, group: Group, partition: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """The ranks that are measured for a collective of ``group`` or a message: over all devices, as
+    other stages talk at the same time, but where devices are wired all of them as ``group`` is."""
+    is_wired, level = any(host.wires for host in cluster.hosts), level_of(group)
+    if kind != "p2p":
+        spread = spread_partition(partition, cluster.num_devices)
+        if not is_wired:
+            return spread
+        return tuple(own for own in spread if level_of(group_of(cluster, own)) == level)
+    if group.num_hosts > 1 or not is_wired:
+        hosts = [host.num_devices for host in cluster.hosts]
+        return neighbours(hosts, between_hosts=group.num_hosts > 1)
+    pairs = combinations(range(cluster.num_devices), 2)
+    return disjoint(pair for pair in pairs if level_of(group_of(cluster, pair)) == level)
+
+
+def disjoint(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The first of these pairs that share no rank.
+
+    >>> disjoint([(0, 1), (1, 2), (2, 3)])
+    ((0, 1), (2, 3))
+    """
+    found: list[tuple[int, int]] = []
+    for pair in pairs:
+        if not any(rank in other for rank in pair for other in found):
+            found.append(pair)
+    return tuple(found)
+
+
+def neighbours(host_sizes: Sequence[int], *, between_hosts: bool) -> tuple[tuple[int, ...], ...]:
+    """Pairs of ranks, each rank in one at most: within hosts, or of the first two hosts.
+
+    >>> neighbours((4, 4), between_hosts=False)
+    ((0, 1), (2, 3), (4, 5), (6, 7))
+    >>> neighbours((2, 2), between_hosts=True)
+    ((0, 2), (1, 3))
+    """
+    if between_hosts:
+        return tuple((i, host_sizes[0] + i) for i in range(min(host_sizes[:2])))
+    pairs, start = [], 0
+    for size in host_sizes:
+        pairs += [(start + i, start + i + 1) for i in range(0, size - 1, 2)]
+        start += size
+    return tuple(pairs)

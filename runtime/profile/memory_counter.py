@@ -1,0 +1,191 @@
+"""What a training step really takes: the bytes of a rank's tensors at their fullest moment.
+
+In: a step to run, and which tensors are parameters, gradients, optimizer states. Out: a
+``MemoryReport``. On a CPU every storage is counted from the op that makes it until it is
+freed (``passes.memory.storages``), in the allocator's multiples; on a GPU the allocator's own peak
+is read beside (``torch.cuda.max_memory_allocated``). What gloo or a kernel allocates for
+itself is not seen on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ...cost_model.ops.memory import allocated_bytes
+from ...passes.memory.storages import LiveBytes
+from ...passes.ops.collectives import local_tensor
+from ..parameters.zero import unsharded
+
+if TYPE_CHECKING:
+    from ..parameters.stage import StageModule
+    from ..step.trainer import Trainer
+
+Tensors = Mapping[str, Iterable[Tensor]]
+"""Tensors by category."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """The fullest moment of a step. ``peak_bytes`` is the sum of ``by_category``.
+
+    ``allocator_peak_bytes``: what the device's allocator says, None on a CPU.
+    ``between_bytes``: what is still alive when the step is done.
+    """
+
+    peak_bytes: int
+    by_category: Mapping[str, int]
+    between_bytes: int
+    allocator_peak_bytes: int | None = None
+
+
+def measure_peak(
+    step: Callable[[], object],
+    held: Callable[[], Tensors] = dict,
+    *,
+    device: torch.device | None = None,
+    watch: Callable[[LiveBytes], AbstractContextManager[object]] = nullcontext,
+    resizes: bool = True,
+) -> MemoryReport:
+    """Runs ``step`` once and says what it took.
+
+    ``held`` names the tensors there are, before and after the step: what it gives counts
+    even where no op of the step touches it. ``watch`` is entered around the step and may
+    name tensors meanwhile. A step that is measured should not be the first one: an optimizer
+    makes its states then. ``resizes``: see ``LiveBytes``.
+
+    >>> weight = torch.ones(1000, requires_grad=True)
+    >>> def step():
+    ...     weight.exp().sum().backward()
+    >>> found = measure_peak(step, lambda: {"parameters": [weight]})
+    >>> found.by_category["parameters"], found.by_category["activations"]
+    (4032, 4032)
+    """
+    is_cuda = device is not None and device.type == "cuda"
+    if is_cuda:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    step_bytes = allocated_bytes(1, "cuda" if is_cuda else "cpu")
+    live = LiveBytes(step_bytes=step_bytes, resizes=resizes)
+    with live, live.saving():
+        _mark(live, held())
+        with watch(live):
+            step()
+        _mark(live, held())
+    return MemoryReport(
+        live.peak_bytes,
+        {name: size for name, size in sorted(live.peak_by_category.items()) if size},
+        live.num_bytes,
+        torch.cuda.max_memory_allocated(device) if is_cuda else None,
+    )
+
+
+def _mark(live: LiveBytes, held: Tensors) -> None:
+    for category, tensors in held.items():
+        live.mark(tensors, category)
+
+
+def held_by(trainer: Trainer) -> Tensors:
+    """What a rank's trainer holds from step to step, and its gradients."""
+    found: dict[str, list[Tensor]] = {
+        "parameters": [], "master": [], "gradients": [], "optimizer": [], "buffers": []
+    }  # fmt: skip
+    for parameter in trainer.model.all_parameters():
+        is_own = parameter.leaf is None or parameter.has_copy
+        found["master" if is_own else "parameters"].append(parameter.local)
+        copies = (parameter.leaf, parameter.shard)
+        found["parameters"] += [local_tensor(each.detach()) for each in copies if each is not None]
+        gradients = [
+            parameter.gradient,
+            None if parameter.held.grad is None else local_tensor(parameter.held.grad),
+        ]
+        found["gradients"] += [each for each in gradients if each is not None]
+    for states in trainer.optimizer.state.values():
+        found["optimizer"] += [each for each in states.values() if isinstance(each, Tensor)]
+    for stage in trainer.model.stages.values():
+        found["buffers"] += list(stage.buffers())
+    return found
+
+
+def states_of(trainer: Trainer) -> dict[str, int]:
+    """Bytes of the memory that a rank's states take at this moment.
+
+    ``parameters`` are the copies that compute, gathered ones included, ``master`` those that the
+    optimizer steps, ``gradients`` also those that ZeRO 1 has yet to split. Memory counts once. A
+    reduce-scatter that is under way is waited for.
+    """
+    for stage in trainer.model.stages.values():
+        if stage.reductions is not None:
+            stage.reductions.finish()
+    tensors = {name: list(found) for name, found in held_by(trainer).items()}
+    for stage in trainer.model.stages.values():
+        for whole, gradient in unsharded(stage):
+            tensors["parameters"].append(whole)
+            tensors["gradients"] += [] if gradient is None else [gradient]
+    seen: set[int] = set()
+    found: dict[str, int] = {}
+    for category in ("master", "parameters", "gradients", "optimizer"):
+        storages = [local_tensor(each.detach()).untyped_storage() for each in tensors[category]]
+        new = {each._cdata: each.nbytes() for each in storages if each._cdata not in seen}
+        found[category], seen = sum(new.values()), seen | new.keys()
+    return found
+
+
+def states_before_last_backward(trainer: Trainer, inputs: Mapping[str, Tensor]) -> dict[str, int]:
+    """``states_of`` as a step's last backward begins: all that the step needs of states is there.
+
+    The step is made. Collective over all ranks; ``trainer`` has one stage on this rank, and
+    several micro-batches, or the gradients of none would be there.
+    """
+    (executor,) = trainer.runner.executors.values()
+    found: dict[str, int] = {}
+    run = executor.backward
+
+    def backward(unit: int, gradients: Mapping[str, Tensor], *, last: bool) -> dict[str, Tensor]:
+        if last:
+            found.update(states_of(trainer))
+        return run(unit, gradients, last=last)
+
+    executor.backward = backward  # type: ignore[method-assign]
+    try:
+        trainer.step(inputs)
+    finally:
+        del executor.backward
+    return found
+
+
+@contextmanager
+def _gathered(stages: Iterable[StageModule], live: LiveBytes) -> Iterator[None]:
+    """While inside, what ZeRO gathers of a block's parameters is told from activations."""
+
+    def mark(block: nn.Module, _: object) -> None:
+        live.mark((each for each in block.parameters()), "gathered", over=False)
+
+    blocks = [block for stage in stages for block in stage.blocks]
+    handles = [block.register_forward_pre_hook(mark) for block in blocks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def measure_step(trainer: Trainer, inputs: Mapping[str, Tensor]) -> MemoryReport:
+    """One step of a trainer on a global batch, counted. Collective over all ranks."""
+
+    def held() -> Tensors:
+        return {**held_by(trainer), "batch": list(inputs.values())}
+
+    return measure_peak(
+        lambda: trainer.step(inputs),
+        held,
+        device=trainer.device,
+        watch=partial(_gathered, trainer.model.stages.values()),
+        resizes=any(stage.zero for stage in trainer.model.stages.values()),
+    )

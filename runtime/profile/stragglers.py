@@ -1,0 +1,208 @@
+"""Which rank the others wait for, while training goes on.
+
+In: for how much of the time each rank works and does not wait for others, sampled, and for how
+much the plan predicts. Out: the slow rank, if one works much longer than its peers.
+
+A rank that is slow waits for nobody and everybody waits for it, whatever the plan: at each
+all-reduce under data parallelism, at each gather under ZeRO 3, at each message of a pipeline. So
+the time not spent waiting tells the rank apart, unlike the time of a forward or backward, which
+contains waits for others. Samples are of the host, which on a GPU runs ahead of the device: there
+they say nothing, and nothing is sampled.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import CodeType, FrameType
+
+import torch
+import torch.distributed as dist
+from torch import _ops
+from torch.distributed import _functional_collectives, distributed_c10d
+
+from ..messages.communicator import all_gather
+from ..messages.shared_objects import group_for
+
+SAMPLE_SECONDS = 0.02
+"""The time between two samples. One takes about 10 µs, during which the main thread stands."""
+WINDOW_SECONDS, WINDOW_STEPS = 4.0, 10
+"""Ranks are compared over at least so much time and so many steps. On two busy cores the shares of
+four equal ranks differ by up to 0.12 over 2 seconds; a single step may be anything."""
+CHECK_STEPS, FIRST_STEP = 5, 3
+"""Every how many steps ranks look whether the time is over, and the step before the first one
+that counts: the first steps make buffers, connections and the optimizer's state."""
+PEER_RATIO, PLANNED_RATIO = 1.4, 2.0
+"""How many times as long as the median a slow rank works: of ranks of the same stage, and of ranks
+of other stages, relative to what is planned, as predictions of stages are off by tens of percent.
+"""
+LEAST_DIFFERENCE = 0.15
+"""By this share of the time a slow rank works longer than the median."""
+WINDOWS = 2
+"""In so many windows in succession the same rank must be slow: one may be chance."""
+
+_BLOCKING_FILES = (distributed_c10d.__file__, _functional_collectives.__file__)
+_PASSED_THROUGH = (_ops.__file__, threading.__file__)
+"""Files whose frames say nothing: who called them does."""
+_waiting_places: dict[tuple[CodeType, int], bool] = {}
+
+
+def is_waiting(frame: FrameType) -> bool:
+    """Whether a thread whose innermost Python frame is ``frame`` waits for other ranks.
+
+    It does inside of the collectives of ``torch.distributed``, and on a line that calls ``wait``
+    of a collective's work.
+    """
+    inner: FrameType | None = frame
+    while inner is not None and inner.f_code.co_filename in _PASSED_THROUGH:
+        inner = inner.f_back
+    if inner is None:
+        return False
+    place = inner.f_code, inner.f_lasti
+    if place not in _waiting_places:
+        name, line = inner.f_code.co_filename, inner.f_lineno or 0
+        text = linecache.getline(name, line) if line else ""
+        _waiting_places[place] = name in _BLOCKING_FILES or ".wait()" in text
+    return _waiting_places[place]
+
+
+class WorkSampler:
+    """Samples whether the main thread works or waits; a context manager, on while inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._working = self._seconds = 0.0
+        self._watched = threading.main_thread().ident
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="work sampler", daemon=True)
+
+    def __enter__(self) -> WorkSampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        """A sample stands for the time since the one before, in which the process may have been
+        stopped."""
+        last = time.monotonic()
+        while not self._stopped.wait(SAMPLE_SECONDS):
+            frame = sys._current_frames().get(self._watched or 0)
+            now = time.monotonic()
+            is_working = frame is not None and not is_waiting(frame)
+            del frame
+            with self._lock:
+                self._seconds += now - last
+                self._working += (now - last) * is_working
+            last = now
+
+    def read(self) -> tuple[float, float]:
+        """The seconds of work since ``reset``, and all seconds."""
+        with self._lock:
+            return self._working, self._seconds
+
+    def reset(self) -> None:
+        with self._lock:
+            self._working = self._seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that the others wait for.
+
+    It waits for others for ``waits`` of the time, the median of those that it is compared with for
+    ``others_wait``: the other ranks of its stage (``is_of_stage``) or all others. It works
+    ``ratio`` times as long as they, relative to what is planned.
+    """
+
+    rank: int
+    waits: float
+    others_wait: float
+    ratio: float
+    is_of_stage: bool
+
+    def __str__(self) -> str:
+        others = "the other ranks of its stage" if self.is_of_stage else "the other ranks"
+        return (
+            f"rank {self.rank} is slow: it waits for others {self.waits:.0%} of the time, "
+            f"{others} wait {self.others_wait:.0%}"
+        )
+
+
+def find_straggler(
+    works: Sequence[float], planned: Sequence[float], stages: Sequence[Hashable]
+) -> Straggler | None:
+    """The rank that the others wait for, if there is one.
+
+    ``works`` and ``planned`` are the share of the time in which each rank does not wait for
+    others, measured and predicted; ``stages`` are what each rank works for. Ranks that the plan
+    leaves idle are not compared.
+
+    >>> find_straggler([0.5, 0.95, 0.45, 0.5], [0.9] * 4, [0] * 4).rank
+    1
+    >>> find_straggler([0.3, 0.9], [0.3, 0.9], [0, 1]) is None
+    True
+    """
+    ranks = [rank for rank, share in enumerate(planned) if share > 0]
+    found = [each for rank in ranks if (each := _compared(rank, ranks, works, planned, stages))]
+    return max(found, key=lambda each: each.ratio, default=None)
+
+
+def _compared(
+    rank: int,
+    ranks: Sequence[int],
+    works: Sequence[float],
+    planned: Sequence[float],
+    stages: Sequence[Hashable],
+) -> Straggler | None:
+    """``rank`` compared with the others of its stage, or else of other stages, where it is slow."""
+    others = [other for other in ranks if other != rank]
+    peers = [other for other in others if stages[other] == stages[rank]]
+    usual = median([works[other] / planned[other] for other in peers or others] or [float("inf")])
+    ratio = works[rank] / planned[rank] / max(usual, 1e-3)
+    others_work = median([works[other] for other in peers or others] or [1.0])
+    if ratio < (PEER_RATIO if peers else PLANNED_RATIO):
+        return None
+    if works[rank] - others_work < LEAST_DIFFERENCE:
+        return None
+    return Straggler(rank, 1 - works[rank], 1 - others_work, ratio, bool(peers))
+
+
+class StragglerWatch:
+    """Compares ranks window by window; the same on every rank."""
+
+    def __init__(self, planned: Sequence[float], stages: Sequence[Hashable]) -> None:
+        """See ``find_straggler``."""
+        self._planned, self._stages = planned, stages
+        self._slow_rank: int | None = None
+        self._num_windows = 0
+
+    def compare(self, times: Sequence[tuple[float, float]]) -> Straggler | None:
+        """The slow rank of a window, where it is to be named: in the second window in which it
+        was found, and then the fourth, the eighth …
+
+        ``times`` are the seconds of work and all seconds of each rank.
+        """
+        works = [working / seconds for working, seconds in times]
+        found = find_straggler(works, self._planned, self._stages)
+        if found is None or found.rank != self._slow_rank:
+            self._slow_rank = None if found is None else found.rank
+            self._num_windows = 0
+        self._num_windows += 1
+        is_power = self._num_windows & (self._num_windows - 1) == 0
+        return found if self._num_windows >= WINDOWS and is_power else None
+
+
+def gather_times(times: tuple[float, float]) -> list[tuple[float, float]]:
+    """Every rank's ``times``, in the order of the ranks. Collective over all ranks."""
+    own = torch.tensor(times, dtype=torch.float64)
+    found = own.new_empty(2 * dist.get_world_size())
+    all_gather(found, own, group=group_for(own))
+    return [(working, seconds) for working, seconds in found.view(-1, 2).tolist()]

@@ -1,0 +1,320 @@
+"""Forwards and backwards of global batches, each by the variant of the step that it fits.
+
+In: what a rank holds of the model (``RankModel``), the planned variant and its buckets. Out:
+``backward(batch)``, the loss of a batch, whose gradients are then complete, their norm, and a
+diagnosis, as ``TrainingStep`` asks for them. Variants of smaller batches are made when such a
+batch comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...passes.local.live_numbers import LiveNumbers
+from ...passes.programs.batch import Batch, filled
+from ...passes.programs.length_numbers import find_length_number
+from ...planner.errors import AutoparallelError
+from ...planner.padding import Padding, unpaddable
+from ...planner.replicas import placed_stages
+from ..data.batches import StepBatches
+from ..data.padded_batches import SequencePadding
+from ..data.share_batch import ShareBatch, gather_whole
+from ..data.variants import BatchShape, Variant, bucket_of, variant_of
+from ..messages.communicator import ProcessCommunicator
+from ..messages.exchange import Exchange
+from ..messages.local_transfer import Handover, split_boundaries
+from ..messages.ordered_channels import Lanes, check_lanes
+from ..messages.pending_results import Pending, Progress, end_before_exit
+from ..messages.shared_objects import gather_values, group_for
+from ..update.deferred_update import DeferredUpdate
+from ..update.optimizer import gradient_norm, published
+from .diagnosis import diagnosis
+from .executor import StageVariant
+from .pipeline import Hooks, PipelineRunner, StepMoments
+from .rank_model import RankModel
+from .training_step import Used
+
+
+class BatchRunner:
+    """Runs batches on one rank; ``shape`` is that of the variant that runs the last one."""
+
+    def __init__(
+        self,
+        model: RankModel,
+        buckets: Sequence[Variant],
+        *,
+        step_optimizer: Callable[[], None],
+        seed: int,
+        progress: Progress | None,
+    ) -> None:
+        """``buckets`` are the planned variant at shorter lengths. Asynchronous schedules call
+        ``step_optimizer`` in the middle of a step. Collective over all ranks."""
+        planned = model.planned
+        self.shape = planned.shape
+        self.batches = StepBatches(
+            model.program, model.plan, rank=model.rank, device=model.device, progress=progress
+        )
+        self.executors = {index: model.executor(index, seed) for index in model.stages}
+        self.model, self.device, self.progress = model, model.device, progress
+        self._step_optimizer = step_optimizer
+        self.before_first: Callable[[Mapping[str, Tensor]], None] | None = None
+        """Is called with the inputs of the first batch, before it is run."""
+        self.captures: Callable[[int], int] = lambda rows: 0
+        """Tells which capture of the model a batch of so many rows is computed by."""
+        self._deferred: DeferredUpdate | None = None
+        self._lanes = Lanes(model.device)
+        self._pad = SequencePadding(model.program.graph, self._check_length)
+        self._lengths = [each.shape.length for each in buckets if each.shape.length is not None]
+        own = {index: executor.variant for index, executor in self.executors.items()}
+        self._stage_variants: dict[BatchShape, Mapping[int, StageVariant]] = {self.shape: own}
+        self._pipelines = {self.shape: self._make_pipeline(planned)}
+        for bucket in buckets:
+            self.add(bucket)
+
+    def _check_length(self, length: int, paddings: Mapping[str, Padding]) -> None:
+        """Raise PlanError AP560 where the model makes numbers of the length of its sequences."""
+        program = self.model.program
+        if program.recapture is None:
+            return
+
+        def shorter(batch: Batch) -> Batch:
+            made = {}
+            for name, padding in paddings.items():
+                place = program.inputs[name]
+                value = place.read(batch)
+                for dim in padding.dims:
+                    value = value.narrow(dim, 0, length)
+                made[place.path] = place.given(value)
+            return filled(batch, made)
+
+        found = program.recapture(self.batches.global_rows, shorter)
+        node = find_length_number(program, found)
+        if node is not None:
+            raise unpaddable(node, "the model computes with a number that it makes of the length")
+
+    def add(self, variant: Variant, numbers: LiveNumbers | None = None) -> bool:
+        """Have batches run by another variant too, which reads its ``numbers`` anew each time.
+
+        Returns False where some rank's stage cannot read them so. Collective over all ranks.
+        """
+        found = {index: self.model.add_variant(variant, index, numbers) for index in self.executors}
+        if numbers is not None and not all(gather_values(None not in found.values())):
+            return False
+        self._stage_variants[variant.shape] = {
+            index: each for index, each in found.items() if each is not None
+        }
+        self._pipelines[variant.shape] = self._make_pipeline(variant)
+        return True
+
+    def _make_pipeline(self, variant: Variant) -> PipelineRunner:
+        """What runs a variant's steps. Collective over all ranks; raises as ``check_lanes``."""
+        model, stages = self.model, placed_stages(variant.plan)
+        crossing = [split_boundaries(each, stages) for each in variant.crossing()]
+        exchange = Exchange(
+            [sent for sent, _ in crossing], schedule=variant.schedule, stages=stages,
+            rank=model.rank, device=model.device, lanes=self._lanes, progress=self.progress,
+        )  # fmt: skip
+        check_lanes(*exchange.sequences())
+        handed = crossing[0][1]  # no schedule of slices has two stages on one rank
+        return PipelineRunner(
+            variant.schedule,
+            self.executors,
+            exchange,
+            handover=Handover(handed, stages=stages, rank=model.rank, device=model.device),
+            hooks=Hooks(
+                model.sum_tied,
+                self._update_early if variant.schedule.is_asynchronous else None,
+                self.progress,
+            ),
+        )
+
+    def _update_early(self) -> None:
+        """An update in the middle of a step, of this rank's only stage."""
+        (executor,) = self.executors.values()
+        executor.update(self._step_optimizer)
+
+    def backward(
+        self,
+        inputs: Mapping[str, Tensor],
+        *,
+        scale: Tensor | float = 1.0,
+        accumulates: bool = False,
+        is_last: bool = True,
+    ) -> Tensor:
+        """The loss; every parameter's gradient is complete afterwards, if this ``is_last``.
+
+        Gradients are those of the loss times ``scale``, added to those that are there if this
+        ``accumulates``. By an asynchronous schedule the weights are updated as well.
+
+        Raises as ``fit`` does.
+        """
+        batch = self.fit(inputs)
+        for executor in self.executors.values():
+            executor.loss_scale, executor.keeps_gradients = scale, accumulates
+            executor.defers = self._deferred is not None
+        loss = self._pipelines[self.shape].step(batch, reduces=is_last)
+        for executor in self.executors.values():
+            executor.keeps_gradients = False
+        if self._deferred is not None and is_last:
+            self._deferred.begin()
+        return loss
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """While inside, a batch updates nothing and counts for nothing."""
+        deferred, self._deferred = self._deferred, None
+        try:
+            yield
+        finally:
+            self._deferred = deferred
+            self.batches.forget()
+
+    def defer_updates(self, optimizer: Optimizer | None) -> None:
+        """Have steps leave their updates to the next forward, where the plan says so, or not
+        (None)."""
+        self.settle()
+        self._deferred = None
+        if optimizer is None or len(self.executors) != 1:
+            return
+        (executor,) = self.executors.values()
+        others = tuple(r for r in range(dist.get_world_size()) if r != self.model.rank)
+        words = "waiting for the sums of gradients", others
+        tell = (lambda: None) if self.progress is None else partial(self.progress, *words)
+        self._deferred = executor.deferred_update(optimizer, tell)
+
+    def settle(self) -> None:
+        """Make what is left of the last update: parameters are as they are after it."""
+        if self._deferred is not None:
+            self._deferred.settle()
+
+    def set_clock(self, clock: Callable[[], Any] | None) -> None:
+        """Have steps note when each action begins and ends, or no longer."""
+        for pipeline in self._pipelines.values():
+            pipeline.clock = clock
+
+    @property
+    def moments(self) -> StepMoments | None:
+        """When the actions of the last batch were, where there is a clock."""
+        return self._pipelines[self.shape].moments
+
+    def fit(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A step's batch in the shapes of a variant: shorter sequences are padded.
+
+        ``inputs`` are the global batch or this rank's share of it. The executors run it at the
+        shortest bucket that it fits, and a batch of fewer rows than planned by programs of its
+        own. Collective over all ranks.
+
+        Raises as ``StepBatches.take`` does; UsageError AP130 for a batch of other shapes than the
+        plan's, AP836 for a smaller one that the plan cannot run, and PlanError AP560 where
+        padding would change the result.
+        """
+        if self.before_first is not None and torch.is_grad_enabled():
+            check, self.before_first = self.before_first, None
+            check(inputs)
+        batch, rows = self.batches.take(inputs)
+        is_smaller = rows != self.batches.global_rows
+        capture = self.captures(rows)
+        is_planned = not (is_smaller or capture)
+        length = bucket_of(self._lengths, self._length(batch)) if is_planned else None
+        padded = self._pad(batch)
+        if isinstance(batch, ShareBatch):
+            padded = ShareBatch(padded, batch.held, batch.dims)
+        self.batches.check_shapes(padded, rows)
+        self.shape = BatchShape(rows, length, capture)
+        if self.shape not in self._pipelines:
+            self.add(variant_of(self.model.program_of(rows), self.batches.batch(rows).plan))
+        for index, executor in self.executors.items():
+            executor.use(self._stage_variants[self.shape][index])
+            if isinstance(padded, ShareBatch):
+                self._gather(padded, index)
+        return padded
+
+    def _length(self, batch: Mapping[str, Tensor]) -> int | None:
+        """The positions of a batch that is shorter than planned; of shares the most."""
+        if not self._lengths:
+            return None
+        length = self._pad.length(batch)
+        if batch and not isinstance(batch, ShareBatch):
+            return length
+        planned = self._pad.planned
+        own = 0 if not batch else planned if length is None else length
+        longest = torch.tensor(own)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group_for(longest))
+        return int(longest)
+
+    def _gather(self, batch: ShareBatch, index: int) -> None:
+        """Completes the inputs of which a stage needs all rows. Collective over the stage."""
+        rows = self.batches.batch(self.shape.rows).rows[self.model.planned.schedule.part(index)]
+        if rows is not None:
+            program = self.executors[index].program
+            communicator = ProcessCommunicator(self.model.stages[index].device_mesh)
+            part = rows.part(program.mesh, program.coordinates)
+            gather_whole(batch, rows, part, communicator, self.model.device)
+
+    def refresh_constants(self) -> None:
+        """Compute with the constants as the model's buffers now make them."""
+        for executor in self.executors.values():
+            executor.refresh_constants()
+
+    def forget_constants(self, rows: int, capture: int) -> None:
+        """Have the constants of a capture computed again when it runs next."""
+        for executor in self.executors.values():
+            executor.forget_constants(rows, capture)
+
+    def publish_later(self, later: bool) -> None:
+        """Whether the caller publishes gradients that the optimizer gets as copies."""
+        for executor in self.executors.values():
+            executor.publishes_later = later
+
+    def norm(self) -> Pending:
+        """The norm of the complete gradient. Collective over all ranks."""
+        if self._deferred is not None:
+            return self._deferred.norm
+        own = self.model.own_parameters()
+        norm = gradient_norm(own, device=self.device, progress=self.progress)
+        end_before_exit("norm", norm.arrival)
+        return norm
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the gradients that the optimizer reads."""
+        return published(self.model.all_parameters())
+
+    def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
+        """The error that says where the first value came from that is not finite. Collective."""
+        return diagnosis(self, batches)
+
+    @property
+    def updates_itself(self) -> bool:
+        """Whether the weights are updated without the trainer: in the middle of a step, by the
+        schedule, or in the next step's forward."""
+        return self._deferred is not None or self.model.planned.schedule.is_asynchronous
+
+    @property
+    def batches_begun(self) -> int:
+        """How many batches were run: they decide the random numbers of the next one."""
+        return next((e.steps_begun for e in self.executors.values()), 0)
+
+    @batches_begun.setter
+    def batches_begun(self, count: int) -> None:
+        for executor in self.executors.values():
+            executor.steps_begun = count
+
+    def draws(self) -> dict[str, int] | None:
+        """What decides the random numbers of the next batch; None of a rank that is idle."""
+        for executor in self.executors.values():
+            return {"seed": executor.seed, "steps_begun": executor.steps_begun}
+        return None
+
+    def take_draws(self, draws: Mapping[str, Any], steps_begun: int) -> None:
+        """Go on with the random numbers of ``draws``; ``steps_begun`` where it lacks that."""
+        self.batches_begun = draws.get("steps_begun", steps_begun)
+        for executor in self.executors.values():
+            executor.seed = draws.get("seed", executor.seed)

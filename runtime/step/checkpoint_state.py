@@ -1,0 +1,127 @@
+"""What a checkpoint holds of a trainer's rank, and of a plain module.
+
+In: a ``RankModel``, or a module in one process. Out: a ``TrainingState`` over their memory. Both
+have the names and shapes of the model's ``state_dict``, so that either loads the other's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...passes.initialization import deferred_init
+from ...passes.programs.program import Program
+from ...planner.plan_file import dumps
+from ..checkpoint.checkpoint import Slot, TrainingState
+from ..checkpoint.parts import GENERATORS, Generators, Stateful
+from ..parameters.initial_values import Weights
+from ..parameters.pretrained import Pretrained
+
+if TYPE_CHECKING:
+    from .rank_model import RankModel
+
+
+def rank_state(
+    model: RankModel,
+    optimizer: Optimizer | None,
+    parts: Mapping[str, Stateful],
+    *,
+    draws: Mapping[str, int] | None,
+    optional: Container[str] = (),
+) -> TrainingState:
+    """What this rank holds. ``draws`` decides the random numbers of the next batch; ``optional``:
+    the parts that a checkpoint may lack."""
+    persistent = model.persistent
+    slots = [Slot({}, model.untrained)]
+    changing: set[str] = set()
+    for stage in model.stages.values():
+        parameters: dict[str, Tensor] = {
+            name: parameter.master for name, parameter in stage.by_name.items()
+        }
+        held = set(stage.program.buffers)
+        updated = set(stage.program.updates)
+        changing |= updated & set(persistent)
+        slots.append(
+            Slot(
+                parameters,
+                stage.distributed_buffers(sorted(held & set(persistent))),
+                stage.distributed_buffers(sorted(updated - set(persistent))),
+            )
+        )
+    leaves = {name: tensor for name, tensor in model.leaves.items() if name in persistent}
+    slots.append(Slot({}, leaves))
+    own = {parameter.name for parameter in model.own_parameters()}
+    return TrainingState(
+        shapes=persistent,
+        slots=tuple(slots),
+        beside=model.beside,
+        aliases=model.program.graph.tied,
+        written=frozenset(own | changing | set(model.untrained)),
+        optimizer=optimizer,
+        parts={GENERATORS: Generators(model.device), **parts},
+        optional=frozenset((GENERATORS, *(name for name in parts if name in optional))),
+        facts={"plan": json.loads(dumps(model.plan)), "draws": draws},
+    )
+
+
+def module_state(
+    module: nn.Module, optimizer: Optimizer | None, parts: Mapping[str, Stateful]
+) -> TrainingState:
+    """What a process holds that trains ``module`` alone."""
+    shapes = persistent_shapes(module)
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in _named(module):
+        if id(tensor) in first:
+            aliases[name] = first[id(tensor)]
+        first.setdefault(id(tensor), name)
+    buffers = {name: each.detach() for name, each in module.named_buffers()}
+    slot = Slot(
+        dict(module.named_parameters()),
+        {name: buffer for name, buffer in buffers.items() if name in shapes},
+        {name: buffer for name, buffer in buffers.items() if name not in shapes},
+    )
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    return TrainingState(
+        shapes=shapes,
+        slots=(slot,),
+        aliases=aliases,
+        optimizer=optimizer,
+        parts={GENERATORS: Generators(device), **parts},
+    )
+
+
+def untrained_names(program: Program, weights: Weights) -> list[str]:
+    """The names of the model's ``state_dict`` that no stage trains or changes; without the
+    further names of tied tensors."""
+    graph = program.graph
+    trained = {node.name for node in graph.nodes if node.kind == "parameter"} | set(graph.updates)
+    given = weights.rest if isinstance(weights, Pretrained) else weights
+    known = dict(_named(given.model)) if isinstance(given, deferred_init.Deferred) else given
+    return [
+        name
+        for name in persistent_shapes(program.model)
+        if name not in trained and name not in graph.tied and name in known
+    ]
+
+
+def persistent_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The parameters and buffers of a module's ``state_dict``, tied ones under all names."""
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, each in module.named_modules(remove_duplicate=False)
+        for name in each._non_persistent_buffers_set
+    }
+    return {name: tuple(t.shape) for name, t in _named(module) if name not in transient}
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, tied ones under all names."""
+    named: Any = (module.named_parameters, module.named_buffers)
+    for each in named:
+        yield from each(remove_duplicate=False)

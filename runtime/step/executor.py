@@ -1,0 +1,437 @@
+"""Running one stage on one rank: the forwards and backwards of a step's micro-batches.
+
+In: the global batch, values received from other stages. Out: values and gradients to send,
+the loss, and, after ``finish_step``, every parameter's gradient ready for the optimizer.
+The order of the calls is the schedule's business; any order in which a micro-batch's
+forward comes before its backward works, with any number in flight.
+
+What is run at once is a unit: a micro-batch, or a slice of its sequences. Unit
+``m * num_slices + j`` is slice ``j`` of micro-batch ``m``. The keys and values that a slice's
+attention has seen are an input of the next slice; their gradient comes back from that slice's
+backward, which therefore runs first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.optim import Optimizer
+
+from ...cost_model.simulator.actions import BACKWARD, FORWARD
+from ...passes.ops.random_ops import step_key
+from ...planner.graph import Node
+from ...planner.layout import local_region
+from ..data.rank_batch import batch_rows, local_part, step_inputs
+from ..data.share_batch import ShareBatch
+from ..messages.device_queue import queue_of
+from ..parameters.stage import StageModule
+from ..parameters.weight_versions import WeightVersions
+from ..parameters.zero import (
+    begin_backward,
+    begin_input_backward,
+    begin_step,
+    finish_weight_backward,
+    reduce_finished,
+)
+from ..update.deferred_update import DeferredUpdate
+from ..update.gradients import GradientReducer, PlannedSums
+
+if TYPE_CHECKING:
+    from ...passes.local.stage_program import StageProgram
+    from ...planner.pricing.sequence_slices import Carried
+
+
+Constants = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+"""Whole values by name: of a program's constants, and of the leaves of its counting. The two
+differ where a rank has rows of its own."""
+
+ReadConstants = Callable[["StageVariant", "StageProgram"], Constants]
+"""The constants of a stage's program in a variant of the step."""
+
+
+def no_constants(variant: StageVariant, program: StageProgram) -> Constants:
+    """Return the constants of a model that has none."""
+    return {}, {}
+
+
+@dataclass(frozen=True, slots=True)
+class StageVariant:
+    """What a stage runs in one variant of the step (``runtime.data.variants``).
+
+    ``parts`` are the numbers of the stage's programs that run a micro-batch, one after another;
+    ``carried`` goes from each to the next. ``rows`` are those of the global batch and ``capture``
+    the number of the model's capture: where both are equal the constants are.
+    Asynchronous schedules make ``num_updates`` in a step.
+    """
+
+    num_microbatches: int
+    parts: tuple[int, ...] = (0,)
+    carried: tuple[Carried, ...] = ()
+    rows: int = 0
+    capture: int = 0
+    num_updates: int = 1
+
+    @property
+    def per_update(self) -> int:
+        """How many micro-batches make an update."""
+        return self.num_microbatches // self.num_updates
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """What a micro-batch keeps from its forward to its backward.
+
+    Of what it made only the place in autograd's graph, so that what was sent is freed.
+    """
+
+    received: Mapping[str, Tensor]
+    outputs: Mapping[str, GradientEdge]
+    loss: Tensor | None
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What passes from slice to slice of a micro-batch: keys and values, and their gradients."""
+
+    made: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+class StageExecutor:
+    """One rank's part of a stage.
+
+    A step is ``begin_step``, then ``forward`` and ``backward`` for each micro-batch (the
+    last backward with ``last=True``), then ``finish_step``, then the optimizer's ``step``. A
+    backward may come in two halves, ``backward_inputs`` and ``backward_weights``.
+    """
+
+    def __init__(
+        self,
+        stage: StageModule,
+        planned: StageVariant,
+        read_constants: ReadConstants = no_constants,
+        *,
+        seed: int = 0,
+        versions: WeightVersions | None = None,
+        sums: PlannedSums = PlannedSums(),  # noqa: B008 - frozen
+    ) -> None:
+        """Steps run ``planned`` until ``use`` chooses another variant.
+
+        ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues
+        another one sets ``steps_begun`` to that one's. Asynchronous schedules update the
+        weights in the middle of a step and compute with ``versions`` of them. While it ``defers``,
+        a step's end waits for no sums of gradients (``deferred_update``). Gradients are
+        those of the loss times ``loss_scale``; while ``keeps_gradients`` a step adds its own to
+        those that are there, which no ``finish_step`` may have completed. With ``publishes_later``
+        the caller publishes the gradients that the optimizer gets as copies (``PartedUpdate``).
+        """
+        self.stage = stage
+        self.versions = versions
+        self.seed = seed
+        self.steps_begun = 0
+        self.loss_scale: Tensor | float = 1.0
+        self.keeps_gradients = False
+        self.defers = False
+        self.publishes_later = False
+        self.parameters = stage.by_name
+        self._read_constants = read_constants
+        self._constants_of: dict[tuple[int, int], Constants] = {}
+        self._planned = planned
+        self.use(planned)
+        self._counts: list[Mapping[str, Tensor | None]] = []
+        self._is_updated = False
+        self._reducer = GradientReducer(self.parameters.values(), stage.device_mesh, sums)
+        self._reducer.attach(self.parameters.values())
+        self._batch: Mapping[str, Tensor] = {}
+        self._queue = queue_of(stage.device)
+        self._inputs: dict[int, dict[str, Tensor]] = {}
+        self._in_flight: dict[int, _InFlight] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._sequences: dict[int, _Sequence] = defaultdict(_Sequence)
+
+    def use(self, variant: StageVariant) -> None:
+        """Have the next steps run ``variant``, whose programs the stage has."""
+        self.variant = variant
+        self.program = self.stage.programs[variant.parts[0]]
+        key = variant.rows, variant.capture
+        if key not in self._constants_of:
+            whole, counted = self._read_constants(variant, self.program)
+            counting = self.program.counting
+            leaves = counting.leaves if counting is not None else ()  # no other stays whole
+            counted = {name: counted[name] for name in leaves}
+            self._constants_of[key] = self._local_constants(whole), counted
+        self._constants, self._whole = self._constants_of[key]
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.variant.num_microbatches
+
+    def refresh_constants(self) -> None:
+        """Read the constants again, which may have changed; steps run the planned variant."""
+        self._constants_of.clear()
+        self.use(self._planned)
+
+    def forget_constants(self, rows: int, capture: int) -> None:
+        """Have the constants of a capture read again when a batch of ``rows`` runs by it."""
+        self._constants_of.pop((rows, capture), None)
+
+    def _local_constants(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        mesh, coordinates = self.program.mesh, self.program.coordinates
+        return {
+            name: local_part(
+                whole[name],
+                local_region(held.spec.shape, held.layout, mesh, coordinates),
+                held.spec.dtype,
+                self.stage.device,
+            )
+            for name, held in self.program.constants.items()
+        }
+
+    def begin_step(self, batch: Mapping[str, Tensor], *, forgets_gradients: bool = True) -> None:
+        """Start a step on the global ``batch``; forget the gradients of the one before, unless
+        they are kept."""
+        self._batch = batch
+        self._inputs.clear()  # before its memory is taken anew
+        programs = [self.stage.programs[part] for part in self.variant.parts]
+        self._inputs = step_inputs(batch, programs, self.num_microbatches, self._queue)
+        self.program.draws.key = step_key(self.seed, self.steps_begun)
+        self.steps_begun += torch.is_grad_enabled()
+        self._in_flight.clear()
+        self._losses.clear()
+        self._sequences.clear()
+        if self.stage.weight_gradients is not None:
+            self.stage.weight_gradients.clear()
+        self.stage.keep_buffers()
+        self._counts = list(self._counted())
+        if forgets_gradients and not self.keeps_gradients:
+            self.zero_grad()
+        if not self.keeps_gradients:
+            begin_step(self.stage)
+            for parameter in self.parameters.values():
+                if parameter.is_stale or not (self.publishes_later and parameter.formats.offloads):
+                    parameter.refresh()
+        if self.versions is not None:
+            self.versions.begin()
+
+    def _counted(self) -> Iterator[Mapping[str, Tensor | None]]:
+        """For each update, what its micro-batches must know of each other.
+
+        None for a count that takes rows of other ranks: the loss sums it over them.
+        """
+        counting, batch = self.program.counting, self._batch
+        if counting is not None and isinstance(batch, ShareBatch):
+            read = {node.name for node in counting.inputs if node.name in batch.dims}
+            if not batch.held.is_whole and read - batch.whole.keys():
+                yield dict.fromkeys(loss.key for loss in counting.losses)
+                return
+        values = {} if counting is None else self._counted_inputs(counting.inputs)
+
+        def value_of(node: Node, microbatch: int) -> Tensor:
+            if node.kind != "input":
+                return self._whole[node.name].to(self.stage.device)
+            return values[node.name, microbatch]
+
+        for first in range(0, self.num_microbatches, self.variant.per_update):
+            yield {} if counting is None else counting.evaluate(value_of, first)
+
+    def _counted_inputs(self, nodes: Iterable[Node]) -> dict[tuple[str, int], Tensor]:
+        """Every micro-batch's whole value of the inputs that the stage's counting reads."""
+        count = self.num_microbatches
+        units = [(node, m) for node in nodes if node.kind == "input" for m in range(count)]
+        parts = []
+        for node, microbatch in units:
+            rows = batch_rows(self._batch, node.name, node.spec, microbatch, count)
+            whole = tuple((0, size) for size in node.spec.shape)
+            parts.append(local_part(rows, whole, node.spec.dtype))
+        copies = self._queue.to_device(parts)
+        return {(node.name, m): copy for (node, m), copy in zip(units, copies, strict=True)}
+
+    def forward(self, unit: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run a unit forward; returns the values that other stages get, by key.
+
+        ``received`` has this rank's part of every value from other stages, by key.
+        """
+        microbatch, at = divmod(unit, len(self.variant.parts))
+        program, sequence = self.stage.programs[self.variant.parts[at]], self._sequences[microbatch]
+        leaves = {
+            boundary.key: received[boundary.key]
+            .detach()
+            .requires_grad_(boundary.spec.requires_grad)
+            for boundary in program.receives
+        }
+        if at:
+            for each in self.variant.carried:
+                leaves[each.earlier] = sequence.made.pop(each.made).requires_grad_()
+        outputs = self.run(unit, leaves)
+        for each in self.variant.carried:
+            sequence.made[each.made] = outputs[each.made].detach()
+        if torch.is_grad_enabled():
+            self._in_flight[unit] = self._kept(leaves, outputs)
+        if program.loss is not None:
+            self._losses[unit] = self.loss_part(outputs[program.loss].detach())
+        return {boundary.key: outputs[boundary.key].detach() for boundary in program.sends}
+
+    def run(self, unit: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All that leaves the stage in a unit's forward, by key, with its graph."""
+        microbatch, at = divmod(unit, len(self.variant.parts))
+        self.program.draws.microbatch = microbatch
+        if self.versions is not None:
+            self.versions.use(FORWARD, microbatch)
+        counts = self._counts[microbatch // self.variant.per_update]
+        values = {**self._constants, **counts, **self._inputs.pop(unit), **received}
+        outputs: dict[str, Tensor] = self.stage(values, self.variant.parts[at])
+        return outputs
+
+    def _kept(self, leaves: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> _InFlight:
+        edges = {key: get_gradient_edge(o) for key, o in outputs.items() if o.requires_grad}
+        return _InFlight(leaves, edges, None if self.program.loss is None
+                         else outputs[self.program.loss])  # fmt: skip
+
+    def backward(
+        self, unit: int, gradients: Mapping[str, Tensor], *, last: bool
+    ) -> dict[str, Tensor]:
+        """Run a unit backward; returns the gradients of the received values, by key.
+
+        ``gradients`` has, by key, the gradient of each value sent, summed over the stages
+        that got it. ``last`` says that no other backward of this step follows.
+        """
+        if self.stage.weight_gradients is not None:
+            received = self.backward_inputs(unit, gradients)
+            self.backward_weights(unit, last=last)
+            return received
+        if self.versions is not None:
+            self.versions.use(BACKWARD, unit)
+        if self._is_updated:
+            self.zero_grad()
+        begin_backward(self.stage, last=last)
+        self._reducer.begin_backward(last=last)
+        return self._run_backward(unit, gradients)
+
+    def backward_inputs(self, unit: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The half of ``backward`` that others wait for; ``backward_weights`` is the other.
+
+        The stage must have been made with ``splits_backward``.
+        """
+        assert self.stage.weight_gradients is not None
+        begin_input_backward(self.stage)
+        self._reducer.begin_backward(last=False)
+        with self.stage.weight_gradients.collecting(unit):
+            return self._run_backward(unit, gradients)
+
+    def backward_weights(self, unit: int, *, last: bool) -> None:
+        """Compute the gradients of weights that ``backward_inputs`` has put off."""
+        assert self.stage.weight_gradients is not None
+        begin_backward(self.stage, last=last)
+        self._reducer.begin_backward(last=last, among=self.stage.deferred)
+        self.stage.weight_gradients.run(unit, partial(reduce_finished, self.stage))
+        finish_weight_backward(self.stage)
+
+    def _run_backward(self, unit: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        flight, variant = self._in_flight.pop(unit), self.variant
+        sequence = self._sequences[unit // len(variant.parts)]
+        gradients = {**gradients, **sequence.gradients}
+        edges, grads = [], []
+        for key, edge in flight.outputs.items():
+            gradient = gradients.get(key)
+            if key == self.program.loss:
+                assert flight.loss is not None
+                share = torch.full_like(flight.loss, 1.0 / variant.per_update) * self.loss_scale
+                gradient = share if gradient is None else gradient + share
+            if gradient is not None:
+                edges.append(edge)
+                grads.append(gradient)
+        torch.autograd.backward(edges, grads)
+        received = {
+            key: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for key, leaf in flight.received.items()
+            if leaf.requires_grad
+        }
+        sequence.gradients = {
+            each.made: received.pop(each.earlier)
+            for each in variant.carried
+            if each.earlier in received
+        }
+        return received
+
+    def loss(self, microbatch: int) -> Tensor | None:
+        """This rank's part of a micro-batch's loss, or None where another stage computes it.
+
+        The parts of a stage's ranks add up to the loss, and so do those of slices.
+        """
+        count = len(self.variant.parts)
+        units = range(microbatch * count, (microbatch + 1) * count)
+        parts = [self._losses[unit] for unit in units if unit in self._losses]
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def loss_part(self, loss: Tensor) -> Tensor:
+        """This rank's part of a loss that it holds: 0 where another rank counts for it."""
+        assert self.program.loss is not None
+        layout = self.program.layouts[self.program.loss]
+        counts = all(
+            placement.kind == "P" or position == 0
+            for placement, position in zip(layout, self.program.coordinates, strict=True)
+        )
+        return loss if counts else torch.zeros_like(loss)
+
+    def mean_loss(self) -> Tensor | None:
+        """This rank's part of the step's loss: the mean over the micro-batches run so far."""
+        losses = map(self.loss, range(self.num_microbatches))
+        found = [loss for loss in losses if loss is not None]
+        return torch.stack(found).mean() if found else None
+
+    def begin_reduction(self) -> None:
+        """Before a step's only backward, where autograd starts it: sums begin as it goes."""
+        self._reducer.begin_backward(last=True)
+
+    def finish_step(self) -> None:
+        """After the last backward: complete the gradient sums and hand them to the optimizer.
+
+        Collective over the stage; a stage that ``defers`` its update only begins the sums. What
+        several stages hold is yet to be summed over these (``runtime.parameters.tied_parameters``).
+        """
+        if self.stage.reductions is not None:
+            self.stage.reductions.finish()
+        if self.defers:
+            self._reducer.launch_all()
+        else:
+            self._reducer.finish()
+        if not self._in_flight:
+            self.stage.keep_buffers()
+        if not self.defers:
+            for parameter in self.parameters.values():
+                if not (self.publishes_later and parameter.casts_gradient):
+                    parameter.publish()
+
+    def deferred_update(
+        self, optimizer: Optimizer, tell: Callable[[], None]
+    ) -> DeferredUpdate | None:
+        """What updates the stage's parameters as the next forward comes to them; None where the
+        plan sums gradients in backward order."""
+        self.stage.before_block = lambda block: None
+        if not self._reducer.can_defer:
+            return None
+        deferred = DeferredUpdate(self._reducer, optimizer, tell=tell)
+        self.stage.before_block = deferred.before_block
+        return deferred
+
+    def update(self, step: Callable[[], None]) -> None:
+        """Run the optimizer's ``step`` in the middle of a step, after ``finish_step``.
+
+        The gradients stay until the next backward.
+        """
+        assert self.versions is not None
+        self.versions.update(step)
+        self._is_updated = True
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self._is_updated = False
+        for parameter in self.parameters.values():
+            parameter.zero_grad()

@@ -1,0 +1,231 @@
+"""What one rank holds of a model: its stages' programs, parameters, buffers and constants.
+
+In: the planned variant of the step, and the initial weights. Out: the modules of this rank's
+stages with this rank's shards, and, by the model's own names, all that training, checkpoints and
+comparisons read of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...passes.local.live_numbers import LiveNumbers, make_live
+from ...passes.local.stage_program import StageProgram
+from ...passes.programs.program import Program
+from ...planner.plan import Plan
+from ...planner.plan_schedule import splits_backward
+from ...planner.replicas import placed_stages
+from ..data.small_batches import refused_batch
+from ..data.variants import Variant, stage_programs
+from ..messages.communicator import ProcessCommunicator
+from ..messages.process_mesh import build_meshes, stages_of_rank
+from ..parameters.compiling import BlockCompiler
+from ..parameters.initial_values import Weights, constants_of, fill_stages, whole_tensors
+from ..parameters.parameters import StageParameter
+from ..parameters.stage import StageModule
+from ..parameters.tied_parameters import find_tied
+from ..parameters.weight_versions import WeightVersions
+from ..update.gradients import PlannedSums
+from .checkpoint_state import persistent_shapes, untrained_names
+from .executor import Constants, StageExecutor, StageVariant
+
+
+class RankModel:
+    """``stages`` are those that this rank works for, none if the plan leaves it idle.
+
+    ``parameters`` has each parameter once; two of the stages may both hold it. ``leaves`` are the
+    whole values of the buffers that constants read. ``untrained`` is, on rank 0, what training
+    leaves alone of the model's ``state_dict``, whose shapes are ``persistent``; ``beside`` has the
+    parameters among it that a script has.
+    """
+
+    def __init__(
+        self,
+        planned: Variant,
+        weights: Weights,
+        *,
+        device: torch.device,
+        progress: Callable[..., None] | None = None,
+        meshes: Mapping[int, DeviceMesh] | None = None,
+    ) -> None:
+        """Collective over all ranks, unless the ``meshes`` of the stages are given."""
+        self.planned, self.program, self.plan = planned, planned.program, planned.plan
+        self._programs = {(self.plan.model.global_batch, 0): self.program}
+        self.device, self.rank = device, dist.get_rank()
+        compiler = BlockCompiler() if self.plan.compiled else None
+        if meshes is None:
+            meshes = build_meshes(self.plan, device.type)
+        self.stages = {
+            index: self.make_stage(index, ProcessCommunicator(meshes[index]), compiler)
+            for index in stages_of_rank(self.plan, self.rank)
+        }
+        read = fill_stages(self.stages.values(), weights, self.program, progress)
+        self.leaves = {name: tensor.clone() for name, tensor in read.items()}
+        self.parameters: dict[str, StageParameter] = {}
+        for parameter in self.all_parameters():
+            self.parameters.setdefault(parameter.name, parameter)
+        self.tied = find_tied({index: stage.by_name for index, stage in self.stages.items()})
+        names = untrained_names(self.program, weights) if self.rank == 0 else ()
+        self.untrained = whole_tensors(names, weights)
+        self.persistent = persistent_shapes(self.program.model)
+        self.beside: dict[str, nn.Parameter] = {}
+
+    def make_stage(
+        self, index: int, communicator: ProcessCommunicator, compiler: BlockCompiler | None
+    ) -> StageModule:
+        """A stage's module, without values; its ops are compiled if there is a ``compiler``."""
+        own = placed_stages(self.plan)[index]
+        first, *others = stage_programs(
+            self.planned, index, communicator=communicator,
+            coordinates=own.mesh.coordinates(own.devices.index(self.rank)),
+        )  # fmt: skip
+        stage = StageModule(
+            first, communicator.device_mesh, zero=own.zero, device=self.device,
+            precision=self.plan.model.precision, states=self.plan.states, compiler=compiler,
+            splits_backward=splits_backward(self.planned.schedule, index),
+        )  # fmt: skip
+        for program in others:
+            stage.add_program(program)
+        return stage
+
+    def add_variant(
+        self, variant: Variant, index: int, numbers: LiveNumbers | None = None
+    ) -> StageVariant | None:
+        """Have a stage run another variant too, over the same parameters.
+
+        Returns None where the stage holds other shards than it wants, or where it computes with a
+        consequence of one of its ``numbers``.
+        """
+        stage = self.stages[index]
+        programs = stage_programs(
+            variant, index, communicator=ProcessCommunicator(stage.device_mesh),
+            coordinates=stage.program.coordinates, draws=stage.program.draws,
+        )  # fmt: skip
+        if not all(_is_over_same(stage.program, each) for each in programs):
+            return None
+        if numbers is not None and not make_live(programs, variant.program.graph, numbers):
+            return None
+        return _stage_variant(variant, index, tuple(map(stage.add_program, programs)))
+
+    def executor(self, index: int, seed: int) -> StageExecutor:
+        """What runs a stage, at first its planned variant."""
+        stage, schedule = self.stages[index], self.planned.schedule
+        versions = None
+        if schedule.is_asynchronous:
+            versions = WeightVersions(stage.by_name.values(), schedule, index)
+        parts = tuple(range(len(self.planned.slices)))
+        sums = PlannedSums.of(self.plan, placed_stages(self.plan)[index])
+        return StageExecutor(
+            stage, _stage_variant(self.planned, index, parts), self._constants,
+            seed=seed, versions=versions, sums=sums,
+        )  # fmt: skip
+
+    def program_of(self, rows: int, capture: int = 0) -> Program:
+        """Return the program of a global batch of ``rows``, which is captured once.
+
+        Raises UsageError AP836 where the model takes another path for it.
+        """
+        if (rows, capture) not in self._programs:
+            found = self.program.of_global_batch(rows)
+            if found is None:
+                why = "the model's code takes another path for so many samples"
+                raise refused_batch(self.plan, rows, why)
+            self._programs[rows, capture] = found
+        return self._programs[rows, capture]
+
+    def can_run(self, plan: Plan) -> bool:
+        """Return whether the stages, micro-batches and schedule of a plan are this model's."""
+
+        def form(plan: Plan) -> tuple[Any, ...]:
+            stages = [(s.devices, s.mesh, s.zero, len(s.blocks)) for s in plan.stages]
+            return stages, plan.num_microbatches, plan.schedule
+
+        return form(plan) == form(self.plan)
+
+    def take_program(self, rows: int, capture: int, program: Program) -> None:
+        """Hold the program of another capture of the model, or another form of it."""
+        self._programs[rows, capture] = program
+
+    def _constants(self, variant: StageVariant, stage: StageProgram) -> Constants:
+        """The constants of a stage's program: for its blocks, and for what it counts."""
+        size = variant.rows // variant.num_microbatches
+        program = self.program_of(variant.rows, variant.capture).with_batch_size(size)
+        counted = constants_of(program, stage, self.leaves, str(self.device))
+        if stage.share is None:
+            return counted, counted
+        own = program.with_batch_size(stage.share.batch_size)
+        return constants_of(own, stage, self.leaves, str(self.device)), counted
+
+    def sum_tied(self) -> None:
+        """Sum the gradients of parameters that several stages hold. Collective over these."""
+        self.tied.sum({index: stage.by_name for index, stage in self.stages.items()})
+
+    def all_parameters(self) -> list[StageParameter]:
+        """What this rank's stages hold, one stage after the other."""
+        return [p for stage in self.stages.values() for p in stage.by_name.values()]
+
+    def own_parameters(self) -> list[StageParameter]:
+        """``all_parameters`` but for those that an earlier stage holds; of all ranks, the model."""
+        return [
+            parameter
+            for index, stage in self.stages.items()
+            for name, parameter in stage.by_name.items()
+            if (index, name) not in self.tied.elsewhere
+        ]
+
+    def stand_ins(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters without memory for those of the whole model that are trained."""
+        for node in self.program.graph.parameters:
+            if node.spec.requires_grad:
+                dtype = getattr(torch, node.spec.dtype)
+                empty = torch.empty(node.spec.shape, dtype=dtype, device="meta")
+                yield node.name, nn.Parameter(empty)
+
+    def fixed_buffers(self) -> set[str]:
+        """The buffers that the model reads and training does not change."""
+        return {*self.program.buffers} - self.program.graph.updates.keys()
+
+    def changing_buffers(self) -> dict[str, Tensor]:
+        """The buffers of this rank's stages that training changes."""
+        return {
+            name: buffer
+            for stage in self.stages.values()
+            for name, buffer in stage.changing_buffers().items()
+        }
+
+    def take_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Hold other values of the buffers that training does not change."""
+        for name in self.leaves.keys() & buffers.keys():
+            self.leaves[name].copy_(buffers[name].detach())
+        for stage in self.stages.values():
+            for name in stage.program.buffers.keys() & buffers.keys():
+                box = tuple(slice(start, stop) for start, stop in stage.buffer_regions[name])
+                stage.buffer(name).copy_(buffers[name].detach()[box])
+
+
+def _is_over_same(one: StageProgram, other: StageProgram) -> bool:
+    """Return whether two programs of a stage hold the same shards in the same blocks."""
+    blocks = [
+        [({*block.parameters}, {*block.buffers}, block.recompute) for block in program.blocks]
+        for program in (one, other)
+    ]
+    return (
+        one.parameters == other.parameters
+        and one.buffers == other.buffers
+        and one.updates.keys() == other.updates.keys()
+        and blocks[0] == blocks[1]
+    )
+
+
+def _stage_variant(variant: Variant, index: int, parts: tuple[int, ...]) -> StageVariant:
+    count, schedule = variant.plan.num_microbatches, variant.schedule
+    return StageVariant(
+        count, parts, variant.slices[-1].carried[schedule.part(index)], variant.shape.rows,
+        variant.shape.capture, count // schedule.per_update,
+    )  # fmt: skip

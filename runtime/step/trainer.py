@@ -1,0 +1,202 @@
+"""One rank's trainer: a captured program and a plan in, training steps out.
+
+Everything that a process needs to train by a plan is put together here, in this order: the
+variants of the step (``variants``), what this rank holds of the model (``RankModel``), what runs
+batches on it (``BatchRunner``), the optimizer and its updates. Every rank of the world makes a
+``Trainer``, and calls ``step`` with the same global batch or its share of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...cost_model.cluster.detect import threads_per_device
+from ...passes.programs.program import Program
+from ...planner.plan import Plan
+from ..checkpoint.checkpoint import TrainingState, load_checkpoint, save_checkpoint
+from ..checkpoint.parts import Stateful
+from ..checkpoint.writer import CheckpointWriter, PendingSave
+from ..data.batches import RankInputs
+from ..data.variants import bucket_variants, variant_of
+from ..launch.membership import check_plan
+from ..parameters.initial_values import Weights
+from ..update.deferred_update import why_not_deferred
+from ..update.optimizer import BuildOptimizer, build_optimizer
+from ..update.parted_update import PartedUpdate
+from ..update.update import BuildScheduler, Update, UpdateOptions, check_updates_itself
+from .batch_runner import BatchRunner
+from .checkpoint_state import rank_state
+from .rank_model import RankModel
+from .training_step import StepResult, TrainingStep
+
+
+class Trainer:
+    """Trains on this rank: ``model`` is what it holds, ``runner`` what runs batches.
+
+    ``parts`` are objects with ``state_dict`` and ``load_state_dict`` that checkpoints hold under
+    their names. ``overlaps_steps``, read by ``use_update``: where the plan says so, a step's update
+    is left to the next one's forward. Who then reads weights between steps calls ``settle`` first.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        weights: Weights,
+        *,
+        device: torch.device,
+        build: BuildOptimizer | None = None,
+        progress: Callable[..., None] | None = None,
+        seed: int = 0,
+        buckets: Sequence[int] = (),
+    ) -> None:
+        """``weights`` are the initial ones, made or given by name. Collective over all ranks.
+
+        ``seed`` is of dropout and other random numbers, the same on every rank. ``buckets`` are
+        shorter lengths than the planned one: a step runs at the shortest that its batch fits.
+
+        Raises PlanError (AP550) where the plan is for another model and MachineError (AP410)
+        where there are fewer processes than the plan has devices, AP413 for bf16 and fp8 without
+        units, and for fp8 without torchao.
+        """
+        check_plan(program, plan, device)
+        planned = variant_of(program, plan)
+        shorter = bucket_variants(planned, buckets)
+        self.plan, self.device = plan, device
+        self.program, self.schedule = planned.program, planned.schedule
+        self.parts: dict[str, Stateful] = {}
+        self.checkpoints = CheckpointWriter()
+        self.overlaps_steps = False
+        self.model = RankModel(planned, weights, device=device, progress=progress)
+        self.runner = BatchRunner(
+            self.model, shorter, step_optimizer=self._step_optimizer, seed=seed, progress=progress
+        )
+        self.use_optimizer(build)
+
+    def inputs(self, batch: object) -> RankInputs:
+        """A batch's tensors by the names that the plan has for them."""
+        return self.runner.batches.named(batch)
+
+    def step(self, *batches: Mapping[str, Tensor]) -> StepResult:
+        """One step on the global batch: forward, backward, gradient sums, the update.
+
+        Of several batches, as many as the options accumulate, the gradients are averaged. By an
+        asynchronous schedule the optimizer runs several times, and the norm is that of the last
+        update's gradient.
+        """
+        *others, last = batches
+        for batch in others:
+            self.steps.accumulate(batch)
+        return self.steps.step(last)
+
+    def finish(self) -> None:
+        """End a run: nothing is left to do."""
+
+    def _step_optimizer(self) -> None:
+        self.optimizer.step()
+
+    def settle(self) -> None:
+        """Make what is left of the last update, so that weights and states can be read."""
+        self.runner.settle()
+
+    def take_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Compute with other values of the buffers that training does not change."""
+        self.model.take_buffers(buffers)
+        self.runner.refresh_constants()
+
+    def use_optimizer(self, build: BuildOptimizer | None) -> None:
+        """Replace the optimizer by the user's, or by the plan's; updates are plain again.
+
+        ``build`` may read this trainer's parameters: all are there. Raises as
+        ``runtime.update.optimizer.build_optimizer`` does.
+        """
+        self.settle()
+        self.optimizer: Optimizer = build_optimizer(
+            self.model.all_parameters(), build, name=self.plan.model.optimizer,
+            stand_ins=self.model.stand_ins(),
+        )  # fmt: skip
+        self.use_update(UpdateOptions())
+
+    def use_update(
+        self, options: UpdateOptions, build_scheduler: BuildScheduler | None = None
+    ) -> None:
+        """Have steps clip, accumulate, scale and schedule as ``options`` say.
+
+        Raises UsageError AP901 where the schedule is asynchronous: its updates are made stage
+        by stage, before there is a norm.
+        """
+        options = options.for_precision(self.plan.model.precision, self.device.type)
+        if self.schedule.is_asynchronous:
+            check_updates_itself(options, self.schedule.name)
+        parted, parameters = None, self.model.all_parameters()
+        casts = any(parameter.casts_gradient for parameter in parameters)
+        if casts and not self.schedule.is_asynchronous:
+            host = self.plan.cluster.hosts[self.plan.cluster.host_of[self.model.rank]]
+            parted = PartedUpdate(parameters, self.device, threads_per_device(host.num_devices))
+        self.runner.publish_later(parted is not None)
+        defers = self.overlaps_steps and parted is None
+        defers = defers and not why_not_deferred(options, self.optimizer)
+        self.runner.defer_updates(self.optimizer if defers else None)
+        update = Update(
+            options, self.optimizer, device=self.device, build_scheduler=build_scheduler,
+            parted=parted,
+        )  # fmt: skip
+        self.steps = TrainingStep(self.runner, update)
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int,
+        optimizer: Optimizer | None,
+        parts: Mapping[str, Stateful] | None = None,
+        keep: int | None = None,
+        asynchronous: bool = False,
+    ) -> PendingSave:
+        """Write the checkpoint ``folder/step-N``, for this or any other plan.
+
+        ``optimizer`` is the one that trains: the trainer's or the user's, or None to save only
+        the model. With ``keep`` only that many checkpoints stay. ``asynchronous`` copies all to
+        CPU memory and writes in the background. Collective over all ranks; raises as
+        ``save_checkpoint`` does.
+        """
+        state = self._state(optimizer, parts)
+        return save_checkpoint(
+            folder, state, self.checkpoints, step=step, keep=keep, asynchronous=asynchronous
+        )
+
+    def load(
+        self,
+        path: str | Path,
+        *,
+        optimizer: Optimizer | None,
+        parts: Mapping[str, Stateful] | None = None,
+        optional: Container[str] = (),
+    ) -> int:
+        """Go on from the checkpoint ``path``, or the newest in it; the step that it is of.
+
+        Random numbers of the forward go on from there. A checkpoint may lack the ``optional``
+        parts. Collective over all ranks; raises as ``load_checkpoint`` does.
+        """
+        self.checkpoints.wait()
+        found = load_checkpoint(path, self._state(optimizer, parts, optional))
+        self.runner.take_draws(found.facts.get("draws") or {}, found.step)
+        self.runner.refresh_constants()
+        for parameter in self.model.all_parameters():
+            parameter.refresh()
+        return found.step
+
+    def _state(
+        self,
+        optimizer: Optimizer | None,
+        parts: Mapping[str, Stateful] | None,
+        optional: Container[str] = (),
+    ) -> TrainingState:
+        self.settle()
+        given, draws = {**self.parts, **(parts or {})}, self.runner.draws()
+        return rank_state(self.model, optimizer, given, draws=draws, optional=optional)

@@ -1,0 +1,190 @@
+"""The weights of a model that is spread over ranks, whole again: for evaluation and export.
+
+In: what a rank holds of a model. Out: any of its parameters, and of the buffers that training
+changes, as plain tensors on every rank: gathered within the stage that holds them, and sent from
+its first rank to the ranks of other stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...passes.local.stage_cut import stage_ranges
+from ...passes.ops.collectives import local_tensor
+from ...planner.errors import UsageError
+from ...planner.replicas import placed_stages
+from ..messages.pending_results import arriving
+from ..messages.shared_objects import group_for, occasion_group
+from ..parameters.parameters import COMPUTE_DTYPES
+
+if TYPE_CHECKING:
+    from .rank_model import RankModel
+
+
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """The value of a tensor that other ranks hold, and one of its shape and dtype."""
+
+    name: str
+    tensor: Tensor
+
+    def value(self) -> Tensor:
+        raise UsageError(
+            "AP931",
+            f"{self.name} is read outside of the layer that it belongs to",
+            why="weights are gathered layer by layer, as layers are called",
+            fix="with model.unsharded(): ... gathers all of them at once",
+        )
+
+    host_value = value
+
+
+class WholeWeights:
+    """Gathers tensors of a model by name; every call is collective over all ranks."""
+
+    def __init__(self, model: RankModel) -> None:
+        self._model = model
+        self._stage_of = _stage_of(model)
+        self._is_everywhere = {
+            index: len(stage.devices) == dist.get_world_size()
+            for index, stage in enumerate(placed_stages(model.plan))
+        }
+        self._dtype = COMPUTE_DTYPES[model.plan.model.precision]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that is spread: parameters and the buffers that training changes."""
+        return tuple(self._stage_of)
+
+    def meet(self, tell: Callable[[str], None]) -> None:
+        """Wait until every rank gathers weights, if a rank's own are not the whole model."""
+        if not self.are_spread:
+            return
+        tell("waiting until every rank evaluates the model, as all must whose weights are spread")
+        dist.barrier(group=occasion_group())
+
+    @property
+    def are_spread(self) -> bool:
+        """Tell whether a rank's shards alone are not the whole model."""
+        return not all(
+            self._is_everywhere[index] and not isinstance(self._held(index, name), DTensor)
+            for name, index in self._stage_of.items()
+        )
+
+    def gather(self, names: Iterable[str], *, as_computed: bool) -> dict[str, Tensor]:
+        """The whole values of ``names``, in that order on all ranks.
+
+        ``as_computed`` gives parameters in the dtype that the plan computes in, else they are as
+        the optimizer has them.
+        """
+        whole: dict[str, Tensor] = {}
+        works = []
+        with torch.no_grad():
+            for name in names:
+                index = self._stage_of[name]
+                held = self._held(index, name)
+                if held is not None:
+                    is_float = name in self._model.parameters and held.is_floating_point()
+                    value = _full(held.to(self._dtype) if as_computed and is_float else held)
+                else:
+                    value = self._empty(name, as_computed=as_computed)
+                if not self._is_everywhere[index]:
+                    source = placed_stages(self._model.plan)[index].devices[0]
+                    value = value.contiguous()
+                    works.append(
+                        dist.broadcast(value, src=source, group=group_for(value), async_op=True)
+                    )
+                whole[name] = value
+        for work in works:
+            if work is not None:
+                work.wait()
+        return whole
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether ``name`` is spread over other ranks only."""
+        return name in self._stage_of and self._held(self._stage_of[name], name) is None
+
+    def stand_in(self, name: str) -> Tensor:
+        """A tensor of the shape, dtype and device of one that other ranks hold. The use of its
+        values is UsageError AP931."""
+        spec = self._model.program.graph[name].spec
+        like = torch.empty((), dtype=getattr(torch, spec.dtype), device=self._model.device)
+        shaped = like.expand(spec.shape)
+        return arriving(_Elsewhere(name, shaped), shaped)
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, laid out like that; a part, and a tensor of another
+        shape than the plan's, as it is."""
+        held = self._held(self._stage_of[name], name)
+        if isinstance(whole, DTensor) or held is None or held.shape != whole.shape:
+            return whole
+        if not isinstance(held, DTensor):
+            return whole.detach().to(held)
+        return DTensor.from_local(
+            whole.detach()[self._box(name)].to(held.to_local()), held.device_mesh, held.placements,
+            run_check=False, shape=held.shape, stride=held.stride(),
+        )  # fmt: skip
+
+    def is_current(self, name: str, whole: Tensor) -> bool:
+        """Whether a whole tensor is what this rank's part of ``name``, if it has one, is of."""
+        held = self._held(self._stage_of[name], name)
+        if held is None:
+            return True
+        if whole.shape != held.shape:
+            return False
+        local = local_tensor(held).detach()
+        return torch.equal(whole.detach()[self._box(name)].to(local), local)
+
+    def put(self, name: str, whole: Tensor) -> None:
+        """Take a whole tensor's part into this rank's."""
+        held = self._held(self._stage_of[name], name)
+        if held is not None:
+            with torch.no_grad():
+                local_tensor(held).copy_(whole[self._box(name)])
+
+    def _box(self, name: str) -> tuple[slice, ...]:
+        """This rank's part of ``name``."""
+        stage = self._model.stages[self._stage_of[name]]
+        parameter = stage.by_name.get(name)
+        region = stage.buffer_regions[name] if parameter is None else parameter.region
+        return tuple(slice(start, stop) for start, stop in region)
+
+    def _held(self, index: int, name: str) -> Tensor | None:
+        """This rank's part of a tensor of stage ``index``, if it works for that."""
+        stage = self._model.stages.get(index)
+        if stage is None:
+            return None
+        if name not in stage.by_name:
+            return stage.changing_buffers()[name]
+        return stage.by_name[name].master
+
+    def _empty(self, name: str, *, as_computed: bool) -> Tensor:
+        node = self._model.program.graph[name]
+        dtype = getattr(torch, node.spec.dtype)
+        if node.kind == "parameter" and not as_computed and dtype.is_floating_point:
+            dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        return torch.empty(node.spec.shape, dtype=dtype, device=self._model.device)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _stage_of(model: RankModel) -> dict[str, int]:
+    """For each parameter and changing buffer the first stage that holds it, in graph order."""
+    program, plan = model.program, model.plan
+    ranges = stage_ranges(plan)
+    of_block = {at: index for index, positions in enumerate(ranges) for at in positions}
+    position = program.blocks.of_node
+    found = {name: of_block[position[name]] for name in position
+             if program.graph[name].kind == "parameter"}  # fmt: skip
+    for name, ref in program.graph.updates.items():
+        found[name] = of_block[position[ref.name]]
+    return found

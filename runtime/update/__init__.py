@@ -1,0 +1,1 @@
+"""From the gradients of a step to new weights."""

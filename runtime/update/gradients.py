@@ -1,0 +1,334 @@
+"""Summing gradients over the mesh axes on which a parameter is held whole.
+
+In: the local gradients of one rank. Out: the same, summed over each parameter's
+``reduce_axes``, in the buckets of ``planner.gradient_buckets``. Buckets whose parameters are not
+ZeRO-sharded are launched during the last backward as soon as their gradients are there,
+and run beside it; the others after it. Each is summed by the algorithm that the plan names
+(``all_reduces``). Every rank of a group runs the same graph, so all launch their buckets in the
+same order.
+
+Where the plan has an order of its own ("priority"), buckets are summed in parts, in that order: a
+part begins when its bucket has its gradients and all parts before it have begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...cost_model.cluster.cluster import Cluster
+from ...cost_model.collectives.all_reduce import LIBRARY
+from ...planner.errors import PlanError
+from ...planner.gradient_buckets import HeldGradient, make_buckets
+from ...planner.plan import GradientSum, Plan, StagePlan
+from ..messages.all_reduces import AllReduces
+from ..parameters.parameters import StageParameter, attach_gradient_hook
+
+PLACED_BYTES = 65_536
+"""A gradient of more is copied as it comes, while it is in the processor's cache."""
+
+ALONE = 2
+"""Users of a storage, by torch's count, that are always there: the tensor, and who asks."""
+
+NEVER = ""
+"""No parameter's name: a bucket that waits for it is launched after the last backward."""
+
+_users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSums:
+    """What a plan says of a stage's sums; without ``sums`` the library runs each bucket's.
+
+    ``in_order``: they are started in the order of ``sums``, which may be parts of buckets.
+    """
+
+    sums: tuple[GradientSum, ...] = ()
+    cluster: Cluster | None = None
+    in_order: bool = False
+
+    @staticmethod
+    def of(plan: Plan, stage: StagePlan) -> PlannedSums:
+        """Those of a stage. A plan for GPUs names what NCCL is taken to choose: NCCL runs all."""
+        if any(host.device.kind != "cpu" for host in plan.cluster.hosts):
+            return PlannedSums()
+        return PlannedSums(stage.gradient_sums, plan.cluster, plan.gradient_order == "priority")
+
+
+@dataclass(eq=False)
+class Part:
+    """A part of a bucket that is summed at once: its elements from ``start`` to ``stop``.
+
+    ``work`` is its all-reduce under way: over all axes if ``is_in_lane``, else over one of them.
+    """
+
+    bucket: Bucket
+    start: int
+    stop: int
+    algorithm: str
+    work: Any = None
+    is_in_lane: bool = False
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters reduced together over ``axes``, in one piece of memory.
+
+    ``waiting`` are those with no gradient yet; it ``is_ready`` when all have come. While it
+    ``is_open`` their gradients go into ``slots``, the places of ``flat``. ``with_gradient`` are
+    those that have one on this rank: of the others zeros are summed, and forgotten.
+    """
+
+    axes: tuple[int, ...]
+    block: int
+    parameters: list[StageParameter]
+    parts: list[Part] = field(default_factory=list)
+    waiting: set[str] = field(default_factory=set)
+    is_ready: bool = False
+    with_gradient: list[StageParameter] = field(default_factory=list)
+    flat: Tensor | None = None
+    slots: dict[str, Tensor] = field(default_factory=dict)
+    is_open: bool = False
+
+    @property
+    def is_under_way(self) -> bool:
+        return any(part.work is not None for part in self.parts)
+
+    def open(self) -> None:
+        """Memory for a step's gradients: the last step's, if nobody has any of it.
+
+        On a CPU new memory costs more than writing to it: 2 ms for 4 MB, which the kernel gives
+        page by page. What a caching allocator gives is not kept.
+        """
+        self.is_open = True
+        if self.flat is not None and _users_of is not None:
+            users = _users_of(self.flat.untyped_storage()._cdata)
+            # A slot of no elements is a tensor of its own.
+            ours = ALONE + sum(slot.numel() > 0 for slot in self.slots.values())
+            if self.flat.device.type == "cpu" and users == ours:
+                return
+        locals_ = [parameter.local for parameter in self.parameters]
+        first = self.parameters[0]
+        self.flat = torch.empty(
+            sum(local.numel() for local in locals_),
+            dtype=first.formats.gradient, device=first.held.device,
+        )  # fmt: skip
+        views = _unflatten_dense_tensors(self.flat, locals_)  # type: ignore[no-untyped-call]
+        names = (parameter.name for parameter in self.parameters)
+        self.slots = dict(zip(names, views, strict=True))
+
+    def place(self, parameters: Sequence[StageParameter]) -> None:
+        """Have the gradients of ``parameters`` in their slots, zeros for those that have none."""
+        missing, slots, gradients = [], [], []
+        for parameter in parameters:
+            slot, gradient = self.slots[parameter.name], parameter.gradient
+            if gradient is None:
+                missing.append(slot)
+            elif gradient.data_ptr() != slot.data_ptr():
+                slots.append(slot)
+                gradients.append(gradient)
+                parameter.gradient = slot.detach()
+        if missing:
+            torch._foreach_zero_(missing)
+        if slots:
+            torch._foreach_copy_(slots, gradients)
+
+
+class GradientReducer:
+    """The gradient reductions of one stage on one rank."""
+
+    def __init__(
+        self,
+        parameters: Iterable[StageParameter],
+        device_mesh: DeviceMesh,
+        planned: PlannedSums = PlannedSums(),
+    ) -> None:
+        """Collective over the stage if the plan names algorithms or an order. Raises PlanError
+        AP198 where the plan's sums are not those of the parameters."""
+        self.device_mesh = device_mesh
+        own = {parameter.name: parameter for parameter in parameters}
+        self.buckets = _make_buckets(own, by_block=planned.in_order)
+        self._bucket_of = {
+            parameter.name: bucket for bucket in self.buckets for parameter in bucket.parameters
+        }
+        self.parts = _make_parts(self.buckets, planned.sums)
+        self.in_order = planned.in_order
+        self._next = 0
+        self._is_last = False
+        self._all_reduces: AllReduces | None = None
+        named = [part for part in self.parts if part.algorithm != LIBRARY]
+        axes = sorted({axis for bucket in self.buckets for axis in bucket.axes})
+        if planned.cluster is not None and (named or self.in_order) and self._is_on_gloo(axes):
+            self._all_reduces = AllReduces(device_mesh, axes, planned.cluster)
+
+    @property
+    def can_defer(self) -> bool:
+        """Whether each bucket's sums can be waited for alone."""
+        return self.in_order and self._all_reduces is not None
+
+    def _is_on_gloo(self, axes: Sequence[int]) -> bool:
+        groups = [self.device_mesh.get_group(axis) for axis in axes]
+        return all(dist.get_backend(group) == "gloo" for group in groups)
+
+    def attach(self, parameters: Iterable[StageParameter]) -> None:
+        """Watch the gradients come that are to be reduced, or moved into the master dtype."""
+        for parameter in parameters:
+            if parameter.name in self._bucket_of or parameter.sums_apart:
+                attach_gradient_hook(parameter, self._arrived)
+
+    def begin_backward(self, *, last: bool, among: Container[str] | None = None) -> None:
+        """Before each backward; only the last one launches reductions.
+
+        ``among`` are the parameters whose gradients are still to come, once each; all others
+        have theirs. What several blocks share may get its gradient in parts: it is not
+        launched before ``finish``.
+        """
+        self._is_last = last
+        self._next = 0
+        self.abandon()
+        for bucket in self.buckets:
+            names = {parameter.name for parameter in bucket.parameters}
+            if among is not None:
+                is_shared = any(p.block is None for p in bucket.parameters)
+                names = {*names, NEVER} if is_shared else {n for n in names if n in among}
+            bucket.waiting, bucket.is_ready = names, False
+
+    def abandon(self) -> None:
+        """Leave what a backward that an error ended has begun: its memory may still be written."""
+        for bucket in self.buckets:
+            if bucket.is_open or bucket.is_under_way:
+                bucket.is_open, bucket.flat, bucket.slots = False, None, {}
+                for part in bucket.parts:
+                    part.work = None
+
+    def _arrived(self, parameter: StageParameter) -> None:
+        bucket = self._bucket_of.get(parameter.name)
+        if bucket is None or not self._is_last:
+            return
+        if parameter.local_bytes >= PLACED_BYTES:
+            if not bucket.is_open:
+                bucket.open()
+            with torch.no_grad():
+                bucket.place((parameter,))
+        bucket.waiting.discard(parameter.name)
+        if not bucket.waiting:
+            self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Start the bucket's reductions, or those whose turn it is now."""
+        bucket.is_ready = True
+        bucket.with_gradient = [p for p in bucket.parameters if p.gradient is not None]
+        if bucket.with_gradient:
+            if not bucket.is_open:
+                bucket.open()
+            with torch.no_grad():
+                bucket.place(bucket.parameters)
+        if not self.in_order:
+            for part in bucket.parts:
+                self._start(part, 0)
+            return
+        while self._next < len(self.parts) and self.parts[self._next].bucket.is_ready:
+            self._start(self.parts[self._next], 0)
+            self._next += 1
+
+    def _start(self, part: Part, position: int) -> None:
+        bucket = part.bucket
+        if not bucket.with_gradient:
+            return
+        assert bucket.flat is not None
+        tensor, reduces = bucket.flat[part.start : part.stop], self._all_reduces
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor).view(-1)
+        if reduces is not None and (self.in_order or part.algorithm != LIBRARY):
+            part.is_in_lane = True
+            part.work = reduces.start(part.algorithm, tensor, bucket.axes)
+            return
+        group = self.device_mesh.get_group(bucket.axes[position])
+        part.work = dist.all_reduce(tensor, group=group, async_op=True)
+
+    def launch_all(self) -> None:
+        """After the last backward: launch what is left."""
+        for bucket in self.buckets:
+            if not bucket.is_ready:
+                self._launch(bucket)
+        self._is_last = False
+
+    def finish(self) -> None:
+        """After the last backward: launch what is left and wait for everything."""
+        self.launch_all()
+        for position in range(max((len(bucket.axes) for bucket in self.buckets), default=0)):
+            pending = [
+                part
+                for part in self.parts
+                if part.work is not None
+                and position < (1 if part.is_in_lane else len(part.bucket.axes))
+            ]
+            if position:
+                for part in pending:
+                    self._start(part, position)
+            for part in pending:
+                part.work.wait()
+        for bucket in self.buckets:
+            self._close(bucket)
+
+    def wait(self, bucket: Bucket) -> None:
+        """Waits for the sums of a bucket, which are in order; its gradients are in ``slots``."""
+        for part in bucket.parts:
+            if part.work is not None:
+                part.work.wait()
+        self._close(bucket)
+
+    def _close(self, bucket: Bucket) -> None:
+        for part in bucket.parts:
+            part.work = None
+        bucket.is_open = False
+        if bucket.flat is not None and bucket.flat.device.type != "cpu":
+            bucket.flat, bucket.slots = None, {}
+
+
+def _make_buckets(parameters: Mapping[str, StageParameter], *, by_block: bool) -> list[Bucket]:
+    held = [
+        HeldGradient(
+            parameter.name,
+            parameter.block,
+            parameter.reduce_axes,
+            parameter.fully_sharded,
+            prod(stop - start for start, stop in parameter.region),
+            parameter.spec.is_complex,
+        )
+        for parameter in parameters.values()
+        if parameter.spec.requires_grad
+    ]
+    return [
+        Bucket(contents.axes, contents.block, [parameters[name] for name in contents.names])
+        for contents in make_buckets(held, by_block=by_block)
+    ]
+
+
+def _make_parts(buckets: Sequence[Bucket], sums: Sequence[GradientSum]) -> list[Part]:
+    """The parts of the buckets in the plan's order; without a plan each bucket is one."""
+    parts = []
+    whole = [GradientSum(number, 0, 0, (), LIBRARY) for number in range(len(buckets))]
+    if sums and {own.bucket for own in sums} != set(range(len(buckets))):
+        raise PlanError(
+            "AP198",
+            f"the plan sums {len({own.bucket for own in sums})} buckets of gradients, but the "
+            f"model has {len(buckets)}",
+            where="gradient_sums",
+            fix="plan again",
+        )
+    for own in sums or whole:
+        bucket = buckets[own.bucket]
+        numel = sum(prod(b - a for a, b in each.region) for each in bucket.parameters)
+        bounds = [part * numel // own.num_parts for part in (own.part, own.part + 1)]
+        parts.append(Part(bucket, bounds[0], bounds[1], own.algorithm))
+        bucket.parts.append(parts[-1])
+    return parts

@@ -1,0 +1,305 @@
+"""The update at the end of a step: from complete gradients to stepped weights.
+
+In: the local gradients, the norm of the whole gradient, the optimizer. Out: stepped weights, or
+the weights as they were where the update is skipped. In this order:
+
+1. with a ``GradScaler``, gradients and norm are divided by its scale;
+2. gradients are clipped, by the norm or by value;
+3. the optimizer steps, unless the norm is not finite and the options ask to skip;
+4. the learning-rate scheduler steps.
+
+Every rank has the same norm, so every rank decides alike. Optimizers whose kernel takes
+``found_inf`` (``fused=True``) decide on the device, as with ``torch.amp.GradScaler``; for others
+the host reads the norm first.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ...planner.errors import UsageError
+from ...planner.plan import Precision
+from .optimizer import clip_coefficient, scale_gradients
+from .parted_update import PartedUpdate
+
+OnNan = Literal["ignore", "skip", "stop"]
+"""What is done where a loss or a gradient is not finite; ``stop`` skips the update too."""
+
+BuildScheduler = Callable[[Optimizer], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOptions:
+    """What an update does besides the optimizer's step. Raises UsageError AP900.
+
+    ``max_norm`` and ``max_value`` clip the gradient, ``accumulate`` is the number of global
+    batches per update, ``scaler`` scales the loss.
+    """
+
+    max_norm: float | None = None
+    max_value: float | None = None
+    accumulate: int = 1
+    on_nan: OnNan = "ignore"
+    scaler: GradScaler | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_norm", "max_value"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError("AP900", f"{name} is {value}, but must be above 0")
+        if self.max_norm is not None and self.max_value is not None:
+            raise UsageError(
+                "AP900", "gradients can be clipped by max_norm or by max_value, but not by both"
+            )
+        if self.accumulate < 1:
+            raise UsageError("AP900", f"accumulate is {self.accumulate}, but must be at least 1")
+        if self.on_nan not in get_args(OnNan):
+            names = ", ".join(get_args(OnNan))
+            raise UsageError("AP900", f"on_nan is {self.on_nan!r}, but must be one of {names}")
+
+    def for_precision(self, precision: Precision, device: str) -> UpdateOptions:
+        """The same, and in fp16 with a scaler where none is given: torch's own defaults."""
+        if precision != "fp16" or self.scaler is not None:
+            return self
+        return replace(self, scaler=GradScaler(device))
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    @property
+    def decides(self) -> bool:
+        """Whether an update whose norm is not finite is skipped."""
+        return self.on_nan != "ignore" or self.scales
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the update waits for the norm."""
+        return self.decides or self.max_norm is not None
+
+
+def check_updates_itself(options: UpdateOptions, schedule: str) -> None:
+    """Raises UsageError AP901 unless an asynchronous schedule can do what ``options`` ask for."""
+    plain = UpdateOptions(on_nan=options.on_nan)
+    if options != plain or options.on_nan == "skip":
+        raise UsageError(
+            "AP901",
+            f"schedule {schedule} does not support clipping, accumulation, loss scaling or "
+            "skipping",
+            why="each of its stages updates its weights when its own gradients are there, before "
+            "the norm of the whole gradient is known",
+            fix="plan with another schedule, such as 1f1b, or remove these options",
+        )
+
+
+class Update:
+    """The updates of one rank; ``skipped`` counts, on the device, those that were skipped."""
+
+    def __init__(
+        self,
+        options: UpdateOptions,
+        optimizer: Optimizer,
+        *,
+        device: torch.device,
+        build_scheduler: BuildScheduler | None = None,
+        parted: PartedUpdate | None = None,
+    ) -> None:
+        """``parted`` steps where the optimizer gets copies of gradients.
+
+        Raises UsageError AP902 where ``build_scheduler`` returns no scheduler."""
+        self.options, self.optimizer, self.parted = options, optimizer, parted
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._one = torch.ones((), dtype=torch.float64, device=device)
+        self._probe = nn.Parameter(torch.zeros_like(self._one))
+        self._probed = SGD([self._probe])
+        self.scheduler = None if build_scheduler is None else build_scheduler(optimizer)
+        if build_scheduler is not None and not callable(getattr(self.scheduler, "step", None)):
+            raise UsageError(
+                "AP902",
+                f"build_scheduler returns a {type(self.scheduler).__name__}, not a scheduler",
+                fix="return one of torch.optim.lr_scheduler, or an object with step()",
+            )
+
+    @property
+    def decides_on_host(self) -> bool:
+        """Whether the host reads the norm before each step.
+
+        SGD with momentum, unlike Adam, leaves its state undefined where its first step is
+        skipped on the device.
+        """
+        optimizer = self.optimizer
+        takes = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+            group.get("fused") for group in optimizer.param_groups
+        )
+        has_momentum = isinstance(optimizer, SGD) and any(
+            group["momentum"] for group in optimizer.param_groups
+        )
+        return not takes or has_momentum
+
+    def scale(self) -> Tensor | None:
+        """The scaler's scale, None where there is none; a copy, on the device."""
+        scaler = self.options.scaler
+        if scaler is None or not scaler.is_enabled():
+            return None
+        scale: Tensor = scaler.scale(self._one)
+        return scale
+
+    def loss_scale(self) -> Tensor | float:
+        """What each batch's loss is multiplied by before its backward."""
+        share = 1.0 / self.options.accumulate
+        scale = self.scale()
+        return share if scale is None else scale * share
+
+    def __call__(
+        self,
+        gradients: Callable[[], Sequence[Tensor]],
+        norm: Tensor | None,
+        loss: Callable[[], Tensor],
+    ) -> Tensor | None:
+        """Update the weights; returns the norm, unscaled, from before clipping.
+
+        ``gradients`` gives this rank's, which are changed in place. ``norm`` may be missing
+        where the options need none. ``loss`` is read by schedulers that follow it.
+        """
+        coefficient, is_bad = None, None
+        if norm is not None:
+            norm, coefficient = self._unscaled(norm)
+            is_bad = ~torch.isfinite(norm)
+            if self.options.max_norm is not None:
+                clip = clip_coefficient(norm, self.options.max_norm)
+                coefficient = clip if coefficient is None else coefficient * clip
+        prepare = partial(self._prepare, coefficient)
+        step = self._stepping(is_bad if self.options.decides else None)
+        if self.parted is not None:
+            if step is not None:
+                self.parted(prepare, step)
+        else:
+            prepare(gradients())
+            if step is not None:
+                step()
+        self.schedule(loss)
+        return norm
+
+    def _prepare(self, coefficient: Tensor | None, gradients: Sequence[Tensor]) -> None:
+        """Scale and clip gradients in place."""
+        if coefficient is not None:
+            scale_gradients(gradients, coefficient)
+        if self.options.max_value is not None:
+            for gradient in gradients:
+                gradient.clamp_(-self.options.max_value, self.options.max_value)
+
+    def _unscaled(self, norm: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The norm without the loss scale, what gradients are multiplied by; updates the scale.
+
+        The scaler is shown the norm as the gradient of one parameter: that is finite where all
+        gradients of all ranks are.
+        """
+        scaler = self.options.scaler
+        if scaler is None or not scaler.is_enabled():
+            return norm, None
+        inverse: Tensor = scaler.scale(self._one).reciprocal()
+        self._probe.grad = norm.clone()
+        scaler.unscale_(self._probed)
+        scaler.update()
+        return self._probe.grad, inverse
+
+    def _stepping(self, is_bad: Tensor | None) -> Callable[[], object] | None:
+        """What steps the optimizer, unless ``is_bad``; None where the host knows that it is."""
+        if is_bad is None:
+            return self.optimizer.step
+        self.skipped += is_bad
+        if self.decides_on_host:
+            return None if bool(is_bad) else self.optimizer.step
+        groups = self.optimizer.param_groups
+        device = next((p.device for group in groups for p in group["params"]), is_bad.device)
+        return partial(self._step_unless, is_bad.to(device, torch.float32))
+
+    def _step_unless(self, found_inf: Tensor) -> None:
+        vars(self.optimizer)["found_inf"] = found_inf
+        try:
+            self.optimizer.step()
+        finally:
+            del vars(self.optimizer)["found_inf"]
+
+    def schedule(self, loss: Callable[[], Tensor]) -> None:
+        """Step the scheduler, whether or not the update was skipped."""
+        if self.scheduler is None:
+            return
+        with warnings.catch_warnings():
+            # The optimizer's first step may have been skipped.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            if isinstance(self.scheduler, ReduceLROnPlateau):
+                self.scheduler.step(float(loss()))
+            else:
+                self.scheduler.step()
+
+    def learning_rates(self) -> tuple[float | Tensor, ...]:
+        """The learning rate of each group of parameters."""
+        return tuple(group["lr"] for group in self.optimizer.param_groups if "lr" in group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scheduler, scale and counters, and with a scheduler the options of the groups.
+
+        It is the same on every rank; options that are the same in all groups stand there once.
+        """
+        state: dict[str, Any] = {"skipped_steps": int(self.skipped)}
+        if self.scheduler is not None:
+            state["scheduler"] = _without_rates(self.scheduler.state_dict())
+            groups = [_options(group) for group in self.optimizer.param_groups]
+            state["groups"] = groups[:1] if all(each == groups[0] for each in groups) else groups
+        if self.options.scaler is not None:
+            state["scaler"] = self.options.scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state_dict``; parts that are missing, there or here, stay as they are."""
+        self.skipped.fill_(state.get("skipped_steps", 0))
+        if self.scheduler is not None and "scheduler" in state:
+            groups, saved = self.optimizer.param_groups, state.get("groups", ())
+            for position, group in enumerate(groups):
+                if len(saved) in (1, len(groups)):
+                    group.update(saved[position % len(saved)])
+            _load_rates(self.scheduler, state["scheduler"], self.optimizer)
+        if self.options.scaler is not None and state.get("scaler"):
+            self.options.scaler.load_state_dict(state["scaler"])
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+_RATES = ("base_lrs", "_last_lr")
+"""What schedulers keep for each group; a rank's groups are those of its layouts."""
+
+
+def _without_rates(state: Any) -> Any:
+    """A scheduler's state, and those of schedulers in it, without learning rates of groups."""
+    if isinstance(state, dict):
+        return {key: _without_rates(value) for key, value in state.items() if key not in _RATES}
+    if isinstance(state, list | tuple):
+        return [_without_rates(value) for value in state]
+    return state
+
+
+def _load_rates(scheduler: Any, state: dict[str, Any], optimizer: Optimizer) -> None:
+    """Load a scheduler's state, with the learning rates that the optimizer has."""
+    inner = getattr(scheduler, "_schedulers", ())
+    for each in (scheduler, *inner):
+        if hasattr(each, "base_lrs"):
+            each.base_lrs = [
+                group.get("initial_lr", group["lr"]) for group in optimizer.param_groups
+            ]
+        if hasattr(each, "_last_lr"):
+            each._last_lr = [group["lr"] for group in optimizer.param_groups]
+    scheduler.load_state_dict(state)

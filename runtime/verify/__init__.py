@@ -1,0 +1,1 @@
+"""Steps of a plan compared with steps of one device."""

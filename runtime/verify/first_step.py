@@ -1,0 +1,262 @@
+"""A plan's first step against the plain model: the loss, and the norm of each gradient.
+
+In: a trainer that has taken no step, the batch of its first one, and the plain model as a function
+of weights. Out: the norms of the gradients of both, or UsageError AP943 where they differ. The
+plan's step is run apart: nothing of it stays. What a program has built in and should not have is
+found before it trains anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor
+
+from ...passes.capture.counter_random import batch_dims, counter_random
+from ...passes.ops.collectives import local_tensor
+from ...passes.ops.random_ops import step_key
+from ...planner.errors import UsageError
+from ...planner.plan import Plan, Precision
+from ..messages.shared_objects import on_first, share_value
+from ..parameters.parameters import StageParameter
+from ..parameters.stage import StageModule
+from ..step.trainer import Trainer
+from ..step.whole_weights import WholeWeights
+from .comparison import Piece
+from .reference import reference_split
+from .verify import collect, collect_buffers
+
+MOST_SECONDS = 10.0
+"""A plain step that is estimated at more is not run unless it is asked for."""
+
+TOLERANCES: dict[Precision, tuple[float, float, float]] = {
+    "fp64": (1e-6, 1e-5, 1e-3),
+    "fp32": (1e-3, 1e-2, 1e-3),
+    "bf16": (5e-2, 2e-1, 5e-2),
+    "fp16": (5e-2, 2e-1, 5e-2),
+    "fp8": (5e-2, 2e-1, 5e-2),
+}
+"""By precision the differences of the loss and of a gradient's norm that rounding explains.
+
+A loss below the third figure is measured against it, and a gradient below that share of the largest
+against the share: what is left when 1 is taken from nearly 1 is rounding.
+"""
+
+Weights = Mapping[str, Tensor]
+Inputs = Mapping[str, Tensor]
+PlainLoss = Callable[[Weights, Inputs], Tensor]
+"""The loss of the plain model with these weights and buffers, by name, on a batch, by input."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """The loss of a step, the norm of each parameter's gradient, and that of each buffer which the
+    forward has changed."""
+
+    loss: float
+    norms: Mapping[str, float]
+    buffers: Mapping[str, float]
+
+
+def is_quick(plan: Plan) -> bool:
+    """Return whether one device can take the plan's step in ``MOST_SECONDS``, by its prediction,
+    with the memory that is free."""
+    prediction, count = plan.prediction, len({d for s in plan.stages for d in s.devices})
+    if prediction.step_seconds * count > MOST_SECONDS:
+        return False
+    if torch.cuda.is_available():
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        free = psutil.virtual_memory().available // 2
+    return prediction.peak_memory_bytes * count < free
+
+
+def check_first_step(
+    trainer: Trainer,
+    inputs: Inputs,
+    own: Callable[[], Tensor],
+    plain: PlainLoss,
+    buffers: Callable[[], Weights],
+) -> str:
+    """Compare the first step by the plan with the plain model's.
+
+    ``own`` runs the step on ``inputs``, the global batch; the gradients are then complete, and its
+    result is the loss. ``buffers`` are those that the plain model has by itself, asked for on
+    rank 0. Returns why nothing was compared, if so. Collective over all ranks.
+
+    Raises UsageError AP943 where the two differ.
+    """
+    graph, key = trainer.program.graph, _next_key(trainer)
+    whole = WholeWeights(trainer.model)
+    weights = {name: whole.gather((name,), as_computed=False)[name].clone() for name in whole.names}
+
+    fixed: dict[str, float] = {}
+
+    def alone() -> FirstStep | str:
+        try:
+            own = {n: v for n, v in buffers().items() if n not in weights}
+            for name, value in own.items():
+                weights[name] = value.detach().clone()
+                fixed[name] = float(value.abs().double().norm())
+            return _plain_step(trainer, weights, inputs, plain, key)
+        except Exception as error:  # noqa: BLE001 - of the model's own code; training goes on
+            return f"the model alone ends with {type(error).__name__}: {error}"
+
+    expected = on_first(alone)
+    weights.clear()
+    if why := share_value(expected if isinstance(expected, str) else ""):
+        return why
+    with _apart(trainer):
+        loss = float(own())
+        pieces = collect(trainer.model.all_parameters(), graph, _gradient)
+        changed = collect_buffers(trainer, StageModule.next_buffer)
+
+    def compared() -> None:
+        assert isinstance(expected, FirstStep)
+        found = FirstStep(
+            loss,
+            {name: _norm(held) for name, held in pieces.items()},
+            {**fixed, **{name: _norm(held) for name, held in changed.items()}},
+        )
+        error = _difference(expected, found, trainer.plan.model.precision)
+        if error is not None:
+            raise error
+
+    on_first(compared)
+    return ""
+
+
+def _norm(pieces: Sequence[Piece]) -> float:
+    """The norm of a tensor from its pieces, which may have elements in common."""
+    regions = [region for region, _ in pieces]
+    shape = [max(stop for _, stop in bounds) for bounds in zip(*regions, strict=True)]
+    whole = pieces[0][1].new_zeros(shape)
+    for region, value in pieces:
+        whole[tuple(slice(*bounds) for bounds in region)] = value
+    return float(whole.abs().double().norm())
+
+
+def _plain_step(
+    trainer: Trainer, weights: Weights, inputs: Inputs, plain: PlainLoss, key: int
+) -> FirstStep:
+    graph = trainer.program.graph
+    trained = {node.name for node in graph.parameters if node.spec.requires_grad}
+    leaves = {
+        name: value.requires_grad_() if name in trained else value
+        for name, value in weights.items()
+    }
+    parameters = {node.name for node in graph.parameters}
+    before = {name: value.clone() for name, value in leaves.items() if name not in parameters}
+    parts, total = reference_split(trainer.model.planned, inputs), 0.0
+    with torch.enable_grad():
+        for index, part in enumerate(parts):
+            dims = batch_dims(graph)
+            with counter_random(key, microbatch=index, batch_dims=dims):
+                loss = plain(leaves, part) / len(parts)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+    norms = {
+        name: float(leaves[name].grad.norm()) if leaves[name].grad is not None else 0.0  # type: ignore[union-attr]
+        for name in trained & leaves.keys()
+    }
+    buffers = {
+        name: float(leaves[name].abs().double().norm())
+        for name, value in before.items()
+        if not torch.equal(leaves[name], value)  # else it is assigned: the model alone has it
+    }
+    return FirstStep(total, norms, buffers)
+
+
+def _difference(plain: FirstStep, own: FirstStep, precision: Precision) -> UsageError | None:
+    """The error that names the parameters whose gradients differ most."""
+    of_loss, of_norm, small = TOLERANCES[precision]
+    largest = max(plain.norms.values(), default=0.0)
+    relative = {
+        name: abs(own.norms.get(name, 0.0) - norm) / max(norm, small * largest, 1e-30)
+        for name, norm in plain.norms.items()
+    }
+    wrong = sorted((n for n, d in relative.items() if not d <= of_norm), key=lambda n: -relative[n])
+    other_buffers = [
+        name
+        for name, norm in plain.buffers.items()
+        if not abs(own.buffers.get(name, 0.0) - norm) <= of_norm * max(norm, small)
+    ]
+    loss_differs = not abs(own.loss - plain.loss) <= of_loss * max(abs(plain.loss), small)
+    both_undefined = own.loss != own.loss and plain.loss != plain.loss
+    if both_undefined or not (wrong or loss_differs or other_buffers):
+        return None
+    lines = [f"the loss is {own.loss:.6g}, that of the model alone {plain.loss:.6g}"]
+    lines += [
+        f"the norm of the gradient of {name} is {own.norms.get(name, 0.0):.6g}, alone "
+        f"{plain.norms[name]:.6g}"
+        for name in wrong[:3]
+    ]
+    lines += [
+        f"the norm of {name} is {own.buffers.get(name, 0.0):.6g}, alone {plain.buffers[name]:.6g}"
+        for name in other_buffers[:3]
+    ]
+    return UsageError(
+        "AP943",
+        "the first step by the plan is not that of the model alone"
+        + (f": {len(wrong)} of {len(relative)} gradients differ" if wrong else ""),
+        why="; ".join(lines),
+        fix="report it with the model; autoparallel verify names the first block that differs, "
+        "and check_first_step=False (--no-check-first-step) trains all the same",
+    )
+
+
+def _next_key(trainer: Trainer) -> int:
+    """Return the key of the random numbers of the next step, on every rank."""
+    drawn = trainer.runner.draws()
+    return step_key(0, 0) if drawn is None else step_key(drawn["seed"], drawn["steps_begun"])
+
+
+def _gradient(parameter: StageParameter) -> Tensor | None:
+    gradient = parameter.gradient
+    if gradient is None and parameter.master.grad is not None:
+        gradient = local_tensor(parameter.master.grad)
+    return gradient
+
+
+@contextmanager
+def _apart(trainer: Trainer) -> Iterator[None]:
+    """While inside, a step leaves no gradient, calls no hook and is not counted."""
+    runner, parameters = trainer.runner, trainer.model.all_parameters()
+    begun, held = runner.batches_begun, _taken(parameters)
+    buffers = [
+        (buffer, buffer.clone())
+        for stage in trainer.model.stages.values()
+        for buffer in map(stage.buffer, stage.program.updates)
+    ]
+    try:
+        with runner.uncounted():
+            yield
+    finally:
+        for parameter, (gradient, hooks) in zip(parameters, held, strict=True):
+            parameter.zero_grad()
+            parameter.master.grad = gradient
+            for name, value in hooks.items():
+                setattr(parameter.master, name, value)
+        runner.batches_begun = begun
+        for stage in trainer.model.stages.values():
+            stage.forget_buffers()
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def _taken(parameters: Sequence[StageParameter]) -> list[tuple[Tensor | None, dict[str, object]]]:
+    """Take gradients and hooks from parameters."""
+    taken = []
+    for parameter in parameters:
+        master = parameter.master
+        names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        hooks = {name: value for name in names if (value := getattr(master, name, None))}
+        taken.append((master.grad, dict(hooks)))
+        for name in hooks:
+            setattr(master, name, None)
+        master.grad = None
+    return taken

@@ -1,0 +1,151 @@
+"""Verification: a plan on real processes against one device.
+
+In: a plan, the program and the deferred model captured in the dtype to verify in, and a
+function that trains the plain model (run on rank 0 alone). Out: the same ``Verification`` on
+every rank: the loss of each step, every gradient of the first step, every weight, and every
+buffer that training changes, after the last, in that order of time. Collective over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ...planner.graph import Graph
+from ..messages.shared_objects import Pulse, gather_on_first
+from ..parameters.parameters import StageParameter
+from ..parameters.stage import StageModule
+from ..servers.server_trainer import ServerTrainer
+from ..step.trainer import Trainer
+from .comparison import Difference, Piece, Verification, compare
+from .reference import Reference
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+"""The largest relative difference that rounding explains, by dtype."""
+
+CHUNK_BYTES = 256_000_000
+TINY = torch.finfo(torch.float64).tiny
+
+
+def verify(
+    trainer: Trainer | ServerTrainer,
+    batches: Sequence[Mapping[str, Tensor]],
+    reference: Callable[[], Reference],
+    pulse: Pulse | None = None,
+) -> Verification:
+    """Run one step per batch by the plan and compare with ``reference()``.
+
+    ``batches`` are global, by input name, the same on every rank. A long ``reference`` says what
+    it is at through ``pulse``.
+    """
+    losses: list[float] = []
+    graph = trainer.program.graph
+    gradients: dict[str, list[Piece]] = {}
+    for step, batch in enumerate(batches):
+        losses.append(float(trainer.step(batch).loss))
+        if step == 0:
+            trainer.settle()
+            gradients = collect(trainer.model.all_parameters(), graph, _gradient)
+    trainer.settle()
+    weights = collect(trainer.model.all_parameters(), graph, lambda parameter: parameter.local)
+    buffers = collect_buffers(trainer)
+
+    def compared() -> Verification:
+        return _compared(trainer, reference(), losses, gradients, weights, buffers)
+
+    return (pulse or Pulse()).value(compared)
+
+
+def _compared(
+    trainer: Trainer | ServerTrainer,
+    truth: Reference,
+    losses: Sequence[float],
+    gradients: Mapping[str, Sequence[Piece]],
+    weights: Mapping[str, Sequence[Piece]],
+    buffers: Mapping[str, Sequence[Piece]],
+) -> Verification:
+    blocks, updates = _block_names(trainer), trainer.program.graph.updates
+    step_losses = [
+        Difference("loss", f"step {step}", "", abs(found - expected) / max(abs(expected), TINY))
+        for step, (expected, found) in enumerate(zip(truth.losses, losses, strict=True))
+    ]
+    differences = [
+        *step_losses[:1],
+        *compare("gradient", _in_order(truth.gradients, blocks), gradients, blocks),
+        *step_losses[1:],
+        *compare(
+            "weight",
+            _in_order(truth.weights, blocks),
+            weights,
+            blocks,
+            gradients=_in_order(truth.gradients, blocks),
+        ),
+        *compare("buffer", _in_order(truth.buffers, updates), buffers, blocks),
+    ]
+    dtype = trainer.program.dtype
+    return Verification(dtype, TOLERANCE[dtype], tuple(differences))
+
+
+def _in_order(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    return {name: tensors[name] for name in names if name in tensors}
+
+
+def _block_names(trainer: Trainer | ServerTrainer) -> dict[str, str]:
+    """For each parameter of the graph its block, in the order of the blocks."""
+    return {name: b.name for b in trainer.program.blocks.blocks for name in b.parameters}
+
+
+def _gradient(parameter: StageParameter) -> Tensor | None:
+    return parameter.gradient
+
+
+def collect(
+    parameters: Sequence[StageParameter],
+    graph: Graph,
+    read: Callable[[StageParameter], Tensor | None],
+) -> dict[str, list[Piece]]:
+    """Every rank's pieces of every parameter, on rank 0 (empty elsewhere). Collective."""
+    collected: dict[str, list[Piece]] = {}
+    for names in _chunks(graph):
+        wanted = frozenset(names)
+        own = [
+            (parameter.name, (parameter.region, values.detach().cpu().clone()))
+            for parameter in parameters
+            if parameter.name in wanted and (values := read(parameter)) is not None
+        ]
+        for pieces in gather_on_first(own):
+            for name, piece in pieces:
+                collected.setdefault(name, []).append(piece)
+    return collected
+
+
+def collect_buffers(
+    trainer: Trainer | ServerTrainer,
+    read: Callable[[StageModule, str], Tensor] = StageModule.buffer,
+) -> dict[str, list[Piece]]:
+    """Every rank's pieces of the buffers that training changes, on rank 0. Collective."""
+    own: dict[str, Piece] = {}
+    for stage in trainer.model.stages.values():
+        for name in stage.program.updates:
+            own[name] = (stage.buffer_regions[name], read(stage, name).detach().cpu().clone())
+    collected: dict[str, list[Piece]] = {}
+    for pieces in gather_on_first(own):
+        for name, piece in pieces.items():
+            collected.setdefault(name, []).append(piece)
+    return collected
+
+
+def _chunks(graph: Graph) -> Iterator[list[str]]:
+    """The names of the parameters in runs of about ``CHUNK_BYTES``."""
+    names: list[str] = []
+    size = 0
+    for node in graph.parameters:
+        names.append(node.name)
+        size += node.spec.numel * 8
+        if size > CHUNK_BYTES:
+            yield names
+            names, size = [], 0
+    if names:
+        yield names
