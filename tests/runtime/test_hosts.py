@@ -156,9 +156,9 @@ def refuses(worker: Worker, most: int) -> None:
 HOST = """
 import json, os, sys
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.runtime.agent import launch_on_hosts
-from autoparallel.runtime.process import Job
-from autoparallel.runtime.rendezvous import Hosts
+from autoparallel.runtime.launch.agent import launch_on_hosts
+from autoparallel.runtime.launch.process import Job
+from autoparallel.runtime.launch.rendezvous import Hosts
 
 def main(entry, port):
     job = Job(f"test_hosts:{entry}", {"most": 1}, "", 60.0, tuple(sys.path))

@@ -71,8 +71,8 @@ def test_without_a_pipeline_a_killed_rank_ends_the_others(tmp_path):
 ENDING = """
 import os, time
 import torch.distributed as dist
-from autoparallel.runtime import watchdog
-from autoparallel.runtime.watched_script import watch_script
+from autoparallel.runtime.messages import watchdog
+from autoparallel.runtime.launch.watched_script import watch_script
 
 watchdog.POLL_SECONDS = 0.0  # asks the store without a pause, at the end too
 dist.init_process_group("gloo")
@@ -85,7 +85,7 @@ dist.destroy_process_group()
 LAST_COLLECTIVE = """
 import torch
 import torch.distributed as dist
-from autoparallel.runtime.membership import join
+from autoparallel.runtime.launch.membership import join
 
 join("cpu", 0)
 total = torch.ones(1)

@@ -100,7 +100,7 @@ def test_of_a_run_that_saves_a_killed_rank_ends_the_others_at_torchrun_s_signal(
 
 BLOCKED = """
 import os, signal, sys, threading, time
-from autoparallel.runtime.termination import on_termination
+from autoparallel.runtime.messages.termination import on_termination
 
 def act():
     print("heard", flush=True)
@@ -116,7 +116,7 @@ with on_termination(act):
 
 FORKED = """
 import os, signal, time
-from autoparallel.runtime.termination import on_termination
+from autoparallel.runtime.messages.termination import on_termination
 
 with on_termination(lambda: os._exit(7)):
     child = os.fork()
@@ -143,7 +143,7 @@ def default_handling():
 
 FAILED = """
 import os, signal, time
-from autoparallel.runtime import termination
+from autoparallel.runtime.messages import termination
 
 termination.LAST_WORDS_SECONDS = 0.5
 try:

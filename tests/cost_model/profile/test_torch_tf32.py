@@ -29,7 +29,7 @@ import os
 import sys
 import traceback
 import torch
-from autoparallel.cost_model.profile.torch_tf32 import set_torch, torch_families
+from autoparallel.cost_model.cluster.torch_tf32 import set_torch, torch_families
 
 def child(setting):
     exec(setting)
