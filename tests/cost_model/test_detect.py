@@ -29,9 +29,9 @@ from autoparallel.cost_model.cluster.resolve import resolve_cluster
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 
 MODULES = [
-    "joined",
-    "cluster", "cluster_file", "collectives", "compute", "detect", "link_presets", "memory",
-    "presets", "quantity", "resolve", "shorthand",
+    *(f"cluster.{name}" for name in ("launched_cluster", "cluster", "cluster_file", "detect",
+                                     "link_presets", "presets", "quantity", "resolve", "shorthand")),
+    "collectives.collectives", "ops.compute", "ops.memory",
 ]  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def test_the_time_counts_from_when_the_device_has_come_to_an_action(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
-    monkeypatch.setattr("autoparallel.runtime.watchdog.time", clock)
+    monkeypatch.setattr("autoparallel.runtime.messages.watchdog.time", clock)
     queue = SlowQueue()
     watchdog = Watchdog(60.0, name="rank 0")
     watchdog.follow(queue)

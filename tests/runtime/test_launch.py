@@ -284,7 +284,7 @@ def test_the_watchdog_reports_the_last_thing_told_and_then_ends_the_process():
 
 def test_the_time_of_a_watchdog_begins_again_with_all_progress(monkeypatch):
     clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
-    monkeypatch.setattr("autoparallel.runtime.watchdog.time", clock)
+    monkeypatch.setattr("autoparallel.runtime.messages.watchdog.time", clock)
     watchdog = Watchdog(1.0, name="rank 0")
     for number in range(12):
         clock.seconds = 0.9 * number
