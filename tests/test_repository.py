@@ -377,12 +377,12 @@ SYSTEMS = "parts that are recomputed, groups that routers choose from, whose tra
 KERNELS = "prices of kernels over products, folded experts, layers of several kinds in a list"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
-    ("cost_model: lines", 9745, SYSTEMS),
+    ("cost_model: lines", 9770, SYSTEMS),
     ("cost_model: files", 53, PRICES),
     ("cost_model: flat files", 40, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 1),
-    ("planner: lines", 29830, SYSTEMS),
+    ("planner: lines", 29860, SYSTEMS),
     ("planner: files", 154, SYSTEMS),
     ("planner: flat files", 33),
     ("planner: imports inside functions", 0),
@@ -402,7 +402,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("api: flat files", 90, FORMS),
     ("api: imports inside functions", 280, CALLS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 104450, SYSTEMS),
+    ("all packages: lines", 104490, SYSTEMS),
     ("all packages: files", 592, SYSTEMS),
     ("all packages: flat files", 258, WEIGHTS),
     ("all packages: imports inside functions", 281, CALLS),
@@ -419,7 +419,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/", 51720, SYSTEMS),
     ("words of CHANGELOG.md", 6030, SYSTEMS),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 66090, SYSTEMS),
+    ("tests: lines", 66180, SYSTEMS),
     ("tests: files", 437, SYSTEMS),
     ("tests: flat files", 20),
 )
