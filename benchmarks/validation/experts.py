@@ -269,11 +269,13 @@ def _waits(row: Row) -> float:
     """Return how long a layer of experts waits for the host in a pass.
 
     CUDA graphs of parts of a layer hide a third of the wait, a graph of the whole step all of it.
-    AutoModel's grouped products take the numbers of tokens from the device, and wait for none; with
-    a fixed number of tokens there is nothing to wait for.
+    With a fixed number of tokens there is nothing to wait for. AutoModel's backward sends tokens by
+    what DeepEP told the host in the forward (components/moe/megatron/fused_a2a.py).
     """
-    if "automodel" in row.get("source", "").lower() or _is_padded(row):
+    if _is_padded(row):
         return 0.0
+    if "automodel" in row.get("source", "").lower():
+        return WAITS * (2 / 3 if row.get("recompute", "").startswith("full") else 1 / 2)
     graphs = _graphs(row)
     return 0.0 if graphs == 1 else WAITS * (1 - graphs * 2 / 3)
 

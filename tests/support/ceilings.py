@@ -59,7 +59,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 756, FORMS),
     ("exceptions from formatting (fmt: skip, fmt: off)", 838, KERNELS),
     ("words of docs/ without docs/adr/", 51720, SYSTEMS),
-    ("words of CHANGELOG.md", 6005, ROWS),
+    ("words of CHANGELOG.md", 6030, SYSTEMS),
     ("words of README.md", 1387, PRICES),
     ("tests: lines", 66180, SYSTEMS),
     ("tests: files", 438, FOLDERS),
