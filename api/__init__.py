@@ -17,16 +17,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autoparallel.callbacks import Callback
-    from autoparallel.checkpoints import load, save
-    from autoparallel.comparing import compare
-    from autoparallel.distributed_loader import distribute
-    from autoparallel.environment import one_process, own_folder
-    from autoparallel.estimating import estimate
-    from autoparallel.exporting import export
-    from autoparallel.metrics import JsonLines, TensorBoard, WeightsAndBiases
-    from autoparallel.module import ParallelModule
-    from autoparallel.plan_io import load_plan, save_plan
+    from autoparallel.adoption.checkpoints import load, save
+    from autoparallel.adoption.data_loader import distribute
+    from autoparallel.adoption.module import ParallelModule
+    from autoparallel.adoption.parallelize import parallelize, plan
+    from autoparallel.adoption.step import Step
+    from autoparallel.analysis.compare import compare
+    from autoparallel.analysis.estimate import estimate
+    from autoparallel.exporting.weights import export
+    from autoparallel.options.environment import one_process, own_folder
     from autoparallel.planner.errors import (
         AutoparallelError,
         CaptureError,
@@ -42,12 +41,13 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from autoparallel.planner.plan import Plan
-    from autoparallel.profiling import profile
-    from autoparallel.python import parallelize, plan
-    from autoparallel.register import register_op
+    from autoparallel.planning.plan_files import load_plan, save_plan
+    from autoparallel.profiling.start import profile
     from autoparallel.report import describe
     from autoparallel.runtime.parameters.global_values import whole
-    from autoparallel.step import Step
+    from autoparallel.target.register_op import register_op
+    from autoparallel.training.callbacks import Callback
+    from autoparallel.training.metrics import JsonLines, TensorBoard, WeightsAndBiases
 
 __version__ = "0.1.0"
 
@@ -91,28 +91,28 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Callback": "autoparallel.callbacks",
-    "JsonLines": "autoparallel.metrics",
-    "ParallelModule": "autoparallel.module",
+    "Callback": "autoparallel.training.callbacks",
+    "JsonLines": "autoparallel.training.metrics",
+    "ParallelModule": "autoparallel.adoption.module",
     "Plan": "autoparallel.planner.plan",
-    "Step": "autoparallel.step",
-    "TensorBoard": "autoparallel.metrics",
-    "WeightsAndBiases": "autoparallel.metrics",
-    "compare": "autoparallel.comparing",
+    "Step": "autoparallel.adoption.step",
+    "TensorBoard": "autoparallel.training.metrics",
+    "WeightsAndBiases": "autoparallel.training.metrics",
+    "compare": "autoparallel.analysis.compare",
     "describe": "autoparallel.report",
-    "load": "autoparallel.checkpoints",
-    "estimate": "autoparallel.estimating",
-    "export": "autoparallel.exporting",
-    "distribute": "autoparallel.distributed_loader",
-    "load_plan": "autoparallel.plan_io",
-    "one_process": "autoparallel.environment",
-    "own_folder": "autoparallel.environment",
-    "parallelize": "autoparallel.python",
-    "plan": "autoparallel.python",
-    "profile": "autoparallel.profiling",
-    "register_op": "autoparallel.register",
-    "save": "autoparallel.checkpoints",
-    "save_plan": "autoparallel.plan_io",
+    "load": "autoparallel.adoption.checkpoints",
+    "estimate": "autoparallel.analysis.estimate",
+    "export": "autoparallel.exporting.weights",
+    "distribute": "autoparallel.adoption.data_loader",
+    "load_plan": "autoparallel.planning.plan_files",
+    "one_process": "autoparallel.options.environment",
+    "own_folder": "autoparallel.options.environment",
+    "parallelize": "autoparallel.adoption.parallelize",
+    "plan": "autoparallel.adoption.parallelize",
+    "profile": "autoparallel.profiling.start",
+    "register_op": "autoparallel.target.register_op",
+    "save": "autoparallel.adoption.checkpoints",
+    "save_plan": "autoparallel.planning.plan_files",
     "whole": "autoparallel.runtime.parameters.global_values",
 }
 

@@ -22,7 +22,7 @@ from autoparallel.planner.graph import Graph, Node, OpRule, Ref, TensorSpec
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.rules import has_rule
 from autoparallel.planner.rules.annotation import bind
-from autoparallel.register import existing_op, registered_rules
+from autoparallel.target.register_op import existing_op, registered_rules
 
 MESHES = (Mesh(("x",), (2,)), Mesh(("x",), (3,)), Mesh(("x", "y"), (2, 2)))
 """The meshes that ranks are simulated on; sizes that none divides are left out."""

@@ -14,7 +14,7 @@ from marks import slow
 from processes import run_processes
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.passes.initialization.deferred_init import Deferred, plain_build
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
@@ -22,11 +22,11 @@ from autoparallel.planner.layout import combine, conversion_steps, shard
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.rules import axis_strategies
-from autoparallel.planning import PlanOptions, plan_program
+from autoparallel.planning.plan import PlanOptions, plan_program
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.verify.reference import run_reference
 from autoparallel.runtime.verify.verify import verify
-from autoparallel.targets import Target, load_target
+from autoparallel.target.load import Target, load_target
 
 MOE = example("gshard_moe")
 SEQ, ROWS = 8, 8

@@ -9,7 +9,7 @@ import pytest
 from kept_captures import capture_once
 
 from autoparallel.planner.plan import Precision
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])

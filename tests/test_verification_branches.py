@@ -27,12 +27,12 @@ from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.pricing.branches import stage_edges, stage_starts
 from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning import PlanOptions, plan_program
+from autoparallel.planning.plan import PlanOptions, plan_program
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.verify.comparison import Verification
 from autoparallel.runtime.verify.reference import Reference
 from autoparallel.runtime.verify.verify import verify
-from autoparallel.targets import Target, load_target
+from autoparallel.target.load import Target, load_target
 
 BATCH = 8
 

@@ -18,11 +18,11 @@ from processes import run_processes
 from test_verification import GLOBAL_BATCH, SEQ, captured, check_verified, target, verify_all
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.layout import BALANCED, NodeLayout, balanced_axes, shard
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
-from autoparallel.planning import PlanOptions, plan_program
+from autoparallel.planning.plan import PlanOptions, plan_program
 from autoparallel.runtime.verify.comparison import Verification
 
 FEW = (("gpt", "dp=2,cp=2"), ("mixtral", "dp=4,ep=2,zero=2"))

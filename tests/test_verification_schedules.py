@@ -10,10 +10,10 @@ from processes import run_processes
 from test_verification import GLOBAL_BATCH, captured, check_verified, target, verify_all
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning import PlanOptions, plan_program
+from autoparallel.planning.plan import PlanOptions, plan_program
 from autoparallel.runtime.verify.comparison import Verification
 
 TWO = (

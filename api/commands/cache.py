@@ -16,7 +16,7 @@ ActionArgument = Annotated[
 
 def cache(action: ActionArgument = "show", json: JsonOption = False) -> None:
     """Show or clear the cache of earlier searches."""
-    from autoparallel.cache import clear_cache, contents
+    from autoparallel.cache.plan_cache import clear_cache, contents
 
     if action == "clear":
         freed = clear_cache()

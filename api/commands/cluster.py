@@ -23,7 +23,7 @@ ClusterArgument = Annotated[
 
 def cluster(text: ClusterArgument = "", json: JsonOption = False) -> None:
     """Show a cluster's figures and their sources; without CLUSTER, list the presets."""
-    from autoparallel.planning import find_cluster
+    from autoparallel.planning.plan import find_cluster
 
     if not text:
         _show_presets(json)
@@ -51,7 +51,7 @@ def cluster(text: ClusterArgument = "", json: JsonOption = False) -> None:
 
 def show_measured(cluster: Cluster, console: Console) -> None:
     """What the user's database holds for the cluster's devices, if anything."""
-    from autoparallel.profiles import find_profile
+    from autoparallel.profiling.database import find_profile
 
     profile = find_profile(cluster, "auto", None)
     if profile is None:

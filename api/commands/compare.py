@@ -31,9 +31,9 @@ def compare(
     json: JsonOption = False,
 ) -> None:
     """Compare plans, runs and baselines with the first of them."""
-    from autoparallel.cache import plan_cache
-    from autoparallel.comparing import load_items
-    from autoparallel.progress import progress
+    from autoparallel.analysis.compare import load_items
+    from autoparallel.cache.plan_cache import plan_cache
+    from autoparallel.options.progress import progress
     from autoparallel.report.comparison import comparison_json, print_comparison
 
     with plan_cache() as cache, progress() as observe:

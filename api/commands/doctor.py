@@ -54,9 +54,9 @@ def doctor(
 def _wanted(plan: str | None, cluster: str | None) -> Wanted:
     """What the machine is to do. Raises UsageError AP380 where both options are given."""
     from autoparallel.doctor.checks import Wanted
-    from autoparallel.plan_io import load_plan
     from autoparallel.planner.errors import UsageError
-    from autoparallel.planning import find_cluster
+    from autoparallel.planning.plan import find_cluster
+    from autoparallel.planning.plan_files import load_plan
 
     if plan is not None and cluster is not None:
         raise UsageError(

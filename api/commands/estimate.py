@@ -17,7 +17,7 @@ from autoparallel.commands.options import (
     print_json,
     stdout_console,
 )
-from autoparallel.options import parse_count, parse_prices, parse_settings
+from autoparallel.options.parse import parse_count, parse_prices, parse_settings
 from autoparallel.planner.plan import Precision
 
 DevicesOption = Annotated[
@@ -66,12 +66,12 @@ def estimate(
     """Estimate how many devices TARGET needs for training and for LoRA, and how long it takes."""
     count = None if tokens is None else parse_count(tokens, "--tokens")
     prices = parse_prices(price)
-    from autoparallel.asked import num_processes
-    from autoparallel.cache import plan_cache
-    from autoparallel.estimating import Asked, estimate_target, has_lora, parse_devices
-    from autoparallel.progress import progress
+    from autoparallel.analysis.estimate import Asked, estimate_target, has_lora, parse_devices
+    from autoparallel.cache.plan_cache import plan_cache
+    from autoparallel.options.asked import num_processes
+    from autoparallel.options.progress import progress
     from autoparallel.report.estimates import estimates_json, print_estimates
-    from autoparallel.targets import load_target
+    from autoparallel.target.load import load_target
 
     names = parse_devices(devices)
     loaded = load_target(target, parse_settings(settings or ()))

@@ -69,20 +69,20 @@ def explain(
             "AP360", "explain needs one of NAME, --why-not, --what-if and --measured",
             fix="for example: autoparallel explain plan.json zero",
         )  # fmt: skip
-    from autoparallel.plan_io import load_plan
+    from autoparallel.planning.plan_files import load_plan
 
     loaded = load_plan(plan)
     if measured is not None:
         _measured(loaded, plan, measured, database, trust=trust, json=json)
         return
-    from autoparallel.cache import plan_cache
-    from autoparallel.recaptured import recaptured
+    from autoparallel.analysis.recaptured import recaptured
+    from autoparallel.cache.plan_cache import plan_cache
     from autoparallel.report import explanation as pages
 
     with plan_cache() as cache:
         model = recaptured(loaded, plan, trust=trust, cache=cache.values)
         if why_not is not None:
-            from autoparallel.what_if import why_not as forced_plan
+            from autoparallel.analysis.what_if import why_not as forced_plan
 
             other = forced_plan(model, why_not, time_limit, cache.values)
             if json:
@@ -90,7 +90,7 @@ def explain(
             else:
                 pages.print_why_not(loaded, other, why_not, stdout_console())
         elif what_if:
-            from autoparallel.what_if import what_if as changed
+            from autoparallel.analysis.what_if import what_if as changed
 
             found = changed(model, what_if, time_limit, cache.values)
             if json:
@@ -98,7 +98,7 @@ def explain(
             else:
                 pages.print_what_if(found, stdout_console())
         else:
-            from autoparallel.explaining import explain as explained
+            from autoparallel.analysis.explain import explain as explained
 
             reasons = explained(model, name)
             if json:
@@ -111,12 +111,12 @@ def _measured(
     plan: Plan, path: str, measured: str, database: str | None, *, trust: bool, json: bool
 ) -> None:
     """What was predicted beside a run, and beside the blocks that were measured, if any."""
-    from autoparallel.cache import plan_cache
-    from autoparallel.comparing import read_run
-    from autoparallel.measured_blocks import compute_errors
-    from autoparallel.profiles import find_profile
-    from autoparallel.recaptured import recaptured
+    from autoparallel.analysis.compare import read_run
+    from autoparallel.analysis.recaptured import recaptured
+    from autoparallel.cache.plan_cache import plan_cache
+    from autoparallel.profiling.database import find_profile
     from autoparallel.report.explanation import measured_json, print_measured
+    from autoparallel.training.measured_blocks import compute_errors
 
     run, blocks = read_run(Path(measured)), None
     if find_profile(plan.cluster, "auto", database) is not None:

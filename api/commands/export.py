@@ -62,7 +62,7 @@ def export(
     json: JsonOption = False,
 ) -> None:
     """Write the weights of a checkpoint, or a plan, for other programs."""
-    from autoparallel.plan_exports import check_plan_options, export_plan, is_plan_format
+    from autoparallel.exporting.plans import check_plan_options, export_plan, is_plan_format
 
     if is_plan_format(to, source):
         assert to is not None
@@ -75,7 +75,7 @@ def export(
             typer.echo(f"{output}: {', '.join(wrote.files)}")
             typer.echo("\n".join(filter(None, (f"start: {wrote.start}", wrote.report))))
         return
-    from autoparallel.exporting import export as write
+    from autoparallel.exporting.weights import export as write
 
     done = write(
         source, output, to=to or "safetensors", model=model, lora=lora, dtype=dtype,

@@ -42,7 +42,7 @@ def asked_hosts(
 
     Its hosts need one plan, so ``source`` has to be a plan file.
     """
-    from autoparallel.many_hosts import parse_hosts
+    from autoparallel.options.hosts import parse_hosts
     from autoparallel.planner.errors import UsageError
 
     hosts = parse_hosts(nnodes, endpoint, join_seconds=join_timeout, elastic=elastic)

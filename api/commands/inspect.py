@@ -52,10 +52,10 @@ def inspect(
     json: JsonOption = False,
 ) -> None:
     """Show a plan: what, where, how fast, how sure, what next; details on request."""
-    from autoparallel.measurement import load_measurement, measured_text
-    from autoparallel.plan_io import load_plan
     from autoparallel.planner.plan_file import dumps
+    from autoparallel.planning.plan_files import load_plan
     from autoparallel.report import Details, print_report
+    from autoparallel.training.measurement import load_measurement, measured_text
 
     loaded = load_plan(plan)
     if html is not None:
@@ -103,14 +103,14 @@ def page_sources(plan: Plan, plan_path: str, *, loads_target: bool, trust: bool 
     """What a page shows besides the plan: what a run measured, and the plan priced again, or why
     its model could not be loaded."""
     from autoparallel.html import MISSING, Sources
-    from autoparallel.measurement import load_measurement
     from autoparallel.planner.errors import AutoparallelError
+    from autoparallel.training.measurement import load_measurement
 
     measured = load_measurement(plan_path)
     if not loads_target:
         return Sources(None, MISSING, measured)
-    from autoparallel.priced_again import price_again
-    from autoparallel.progress import progress
+    from autoparallel.analysis.repriced import price_again
+    from autoparallel.options.progress import progress
 
     try:
         with progress() as observe:

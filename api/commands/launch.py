@@ -95,10 +95,10 @@ def launch(
     from autoparallel.launching.kubernetes import MANIFEST, kubernetes_files
     from autoparallel.launching.slurm import BATCH_SCRIPT, slurm_files
     from autoparallel.launching.ssh import START_SCRIPT, ssh_files
-    from autoparallel.plan_io import load_plan
     from autoparallel.planner.errors import UsageError
     from autoparallel.planner.plan_file import dumps
-    from autoparallel.trust import check_trusted
+    from autoparallel.planning.plan_files import load_plan
+    from autoparallel.target.trust import check_trusted
 
     if slurm + k8s + ssh != 1:
         raise UsageError(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from autoparallel.commands.options import JsonOption, print_json, stdout_console
-from autoparallel.options import did_you_mean
+from autoparallel.options.parse import did_you_mean
 from autoparallel.planner.errors import UsageError
 
 NameArgument = Annotated[
@@ -30,8 +30,8 @@ def ops(name: NameArgument = None, target: TargetOption = None, json: JsonOption
 
     registered = {}
     if target is not None:
-        from autoparallel.register import registered_rules
-        from autoparallel.targets import load_target
+        from autoparallel.target.load import load_target
+        from autoparallel.target.register_op import registered_rules
 
         load_target(target)
         registered = dict(registered_rules())

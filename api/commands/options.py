@@ -13,8 +13,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from autoparallel.asked import SearchOptions
-    from autoparallel.planning import PlanOptions
+    from autoparallel.options.asked import SearchOptions
+    from autoparallel.planning.plan import PlanOptions
 
 TargetArgument = Annotated[
     str,
@@ -262,7 +262,7 @@ def plan_options(
     Its parameters are the options of every command that plans: see ``planning``.
     """
     asked = dict(locals())
-    from autoparallel.asked import options_of
+    from autoparallel.options.asked import options_of
 
     rows, length = asked.pop("global_batch"), asked.pop("seq")
     return options_of(rows, length, cast("SearchOptions", asked))

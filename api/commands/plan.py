@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoparallel.collection import rare_collections
 from autoparallel.commands.options import (
     ClusterOption,
     JsonOption,
@@ -18,11 +17,12 @@ from autoparallel.commands.options import (
     stdout_console,
     with_lora,
 )
-from autoparallel.options import parse_settings
+from autoparallel.options.parse import parse_settings
+from autoparallel.planning.collection import rare_collections
 
 if TYPE_CHECKING:
     from autoparallel.planner.plan import Plan
-    from autoparallel.planning import PlanOptions
+    from autoparallel.planning.plan import PlanOptions
 
 CheckOption = Annotated[bool, typer.Option("--check", help="check the model file without planning")]
 
@@ -46,17 +46,17 @@ def plan(
     no_cache: NoCacheOption = False,
 ) -> None:
     """Find the fastest way to train TARGET on a cluster."""
-    from autoparallel.targets import load_target
+    from autoparallel.target.load import load_target
 
     loaded = load_target(target, parse_settings(with_lora(settings, lora)))
     if check:
-        from autoparallel.check import check_target
+        from autoparallel.target.check import check_target
 
         typer.echo(check_target(loaded, options.global_batch, options.seq))
         return
-    from autoparallel.cache import plan_cache
-    from autoparallel.planning import make_plan
-    from autoparallel.progress import progress
+    from autoparallel.cache.plan_cache import plan_cache
+    from autoparallel.options.progress import progress
+    from autoparallel.planning.plan import make_plan
 
     with plan_cache(not no_cache) as cache:
         try:
@@ -72,8 +72,8 @@ def plan(
 
 def show(plan: Plan, *, output: str | None, json: bool) -> None:
     """The short report, or JSON, on stdout; the plan's file if one is asked for."""
-    from autoparallel.plan_io import save_plan
     from autoparallel.planner.plan_file import dumps
+    from autoparallel.planning.plan_files import save_plan
     from autoparallel.report import ONE_SCREEN, print_report
 
     if output is not None:

@@ -51,7 +51,7 @@ def profile(
     json: JsonOption = False,
 ) -> None:
     """Measure the ops and collectives that planning TARGET needs."""
-    from autoparallel.profiles import database_path
+    from autoparallel.profiling.database import database_path
 
     path = database_path(database)
     if not (target or export_file or import_file or show_list):
@@ -61,7 +61,7 @@ def profile(
     if import_file is not None:
         take_over(path, import_file)
     if target:
-        from autoparallel.profiling import start_profiling
+        from autoparallel.profiling.start import start_profiling
 
         try:
             outcome = start_profiling(
@@ -81,7 +81,7 @@ def profile(
 def take_over(path: Path, source: str) -> None:
     """Imports an exported file into the database."""
     from autoparallel.cost_model.profile.database import Database
-    from autoparallel.profiles import explained
+    from autoparallel.profiling.database import explained
 
     with explained(Path(source)), Database(path) as opened:
         counts = opened.import_file(source)
@@ -95,7 +95,7 @@ def take_over(path: Path, source: str) -> None:
 def hand_out(path: Path, to: str) -> None:
     """Exports the database to a file."""
     from autoparallel.cost_model.profile.database import Database
-    from autoparallel.profiles import existing, explained
+    from autoparallel.profiling.database import existing, explained
 
     with explained(path), Database(existing(path), read_only=True) as opened:
         count = opened.export_file(to)
@@ -129,7 +129,7 @@ def show(outcome: Mapping[str, Any], path: Path, console: Console) -> None:
 
 def show_database(path: Path, *, json: bool) -> None:
     """For every environment how many ops and transfers are known."""
-    from autoparallel.profiles import database_counts
+    from autoparallel.profiling.database import database_counts
     from autoparallel.report.printing import plain_table
 
     counts = database_counts(path)

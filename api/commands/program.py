@@ -13,7 +13,7 @@ from autoparallel.commands.options import (
     ProfileOption,
     TrustOption,
 )
-from autoparallel.options import parse_size
+from autoparallel.options.parse import parse_size
 
 if TYPE_CHECKING:
     from autoparallel.planner.search.stage_program import Minimized
@@ -44,7 +44,11 @@ def program(
     trust: TrustOption = False,
 ) -> None:
     """Write the integer program of a plan's stage, for any solver."""
-    from autoparallel.programs import check_format, plan_program, write_plan_program
+    from autoparallel.exporting.solver_programs import (
+        check_format,
+        plan_program,
+        write_plan_program,
+    )
 
     check_format(output)
     found = plan_program(

@@ -29,10 +29,10 @@ from autoparallel.commands.options import (
     stdout_console,
     with_lora,
 )
-from autoparallel.options import parse_settings
+from autoparallel.options.parse import parse_settings
 
 if TYPE_CHECKING:
-    from autoparallel.planning import PlanOptions
+    from autoparallel.planning.plan import PlanOptions
     from autoparallel.runtime.update.update import OnNan
 
 SourceArgument = Annotated[
@@ -209,8 +209,8 @@ def run(
     check_first_step: CheckFirstStepOption = None,
 ) -> None:
     """Train by a plan; --cluster and what follows, up to --lora, are for planning a TARGET."""
-    from autoparallel.asked import checked_init
-    from autoparallel.run_options import RunOptions
+    from autoparallel.options.asked import checked_init
+    from autoparallel.options.run_options import RunOptions
 
     asked = RunOptions(
         clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate, loss_scale=loss_scale,
@@ -220,7 +220,7 @@ def run(
     )  # fmt: skip
     asked.check()
     if trace_steps or trace is not None:
-        from autoparallel.run_trace import check_trace
+        from autoparallel.training.trace import check_trace
 
         check_trace(trace_steps, trace, steps)
     checked_init(init)
@@ -231,19 +231,19 @@ def run(
             "AP891", "--save-every, --keep and --save-async need --save DIR", fix="add --save DIR"
         )
     if weights is not None:
-        from autoparallel.training import check_weights
+        from autoparallel.training.start import check_weights
 
         check_weights(weights, resume)
-    from autoparallel.served_planning import without_servers
-    from autoparallel.served_training import what_servers_lack
+    from autoparallel.planning.served_planning import without_servers
+    from autoparallel.training.server_run import what_servers_lack
 
     if what_servers_lack(asked, {"saving": save, "resume": resume}):
         options = without_servers(options)
     settings = with_lora(settings, lora)
     hosts = asked_hosts(nnodes, rdzv_endpoint, join_timeout, elastic, source)
     with plan_path(source, cluster, options, settings=settings, output=output, trust=trust) as path:
-        from autoparallel.run_steps import Saving
-        from autoparallel.training import Sources, Start, start_training
+        from autoparallel.training.start import Sources, Start, start_training
+        from autoparallel.training.steps import Saving
 
         saving = None
         if save is not None:
@@ -284,8 +284,8 @@ def plan_path(
     Raises UsageError AP116 for a target under torchrun, where each process would plan, and AP155
     for a plan file with a target that is not to be trusted.
     """
-    from autoparallel.plan_io import load_plan, save_plan
-    from autoparallel.trust import check_trusted
+    from autoparallel.planning.plan_files import load_plan, save_plan
+    from autoparallel.target.trust import check_trusted
 
     if source.endswith(".json") and not source.startswith("hf:"):
         check_trusted(load_plan(source), source, trust=trust)
@@ -300,10 +300,10 @@ def plan_path(
             why="every process would plan separately",
             fix=f"autoparallel plan {source} -o plan.json, then torchrun with plan.json",
         )
-    from autoparallel.planning import make_plan
-    from autoparallel.progress import progress
+    from autoparallel.options.progress import progress
+    from autoparallel.planning.plan import make_plan
     from autoparallel.report import ONE_SCREEN, print_report
-    from autoparallel.targets import load_target
+    from autoparallel.target.load import load_target
 
     loaded = load_target(source, parse_settings(settings or ()))
     with progress() as observe:

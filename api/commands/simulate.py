@@ -17,7 +17,7 @@ from autoparallel.commands.options import (
     planning,
     with_lora,
 )
-from autoparallel.options import parse_parallel, parse_settings
+from autoparallel.options.parse import parse_parallel, parse_settings
 from autoparallel.planner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autoparallel.planner.configured.configuration import Configuration
     from autoparallel.planner.requests.request import Forced
     from autoparallel.planner.schedules.schedules import ScheduleInfo
-    from autoparallel.planning import PlanOptions
+    from autoparallel.planning.plan import PlanOptions
 
 ParallelOption = Annotated[
     str,
@@ -144,7 +144,7 @@ def simulate(
     """Simulate a configuration that you choose: step time, memory, timeline."""
     from autoparallel.commands.trained_as import trained_as
     from autoparallel.planner.precision import check_precision
-    from autoparallel.planning import find_cluster
+    from autoparallel.planning.plan import find_cluster
 
     own, rest = split_parallel(parallel)
     options = replace(options, forced=parse_parallel(rest))
@@ -159,10 +159,10 @@ def simulate(
         configured(options, own, found, layers, trained.assumptions.dispatcher)
     )
     from autoparallel.commands.simulate_page import show, simulated
-    from autoparallel.planning import basis_for, capture_target
-    from autoparallel.progress import progress
-    from autoparallel.targets import load_target
-    from autoparallel.tf32 import with_choice
+    from autoparallel.options.progress import progress
+    from autoparallel.planning.plan import basis_for, capture_target
+    from autoparallel.planning.tf32 import with_choice
+    from autoparallel.target.load import load_target
 
     loaded = load_target(target, parse_settings(with_lora(settings, lora)))
     found = with_choice(found, options.tf32)

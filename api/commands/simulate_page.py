@@ -91,7 +91,7 @@ def simulated(
     pins: tuple[Pin, ...] = (),
 ) -> SimulatedStep:
     """Prices and simulates a configuration. Raises ``UsageError`` where it does not fit."""
-    from autoparallel.planning import captured_seq
+    from autoparallel.planning.plan import captured_seq
 
     configuration = with_rows(program.graph, configuration)
     check_layers(program, configuration)

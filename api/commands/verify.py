@@ -24,7 +24,7 @@ from autoparallel.commands.options import (
 from autoparallel.commands.run import SourceArgument, plan_path
 
 if TYPE_CHECKING:
-    from autoparallel.planning import PlanOptions
+    from autoparallel.planning.plan import PlanOptions
 
 DtypeOption = Annotated[str, typer.Option("--dtype", help="fp64 (no rounding differences) or fp32")]
 
@@ -48,7 +48,7 @@ def verify(
     settings = with_lora(settings, lora)
     hosts = asked_hosts(nnodes, rdzv_endpoint, join_timeout, False, source)
     with plan_path(source, cluster, options, settings=settings, quiet=True, trust=trust) as path:
-        from autoparallel.training import Start, start_verification
+        from autoparallel.training.start import Start, start_verification
 
         start_verification(
             path, dtype=dtype, json_output=json, compiled=options.compiled, start=Start(hosts=hosts)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoparallel import __version__
-from autoparallel.comparing import Item
+from autoparallel.analysis.compare import Item
 from autoparallel.html.candidates import Entry, time_memory_chart
 from autoparallel.html.looks import MEMORY_LOOKS, MEMORY_MEANINGS, OTHER_MEMORY, TIME_LOOKS
 from autoparallel.html.rendering import rendered

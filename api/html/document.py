@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
-from autoparallel.baselines import fastest
+from autoparallel.analysis.baselines import fastest
+from autoparallel.analysis.repriced import PricedAgain
 from autoparallel.cost_model.ops.memory import policy
 from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.cost_model.simulator.trace import NAMES, rank_name
@@ -23,11 +24,9 @@ from autoparallel.html.rendering import rendered
 from autoparallel.html.roofline import roofline
 from autoparallel.html.schedule import STREAM_NAMES, ScheduleView, schedule_view
 from autoparallel.html.sources import baselines_text, headline, source_rows
-from autoparallel.measurement import Measurement, checksum
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import plan_summary
-from autoparallel.priced_again import PricedAgain
 from autoparallel.report.confidence import gap_text, simplest_text
 from autoparallel.report.drawing import SAME, timeline_of
 from autoparallel.report.facts import (
@@ -41,6 +40,7 @@ from autoparallel.report.page import axis_lines, configuration_text, device_text
 from autoparallel.report.words import (
     ranks_text,
 )
+from autoparallel.training.measurement import Measurement, checksum
 
 SECTIONS = {
     "cluster": "Cluster", "model": "Model", "schedule": "Schedule",

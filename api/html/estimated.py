@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoparallel.estimating import Estimate
+from autoparallel.analysis.estimate import Estimate
 from autoparallel.html.rendering import rendered
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.estimates import METHODS, days_text, dollars_text, estimates_title

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
+from autoparallel.analysis.repriced import OpWork
 from autoparallel.cost_model.cluster.cluster import Device
 from autoparallel.cost_model.ops.compute import peak_flops
 from autoparallel.html.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Tick
 from autoparallel.html.scales import Scale, number, powers
-from autoparallel.priced_again import OpWork
 from autoparallel.report.words import count_text, percent_text, rate_text, seconds_text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoparallel.baselines import Baseline
+from autoparallel.analysis.baselines import Baseline
 from autoparallel.cost_model.cluster.cluster import Device, Link
 from autoparallel.planner.plan import Plan
 from autoparallel.report.confidence import gap_text

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autoparallel.comparing import Item
+from autoparallel.analysis.compare import Item
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import (
     plan_summary,

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autoparallel.estimating import Estimate
+from autoparallel.analysis.estimate import Estimate
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.facts import fullest_rank

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autoparallel.comparing import Item, MeasuredRun
-from autoparallel.measured_blocks import ComputeError
-from autoparallel.plan_variants import Explanation
+from autoparallel.analysis.compare import Item, MeasuredRun
+from autoparallel.analysis.variants import Explanation
+from autoparallel.analysis.what_if import Changed, terms
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import plan_summary
@@ -21,7 +21,7 @@ from autoparallel.report.facts import bytes_of
 from autoparallel.report.page import section
 from autoparallel.report.printing import plain_table
 from autoparallel.report.words import bytes_text, percent_text, seconds_text
-from autoparallel.what_if import Changed, terms
+from autoparallel.training.measured_blocks import ComputeError
 
 STYLES = {
     "CHOSEN": "bold green", "TIE": "cyan", "CHEAPER": "yellow",

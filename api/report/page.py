@@ -24,6 +24,7 @@ from autoparallel.planner.summary import (
     servers_text,
     strategy_parts,
 )
+from autoparallel.planning.tf32 import families_text
 from autoparallel.report.confidence import confidence, sureness
 from autoparallel.report.drawing import drawing, legend
 from autoparallel.report.facts import (
@@ -52,7 +53,6 @@ from autoparallel.report.words import (
     ranks_text,
     seconds_text,
 )
-from autoparallel.tf32 import families_text
 
 BAR_WIDTH = 28
 INDENT = 2

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from autoparallel.lora import parse_lora, target_paths
 from autoparallel.planner.errors import PlanError
 from autoparallel.runtime.update.optimizer import (
     ELEMENTWISE,
@@ -29,8 +28,9 @@ from autoparallel.script.expressions import INDENT, literal
 from autoparallel.script.parts import taken_names
 from autoparallel.script.source import Exported
 from autoparallel.script.values import made_up_batches
-from autoparallel.targets import Target
-from autoparallel.trust import target_name
+from autoparallel.target.load import Target
+from autoparallel.target.lora import parse_lora, target_paths
+from autoparallel.target.trust import target_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _huggingface(
     target: Target, folder: Path
 ) -> tuple[tuple[str, ...], list[str], tuple[str, ...]]:
     """The configuration as a file, and how the model is made of it."""
-    from autoparallel.huggingface import target_config
+    from autoparallel.target.huggingface import target_config
 
     built = target.build_model if target.settings.get("lora") else None
     config = target_config(target)

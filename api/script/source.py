@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
+from autoparallel.analysis.recaptured import Recaptured, recaptured
 from autoparallel.cost_model.simulator.actions import (
     COMPUTE,
     RECEIVES,
@@ -27,7 +28,6 @@ from autoparallel.planner.layout import Layout, Mesh
 from autoparallel.planner.plan import Plan, StagePlan
 from autoparallel.planner.pricing.weight_versions import is_asynchronous
 from autoparallel.planner.replicas import placed_stages
-from autoparallel.recaptured import Recaptured, recaptured
 from autoparallel.runtime.data.variants import Variant, stage_programs, variant_of
 
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from autoparallel import __version__
-from autoparallel.plan_exports import WrittenPlan, torchrun
+from autoparallel.exporting.plans import WrittenPlan, torchrun
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan import Plan
 from autoparallel.report.page import configuration_text

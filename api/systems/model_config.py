@@ -57,7 +57,7 @@ def read_config(plan: Plan) -> tuple[ModelConfig | None, str]:
     target = plan.model.target
     if not target.startswith("hf:"):
         return None, f"{target} is no Hugging Face configuration"
-    from autoparallel.huggingface import hub_config
+    from autoparallel.target.huggingface import hub_config
 
     try:
         config = hub_config(target, plan.model.settings)

@@ -31,10 +31,10 @@ def price(
     plan: Plan, plan_path: Path, candidates: Sequence[Configuration], *, trust: bool
 ) -> Priced:
     """The best of the candidates."""
-    from autoparallel.cache import plan_cache
-    from autoparallel.configured_plan import ConfiguredPlans
-    from autoparallel.progress import progress
-    from autoparallel.recaptured import recaptured
+    from autoparallel.analysis.configurations import ConfiguredPlans
+    from autoparallel.analysis.recaptured import recaptured
+    from autoparallel.cache.plan_cache import plan_cache
+    from autoparallel.options.progress import progress
 
     try:
         with plan_cache() as cache, progress() as observe:

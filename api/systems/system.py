@@ -13,7 +13,7 @@ from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
-from autoparallel.plan_exports import WrittenPlan
+from autoparallel.exporting.plans import WrittenPlan
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.layers import even_layers
 from autoparallel.planner.errors import UsageError

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from autoparallel.cost_model.simulator.actions import compute_only
-from autoparallel.plan_exports import torchrun
+from autoparallel.exporting.plans import torchrun
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.schedules.schedules import build_schedule

@@ -12,7 +12,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from autoparallel.plan_exports import torchrun
+from autoparallel.exporting.plans import torchrun
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.systems import accelerate, deepspeed
 from autoparallel.systems.features import FEATURES

@@ -23,12 +23,12 @@ from typing import Any
 
 from plot import Curve, draw
 
-from autoparallel.options import parse_parallel
-from autoparallel.plan_io import save_plan
-from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.options.parse import parse_parallel
+from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.planning.plan_files import save_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 HERE = Path(__file__).parent
 MODEL = HERE.parent.parent / "examples" / "gpt.py"
@@ -127,7 +127,7 @@ def train(worker: Worker, *, plan_path: str, steps: int, seed: int) -> list[floa
     import torch
 
     from autoparallel.runtime.launch.membership import join_as
-    from autoparallel.worker import load_job, make_trainer
+    from autoparallel.training.worker import load_job, make_trainer
 
     plan, target = load_job(plan_path)
     device = join_as(worker, plan.cluster)

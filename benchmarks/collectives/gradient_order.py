@@ -32,13 +32,13 @@ from device import EmulatedDevice
 from ranks import Job, _Work, on_ranks
 
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.goals import plan_for
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
-from autoparallel.planning import PlanOptions, capture_target, priced, request_of
+from autoparallel.planning.objectives import plan_for
+from autoparallel.planning.plan import PlanOptions, capture_target, priced, request_of
 from autoparallel.runtime.messages.all_reduces import AllReduces
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 NETWORK = "flat slow"
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from autoparallel.asked import options_of
-from autoparallel.cache import MISSING, Cache
-from autoparallel.cache_shelf import FileShelf
-from autoparallel.cached_capture import CAPTURE
+from autoparallel.cache.captures import CAPTURE
+from autoparallel.cache.plan_cache import MISSING, Cache
+from autoparallel.cache.store import FileShelf
 from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.options.asked import options_of
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.evaluate import Evaluator
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.pricing.whole_block import whole_blocks
-from autoparallel.planning import (
+from autoparallel.planning.plan import (
     PlanOptions,
     basis_for,
     capture_target,
@@ -32,8 +32,8 @@ from autoparallel.planning import (
     make_plan,
     priced_graph,
 )
-from autoparallel.targets import Target, load_target
-from autoparallel.tf32 import with_choice
+from autoparallel.planning.tf32 import with_choice
+from autoparallel.target.load import Target, load_target
 
 CAPTURES = Path(__file__).resolve().parents[2] / "build" / "corpus" / "captures.sqlite"
 MOST_BYTES = 2**30

@@ -14,15 +14,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from autoparallel.asked import options_of
 from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.cost_model.profile.database import Database
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import level_of
 from autoparallel.cost_model.profile.records import Measurement, Transfer
+from autoparallel.options.asked import options_of
 from autoparallel.planner.profiling_targets import Wanted, asked_cases
-from autoparallel.planning import capture_target, find_cluster, request_of
-from autoparallel.targets import load_target
+from autoparallel.planning.plan import capture_target, find_cluster, request_of
+from autoparallel.target.load import load_target
 from benchmarks.corpus.cases import BY_NAME
 
 FILE = Path(__file__).resolve().parent / "measured.sqlite"

@@ -113,23 +113,23 @@ FAULTS = (
           "complete_checkpoints(folder)[max(keep, 1) :]",
           "tests/runtime/test_checkpoint_folder.py"),
     # every rank reads the first share of the text
-    Fault("same-rows-everywhere", "api/text_data.py",
+    Fault("same-rows-everywhere", "api/training/text_data.py",
           "first = step * global_batch + rank * share", "first = step * global_batch",
           "tests/api/test_text_data.py"),
     # every epoch has the same order
-    Fault("same-order", "api/text_data.py",
+    Fault("same-order", "api/training/text_data.py",
           "np.random.default_rng((self.seed, epoch))", "np.random.default_rng((self.seed, 0))",
           "tests/api/test_text_data.py"),
     # adapters change the model before they are trained
-    Fault("adapter-not-zero", "api/lora.py",
+    Fault("adapter-not-zero", "api/target/lora.py",
           "nn.init.zeros_(layer.lora_B.weight)", "nn.init.ones_(layer.lora_B.weight)",
           "tests/api/test_lora.py"),
     # the last of two equal options counts
-    Fault("repeated-degree", "api/options.py",
+    Fault("repeated-degree", "api/options/parse.py",
           "if name in forced:", "if name in ():",
           "tests/api/test_options.py"),
     # keep=0 is taken
-    Fault("keep-none", "api/checkpoints.py",
+    Fault("keep-none", "api/adoption/checkpoints.py",
           "if keep is not None and keep < 1:", "if keep is not None and keep < 0:",
           "tests/api/test_checkpoints.py"),
     # a plan that was loaded no longer offloads the optimizer
@@ -225,7 +225,7 @@ FAULTS = (
           "group.reshard()", "group.reshard() if stage.zero == 3 else None",
           "tests/runtime/test_zero.py tests/api/test_module.py"),
     # a plan goes on with a buffer's old values after a script has written to it
-    Fault("stale-buffer", "api/adopted.py",
+    Fault("stale-buffer", "api/adoption/state.py",
           "(id(value), value._version) for name, value", "(id(value), 0) for name, value",
           "tests/api/test_module.py"),
     # of two axes of a mesh that split the same, an exported configuration has the last degree
@@ -233,15 +233,15 @@ FAULTS = (
           "degrees[role] *= size", "degrees[role] = size",
           "tests/api/systems/test_degrees.py"),
     # all-linear adapts the layer that makes the logits too
-    Fault("adapted-head", "api/lora.py",
+    Fault("adapted-head", "api/target/lora.py",
           "if layer is not head)", "if path != head)",
           "tests/api/test_lora.py tests/api/test_exporting.py"),
     # a loader that went on in the middle of an epoch tells its position from there
-    Fault("position-from-resumption", "api/distributed_loader.py",
+    Fault("position-from-resumption", "api/adoption/data_loader.py",
           "self._position = start", "self._position = 0",
           "tests/api/test_distributed_loader.py"),
     # a training that accumulates goes on with the random numbers of earlier batches
-    Fault("updates-for-batches", "api/step.py",
+    Fault("updates-for-batches", "api/adoption/step.py",
           '"batches_begun": self._steps.trainable.batches_begun,',
           '"batches_begun": self._num_updates,',
           "tests/api/test_step.py"),

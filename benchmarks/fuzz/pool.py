@@ -192,12 +192,12 @@ class Pool:
                 "torch.distributed.tensor",
                 "torch.export._trace",
                 "benchmarks.fuzz.training",
-                "autoparallel.module",
-                "autoparallel.step",
-                "autoparallel.planning",
-                "autoparallel.goals",
-                "autoparallel.joining",
-                "autoparallel.python",
+                "autoparallel.adoption.module",
+                "autoparallel.adoption.step",
+                "autoparallel.planning.plan",
+                "autoparallel.planning.objectives",
+                "autoparallel.adoption.join",
+                "autoparallel.adoption.parallelize",
                 "autoparallel.passes.capture.capture_model",
             ]
         )

@@ -16,15 +16,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoparallel.options import parse_parallel
-from autoparallel.plan_io import save_plan
+from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.schedules.catalogue import SCHEDULES
-from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.planning.plan_files import save_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
-from autoparallel.targets import load_target
-from autoparallel.worker import verify
+from autoparallel.target.load import load_target
+from autoparallel.training.worker import verify
 
 NUM_RANKS = 2
 CASE_SECONDS = 60.0

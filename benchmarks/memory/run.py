@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.passes.memory.stage_memory import stage_memory
-from autoparallel.plan_io import save_plan
 from autoparallel.planner.plan import Precision
-from autoparallel.planning import PlanOptions, capture_target, plan_program
+from autoparallel.planning.plan import PlanOptions, capture_target, plan_program
+from autoparallel.planning.plan_files import save_plan
 from autoparallel.runtime.launch.launch import launch
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -11,7 +11,7 @@ from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.runtime.launch.membership import join_as
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.runtime.profile.memory_counter import measure_step
-from autoparallel.worker import load_job, make_trainer
+from autoparallel.training.worker import load_job, make_trainer
 
 WARM_UP_STEPS = 2
 MEASURED_STEPS = 3

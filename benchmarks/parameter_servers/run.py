@@ -32,11 +32,11 @@ from ranks import measure_issue, on_ranks
 from autoparallel.cost_model.cluster.cluster import Cluster, Link
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.cost_model.simulator.server_simulation import ServerTimes
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import dumps
-from autoparallel.planning import PlanOptions, capture_target, plan_program
-from autoparallel.targets import Target, load_target
+from autoparallel.planning.plan import PlanOptions, capture_target, plan_program
+from autoparallel.target.load import Target, load_target
 from benchmarks.parameter_servers.emulation import (
     Emulation,
     Training,

@@ -23,13 +23,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoparallel.options import parse_parallel, parse_settings
-from autoparallel.plan_io import save_plan
+from autoparallel.options.parse import parse_parallel, parse_settings
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.planning.plan_files import save_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 GPT = Path(__file__).resolve().parents[2] / "examples" / "gpt.py"
 SETTINGS = ("n_layer=8", "d_model=128", "n_head=4", "seq=64")
@@ -124,7 +124,7 @@ def compare(
     import torch.distributed as dist
 
     from autoparallel.runtime.launch.membership import join_as
-    from autoparallel.worker import load_job, make_trainer
+    from autoparallel.training.worker import load_job, make_trainer
 
     plan, target = load_job(plan_path)
     device = join_as(worker, plan.cluster)
@@ -225,7 +225,7 @@ def same_modules(trainer: Any, target: Any) -> dict[int, Any]:
     """This rank's stages as our runtime runs them, with weights of their own."""
     from torch import nn
 
-    from autoparallel.planning import record_target
+    from autoparallel.planning.plan import record_target
     from autoparallel.runtime.messages.communicator import ProcessCommunicator
     from autoparallel.runtime.parameters.initial_values import constants_of, fill_stages
 

@@ -17,8 +17,8 @@ from autoparallel.planner.plan import Precision
 from autoparallel.planner.requests.options import stage_numbers
 from autoparallel.planner.search.branch_and_bound import PipelineProposal
 from autoparallel.planner.search.candidates import candidate
-from autoparallel.planning import PlanOptions, capture_target, request_of
-from autoparallel.targets import load_target
+from autoparallel.planning.plan import PlanOptions, capture_target, request_of
+from autoparallel.target.load import load_target
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

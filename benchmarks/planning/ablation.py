@@ -124,8 +124,8 @@ def _prepared(case: Case) -> Callable[..., Plan]:
     from autoparallel.commands.options import plan_options
     from autoparallel.planner.find_plan import PROPOSERS, SearchMethod, plan
     from autoparallel.planner.requests.features import Features
-    from autoparallel.planning import capture_target, find_cluster, priced, request_of
-    from autoparallel.targets import load_target
+    from autoparallel.planning.plan import capture_target, find_cluster, priced, request_of
+    from autoparallel.target.load import load_target
 
     target = load_target(case.target, dict(case.settings))
     options = plan_options(

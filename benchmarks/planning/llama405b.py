@@ -26,17 +26,12 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoparallel.commands.simulate_page import simulated
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
+from autoparallel.options.progress import progress
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.pricing.basis import DEFAULT, RUNTIME, Basis
-from autoparallel.planning import (
-    PlanOptions,
-    capture_target,
-    find_cluster,
-    plan_program,
-)
-from autoparallel.progress import progress
-from autoparallel.targets import Target, load_target
+from autoparallel.planning.plan import PlanOptions, capture_target, find_cluster, plan_program
+from autoparallel.target.load import Target, load_target
 from benchmarks.planning.cases import BY_NAME
 
 if TYPE_CHECKING:

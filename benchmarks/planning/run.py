@@ -99,17 +99,17 @@ def _in_process(
 def planned(case: Case, times: int, time_limit_seconds: float) -> dict[str, Any]:
     """Plans a case here: seconds by phase, peak memory, and what was found."""
     began = time.perf_counter()
-    from autoparallel.collection import rare_collections
+    from autoparallel.planning.collection import rare_collections
 
     with rare_collections():  # as the command does
         return _planned(case, times, time_limit_seconds, began)
 
 
 def _planned(case: Case, times: int, time_limit_seconds: float, began: float) -> dict[str, Any]:
-    from autoparallel.cache import plan_cache
+    from autoparallel.cache.plan_cache import plan_cache
     from autoparallel.commands.options import plan_options
-    from autoparallel.planning import make_plan
-    from autoparallel.targets import load_target
+    from autoparallel.planning.plan import make_plan
+    from autoparallel.target.load import load_target
 
     target = load_target(case.target, dict(case.settings))
     options = plan_options(

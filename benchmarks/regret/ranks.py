@@ -25,8 +25,8 @@ from autoparallel.cost_model.profile.transfers import level_of
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import loads
-from autoparallel.planning import PlanOptions, capture_target, record_target
-from autoparallel.profile_transfers import LinkTodo
+from autoparallel.planning.plan import PlanOptions, capture_target, record_target
+from autoparallel.profiling.transfers import LinkTodo
 from autoparallel.runtime.profile.links import (
     COLLECTIVES,
     STATES,
@@ -36,7 +36,7 @@ from autoparallel.runtime.profile.links import (
     neighbours,
 )
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.targets import Target, load_target
+from autoparallel.target.load import Target, load_target
 
 CLONE_NEWNET = 0x40000000
 PORT = 29500

@@ -37,15 +37,15 @@ from ranks import (
 
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Transfer
-from autoparallel.goals import plan_for
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan_file import dumps
 from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.summary import plan_summary
-from autoparallel.planning import PlanOptions, capture_target, priced, request_of
-from autoparallel.profiles import environment_for
-from autoparallel.targets import load_target
+from autoparallel.planning.objectives import plan_for
+from autoparallel.planning.plan import PlanOptions, capture_target, priced, request_of
+from autoparallel.profiling.database import environment_for
+from autoparallel.target.load import load_target
 from benchmarks.regret.page import CHOICE, Row, plot, tables
 
 HERE = Path(__file__).parent

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autoparallel.options import parse_parallel, parse_settings
-from autoparallel.plan_io import save_plan
-from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.options.parse import parse_parallel, parse_settings
+from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.planning.plan_files import save_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 SIZES = ("n_layer=4", "d_model=128", "n_head=4", "seq=64")
@@ -30,10 +30,10 @@ WARM_STEPS, PAIRS = 10, 300
 
 def compare(worker: Worker, plan_path: str) -> dict[str, float]:
     """The seconds of a step without watching, and the ratios of time and of processor time."""
-    from autoparallel import worker as entries
     from autoparallel.runtime.launch.stopping import Stop
     from autoparallel.runtime.parameters.stage import StageBlock
     from autoparallel.runtime.profile.stragglers import WorkSampler
+    from autoparallel.training import worker as entries
 
     is_watched = True
     seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from autoparallel.commands.options import plan_options
-from autoparallel.plan_io import save_plan
-from autoparallel.planning import make_plan
-from autoparallel.profiling import start_profiling
-from autoparallel.targets import load_target
-from autoparallel.training import start_training
+from autoparallel.planning.plan import make_plan
+from autoparallel.planning.plan_files import save_plan
+from autoparallel.profiling.start import start_profiling
+from autoparallel.target.load import load_target
+from autoparallel.training.start import start_training
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 8

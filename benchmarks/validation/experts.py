@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from autoparallel.cost_model.collectives.dispatch import DISPATCHERS, Dispatcher
-from autoparallel.options import parse_settings
+from autoparallel.options.parse import parse_settings
 from autoparallel.passes.programs.program import Program as Captured
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision, Recompute
@@ -22,8 +22,8 @@ from autoparallel.planner.pricing.basis import CostAssumptions
 from autoparallel.planner.pricing.systems import assumptions_of
 from autoparallel.planner.replay import RECOMPUTED_PARTS, RecomputedPart
 from autoparallel.planner.rules.expert_traffic import ExpertKernels
-from autoparallel.planning import PlanOptions, capture_target
-from autoparallel.targets import load_target
+from autoparallel.planning.plan import PlanOptions, capture_target
+from autoparallel.target.load import load_target
 
 from .clusters import make_cluster
 from .sources import Program

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
-from autoparallel.register import register_op, registered_rules
+from autoparallel.target.register_op import register_op, registered_rules
 
 from .depth import FEWEST_LAYERS
 

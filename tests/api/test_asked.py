@@ -6,13 +6,13 @@ import inspect
 
 import pytest
 
-from autoparallel.asked import SearchOptions, options_of
 from autoparallel.commands.options import plan_options
 from autoparallel.commands.plan import plan
 from autoparallel.commands.profile import profile
 from autoparallel.commands.run import run
 from autoparallel.commands.verify import verify
-from autoparallel.options import parse_deadline, parse_prices
+from autoparallel.options.asked import SearchOptions, options_of
+from autoparallel.options.parse import parse_deadline, parse_prices
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.requests.goal import Deadline, Goal
 from autoparallel.planner.requests.pins import parse_pin

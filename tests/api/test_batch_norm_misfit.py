@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import autoparallel
-from autoparallel import goals
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.plan import Plan
+from autoparallel.planning import objectives as goals
 
 BATCH = 8
 LIMIT = "1200MB"

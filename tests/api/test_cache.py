@@ -13,11 +13,18 @@ import pytest
 import torch
 
 from autoparallel.__main__ import run_command
-from autoparallel.cache import FILE, Cache, code_digest, default_folder, plan_cache, version
-from autoparallel.cache_shelf import FileShelf
-from autoparallel.cached_capture import kept_program, model_text
-from autoparallel.planning import PlanOptions, capture_target, record_target
-from autoparallel.targets import load_target
+from autoparallel.cache.captures import kept_program, model_text
+from autoparallel.cache.plan_cache import (
+    FILE,
+    Cache,
+    code_digest,
+    default_folder,
+    plan_cache,
+    version,
+)
+from autoparallel.cache.store import FileShelf
+from autoparallel.planning.plan import PlanOptions, capture_target, record_target
+from autoparallel.target.load import load_target
 
 MODEL = """
 import torch
@@ -65,7 +72,7 @@ def test_what_is_put_is_there_after_closing_and_not_before(tmp_path: Path) -> No
 
 def test_many_processes_may_write_at_once(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from autoparallel.cache_shelf import FileShelf\n"
+        "import sys; from pathlib import Path; from autoparallel.cache.store import FileShelf\n"
         "shelf = FileShelf(Path(sys.argv[1]), 'here', 10**9)\n"
         "for n in range(50): shelf.put(f'{sys.argv[2]}-{n}', sys.argv[2].encode() * 1000)\n"
         "shelf.put('shared', b'the same'); shelf.close(); assert not shelf.faults, shelf.faults"

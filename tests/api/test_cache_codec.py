@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.cache_codec import Codec, CodecError
+from autoparallel.cache.codec import Codec, CodecError
 
 
 class Pair(NamedTuple):

@@ -10,10 +10,10 @@ import pytest
 from random_cases import Case, random_case
 from small_graphs import cluster, mlp
 
-from autoparallel.cache import Cache, UnkeyedError, digest, graph_digest
-from autoparallel.cache_codec import Codec
-from autoparallel.cache_shelf import FileShelf
-from autoparallel.cached_plan import kept_plan, plan_key
+from autoparallel.cache.cached_plan import kept_plan, plan_key
+from autoparallel.cache.codec import Codec
+from autoparallel.cache.plan_cache import Cache, UnkeyedError, digest, graph_digest
+from autoparallel.cache.store import FileShelf
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.placers.placement import learned_pipelines

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autoparallel.collection import THRESHOLDS, rare_collections
+from autoparallel.planning.collection import THRESHOLDS, rare_collections
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 
 import autoparallel
 from autoparallel.__main__ import run_command
-from autoparallel.comparing import baseline, load_items, read_run
+from autoparallel.analysis.compare import baseline, load_items, read_run
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 
@@ -110,9 +110,9 @@ def test_a_baseline_is_the_fastest_of_what_its_name_leaves_open(
 
 
 def test_a_baseline_that_fits_is_taken_before_a_faster_one_that_does_not(folder: Path) -> None:
-    from autoparallel.cache import NO_CACHE
-    from autoparallel.configured_plan import ConfiguredPlans
-    from autoparallel.recaptured import recaptured
+    from autoparallel.analysis.configurations import ConfiguredPlans
+    from autoparallel.analysis.recaptured import recaptured
+    from autoparallel.cache.plan_cache import NO_CACHE
 
     plan = autoparallel.load_plan(folder / "plan.json")
     plan = replace(plan, model=replace(plan.model, global_batch=2**16))
@@ -176,7 +176,7 @@ def test_words_that_name_nothing_are_refused(
 ) -> None:
     (folder / "empty.jsonl").write_text("{}\n")
     named = {"PLAN": str(folder / "plan.json"), "EMPTY": str(folder / "empty.jsonl")}
-    from autoparallel.cache import NO_CACHE
+    from autoparallel.cache.plan_cache import NO_CACHE
 
     with pytest.raises(UsageError) as raised:
         load_items([named.get(word, word) for word in words], NO_CACHE, trust=True)

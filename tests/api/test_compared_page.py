@@ -11,7 +11,7 @@ import pytest
 from browser import DARK, check_frames, needs_browser, probed
 from pages import GIB, Outline, compared_items, drawn_plan
 
-from autoparallel.comparing import Comparison, Item
+from autoparallel.analysis.compare import Comparison, Item
 from autoparallel.html.compared import SECTIONS, compared_notebook, compared_page
 
 WHAT = """

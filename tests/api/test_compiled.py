@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import autoparallel
+from autoparallel.options.run_options import as_asked
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.report.page import describe
-from autoparallel.run_options import as_asked
 
 
 class Net(nn.Module):

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from autoparallel.elastic_plan import plan_for_ranks
-from autoparallel.plan_io import load_plan
 from autoparallel.planner.errors import WorkerError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.planning.plan_files import load_plan
 from autoparallel.runtime.launch.process import Worker, current_worker
-from autoparallel.targets import Target, load_target
+from autoparallel.target.load import Target, load_target
+from autoparallel.training.elastic_plan import plan_for_ranks
 
 MODEL = Path(__file__).parents[1] / "support" / "dropout_model.py"
 LIMITS = {"time_limit_seconds": 20.0, "profile": "analytic"}

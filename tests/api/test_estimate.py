@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 import autoparallel
-from autoparallel import estimating
 from autoparallel.__main__ import run_command
-from autoparallel.estimating import clusters_of, parse_devices
-from autoparallel.options import parse_count
+from autoparallel.analysis import estimate as estimating
+from autoparallel.analysis.estimate import clusters_of, parse_devices
+from autoparallel.options.parse import parse_count
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.report.estimates import memory_unit, print_estimates
 
@@ -34,7 +34,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(llama: str) -> tuple[autoparallel.estimating.Estimate, ...]:
+def found(llama: str) -> tuple[autoparallel.analysis.estimate.Estimate, ...]:
     return autoparallel.estimate(
         llama, devices="A10G", global_batch=4, seq=128, tokens=1e9, prices={"A10G": 1.5},
         seconds=30.0, processes=1,
@@ -116,7 +116,7 @@ def test_the_page_fits_80_columns(
 
 
 @pytest.fixture(scope="module")
-def small() -> tuple[autoparallel.estimating.Estimate, ...]:
+def small() -> tuple[autoparallel.analysis.estimate.Estimate, ...]:
     return autoparallel.estimate("examples/gpt.py", devices="T4", global_batch=8, processes=1)
 
 

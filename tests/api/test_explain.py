@@ -10,14 +10,14 @@ import pytest
 
 import autoparallel
 from autoparallel.__main__ import run_command
-from autoparallel.explaining import explain, undivided
-from autoparallel.options import parse_parallel
-from autoparallel.plan_variants import Alternative
+from autoparallel.analysis.explain import explain, undivided
+from autoparallel.analysis.recaptured import Recaptured, recaptured
+from autoparallel.analysis.variants import Alternative
+from autoparallel.analysis.what_if import Changed, changed_cluster, what_if, why_not
+from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.layout import Mesh
-from autoparallel.recaptured import Recaptured, recaptured
 from autoparallel.report.explanation import changed_text
-from autoparallel.what_if import Changed, changed_cluster, what_if, why_not
 
 MODEL = """
 import torch

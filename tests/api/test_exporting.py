@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import autoparallel
-from autoparallel.lora import add_lora, parse_lora
 from autoparallel.planner.errors import UsageError
+from autoparallel.target.lora import add_lora, parse_lora
 
 
 def checkpoint(folder: Path, tensors: dict[str, Tensor]) -> Path:

@@ -14,11 +14,11 @@ from forced_plans import settled
 from marks import slow
 from torch import Tensor, nn
 
-from autoparallel.lora import add_lora, parse_lora
 from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.update.optimizer import default_optimizer
-from autoparallel.text_data import PackedText, open_tokens
-from autoparallel.training import check_weights as refuse_weights
+from autoparallel.target.lora import add_lora, parse_lora
+from autoparallel.training.start import check_weights as refuse_weights
+from autoparallel.training.text_data import PackedText, open_tokens
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS, ROWS, SEQ = 4, 8, 16

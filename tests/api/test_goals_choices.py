@@ -10,12 +10,12 @@ from handmade import flat_plan
 from small_graphs import cluster
 
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.goals import LINEAR, _Job
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.goal import Deadline, Goal
 from autoparallel.planner.requests.request import Request
-from autoparallel.sub_clusters import sub_clusters
+from autoparallel.planning.objectives import LINEAR, _Job
+from autoparallel.planning.sub_clusters import sub_clusters
 
 PLAN = flat_plan()
 

@@ -14,16 +14,16 @@ from rich.console import Console
 
 from autoparallel import load_plan, save_plan
 from autoparallel.__main__ import run_command
-from autoparallel.baselines import Baseline, baselines, fastest
+from autoparallel.analysis.baselines import Baseline, baselines, fastest
+from autoparallel.analysis.repriced import PricedAgain, price_again
 from autoparallel.commands.inspect import page_sources
 from autoparallel.cost_model.simulator.actions import COMPUTE
 from autoparallel.passes.memory.stage_memory import memory_by_action
 from autoparallel.planner.configured.configuration import ConfigurationPricer
 from autoparallel.planner.plan import Alternative, Plan
-from autoparallel.planning import PlanOptions, capture_target
-from autoparallel.priced_again import PricedAgain, price_again
+from autoparallel.planning.plan import PlanOptions, capture_target
 from autoparallel.report import ONE_SCREEN, print_report
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 MODEL = """
 import torch

@@ -17,7 +17,7 @@ import pytest
 from autoparallel.__main__ import run_command
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.plan_io import load_plan, save_plan
+from autoparallel.planning.plan_files import load_plan, save_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = str(ROOT / "tests/models/regression.py")

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from autoparallel.lora import add_lora, merged, parse_lora
 from autoparallel.planner.errors import UsageError
+from autoparallel.target.lora import add_lora, merged, parse_lora
 
 
 class Net(nn.Module):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoparallel.huggingface_inputs import Wanted, default_sequence, label_names, make_batch
 from autoparallel.planner.errors import UsageError
+from autoparallel.target.huggingface_batch import Wanted, default_sequence, label_names, make_batch
 
 
 def wanted(name: str, main: str, takes: tuple[str, ...], **config: Any) -> Wanted:

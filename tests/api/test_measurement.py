@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from handmade import pipeline_plan
 
-from autoparallel.callbacks import StepRecord
-from autoparallel.measurement import (
+from autoparallel.planner.errors import UsageError
+from autoparallel.training.callbacks import StepRecord
+from autoparallel.training.measurement import (
     MOST_STEPS,
     keep_measurement,
     load_measurement,
     measured_path,
     measured_text,
 )
-from autoparallel.planner.errors import UsageError
-from autoparallel.step_log import Figures
+from autoparallel.training.step_log import Figures
 
 
 def figures(*seconds: float) -> Figures:

@@ -12,12 +12,12 @@ from commands import run_python
 
 from autoparallel import Plan, load_plan
 from autoparallel.cost_model.cluster.quantity import parse_bytes
-from autoparallel.memory_error import comparison, explained_memory_errors, next_plan
 from autoparallel.planner.errors import DeviceMemoryError
 from autoparallel.planner.plan import Alternative
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.runtime.messages.failure_store import Ranks
 from autoparallel.runtime.messages.watchdog import Watchdog
+from autoparallel.training.memory_error import comparison, explained_memory_errors, next_plan
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = (

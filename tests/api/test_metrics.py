@@ -15,9 +15,9 @@ import pytest
 from commands import run_python
 from forced_plans import settled
 
-from autoparallel.callbacks import StepRecord
-from autoparallel.metrics import JsonLines, TensorBoard, WeightsAndBiases, check_installed
 from autoparallel.planner.errors import UsageError
+from autoparallel.training.callbacks import StepRecord
+from autoparallel.training.metrics import JsonLines, TensorBoard, WeightsAndBiases, check_installed
 
 MODEL = """
 import sys, torch, autoparallel

@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 from handmade import pipeline_plan
 
-from autoparallel import nearest_change
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.pins import parse_pin
 from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planning import infeasible as nearest_change
 
 
 def test_a_plan_that_is_nearest_is_named_though_the_changes_took_all_the_time(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoparallel.options import parse_parallel, parse_settings, parse_size
+from autoparallel.options.parse import parse_parallel, parse_settings, parse_size
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.requests.request import Forced
 

@@ -9,15 +9,15 @@ from handmade import flat_plan
 
 from autoparallel.__main__ import run_command
 from autoparallel.cost_model.cluster.resolve import parse_cluster
-from autoparallel.plan_exports import (
+from autoparallel.exporting.plans import (
     CHECKPOINT_FORMATS,
     WRITERS,
     export_plan,
     is_plan_format,
     torchrun,
 )
-from autoparallel.plan_io import save_plan
 from autoparallel.planner.errors import UsageError
+from autoparallel.planning.plan_files import save_plan
 
 
 @pytest.fixture

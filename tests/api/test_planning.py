@@ -14,11 +14,12 @@ from marks import slow
 from torch import Tensor, nn
 
 import autoparallel
-from autoparallel.cache import NO_CACHE, Cache
-from autoparallel.cache_shelf import FileShelf
-from autoparallel.options import parse_parallel
+from autoparallel.adoption.parallelize import make_target
+from autoparallel.cache.plan_cache import NO_CACHE, Cache
+from autoparallel.cache.store import FileShelf
+from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.plan import Plan
-from autoparallel.planning import (
+from autoparallel.planning.plan import (
     PlanOptions,
     capture_target,
     find_cluster,
@@ -26,8 +27,7 @@ from autoparallel.planning import (
     plan_program,
     within_limit,
 )
-from autoparallel.python import make_target
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 GPT = load_target("examples/gpt.py", {"n_layer": 2, "d_model": 512, "n_head": 8, "seq": 512})
 OPTIONS = PlanOptions(
@@ -73,7 +73,7 @@ def test_the_search_goes_on_until_the_final_memory_keeps_the_limit(
         size = found.prediction.peak_memory_bytes
         return needing(size + uncounted[size])
 
-    monkeypatch.setattr("autoparallel.cached_capture.with_kept_memory", kept)
+    monkeypatch.setattr("autoparallel.cache.captures.with_kept_memory", kept)
     monkeypatch.setattr("autoparallel.passes.memory.stage_memory.check_host_memory", lambda *_: ())
     program = SimpleNamespace(graph=None, blocks=None)
 

@@ -15,7 +15,7 @@ import pytest
 
 from autoparallel import __main__ as cli
 from autoparallel import load_plan
-from autoparallel.profiles import default_database
+from autoparallel.profiling.database import default_database
 
 MODEL = """
 import torch

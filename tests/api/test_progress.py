@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from autoparallel.progress import in_notebook, shown_to_callers, ticking
+from autoparallel.options.progress import in_notebook, shown_to_callers, ticking
 
 
 def shown_text(capsys: pytest.CaptureFixture[str], wanted: bool = True) -> str:

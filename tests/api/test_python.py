@@ -11,8 +11,8 @@ from handmade import pipeline_plan
 from torch import Tensor, nn
 
 import autoparallel
+from autoparallel.adoption.parallelize import batch_function, make_target, plan_options
 from autoparallel.planner.errors import CaptureError, UsageError
-from autoparallel.python import batch_function, make_target, plan_options
 
 
 class Net(nn.Module):

@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 from handmade import pipeline_plan
 
-from autoparallel import training
-from autoparallel.attempts import RECORD, Attempt, begin_attempt
-from autoparallel.callbacks import Callback
 from autoparallel.planner.errors import AutoparallelError, MachineError, VerificationError
 from autoparallel.planner.plan_file import dumps
-from autoparallel.run_steps import RunSaves, Saving
 from autoparallel.runtime.checkpoint.folder import STATE, complete_checkpoints
+from autoparallel.training import start as training
+from autoparallel.training.callbacks import Callback
+from autoparallel.training.restart import RECORD, Attempt, begin_attempt
+from autoparallel.training.steps import RunSaves, Saving
 
 
 def test_a_restart_goes_on_from_the_newest_checkpoint_of_its_own_run(
@@ -164,7 +164,7 @@ def test_a_verification_that_passes_is_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = verified(tmp_path, monkeypatch, FOUND)
-    assert started["entry"] == "autoparallel.worker:verify"
+    assert started["entry"] == "autoparallel.training.worker:verify"
     assert started["num_processes"] == pipeline_plan().cluster.num_devices
     assert started["marked"]
     assert "error" not in started

@@ -17,11 +17,12 @@ from autoparallel.__main__ import run_command
 from autoparallel.cost_model.simulator.actions import COMPUTE, SENDS, Action
 from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.cost_model.simulator.trace import chrome_trace
-from autoparallel.plan_io import load_plan
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.schedules.schedules import build_schedule
-from autoparallel.run_trace import (
+from autoparallel.planning.plan_files import load_plan
+from autoparallel.runtime.profile.recording import RecordedAction, RecordedStep
+from autoparallel.training.trace import (
     RunTrace,
     check_trace,
     compared_trace,
@@ -29,7 +30,6 @@ from autoparallel.run_trace import (
     predicted_timeline,
     rows_of,
 )
-from autoparallel.runtime.profile.recording import RecordedAction, RecordedStep
 
 TARGET = str(Path(__file__).resolve().parents[1] / "models" / "regression.py")
 

@@ -25,24 +25,24 @@ from safetensors.torch import load_file
 from small_gpt import save_gpt
 from torch import Tensor, nn
 
-from autoparallel.options import parse_parallel
+from autoparallel.exporting.plans import export_plan
+from autoparallel.options.parse import parse_parallel
 from autoparallel.passes.capture.counter_random import counter_random
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.ops.random_ops import step_key
-from autoparallel.plan_exports import export_plan
-from autoparallel.plan_io import save_plan
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan import ServerPlan
 from autoparallel.planner.plan_file import loads
-from autoparallel.planning import PlanOptions, capture_program, make_plan, record_target
+from autoparallel.planning.plan import PlanOptions, capture_program, make_plan, record_target
+from autoparallel.planning.plan_files import save_plan
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.update.optimizer import built, default_optimizer
 from autoparallel.runtime.update.update import UpdateOptions
 from autoparallel.runtime.verify.verify import TOLERANCE
 from autoparallel.script.source import check_writable
-from autoparallel.targets import Target, load_target
+from autoparallel.target.load import Target, load_target
 
 STEPS = 3
 SEQ, GLOBAL_BATCH = 16, 8

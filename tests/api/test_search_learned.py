@@ -14,7 +14,7 @@ from autoparallel.placers.placement import learned_pipelines
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.requests.request import Request
-from autoparallel.planning import PlanOptions
+from autoparallel.planning.plan import PlanOptions
 
 SEEDS = (
     *range(5, 8),

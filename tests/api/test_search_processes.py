@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from small_graphs import cluster, mlp
 
-from autoparallel import search_processes
 from autoparallel.planner import rules
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, SearchMethod, plan
@@ -23,7 +22,8 @@ from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
 from autoparallel.planner.search.workers import serial
-from autoparallel.search_processes import Beside, two_processes
+from autoparallel.planning import search_worker as search_processes
+from autoparallel.planning.search_worker import Beside, two_processes
 
 GRAPH, BLOCKS = mlp(4, rows=8, width=512, inner=2048)
 CLUSTER = cluster(4, num_hosts=2)

@@ -12,10 +12,10 @@ import pytest
 from handmade import GIB, pipeline_plan
 
 import autoparallel
-from autoparallel.frames import TABLES
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan_file import dumps
-from autoparallel.shown_plan import ShownPlan, shown
+from autoparallel.report.notebook_plan import ShownPlan, shown
+from autoparallel.report.tables import TABLES
 
 
 def test_a_shown_plan_equals_the_planners_and_no_other() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autoparallel.calls.stale_tensors import is_retired, retire
 from autoparallel.planner.errors import UsageError
-from autoparallel.stale_tensors import is_retired, retire
 
 USES: dict[str, Callable[[Tensor], Any]] = {
     "an op": lambda old: old + 1,

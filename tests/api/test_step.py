@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import autoparallel
-from autoparallel.callbacks import StepRecord
 from autoparallel.planner.errors import RunError, UsageError
+from autoparallel.training.callbacks import StepRecord
 
 SCRIPT = Path(__file__).parents[1] / "support" / "steps_of_torchrun.py"
 PLANS = (

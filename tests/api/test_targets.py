@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoparallel.check import check_target
 from autoparallel.planner.errors import UsageError
-from autoparallel.targets import load_target
+from autoparallel.target.check import check_target
+from autoparallel.target.load import load_target
 
 
 def change(path: Path, old: str, new: str) -> str:

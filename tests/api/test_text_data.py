@@ -12,9 +12,9 @@ import torch
 import transformers
 from finetuned_models import save_tokenizer, words
 
-from autoparallel import text_data
 from autoparallel.planner.errors import UsageError
-from autoparallel.text_data import PackedText, open_tokens
+from autoparallel.training import text_data
+from autoparallel.training.text_data import PackedText, open_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_text_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 def test_models_that_take_no_text_are_refused() -> None:
     from autoparallel.runtime.launch.process import Worker
-    from autoparallel.targets import load_target
+    from autoparallel.target.load import load_target
 
     worker = Worker(0, 1, 0, None)  # type: ignore[arg-type]
     for name in ("examples/gpt.py", "hf:tests/zoo/bert", "hf:tests/zoo/vit"):

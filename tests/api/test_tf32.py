@@ -18,8 +18,8 @@ from autoparallel.cost_model.cluster.torch_tf32 import torch_computing, torch_fa
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import CHECKSUMS, _checksums, dumps, loads
+from autoparallel.planning.tf32 import set_as_planned, tell_difference
 from autoparallel.report.page import describe
-from autoparallel.tf32 import set_as_planned, tell_difference
 
 SETTLED = "microbatches=1,zero=0,recompute=none"
 """What a search would decide besides."""

@@ -11,14 +11,14 @@ from forced_plans import settled
 
 import autoparallel
 from autoparallel.__main__ import run_command
-from autoparallel.options import parse_parallel
-from autoparallel.plan_io import load_plan, save_plan
+from autoparallel.exporting.solver_programs import plan_program
+from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
-from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.programs import plan_program
-from autoparallel.targets import load_target
-from autoparallel.trust import check_trusted
+from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.planning.plan_files import load_plan, save_plan
+from autoparallel.target.load import load_target
+from autoparallel.target.trust import check_trusted
 
 MODEL = """
 import pathlib
@@ -82,7 +82,9 @@ def test_a_file_beside_a_plan_that_lies_elsewhere_is_elsewhere(plan: Plan, elsew
     assert caught.value.where == str(elsewhere)
 
 
-@pytest.mark.parametrize("target", ["os:system", "textwrap:dedent", "autoparallel.planning:find"])
+@pytest.mark.parametrize(
+    "target", ["os:system", "textwrap:dedent", "autoparallel.planning.plan:find"]
+)
 def test_a_module_elsewhere_runs_only_if_trusted(plan: Plan, elsewhere: Path, target: str) -> None:
     with pytest.raises(UsageError, match="AP155"):
         check_trusted(named(plan, target), "plan.json", trust=False)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from forked_interpreters import ForkedInterpreter
 
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.schedules.catalogue import SCHEDULES
 from benchmarks.gpu.run import Part, run
 from benchmarks.gpu.schedules import read, schedules

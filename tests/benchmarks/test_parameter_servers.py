@@ -10,10 +10,10 @@ import torch.distributed as dist
 from processes import run_processes
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.plan_file import dumps
-from autoparallel.planning import PlanOptions, capture_target, plan_program
-from autoparallel.targets import Target, load_target
+from autoparallel.planning.plan import PlanOptions, capture_target, plan_program
+from autoparallel.target.load import Target, load_target
 from benchmarks.parameter_servers.emulation import Training, train
 from benchmarks.parameter_servers.page import (
     CHOOSING_SEED,

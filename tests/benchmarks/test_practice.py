@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan import Plan
 from benchmarks.planning import practice

@@ -28,11 +28,14 @@ from autoparallel.cost_model.cluster.detect import (
 from autoparallel.cost_model.cluster.resolve import resolve_cluster
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 
+OF_CLUSTERS = (
+    "launched_cluster", "cluster", "cluster_file", "detect", "link_presets", "presets", "quantity",
+    "resolve", "shorthand",
+)  # fmt: skip
 MODULES = [
-    *(f"cluster.{name}" for name in ("launched_cluster", "cluster", "cluster_file", "detect",
-                                     "link_presets", "presets", "quantity", "resolve", "shorthand")),
-    "collectives.collectives", "ops.compute", "ops.memory",
-]  # fmt: skip
+    *(f"cluster.{name}" for name in OF_CLUSTERS),
+    *("collectives.collectives", "ops.compute", "ops.memory"),
+]
 
 
 def measure_anew(patch: pytest.MonkeyPatch) -> None:

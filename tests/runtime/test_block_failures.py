@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from autoparallel.options import parse_parallel, parse_settings
-from autoparallel.plan_io import save_plan
+from autoparallel.options.parse import parse_parallel, parse_settings
 from autoparallel.planner.errors import HangError
-from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.planning.plan_files import save_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
@@ -40,10 +40,10 @@ def plan_file(folder: Path, parallel: str) -> Path:
 def hangs(worker: Worker, plan_path: str, at: str) -> dict[str, Any]:
     """Trains; in its second step rank 1 stops in block ``at``, in the backward of that block where
     ``at`` ends with "'", or for its data."""
-    from autoparallel.data import TrainingData
     from autoparallel.runtime.parameters import zero
     from autoparallel.runtime.parameters.stage import StageBlock
-    from autoparallel.worker import train
+    from autoparallel.training.data import TrainingData
+    from autoparallel.training.worker import train
 
     zero.GROUP_BYTES = zero.TINY_BYTES = 0  # each block is gathered alone, however small
     tell, begun = worker.watchdog.progress, [0]

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from autoparallel.options import parse_settings
-from autoparallel.plan_io import save_plan
+from autoparallel.options.parse import parse_settings
 from autoparallel.planner.errors import HangError, WorkerError
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.planning.plan_files import save_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.runtime.messages.failure_store import FolderBoard, Note, Ranks, blame
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
@@ -50,7 +50,7 @@ def fails(
     worker: Worker, plan_path: str, pids: str, rank: int, at: str, sign: int, **options: Any
 ) -> dict[str, object]:
     """Trains; in its second step rank ``rank`` sends itself ``sign`` when it computes ``at``."""
-    from autoparallel.worker import train
+    from autoparallel.training.worker import train
 
     (Path(pids) / str(worker.rank)).write_text(str(os.getpid()))
     tell, seen = worker.watchdog.progress, []
@@ -147,7 +147,7 @@ def is_fed_longer_sequences(worker: Worker, plan_path: str, folder: str) -> None
     import torch
 
     from autoparallel.planner.errors import UsageError
-    from autoparallel.worker import load_job, make_trainer
+    from autoparallel.training.worker import load_job, make_trainer
 
     plan, target = load_job(plan_path)
     from autoparallel.runtime.launch.membership import join_as

@@ -15,7 +15,7 @@ from processes import RankError, run_processes
 from torch import Tensor, nn
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import UsageError

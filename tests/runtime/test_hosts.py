@@ -24,17 +24,17 @@ from test_restarts import KILLED, MODEL, STEPS
 
 from autoparallel.__main__ import run_command
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.many_hosts import parse_hosts, ranks_per_host
-from autoparallel.plan_io import load_plan, save_plan
+from autoparallel.options.hosts import parse_hosts, ranks_per_host
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.planning.plan_files import load_plan, save_plan
 from autoparallel.runtime.launch.agent import LOST_SECONDS, Peers
 from autoparallel.runtime.launch.membership import join_as
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.runtime.launch.rendezvous import open_store, own_address
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 ALONE = {
     **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},

@@ -24,7 +24,7 @@ from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.plan import Plan, ServerPlan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning import PlanOptions, plan_program
+from autoparallel.planning.plan import PlanOptions, plan_program
 from autoparallel.runtime.servers.server import Server
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
 from autoparallel.runtime.verify.reference import Reference, run_reference

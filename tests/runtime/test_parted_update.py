@@ -13,20 +13,20 @@ from processes import run_processes
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.cost_model.ops.memory import DEFAULT, StateOptions, policy, state_bytes
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.passes.initialization.deferred_init import Deferred
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning import PlanOptions, plan_program
+from autoparallel.planning.plan import PlanOptions, plan_program
 from autoparallel.runtime.parameters.parameters import StageParameter
 from autoparallel.runtime.profile.memory_counter import states_before_last_backward
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.update import parted_update
 from autoparallel.runtime.update.optimizer import GradientNorm
 from autoparallel.runtime.update.update import UpdateOptions
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"n_layer": 2, "d_model": 64, "n_head": 2, "seq": 16, "vocab": 64}

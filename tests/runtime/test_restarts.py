@@ -17,8 +17,6 @@ import pytest
 from commands import run_python
 from marks import slow
 
-from autoparallel.metrics import JsonLines
-from autoparallel.plan_io import load_plan, save_plan
 from autoparallel.planner.errors import (
     AutoparallelError,
     DeviceMemoryError,
@@ -28,14 +26,16 @@ from autoparallel.planner.errors import (
 )
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.planning.plan_files import load_plan, save_plan
 from autoparallel.runtime.checkpoint.folder import complete_checkpoints
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.runtime.launch.restarts import can_mend
 from autoparallel.runtime.messages.shared_objects import gather_values
-from autoparallel.targets import load_target
-from autoparallel.worker import Saving
+from autoparallel.target.load import load_target
+from autoparallel.training.metrics import JsonLines
+from autoparallel.training.worker import Saving
 
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
 MODEL = Path(__file__).parents[1] / "support" / "dropout_model.py"
@@ -69,7 +69,7 @@ def plan_for(folder: Path, forced: Forced) -> Path:
 
 def dies_and_trains(worker: Worker, kills: Sequence[Kill], **arguments: Any) -> Any:
     """Trains; in attempt ``n`` the rank of ``kills[n]`` is killed at that point."""
-    from autoparallel.worker import train
+    from autoparallel.training.worker import train
 
     rank, point = kills[worker.restarts] if worker.restarts < len(kills) else (0, sys.maxsize)
     tell, told = worker.watchdog.progress, []
@@ -143,7 +143,7 @@ def check_kills(
 def dies_in_its_second_save(worker: Worker, **arguments: Any) -> Any:
     """Trains; rank 1 of the first attempt is killed when it has written its files."""
     from autoparallel.runtime.checkpoint import writer as checkpoint_writer
-    from autoparallel.worker import train
+    from autoparallel.training.worker import train
 
     write, saves = checkpoint_writer._write_tensors, []
 

@@ -19,15 +19,15 @@ from commands import run_torchrun
 from forked_interpreters import ForkedInterpreter
 from processes import run_processes
 
-from autoparallel.options import parse_parallel, parse_settings
-from autoparallel.plan_io import save_plan
-from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.options.parse import parse_parallel, parse_settings
+from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.planning.plan_files import save_plan
 from autoparallel.runtime.launch import stopping
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.runtime.launch.stopping import Stop
 from autoparallel.runtime.messages.watchdog import Watchdog
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
 ALONE["OMP_NUM_THREADS"] = "1"
@@ -48,7 +48,7 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def is_asked(worker: Worker, **arguments: Any) -> dict[str, Any]:
     """Trains; rank 1 alone gets SIGTERM in the middle of its step ``ASKED``."""
-    from autoparallel.worker import train
+    from autoparallel.training.worker import train
 
     tell, seen = worker.watchdog.progress, []
 
@@ -85,8 +85,9 @@ def test_a_rank_s_signal_ends_the_step_of_all_and_a_resumed_run_goes_on_exactly(
     assert f"ended by SIGTERM after step {len(stopped)}, which is saved" in capfd.readouterr().err
     assert len(stopped) == ASKED
     assert (tmp_path / "run" / f"step-{ASKED:08d}").is_dir()
-    resumed = losses(plan_path, "autoparallel.worker:train", steps=2, resume=str(tmp_path / "run"))
-    whole = losses(plan_path, "autoparallel.worker:train", steps=ASKED + 2)
+    entry = "autoparallel.training.worker:train"
+    resumed = losses(plan_path, entry, steps=2, resume=str(tmp_path / "run"))
+    whole = losses(plan_path, entry, steps=ASKED + 2)
     assert stopped + resumed == whole
 
 

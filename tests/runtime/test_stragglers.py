@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from script_ranks import group_of_one
 
-from autoparallel.options import parse_parallel, parse_settings
-from autoparallel.plan_io import save_plan
-from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.options.parse import parse_parallel, parse_settings
+from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.planning.plan_files import save_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.runtime.profile.stragglers import (
@@ -24,7 +24,7 @@ from autoparallel.runtime.profile.stragglers import (
     gather_times,
     is_waiting,
 )
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
@@ -55,8 +55,8 @@ def trains_with_a_slow_rank(
     worker: Worker, plan_path: str, folder: str, kind: str, windows: int
 ) -> list[int]:
     """Trains until a rank is named, or so many windows are over; the ranks named."""
-    from autoparallel import straggler_check
-    from autoparallel import worker as entries
+    from autoparallel.training import straggler_check
+    from autoparallel.training import worker as entries
 
     straggler_check.WINDOW_SECONDS = WINDOW_SECONDS
     found: list[int] = []
@@ -96,8 +96,8 @@ def trains_with_a_slow_rank(
 def _slow_down(kind: str) -> None:
     """From now on this process waits for each batch as long as all the rest takes, or takes 4 times
     as long for each block."""
-    from autoparallel.data import TrainingData
     from autoparallel.runtime.parameters.stage import StageBlock
+    from autoparallel.training.data import TrainingData
 
     take, forward = TrainingData.__next__, StageBlock.forward
     last = time.perf_counter()

@@ -17,7 +17,7 @@ from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.runtime.step.streamed_ops import streamed
 from autoparallel.runtime.verify.reference import Batch, Reference, run_reference
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

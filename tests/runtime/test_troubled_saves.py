@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from autoparallel.options import parse_parallel, parse_settings
-from autoparallel.plan_io import save_plan
+from autoparallel.options.parse import parse_parallel, parse_settings
 from autoparallel.planner.errors import MachineError
-from autoparallel.planning import PlanOptions, make_plan
+from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.planning.plan_files import save_plan
 from autoparallel.runtime.checkpoint.folder import complete_checkpoints
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
@@ -87,7 +87,7 @@ def trains_in_trouble(
     worker: Worker, trouble: str, disk: str, lasts: bool, **arguments: Any
 ) -> dict[str, Any]:
     """Saves every second step; from step ``FAILING`` on, to the end or for one save, it fails."""
-    from autoparallel.worker import train
+    from autoparallel.training.worker import train
 
     tell, is_own = worker.watchdog.progress, worker.rank == 0 or trouble == "limit"
 

@@ -15,7 +15,6 @@ from functools import partial
 
 import pytest
 
-from autoparallel import goals
 from autoparallel.passes.memory import stage_memory
 from autoparallel.planner.find_plan import Proposer, SearchMethod
 from autoparallel.planner.proposers.interleaved import interleaved
@@ -26,6 +25,7 @@ from autoparallel.planner.proposers.uneven_shares import uneven_shares
 from autoparallel.planner.search.candidates import Candidate
 from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
+from autoparallel.planning import objectives as goals
 
 VARIABLE = "AUTOPARALLEL_TEST_BRIEF_SEARCH"
 """The variable that makes the searches of processes brief that are forked from this one."""

@@ -70,7 +70,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster  # noqa: E402
-from autoparallel.options import parse_parallel  # noqa: E402
+from autoparallel.options.parse import parse_parallel  # noqa: E402
 from autoparallel.passes.local.local_functions import (  # noqa: E402
     balanced_causal_attention,
     split_causal_attention,
@@ -86,8 +86,8 @@ from autoparallel.passes.programs.program import Program  # noqa: E402
 from autoparallel.planner.graph import Node, TensorSpec  # noqa: E402
 from autoparallel.planner.layout import Layout, Mesh, local_shape  # noqa: E402
 from autoparallel.planner.plan import Plan  # noqa: E402
-from autoparallel.planning import PlanOptions, capture_target, plan_program  # noqa: E402
-from autoparallel.targets import load_target  # noqa: E402
+from autoparallel.planning.plan import PlanOptions, capture_target, plan_program  # noqa: E402
+from autoparallel.target.load import load_target  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 FUNCTIONS, MISTAKES = "functions", "mistakes"

@@ -12,13 +12,13 @@ from typing import Any
 import transformers
 
 import autoparallel
-from autoparallel.cache import NO_CACHE
-from autoparallel.configured_plan import ConfiguredPlans
-from autoparallel.plan_exports import WrittenPlan, export_plan
-from autoparallel.plan_io import save_plan
+from autoparallel.analysis.configurations import ConfiguredPlans
+from autoparallel.analysis.recaptured import recaptured
+from autoparallel.cache.plan_cache import NO_CACHE
+from autoparallel.exporting.plans import WrittenPlan, export_plan
 from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
 from autoparallel.planner.plan import Plan
-from autoparallel.recaptured import recaptured
+from autoparallel.planning.plan_files import save_plan
 
 SYSTEMS = ("torchtitan", "megatron", "deepspeed", "accelerate", "transformers")
 BATCH, SEQ, NUM_DEVICES, NUM_LAYERS = 16, 64, 8, 8

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning import PlanOptions, make_plan
-from autoparallel.targets import load_target
+from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.target.load import load_target
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 SETTINGS = {"n_layer": 2, "d_model": 32, "n_head": 2, "seq": 16}

@@ -20,15 +20,15 @@ from typing import Any, TypeVar
 import pytest
 from torch import Tensor, nn
 
-from autoparallel import joining
-from autoparallel.cache import digest, graph_digest
-from autoparallel.cached_capture import model_text
+from autoparallel.adoption import join as joining
+from autoparallel.cache.captures import model_text
+from autoparallel.cache.plan_cache import digest, graph_digest
 from autoparallel.passes.initialization.deferred_init import Deferred, record_build
 from autoparallel.passes.programs.batch import leaves
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan, Precision
-from autoparallel.planning import capture_model
-from autoparallel.targets import Batch, Target
+from autoparallel.planning.plan import capture_model
+from autoparallel.target.load import Batch, Target
 
 FOLDER = "AUTOPARALLEL_TEST_CAPTURES"
 """The variable that names the session's folder; without it nothing is kept."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import autoparallel
 from autoparallel.runtime.launch.watched_script import watch_script
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 sys.path.append(str(Path(__file__).parent))
 from lagging_group import DEVICE, NAME, emulate

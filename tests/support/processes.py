@@ -44,15 +44,15 @@ PRELOADED = [
     "autoparallel.commands.plan",
     "autoparallel.commands.run",
     "autoparallel.commands.verify",
-    "autoparallel.joining",
-    "autoparallel.module",
+    "autoparallel.adoption.join",
+    "autoparallel.adoption.module",
     "autoparallel.passes.capture.capture_model",
-    "autoparallel.goals",
-    "autoparallel.planning",
-    "autoparallel.profile_worker",
-    "autoparallel.python",
-    "autoparallel.step",
-    "autoparallel.worker",
+    "autoparallel.planning.objectives",
+    "autoparallel.planning.plan",
+    "autoparallel.profiling.worker",
+    "autoparallel.adoption.parallelize",
+    "autoparallel.adoption.step",
+    "autoparallel.training.worker",
     "pytest",
     "first_uses",
 ]
@@ -195,7 +195,8 @@ def measure_briefly() -> None:
 
 def profile_briefly() -> None:
     """In this process, ops, blocks and transfers are measured for a few hundredths of a second."""
-    from autoparallel import measured_first, profile_worker
+    from autoparallel.profiling import work_list as measured_first
+    from autoparallel.profiling import worker as profile_worker
 
     profile_worker.LEAST_CASE_SECONDS, profile_worker.MOST_CASE_SECONDS = 0.02, 0.05
     profile_worker.LINK_SECONDS = 0.02

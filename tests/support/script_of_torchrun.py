@@ -17,7 +17,7 @@ import torch
 
 import autoparallel
 from autoparallel.runtime.launch.watched_script import watch_script
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 START_SECONDS, TIMEOUT_SECONDS = 90.0, 5.0

@@ -11,7 +11,6 @@ from brute_force import Best, BruteForce
 from brute_force_shares import Shared, best_shared
 from random_cases import Case
 
-from autoparallel.goals import plan_for
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.layout import NodeLayout
 from autoparallel.planner.plan import Plan
@@ -22,6 +21,7 @@ from autoparallel.planner.requests.request import (
     CHUNKED_SCHEDULES,
     SCHEDULES,
 )
+from autoparallel.planning.objectives import plan_for
 
 SAME = 1e-9
 """Relative: two steps within this are equal."""

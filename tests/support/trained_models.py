@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoparallel
-from autoparallel.targets import Target, checked_batches, load_target
+from autoparallel.target.load import Target, checked_batches, load_target
 
 WIDTH, SEQ, VOCABULARY = 16, 8, 32
 

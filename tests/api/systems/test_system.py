@@ -15,10 +15,10 @@ from marks import slow
 
 from autoparallel.__main__ import run_command
 from autoparallel.cost_model.cluster.resolve import resolve_cluster
-from autoparallel.plan_io import save_plan
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
+from autoparallel.planning.plan_files import save_plan
 from autoparallel.systems.degrees import configuration_of
 from autoparallel.systems.features import FEATURES, features_of
 from autoparallel.systems.priced import Priced

@@ -8,8 +8,8 @@ from autoparallel.passes.initialization.deferred_init import record_build
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.pricing.branches import Section, sections
 from autoparallel.planner.pricing.structure import Structure
-from autoparallel.planning import capture_model
-from autoparallel.targets import load_target
+from autoparallel.planning.plan import capture_model
+from autoparallel.target.load import load_target
 
 
 def captured(model: str, rows: int, seq: int | None) -> Program:

@@ -29,8 +29,8 @@ from autoparallel.planner.pricing.choices import inner_collectives, input_specs
 from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.rules.dispatch import as_received
 from autoparallel.planner.rules.saved import expert_pairs
-from autoparallel.planning import PlanOptions, capture_target
-from autoparallel.targets import load_target
+from autoparallel.planning.plan import PlanOptions, capture_target
+from autoparallel.target.load import load_target
 
 ROWS = 8
 

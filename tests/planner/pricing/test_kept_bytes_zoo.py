@@ -12,12 +12,12 @@ from itertools import product
 import pytest
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.passes.memory.saved_tensors import Moment, run_microbatch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.schedules.schedules import find_schedule
-from autoparallel.planning import PlanOptions, capture_target, plan_program
-from autoparallel.targets import Target, load_target
+from autoparallel.planning.plan import PlanOptions, capture_target, plan_program
+from autoparallel.target.load import Target, load_target
 
 MODES = ("none", "selective", "full")
 FAST = ("bart", "swin")

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 import autoparallel
 from autoparallel.cost_model.cluster.resolve import parse_cluster
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning import PlanOptions, capture_target, plan_program
-from autoparallel.targets import load_target
+from autoparallel.planning.plan import PlanOptions, capture_target, plan_program
+from autoparallel.target.load import load_target
 
 
 def planned(n_head: int, vocab: int, seq: int = 15, d_model: int = 48) -> Plan:

@@ -9,7 +9,7 @@ import pytest
 from capture_models import gpt_batch, small_gpt
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer

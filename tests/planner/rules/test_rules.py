@@ -15,7 +15,7 @@ from autoparallel.planner.rules import RULES, axis_strategies, has_rule, strateg
 from autoparallel.planner.rules.annotation import bind, parse
 from autoparallel.planner.rules.saved import saved
 from autoparallel.planner.rules.views import match_dims
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 
 F, INT, BOOL = "float32", "int64", "bool"
 X = Ref("x0")

@@ -20,7 +20,7 @@ from autoparallel.planner.rules import (
     work,
 )
 from autoparallel.planner.rules.storage import copy_of
-from autoparallel.register import register_op, registered_rules
+from autoparallel.target.register_op import register_op, registered_rules
 
 EXACT = (
     "linear mm bmm addmm mul div add sub gelu silu relu sigmoid tanh softmax log_softmax exp rsqrt "

@@ -27,19 +27,19 @@ from processes import run_processes
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.cluster_file import load_cluster
 from autoparallel.cost_model.cluster.resolve import parse_cluster
-from autoparallel.options import parse_parallel
+from autoparallel.options.parse import parse_parallel
 from autoparallel.passes.capture.export import find_loss
 from autoparallel.passes.initialization.deferred_init import plain_build, record_build
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning import PlanOptions, capture_model, plan_program
+from autoparallel.planning.plan import PlanOptions, capture_model, plan_program
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.verify.comparison import Verification
 from autoparallel.runtime.verify.reference import run_reference
 from autoparallel.runtime.verify.verify import verify
-from autoparallel.targets import load_target
+from autoparallel.target.load import load_target
 from examples.alexnet import example_batch
 
 BATCH, DEVICES = 128, 4

@@ -15,9 +15,9 @@ from brute_force_chunks import PIPELINES, EveryPipeline
 from random_cases import Case, random_pipeline_case
 from solved_cases import SAME
 
-from autoparallel.goals import plan_for
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.plan import Plan
+from autoparallel.planning.objectives import plan_for
 
 NUM_CASES = 160
 SAMPLE = (1, 7, 10)

@@ -13,13 +13,13 @@ import pulp
 import pytest
 from small_graphs import cluster, mlp
 
-from autoparallel.goals import plan_for
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.integer_programs.program import HIGHS, SolveOptions
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.stage_program import StageProgram, stage_program
+from autoparallel.planning.objectives import plan_for
 
 GRAPH, BLOCKS = mlp(4, rows=8, width=256, inner=1024)
 

@@ -1,0 +1,158 @@
+"""``autoparallel.save`` and ``autoparallel.load``: checkpoints of a script's training.
+
+The same call works for a model that ``parallelize`` made, on every rank of torchrun, and for a
+plain module in one process; a checkpoint of either loads into the other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim import Optimizer
+
+from autoparallel.adoption.module import ParallelModule
+from autoparallel.adoption.step import Step
+from autoparallel.options.environment import as_launched, under_torchrun
+from autoparallel.planner.errors import UsageError
+from autoparallel.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from autoparallel.runtime.checkpoint.writer import CheckpointWriter, PendingSave
+from autoparallel.runtime.messages.watchdog import BETWEEN_STEPS
+from autoparallel.runtime.step.checkpoint_state import module_state
+
+if TYPE_CHECKING:
+    from autoparallel.runtime.step.trainer import Trainer
+
+_WRITERS: WeakKeyDictionary[nn.Module, CheckpointWriter] = WeakKeyDictionary()
+"""Of plain modules; a trainer has its own."""
+
+
+def save(
+    path: str | Path,
+    model: nn.Module | Step,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    **extras: Any,
+) -> PendingSave:
+    """Write the checkpoint ``path/step-N`` of a training run. Collective over all ranks.
+
+    ``model`` is a module or its ``Step``, which brings its optimizer; in a loop of your own give
+    the ``optimizer``. ``extras`` are objects with ``state_dict`` and ``load_state_dict``: a
+    scheduler, a gradient scaler, a data loader. ``keep`` is how many checkpoints stay in
+    ``path``. ``asynchronous`` copies everything to CPU memory and writes in the background:
+    ``wait()`` on the result, the next save or the end of the process waits, and raises what
+    went wrong.
+
+    Raises UsageError (AP882, AP883, AP887, AP890) for what cannot be saved and MachineError
+    (AP886) where writing fails; earlier checkpoints stay.
+    """
+    if keep is not None and keep < 1:
+        raise UsageError("AP890", f"keep={keep} would keep no checkpoint", fix="keep=1 or more")
+    module, optimizer, parts = _given(model, optimizer, extras)
+    trainer = _trainer(module)
+    if trainer is None:
+        writer = _WRITERS.setdefault(module, CheckpointWriter())
+        return save_checkpoint(
+            path, module_state(module, optimizer, parts), writer,
+            step=step, keep=keep, asynchronous=asynchronous,
+        )  # fmt: skip
+    with _watched(f"writing the checkpoint of step {step}"):
+        return trainer.save(
+            path, step=step, optimizer=optimizer, parts=parts, keep=keep,
+            asynchronous=asynchronous,
+        )  # fmt: skip
+
+
+def load(
+    path: str | Path,
+    model: nn.Module | Step,
+    optimizer: Optimizer | None = None,
+    **extras: Any,
+) -> int:
+    """Go on from a checkpoint; returns its step. Collective over all ranks.
+
+    ``path`` is a checkpoint, or a folder of them, whose newest complete one is taken; it may
+    have been written under any plan of the model, or by one process. ``model``, ``optimizer``
+    and ``extras`` are as in ``save``; make a scheduler before its state is loaded.
+
+    Raises UsageError: AP132 no checkpoint, AP880 damaged, AP881 files on another host, AP884,
+    AP887 to AP889 an optimizer or extras that do not fit, AP885 another model.
+    """
+    module, optimizer, parts = _given(model, optimizer, extras)
+    trainer = _trainer(module)
+    if trainer is None:
+        if module in _WRITERS:
+            _WRITERS[module].wait()
+        return load_checkpoint(path, module_state(module, optimizer, parts)).step
+    with _watched("reading a checkpoint"):
+        step = trainer.load(path, optimizer=optimizer, parts=parts)
+        if isinstance(module, ParallelModule):
+            module.take_untrained()
+    return step
+
+
+def _given(
+    model: nn.Module | Step, optimizer: Optimizer | None, extras: dict[str, Any]
+) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:
+    """The module, its optimizer and the parts. Raises UsageError AP890."""
+    if isinstance(model, Step):
+        optimizer = model.optimizer if optimizer is None else optimizer
+        return _given(model.model, optimizer, {"update": model, **extras})
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            "AP890", f"a {type(model).__name__} has no weights to save or load",
+            fix="pass the module or its autoparallel.Step",
+        )  # fmt: skip
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            "AP890", f"a {type(optimizer).__name__} is not an optimizer",
+            fix="pass other objects by name: scheduler=..., data=...",
+        )  # fmt: skip
+    for name, part in extras.items():
+        if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
+            raise UsageError(
+                "AP890", f"{name} is a {type(part).__name__}, which has no state to save or load",
+                fix="pass an object with state_dict() and load_state_dict(state)",
+            )  # fmt: skip
+    return model, optimizer, extras
+
+
+def _trainer(module: nn.Module) -> Trainer | None:
+    """The trainer of a module that ``parallelize`` made; None for a plain one.
+
+    Raises UsageError AP148 for a plain module under torchrun.
+    """
+    from autoparallel.runtime.step.trainer import Trainer
+
+    join = getattr(module, "join", None)
+    trainer = join() if callable(join) and under_torchrun() else None
+    if isinstance(trainer, Trainer):
+        return trainer
+    if under_torchrun():
+        raise UsageError(
+            "AP148",
+            "a plain module cannot be saved or loaded under torchrun",
+            why="every process would have its own copy",
+            fix="model = autoparallel.parallelize(model, example_batch=...)",
+        )
+    return None
+
+
+@contextmanager
+def _watched(what: str) -> Iterator[None]:
+    """Tell the watchdog of the script ``what`` is under way."""
+    from autoparallel.runtime.launch.watched_script import watch_script
+
+    with as_launched():
+        tell = watch_script(os.environ).watchdog.progress
+    tell(what)
+    yield
+    tell(BETWEEN_STEPS)

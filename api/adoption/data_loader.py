@@ -1,0 +1,401 @@
+"""``distribute``: a torch DataLoader of which each rank loads its own rows of every global batch.
+
+In: a DataLoader of global batches, the parallel model. Out: a loader of this rank's rows, in the
+order in which its plan reads them, so that all ranks together have the batches of the DataLoader.
+All ranks draw the same order: it starts from rank 0's random state.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from autoparallel.adoption.loaders import copied_options, has_rows, with_sampler
+from autoparallel.adoption.module import JOINED
+from autoparallel.options.environment import under_torchrun
+from autoparallel.passes.local.input_rows import HeldRows
+from autoparallel.planner.errors import UsageError
+from autoparallel.runtime.data.batches import StepBatches
+from autoparallel.runtime.messages.shared_objects import share_tensor
+
+_PART_SEED = 1_000_003
+
+
+def distribute(dataloader: Any, model: nn.Module | None = None) -> Any:
+    """A loader of this rank's rows of the batches of ``dataloader``, a torch DataLoader.
+
+    ``dataloader`` is written as for one device: its batches are the global ones, and it has no
+    DistributedSampler. ``model`` is one that ``parallelize`` made; it is planned now, if it has
+    no plan yet. Without it the process's only model with a plan is taken. The batches are for
+    ``Step`` or the model as they come; a rank whose stages read no inputs gets empty ones. Of an
+    IterableDataset every rank goes through all samples and keeps its own. Collective over all
+    ranks. Outside of torchrun the batches are ``dataloader``'s own; the loader only knows its place
+    among them, so that a checkpoint can hold it.
+
+    Raises UsageError AP832 for a DistributedSampler, AP833 for what is no DataLoader of global
+    batches, AP834 where ``model`` is missing.
+    """
+    _check_loader(dataloader)
+    if not under_torchrun():
+        return LoneLoader(dataloader)
+    batches = _parallel_model(model).join().runner.batches
+    planned = batches.global_rows
+    size = dataloader.batch_size
+    if size is not None and size != planned:
+        raise UsageError(
+            "AP833",
+            f"the DataLoader makes batches of {size} samples, but the plan is for {planned}",
+            why="distribute takes global batches and loads each rank's samples of them",
+            fix=f"batch_size={planned}",
+        )
+    return DistributedLoader(dataloader, batches)
+
+
+def _check_loader(loader: Any) -> None:
+    if not isinstance(loader, DataLoader):
+        raise UsageError(
+            "AP833",
+            f"a {type(loader).__name__} is not a DataLoader",
+            fix="pass a torch.utils.data.DataLoader; pass other data to Step directly",
+        )
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    if any(isinstance(each, DistributedSampler) for each in samplers):
+        raise UsageError(
+            "AP832",
+            "the DataLoader has a DistributedSampler",
+            why="distribute itself gives each rank its samples of the global batches",
+            fix="remove the DistributedSampler: DataLoader(..., shuffle=True)",
+        )
+    if not getattr(loader, "in_order", True):
+        raise UsageError(
+            "AP833",
+            "the DataLoader returns batches in the order in which its workers finish",
+            why="ranks would use different batches in one step",
+            fix="set in_order=True",
+        )
+
+
+def _parallel_model(model: nn.Module | None) -> Any:
+    if model is None and len(JOINED) == 1:
+        return next(iter(JOINED))
+    if hasattr(model, "join"):
+        return model
+    if isinstance(model, nn.Module):
+        why = f"a {type(model).__name__} is none that parallelize made"
+    else:
+        why = f"{len(JOINED)} models of this process have a plan"
+    raise UsageError(
+        "AP834",
+        "distribute needs the parallel model",
+        why=why,
+        fix="distribute(dataloader, model) with what autoparallel.parallelize returned; "
+        "call it after the optimizer or the Step is made",
+    )
+
+
+class DistributedLoader:
+    """A rank's loader, as ``distribute`` makes it; other attributes are the DataLoader's own."""
+
+    def __init__(self, loader: DataLoader[Any], batches: StepBatches | _AllRows) -> None:
+        self._loader, self._batches = loader, batches
+        self._order = _Order(loader)
+        self._rows: deque[int] = deque()
+        self._inner: DataLoader[Any] | None = None
+        self._workers = torch.Generator()
+        self._epoch = -1
+        self._position = 0
+        self._start = 0
+        self._skipped = 0
+        self._loader_state: Any = None
+
+    def __len__(self) -> int:
+        """The number of global batches of an epoch."""
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        """An epoch; the first one is collective over all ranks."""
+        self._order.begin()
+        start, self._start = self._start, 0
+        self._epoch += 1
+        self._position = start
+        seed = self._order.worker_seed()
+        if has_rows(self._loader):
+            # Ranks of one part load the same rows, and draw the same random numbers for them.
+            place = self._batches.place
+            part = place[0] if place is not None else 0
+            self._workers.manual_seed((seed + part * _PART_SEED) % 2**63)
+            return self._tagged(self._by_row(start))
+        self._workers.manual_seed(seed % 2**63)
+        if self._loader.batch_size is None:
+            return self._counted(islice(self._order.drawing(self._loader), start, None))
+        return self._tagged(self._kept(start))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is: the epoch, the batches of it that were given, and their order.
+
+        It is the same on all ranks, and for plans of any number of ranks.
+        """
+        state = {"epoch": self._epoch, "batches": self._position, "order": self._order.state()}
+        inner: Any = self._inner
+        if not has_rows(self._loader) and hasattr(inner, "state_dict"):
+            state["loader"] = inner.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration goes on where ``state`` was made, on every rank."""
+        if state["epoch"] < 0:
+            return  # of before the first epoch
+        self._epoch = int(state["epoch"]) - 1
+        self._start = int(state["batches"])
+        self._order.restore(state["order"])
+        self._loader_state = state.get("loader")
+
+    def _tagged(self, batches: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+        for rows, batch in batches:
+            self._position += 1
+            self._batches.announce(rows)
+            yield tagged(batch, rows)
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._position += 1
+            yield batch
+
+    def _held(self, rows: int) -> tuple[int, ...]:
+        held = self._batches.held(rows)
+        return () if held is None else held.indices()
+
+    def _by_row(self, start: int) -> Iterator[tuple[int, Any]]:
+        """Loads the rows that this rank needs, from batch ``start`` on."""
+        if not self._held(self._batches.global_rows):
+            for indices in islice(self._order.batches(), start, None):
+                rows = [indices[row] for row in self._held(len(indices))]
+                yield len(indices), self._loaded(rows) if rows else {}
+            return
+        self._rows.clear()
+        if self._inner is None:
+            self._inner = with_sampler(self._loader, _RowSampler(self), self._workers)
+        self._skipped = start
+        for batch in self._inner:
+            yield self._rows.popleft(), batch
+
+    def sampled(self) -> Iterator[list[int]]:
+        """The rows of each batch that this rank loads."""
+        for indices in islice(self._order.batches(), self._skipped, None):
+            self._rows.append(len(indices))
+            yield [indices[row] for row in self._held(len(indices))]
+
+    def _loaded(self, rows: Sequence[int]) -> Any:
+        dataset = self._loader.dataset
+        return self._loader.collate_fn([dataset[row] for row in rows])
+
+    def _kept(self, start: int) -> Iterator[tuple[int, Any]]:
+        """Of an iterable dataset all samples are made, and this rank's are collated."""
+        loader, planned = self._loader, self._batches.global_rows
+        if self._inner is None:
+            self._inner = type(loader)(
+                loader.dataset, batch_size=loader.batch_size, drop_last=loader.drop_last,
+                collate_fn=_KeepRows(loader.collate_fn, self._held(planned), planned),
+                generator=self._workers, **copied_options(loader),
+            )  # fmt: skip
+        if self._loader_state is not None and hasattr(self._inner, "load_state_dict"):
+            self._inner.load_state_dict(self._loader_state)
+            self._loader_state, start = None, 0
+        for rows, batch in islice(self._order.drawing(self._inner), start, None):
+            if rows != planned:
+                own = [batch[row] for row in self._held(rows)]
+                yield rows, loader.collate_fn(own) if own else {}
+            else:
+                yield rows, batch
+
+
+class _AllRows:
+    """The batches of a process without others, as ``StepBatches`` are those of a rank."""
+
+    place = (0, 1)
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.global_rows = loader.batch_size or 1
+
+    def announce(self, rows: int) -> None:
+        """Nobody else is told."""
+
+    def held(self, rows: int) -> HeldRows:
+        return HeldRows(first=0, rows=rows, total=rows, num_microbatches=1)
+
+
+class LoneLoader(DistributedLoader):
+    """The loader of a process without others, whose batches are the DataLoader's own.
+
+    It draws what the DataLoader draws. Only an epoch that begins in its middle, after
+    ``load_state_dict``, has an order of its own, that of the epoch that was broken off.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader, _AllRows(loader))
+        self._is_restored = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_restored:
+            self._is_restored = False
+            return super().__iter__()
+        self._epoch += 1
+        self._position = 0
+        self._order.follow()
+        return self._counted(iter(self._loader))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._is_restored = state["epoch"] >= 0
+
+    def _tagged(self, batches: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+        return self._counted(batch for _, batch in batches)
+
+
+class _RowSampler:
+    """The batch sampler of a ``DistributedLoader``."""
+
+    def __init__(self, owner: DistributedLoader) -> None:
+        self._owner = owner
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._owner.sampled()
+
+    def __len__(self) -> int:
+        return len(self._owner)
+
+
+class _KeepRows:
+    """Collates those samples of a batch that a rank needs; gives the number of all with them.
+
+    Of a batch of another size than planned it gives the samples: which are needed is not known.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], rows: Sequence[int], planned: int) -> None:
+        self._collate, self._rows, self._planned = collate, rows, planned
+
+    def __call__(self, samples: Sequence[Any]) -> tuple[int, Any]:
+        if len(samples) != self._planned:
+            return len(samples), list(samples)
+        own = [samples[row] for row in self._rows]
+        return len(samples), self._collate(own) if own else {}
+
+
+class _Order:
+    """The random order of a DataLoader, the same on every rank and that of one device.
+
+    A sampler draws from the generators that it or the loader was given, or from torch's own. The
+    former are set to rank 0's state. For the latter there is a stream of random numbers that
+    begins with rank 0's state at the first epoch, and that nothing else draws from.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        batch_sampler = loader.batch_sampler
+        owners = (loader, loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+        found = (getattr(owner, "generator", None) for owner in owners)
+        self._generators = list({id(each): each for each in found if each is not None}.values())
+        self._stream: Tensor | None = None
+        self._began: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Before an epoch; the first time collective over all ranks."""
+        if self._stream is None:
+            for generator in self._generators:
+                generator.set_state(share_tensor(generator.get_state()))
+            self._stream = share_tensor(torch.get_rng_state())
+        self._began = [self._stream, *(each.get_state() for each in self._generators)]
+
+    def follow(self) -> None:
+        """Before an epoch that draws from torch's generator: its state is only noted."""
+        self._began = [torch.get_rng_state(), *(each.get_state() for each in self._generators)]
+
+    def worker_seed(self) -> int:
+        """What a DataLoader draws for its workers before it asks its sampler."""
+        with self._streaming():
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        return int(drawn)
+
+    def batches(self) -> Iterator[Sequence[int]]:
+        """The indices of each global batch."""
+        assert self._loader.batch_sampler is not None
+        return self.drawing(self._loader.batch_sampler)
+
+    def drawing(self, source: Any) -> Iterator[Any]:
+        """What ``source`` gives, which draws from the stream."""
+        with self._streaming():
+            iterator = iter(source)
+        while True:
+            with self._streaming():
+                try:
+                    value = next(iterator)
+                except StopIteration:
+                    return
+            yield value
+
+    def state(self) -> list[str]:
+        """The state at the beginning of the epoch."""
+        return [base64.b64encode(bytes(each.tolist())).decode() for each in self._began]
+
+    def restore(self, states: Sequence[str]) -> None:
+        """Takes a ``state``; the epoch is then to begin again."""
+        tensors = [torch.tensor(list(base64.b64decode(each)), dtype=torch.uint8) for each in states]
+        if len(tensors) != 1 + len(self._generators):
+            raise UsageError(
+                "AP837",
+                "the state belongs to another DataLoader",
+                why=f"it has {len(tensors) - 1} generators, this one {len(self._generators)}",
+                fix="give the DataLoader and its sampler the same generators as when the state "
+                "was saved",
+            )
+        self._stream = tensors[0]
+        for generator, state in zip(self._generators, tensors[1:], strict=True):
+            generator.set_state(state)
+
+    @contextmanager
+    def _streaming(self) -> Iterator[None]:
+        """While inside, torch's own generator draws from the stream."""
+        assert self._stream is not None
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self._stream)
+        try:
+            yield
+        finally:
+            self._stream = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+
+class _Dict(dict[Any, Any]):
+    """A rank's rows by name; ``global_rows`` is the number of rows of the batch they are of."""
+
+    global_rows: int
+
+
+class _Tuple(tuple[Any, ...]):
+    """A rank's rows by position."""
+
+    global_rows: int
+
+
+def tagged(batch: Any, rows: int) -> Any:
+    """A rank's part of a batch of ``rows``, which says so: the batch, and each tensor in it."""
+    made: Any = _Dict(batch) if isinstance(batch, Mapping) else batch
+    made = _Tuple(batch) if isinstance(batch, tuple | list) else made
+    made.global_rows = rows
+    for value in tree_leaves(batch):
+        if isinstance(value, Tensor):
+            value.global_rows = rows  # type: ignore[attr-defined]
+    return made

@@ -1,0 +1,277 @@
+"""A model that trains by a plan: what ``parallelize`` makes of an ``nn.Module`` under torchrun.
+
+It stays an object of the model's own class. Its parameters become this rank's shards under their
+own names, DTensors where a plan splits any, so that optimizers, clipping and checkpoints are the
+stock ones. In
+training it is called as the model is and returns what the model returns; in evaluation the
+model's own code runs, with whole weights (``adoption.unsharded``).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from autoparallel.adoption.guards import WEIGHT_HOOKS
+from autoparallel.adoption.state import Adopted, Job
+from autoparallel.calls.methods import check_methods, has_forward, whole_method
+from autoparallel.options.environment import as_launched
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan
+from autoparallel.runtime.parameters.whole_states import are_whole
+from autoparallel.target.load import LossFn
+
+if TYPE_CHECKING:
+    from autoparallel.runtime.step.trainer import Trainer
+
+JOINED: WeakSet[ParallelModule] = WeakSet()
+"""The modules of this process that have a plan."""
+
+_STATE = "_autoparallel"
+"""The attribute that holds a model's ``Adopted``."""
+
+
+class ParallelModule(nn.Module):
+    """A model under torchrun. It is planned when first used, by all ranks together.
+
+    For a plan with no pipeline the ordinary loop works::
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss = model(**batch)        # the global batch, the same on every rank
+        loss.backward()
+        optimizer.step()
+
+    ``autoparallel.Step`` works for every plan.
+    """
+
+    def join(
+        self,
+        *,
+        plan: Plan | None = None,
+        loss_fn: LossFn | None = None,
+        build_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        timeout_seconds: float | None = None,
+        buckets: Sequence[int] = (),
+    ) -> Trainer:
+        """Plan (unless ``plan`` is given) and become this rank's shards. Collective; once.
+
+        From then on the process is watched: see ``runtime.launch.watched_script``.
+
+        Raises UsageError AP145 where a module that has a plan is given another or a loss.
+        """
+        from autoparallel.runtime.launch.watched_script import watch_script
+        from autoparallel.runtime.messages.device_queue import queue_of
+        from autoparallel.runtime.messages.groups import allow_seconds
+
+        adopted = _adopted(self)
+        with as_launched():
+            watchdog = watch_script(os.environ, timeout_seconds).watchdog
+        adopted.tell, adopted.timeout_seconds = watchdog.progress, watchdog.timeout_seconds
+        if timeout_seconds is not None:
+            allow_seconds(timeout_seconds)
+        if adopted.trainer is None:
+            job = adopted.job
+            if loss_fn is not None:
+                job = replace(job, target=replace(job.target, loss_fn=loss_fn))
+            with as_launched(), torch.random.fork_rng():
+                adopted.join(self, job, plan, buckets)
+            watchdog.follow(queue_of(adopted.joined.device))
+            JOINED.add(self)
+        elif plan is not None or loss_fn is not None or buckets:
+            raise UsageError(
+                "AP145",
+                "this module already has a plan",
+                why="it was called, or its parameters were read, before this",
+                fix="pass loss_fn and the plan to parallelize, or create the Step first",
+            )
+        trainer = adopted.joined
+        if build_optimizer is not None:
+            trainer.use_optimizer(build_optimizer)
+        return trainer
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that this module trains by."""
+        return self.join().plan
+
+    @contextmanager
+    def unsharded(
+        self, rank: int | None = None, *, device: torch.device | str | None = None
+    ) -> Iterator[nn.Module]:
+        """While inside, the model is the plain one with whole weights, for generation or export.
+
+        ``rank`` names the only rank that gets them; the others have none meanwhile. ``device``
+        is where they are put (default: the plan's). Weights have the optimizer's dtype.
+        Collective over all ranks.
+
+        Raises UsageError AP926 where the weights were changed inside: that would be lost.
+        """
+        self.join()
+        with _adopted(self).unsharded(self, rank, device):
+            yield self
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Does nothing: gradients are summed over ranks in every backward, and add up."""
+        yield
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's shards, under the model's own names."""
+        self._join_once()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's shards, for ``torch.distributed.checkpoint``.
+
+        Inside of ``autoparallel.one_process()`` the whole tensors, on the CPU of every rank.
+        """
+        self._join_once()
+        if are_whole() and not _adopted(self).is_plain:
+            with self.unsharded(device="cpu"):
+                return super().state_dict(*args, **kwargs)
+        _adopted(self).keep_buffers()
+        return super().state_dict(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parts of the buffers that training changes, and the others."""
+        _adopted(self).keep_buffers()
+        return super().named_buffers(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Take shards or whole tensors, of which each rank keeps its part.
+
+        Raises UsageError AP924 for ``assign=True``, which would replace the shards.
+        """
+        if assign:
+            _refuse_move("load_state_dict(assign=True)", "the tensors would replace its shards")
+        self._join_once()
+        adopted = _adopted(self)
+        if not adopted.is_plain:
+            state_dict = adopted.own_part(state_dict)
+        return super().load_state_dict(state_dict, strict=strict)
+
+    def take_untrained(self) -> None:
+        """Give what training leaves alone the values of the trainer's last load. Collective."""
+        _adopted(self).take_untrained(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; see ``Adopted.leaves_own_hooks``.
+
+        Hooks of torch that compute a weight before each forward are a part of the model.
+        """
+        if not _adopted(self).leaves_own_hooks:
+            return super().__call__(*args, **kwargs)
+        for hook in self._forward_pre_hooks.values():
+            if isinstance(hook, WEIGHT_HOOKS):
+                hook(self, args)
+        return self.forward(*args, **kwargs)
+
+    def _join_once(self) -> None:
+        adopted = _adopted(self)
+        if adopted.trainer is None and not adopted.is_joining:
+            adopted.plans_for_loop()
+            self.join()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """``to``, ``cuda``, ``half`` and the like: where and in what dtype is the plan's to say."""
+        adopted = _adopted(self)
+        if adopted.is_joining or adopted.is_plain:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, tensor in (*super().named_parameters(), *self.named_buffers()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=adopted.device_of(tensor))
+            moved = fn(probe)
+            if moved.dtype != probe.dtype:
+                _refuse_move(f"a cast of {name} to {moved.dtype}", "its precision is the plan's")
+            if adopted.trainer is not None and moved.device != probe.device:
+                _refuse_move(f"a move of {name} to {moved.device}", "its devices are the plan's")
+        return self
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError(
+            "AP930",
+            "a parallel model cannot be copied",
+            why="its shards belong to the processes that train it",
+            fix="with model.unsharded(): copy.deepcopy(model.state_dict())",
+        )
+
+
+def loss_of(module: ParallelModule) -> LossFn | None:
+    """The loss function that the module was given with its plan, or None."""
+    return _adopted(module).job.target.loss_fn
+
+
+def _adopted(module: nn.Module) -> Adopted:
+    found: Adopted = module.__dict__[_STATE]
+    return found
+
+
+def _refuse_move(what: str, why: str) -> NoReturn:
+    raise UsageError(
+        "AP924",
+        f"a parallel model does not support {what}",
+        why=why,
+        fix="do it before parallelize, or set precision= and cluster= there; for a plain model "
+        "use model.unsharded()",
+    )
+
+
+def adopt(
+    model: nn.Module, job: Job, cls: type[nn.Module] | None = None, methods: Sequence[str] = ()
+) -> nn.Module:
+    """Make ``model`` itself parallel: its class becomes ``cls``, a subclass of what it was.
+
+    ``methods`` beside ``forward`` compute with whole weights; of a class without a forward the
+    first of them is planned in its place.
+    """
+    original = type(model)
+    # A script may have put a forward of its own into the object: the class's would not be called.
+    main = "forward" if has_forward(original) or not methods else methods[0]
+    forward = model.__dict__.pop("forward", None) or getattr(original, main).__get__(model)
+    model.__class__ = cls or parallel_class(original, methods=methods)
+    model.__dict__[_STATE] = Adopted(job, forward)
+    return model
+
+
+def parallel_class(
+    original: type[nn.Module],
+    make: Callable[..., nn.Module] | None = None,
+    methods: Sequence[str] = (),
+) -> type[nn.Module]:
+    """A class with the name, methods and signatures of ``original`` that is a ``ParallelModule``.
+
+    ``make(cls, ...)`` is what a call of the class does instead of building the model; ``methods``
+    are as of ``adopt``.
+    """
+    check_methods(original, methods)
+    planned = ["forward"] if has_forward(original) or not methods else ["forward", methods[0]]
+
+    @functools.wraps(getattr(original, planned[-1]))
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _adopted(self).call(self, args, kwargs)
+
+    namespace: dict[str, Any] = {
+        **{name: whole_method(name, _adopted) for name in methods},
+        **dict.fromkeys(planned, torch.compiler.disable(forward)),  # type: ignore[no-untyped-call]
+        "__doc__": original.__doc__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+    }
+    if make is not None:
+        namespace |= {"__new__": make, "__init__": _init_nothing}
+        namespace["__signature__"] = inspect.signature(original)
+    return type(original.__name__, (ParallelModule, original), namespace)
+
+
+def _init_nothing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """``__new__`` has built the model."""

@@ -1,0 +1,257 @@
+"""One training step, the same call for every plan and for a plain module on one device.
+
+In: a model, what to do with its gradients, a global batch. Out: the loss of the batch; the
+weights are stepped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from autoparallel.adoption.guards import check_own_hooks
+from autoparallel.adoption.module import ParallelModule, loss_of
+from autoparallel.options.environment import under_torchrun
+from autoparallel.passes.capture.export import call_model, find_loss
+from autoparallel.passes.programs.batch import leaves
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.parameter_servers import check_not_served
+from autoparallel.planner.plan import Plan
+from autoparallel.runtime.step.plain_trainer import PlainTrainer
+from autoparallel.runtime.step.training_step import TrainingStep
+from autoparallel.runtime.update.optimizer import BuildOptimizer, built, default_optimizer
+from autoparallel.runtime.update.update import BuildScheduler, OnNan, UpdateOptions
+from autoparallel.target.load import Batch, LossFn
+from autoparallel.training.callbacks import Callback, all_of
+from autoparallel.training.step_log import MemoryMeter, StepLog, samples_or_tokens
+
+
+class Step:
+    """One training step of a model, the same call for every plan.
+
+    ``step(batch)`` takes the global batch (the same on every rank), runs forward, backward
+    and the update, and returns the loss of the global batch on every rank. ``optimizer`` and
+    ``scheduler`` are this rank's.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument per option, by name
+        self,
+        model: nn.Module,
+        *,
+        plan: Plan | None = None,
+        loss_fn: LossFn | None = None,
+        build_optimizer: BuildOptimizer | None = None,
+        build_scheduler: BuildScheduler | None = None,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        accumulate: int = 1,
+        scaler: GradScaler | None = None,
+        on_nan: OnNan = "ignore",
+        callbacks: Callable[[], Iterable[Callback]] | None = None,
+        timeout_seconds: float | None = None,
+        buckets: Sequence[int] = (),
+    ) -> None:
+        """``model`` is one that ``parallelize`` made, or, outside torchrun, a plain module.
+
+        ``loss_fn(outputs, batch)`` gives the loss of a model that returns none. The optimizer is
+        ``build_optimizer(parameters)``, or the plan's by name, or AdamW. If
+        the only argument that ``build_optimizer`` needs is called ``named_parameters`` it gets
+        pairs of the model's own names and the parameters. ``build_scheduler(optimizer)`` is a
+        learning-rate scheduler, which steps after each update.
+
+        ``max_norm`` clips the gradient by the norm of all of it, ``max_value`` by element.
+        ``accumulate``: an update every so many calls, with the mean of their gradients.
+        ``scaler`` is a ``torch.amp.GradScaler`` for the loss; updates whose gradient overflows
+        are skipped. ``on_nan``: an update whose gradient is not finite is made all the same
+        (``"ignore"``), skipped on every rank (``"skip"``), or skipped and followed by RunError
+        AP910, which names the first block that made such a value (``"stop"``).
+
+        ``callbacks()`` is called on rank 0. What it returns, such as ``[JsonLines(path)]``, is told
+        of each update when the next one has been started or ``finish`` is called.
+
+        Under torchrun a rank that makes no progress in a step for ``timeout_seconds`` (600), or
+        that dies, ends every rank: each says what it was doing and which rank failed to come.
+
+        ``buckets`` are lengths of sequences below the planned one, in ascending order: a step
+        with a shorter batch runs at the shortest length that it fits, padded to that.
+
+        Raises UsageError AP142 where a plan with several devices is given outside torchrun,
+        AP148 for a plain module under torchrun, AP900 for a bad option, AP901 for options that
+        an asynchronous schedule does not have, AP907 for
+        callbacks that are none, AP902 to AP904 where ``build_scheduler`` or
+        ``build_optimizer`` return something else.
+        """
+        options = UpdateOptions(max_norm, max_value, accumulate, on_nan, scaler)
+        self.model = model
+        self.plan = plan
+        self.loss_fn = loss_fn
+        self._num_accumulated = 0
+        self._num_updates = 0
+        self._callback: Callback | None = None
+        if callbacks is not None and os.environ.get("RANK", "0") == "0":
+            self._callback = all_of(callbacks(), source="callbacks()")
+        self._memory = MemoryMeter(torch.device("cpu"))
+        self._log: StepLog | None = None
+        if isinstance(model, ParallelModule):
+            check_own_hooks(model)
+            trainer = model.join(
+                plan=plan, loss_fn=loss_fn, timeout_seconds=timeout_seconds, buckets=buckets
+            )
+            if build_optimizer is not None:
+                trainer.use_optimizer(build_optimizer)
+            trainer.use_update(options, build_scheduler)
+            self.plan = trainer.plan
+            self.loss_fn = loss_of(model)
+            self._trainer: Any = trainer
+            self._inputs: Callable[[Batch], Any] = trainer.inputs
+            return
+        if under_torchrun():
+            raise UsageError(
+                "AP148",
+                "a plain module cannot be trained under torchrun",
+                why="every process would train its own copy",
+                fix="model = autoparallel.parallelize(model, example_batch=...)",
+            )
+        _require_one_device(plan)
+        self._inputs = lambda batch: batch
+        self._trainer = PlainTrainer(
+            model, self._loss, self._plain_optimizer(build_optimizer), options, build_scheduler
+        )
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Trains on the global ``batch``; returns its loss, a scalar without a graph.
+
+        With ``accumulate`` the weights are updated in every so-manieth call.
+        """
+        if self._callback is not None and self._log is None:
+            self._log = self._begin_log(self._callback, batch)
+        if isinstance(self.model, ParallelModule):
+            check_own_hooks(self.model)
+        inputs = self._inputs(batch)
+        self._num_accumulated += 1
+        if self._num_accumulated < self._steps.update.options.accumulate:
+            return self._steps.accumulate(inputs)
+        self._num_accumulated = 0
+        self._num_updates += 1
+        result = self._steps.step(inputs)
+        if self._log is not None:
+            self._log.add(self._num_updates, result)
+        return result.losses[-1]
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """The loss of a batch of any size: no dropout, no gradients, running statistics kept."""
+        with _evaluating(self.model), torch.no_grad():
+            return self._loss(batch).detach()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """This rank's optimizer."""
+        optimizer: torch.optim.Optimizer = self._trainer.optimizer
+        return optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """What ``build_scheduler`` made, or None."""
+        return self._steps.update.scheduler
+
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        """The norm of the whole gradient of the last update, before clipping; waits for it.
+
+        None before the first update.
+        """
+        read = self._steps.last_norm
+        return None if read is None else read()
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many updates were skipped; waits for the last one."""
+        return int(self._steps.update.skipped)
+
+    def finish(self) -> None:
+        """Ends the training: waits for the last step, which is checked and told as the others
+        were, and closes the callbacks."""
+        self._steps.finish()
+        if self._callback is None:
+            return
+        if self._log is not None:
+            self._log.finish()
+        self._callback.on_end()
+        self._callback.close()
+        self._callback = self._log = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scheduler, loss scale and counters, as plain data; weights are the model's.
+
+        Take it between updates: gradients that are yet to be used are not in it.
+        """
+        counters = {
+            "batches_begun": self._steps.trainable.batches_begun,
+            "updates": self._num_updates,
+        }
+        return {**self._steps.update.state_dict(), **counters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state_dict``, of any plan."""
+        self._steps.update.load_state_dict(state)
+        self._steps.trainable.batches_begun = state.get("batches_begun", 0)
+        self._num_updates = state.get("updates", 0)
+
+    def _begin_log(self, callback: Callback, batch: Batch) -> StepLog:
+        count = self._steps.update.options.accumulate
+        done = "samples", count * _num_rows(batch)
+        if self.plan is not None:
+            done = samples_or_tokens(self.plan, count)
+        is_accelerator = self._trainer.device.type != "cpu"
+        return StepLog(
+            done, MemoryMeter(self._trainer.device) if is_accelerator else self._memory, callback
+        )
+
+    @property
+    def _steps(self) -> TrainingStep:
+        steps: TrainingStep = self._trainer.steps
+        return steps
+
+    def _plain_optimizer(self, build: BuildOptimizer | None) -> torch.optim.Optimizer:
+        if build is not None:
+            return built(build, self.model.named_parameters())
+        name = "adamw" if self.plan is None else self.plan.model.optimizer
+        return default_optimizer(self.model.parameters(), name)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        return find_loss(call_model(self.model, batch), batch, self.loss_fn)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """While inside, the model is in evaluation mode; then each module is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _num_rows(batch: Batch) -> int:
+    """The rows of a batch, by the first of its tensors that has any."""
+    values = (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
+    return next((len(value) for value in values if value.dim()), 1)
+
+
+def _require_one_device(plan: Plan | None) -> None:
+    check_not_served(plan)
+    devices = 0 if plan is None else sum(len(stage.devices) for stage in plan.stages)
+    if devices > 1:
+        raise UsageError(
+            "AP142",
+            f"the plan is for {devices} devices, but only this process is running",
+            fix=f"torchrun --nproc-per-node {devices} your_script.py",
+        )

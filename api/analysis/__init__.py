@@ -1,0 +1,1 @@
+"""Questions about a plan: compared, estimated, explained, varied, priced again."""

@@ -1,0 +1,249 @@
+"""What ``autoparallel compare`` compares: plans, runs, and named baselines, each as an item.
+
+In: the words of the command line. Out: for each a label, and a plan, or what a run measured. A
+baseline is a usual configuration of the first plan's model, batch and cluster, priced as
+``simulate`` prices it: ``ddp``, ``fsdp``, ``zero1`` to ``zero3``, ``tp8``, ``pp4``, ``3d``; more
+degrees follow a colon (``3d:tp=8,pp=4``, ``fsdp:recompute=full``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from autoparallel.options.parse import did_you_mean, parse_parallel
+from autoparallel.options.progress import Observe, ignore
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan
+from autoparallel.planning.plan_files import PLAN, load_plan
+from autoparallel.training.measurement import Measurement, checksum, load_measurement
+
+if TYPE_CHECKING:
+    import pandas
+
+    from autoparallel.cache.plan_cache import Cache
+    from autoparallel.planner.requests.request import Forced
+
+BASELINES = {
+    "ddp": {"zero": 0}, "fsdp": {"zero": 3}, "zero1": {"zero": 1}, "zero2": {"zero": 2},
+    "zero3": {"zero": 3}, "3d": {"zero": 1},
+}  # fmt: skip
+"""Names with what they set; ``tpN`` and ``ppN`` set a degree. ``3d`` needs degrees after it."""
+
+_DEGREE = re.compile(r"(tp|pp|cp|ep)(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """What the steps of a run say: medians of seconds and throughput, the most memory of rank 0."""
+
+    num_steps: int
+    step_seconds: float
+    throughput: float | None
+    memory_bytes: int | None
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One column: what it was called, and the plan that it is or the run that was measured.
+
+    ``measured`` is what a run of the plan measured, where that lies beside its file.
+    """
+
+    name: str
+    plan: Plan | None
+    run: MeasuredRun | None = None
+    measured: Measurement | None = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison:
+    """Items beside the first of them: as text, in a notebook, as a page, for pandas."""
+
+    items: tuple[Item, ...]
+
+    def __repr__(self) -> str:
+        from autoparallel.report.comparison import comparison_text
+
+        return comparison_text(self.items)
+
+    def _repr_html_(self) -> str:
+        from autoparallel.html.compared import compared_notebook
+
+        return compared_notebook(self.items)
+
+    def page(self) -> str:
+        """One self-contained page of HTML, what ``compare --html`` writes."""
+        from autoparallel.html.compared import compared_page
+
+        return compared_page(self.items)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A row per item: seconds, bytes and shares, and how much they differ from the first's.
+
+        Raises UsageError AP340 where pandas is not installed.
+        """
+        from autoparallel.report.comparison import comparison_rows
+        from autoparallel.report.tables import data_frame
+
+        return data_frame(comparison_rows(self.items))
+
+
+def compare(*items: Plan | str | Path, trust: bool = False, progress: bool = True) -> Comparison:
+    """Plans, runs and usual configurations beside the first of them.
+
+    An item is a plan, a plan's file or the folder of a run, a file of ``run --metrics``, or a
+    baseline by name: ``"fsdp"``, ``"tp8"``, ``"3d:tp=8,pp=4"``. Baselines are for the model, batch
+    and cluster of the first plan, whose code runs for them; ``trust`` allows that where it lies
+    outside the current folder. ``progress`` False shows none.
+
+    Raises UsageError AP353 to AP356, AP155, and what loading a plan and its model raises.
+    """
+    from autoparallel.cache.plan_cache import plan_cache
+    from autoparallel.options.progress import shown_to_callers
+
+    with plan_cache() as cache, shown_to_callers(progress) as observe:
+        return Comparison(load_items(items, cache.values, trust=trust, observe=observe))
+
+
+def load_items(
+    words: Sequence[Plan | str | Path],
+    cache: Cache,
+    *,
+    trust: bool = False,
+    observe: Observe = ignore,
+) -> tuple[Item, ...]:
+    """The items that the words name. Raises UsageError.
+
+    AP353: a word is neither a file nor a baseline; AP354: a baseline without a plan; AP355: a
+    file of metrics without steps; AP356: fewer than two; AP155: baselines of a plan whose code
+    is not trusted.
+    """
+    if len(words) < 2:
+        raise UsageError(
+            "AP356", "compare needs at least two plans, runs or baselines",
+            fix="for example: autoparallel compare plan.json fsdp",
+        )  # fmt: skip
+    made: list[Item | Forced] = [
+        _plan_item(word, place) if isinstance(word, Plan) else
+        _file_item(str(word)) if Path(word).exists() else baseline(str(word))
+        for place, word in enumerate(words)
+    ]  # fmt: skip
+    files = [item for item in made if isinstance(item, Item)]
+    named = [str(w) for w, item in zip(words, made, strict=True) if not isinstance(item, Item)]
+    first = next((item for item in files if item.plan is not None), None)
+    if not named:
+        return tuple(files)
+    if first is None or first.plan is None:
+        raise UsageError(
+            "AP354", f"the baseline {named[0]} needs a plan to compare with",
+            fix="name a plan file too: its model and cluster are those of the baselines",
+        )  # fmt: skip
+    from autoparallel.analysis.configurations import ConfiguredPlans
+    from autoparallel.analysis.recaptured import recaptured
+
+    model = recaptured(first.plan, first.name, trust=trust, cache=cache, observe=observe)
+    plans = ConfiguredPlans(first.plan, model.program, model.basis, cache)
+    found: list[Item] = []
+    for word, item in zip(words, made, strict=True):
+        observe("baselines", len(found), len(made))
+        found.append(item if isinstance(item, Item) else Item(str(word), plans.plan(item)))
+    observe("baselines", len(made), len(made))
+    return tuple(found)
+
+
+def _plan_item(plan: Plan, place: int) -> Item:
+    return Item("plan" if place == 0 else f"plan {place + 1}", plan)
+
+
+def baseline(word: str) -> Forced:
+    """The degrees that a baseline's name stands for. Raises UsageError AP353.
+
+    >>> found = baseline("3d:tp=8,pp=4")
+    >>> found.tp, found.pp, found.zero
+    (8, 4, 1)
+    >>> baseline("fsdp").zero, baseline("tp8").tp
+    (3, 8)
+    """
+    name, _, more = word.partition(":")
+    given = parse_parallel(more) if more else parse_parallel(None)
+    match = _DEGREE.fullmatch(name.lower())
+    if match:
+        own: dict[str, Any] = {match.group(1): int(match.group(2))}
+    elif name.lower() in BASELINES:
+        own = dict(BASELINES[name.lower()])
+    else:
+        raise UsageError(
+            "AP353", f"{word!r} is neither a file nor a baseline",
+            fix=did_you_mean(name.lower(), tuple(BASELINES))
+            or f"a plan, a file of run --metrics, or {', '.join(BASELINES)}, tpN, ppN; degrees "
+            "follow a colon: 3d:tp=8,pp=4",
+        )  # fmt: skip
+    if name.lower() == "3d" and not (given.tp or given.pp):
+        raise UsageError("AP353", "the baseline 3d needs degrees", fix="for example: 3d:tp=8,pp=4")
+    fields = {name: value for name, value in own.items() if getattr(given, name) is None}
+    return replace(given, **fields)
+
+
+def _file_item(word: str) -> Item:
+    path = Path(word)
+    if path.is_dir():
+        if not (path / PLAN).exists():
+            raise UsageError(
+                "AP353", f"the folder {word} holds no {PLAN}",
+                fix="name a plan, or the file that run --metrics wrote",
+            )  # fmt: skip
+        path = path / PLAN
+    if path.suffix == ".jsonl" or _is_metrics(path):
+        return Item(word, None, read_run(path))
+    plan, measured = load_plan(path), load_measurement(path)
+    is_of_plan = measured is not None and measured.plan == checksum(plan)
+    return Item(word, plan, None, measured if is_of_plan else None)
+
+
+def _is_metrics(path: Path) -> bool:
+    try:
+        with path.open(encoding="utf-8") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError):
+        return False
+    return isinstance(first, dict) and "step" in first
+
+
+def read_run(path: Path) -> MeasuredRun:
+    """The figures of a file of ``run --metrics``. Raises UsageError AP355 where it has no steps."""
+    records: list[dict[str, Any]] = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("seconds"), int | float):
+                records.append(record)
+    except (OSError, ValueError) as error:
+        raise _no_steps(path, str(error)) from error
+    if not records:
+        raise _no_steps(path, "no line has the seconds of a step")
+    from autoparallel.training.step_log import WARMUP_STEPS
+
+    kept = records[WARMUP_STEPS:] or records
+    rates = [
+        record[name] for record in kept
+        for name in ("tokens_per_second", "samples_per_second") if record.get(name) is not None
+    ]  # fmt: skip
+    memory = [record["memory_bytes"] for record in kept if record.get("memory_bytes")]
+    return MeasuredRun(
+        len(records), median(record["seconds"] for record in kept),
+        median(rates) if rates else None, max(memory) if memory else None, records[-1].get("loss"),
+    )  # fmt: skip
+
+
+def _no_steps(path: Path, why: str) -> UsageError:
+    return UsageError(
+        "AP355", f"{path} is not what run --metrics writes", why=why, where=str(path),
+        fix="autoparallel run plan.json --metrics run.jsonl writes such a file",
+    )  # fmt: skip

@@ -1,0 +1,419 @@
+"""What it takes to train a model: the fewest devices of each kind, and the figures of a plan there.
+
+In: a target, and devices by name. Out: for each device and way to train (every weight, or LoRA's
+adapters) the smallest number of devices on which there is a plan, with that plan. The search is
+coarse (``find_plan.COARSE``): pipelines of stages of one size, one per rank, without a bound. That
+nothing fits on fewer devices is mostly proven at once, by the bytes of all states.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache as once
+from typing import TYPE_CHECKING, Any, Literal
+
+from autoparallel.cache.plan_cache import NO_CACHE, Cache
+from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
+from autoparallel.cost_model.cluster.presets import find_preset
+from autoparallel.cost_model.cluster.shorthand import is_shorthand, parse_cluster
+from autoparallel.options.asked import num_processes
+from autoparallel.options.progress import Observe, ignore, shown_to_callers
+from autoparallel.planner.errors import (
+    AutoparallelError,
+    InfeasibleError,
+    TimeLimitError,
+    UsageError,
+)
+from autoparallel.planner.plan import Plan, Precision
+from autoparallel.planner.requests.features import Features
+from autoparallel.planner.requests.goal import Goal
+from autoparallel.planner.requests.request import Request
+from autoparallel.planner.search.tables import SharedTables
+from autoparallel.planning.collection import rare_collections
+from autoparallel.planning.objectives import CANNOT
+from autoparallel.planning.plan import (
+    PlanOptions,
+    capture_target,
+    find_cluster,
+    priced,
+    request_of,
+    stamped,
+    within_limit,
+)
+from autoparallel.target.load import Target
+
+if TYPE_CHECKING:
+    import pandas
+
+    from autoparallel.passes.programs.program import Program
+
+Method = Literal["full", "lora"]
+"""Every weight is trained, or LoRA's adapters."""
+
+DEFAULT_DEVICES = "RTX4090,A100-80GB,H100"
+DEFAULT_LORA = "r=8,alpha=16"
+
+COARSE_GAP = 0.1
+"""Layouts are refined no further than within this part of the best."""
+
+DENIED = Features(frozenset({"offload", "mixed-stages"}))
+"""States stay on the devices, and stages have one size. Stages of unlike sizes took as long again
+on RTX 4090s for Llama-3-8B, were 1.5 % faster on 8, and fitted on no fewer."""
+
+MORE_SECONDS = 4.0
+"""Times the limit for a second search, where the first ended before it found a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is estimated. ``precision`` None is bf16 where a device has it, else fp16. ``lora`` are
+    the settings of adapters, None for none. ``seconds`` limits each search."""
+
+    devices: tuple[str, ...]
+    global_batch: int = 64
+    seq: int | None = None
+    precision: Precision | None = None
+    optimizer: str = "adamw"
+    lora: str | None = DEFAULT_LORA
+    max_devices: int = 1024
+    seconds: float = 30.0
+    tokens: float | None = None
+    prices: Mapping[str, float] = field(default_factory=dict)
+    processes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One device and way to train. ``plan`` is the one on the fewest devices; None where there is
+    none, and ``why`` says why not. ``tokens`` and ``prices`` are those that were asked for."""
+
+    device: str
+    method: Method
+    plan: Plan | None
+    why: str = ""
+    tokens: float | None = None
+    dollars_per_hour: float | None = None
+
+    @property
+    def num_devices(self) -> int | None:
+        return None if self.plan is None else self.plan.cluster.num_devices
+
+    @property
+    def days(self) -> float | None:
+        """For the tokens; of samples where the model has no sequences."""
+        if self.plan is None or self.tokens is None:
+            return None
+        return self.tokens / self.plan.prediction.tokens_per_second / 86400
+
+    @property
+    def dollars(self) -> float | None:
+        """For the tokens, of all devices, where they have a price."""
+        if self.days is None or self.dollars_per_hour is None:
+            return None
+        return self.days * 24 * self.dollars_per_hour
+
+
+class Estimates(tuple[Estimate, ...]):
+    """Estimates that show themselves: as text, in a notebook, and for pandas."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        from autoparallel.report.estimates import estimates_text
+
+        return estimates_text(self)
+
+    def _repr_html_(self) -> str:
+        from autoparallel.html.estimated import estimated_notebook
+
+        return estimated_notebook(self)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A row per device and way to train, in seconds and bytes.
+
+        Raises UsageError AP340 where pandas is not installed.
+        """
+        from autoparallel.report.estimates import estimates_json
+        from autoparallel.report.tables import data_frame
+
+        rows = estimates_json(self)
+        return data_frame([{k: v for k, v in row.items() if k != "memory_bytes"} for row in rows])
+
+
+def parse_devices(text: str) -> tuple[str, ...]:
+    """``--devices`` as names. Raises UsageError AP350 where one is no device.
+
+    >>> parse_devices("h100, 2x8xA100@ethernet-100g")
+    ('H100', '2x8xA100@ethernet-100g')
+    """
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise UsageError(
+            "AP350", "--devices names no device", fix=f"for example: --devices {DEFAULT_DEVICES}"
+        )
+    found = []
+    for name in names:
+        try:
+            if is_shorthand(name):
+                parse_cluster(name)
+                found.append(name)
+            else:
+                device, at, link = name.partition("@")
+                preset = find_preset(device.strip(), name)
+                parse_cluster(f"1x{name}")
+                found.append(f"{preset.device.name}{at}{link}")
+        except ClusterError as error:
+            raise UsageError(
+                "AP350", f"--devices: {error.what}", where=f"--devices {text}",
+                fix=error.fix or "autoparallel cluster lists the devices",
+            ) from error  # fmt: skip
+    return tuple(dict.fromkeys(found))
+
+
+def clusters_of(device: str, max_devices: int) -> Iterator[Cluster]:
+    """So many of a device, a part of a host, then whole hosts, by ``counts``.
+
+    A shorthand such as ``4xH100`` is the one cluster that it names.
+
+    >>> [cluster.name for cluster in clusters_of("T4", 24)][5:]
+    ['6xT4', '7xT4', '8xT4', '2x8xT4', '3x8xT4']
+    """
+    if is_shorthand(device):
+        yield find_cluster(device)
+        return
+    size = find_preset(device.partition("@")[0]).host_size
+    for count in counts(min(size, max_devices + 1) - 1):
+        yield parse_cluster(f"{count}x{device}")
+    for hosts in counts(max_devices // size):
+        yield parse_cluster(f"{size}x{device}" if hosts == 1 else f"{hosts}x{size}x{device}")
+
+
+def counts(most: int) -> Iterator[int]:
+    """Numbers that batches and models are often divided by, each at most a quarter above the one
+    before: all up to 8, then 4, 5, 6 and 7 times a power of two.
+
+    >>> list(counts(33))
+    [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32]
+    """
+    for count in range(1, most + 1):
+        if count % (1 << max(0, count.bit_length() - 3)) == 0:
+            yield count
+
+
+@rare_collections()
+def estimate_target(
+    target: Target, asked: Asked, observe: Observe = ignore, cache: Cache = NO_CACHE
+) -> tuple[Estimate, ...]:
+    """An estimate per device and way to train, in the order of the devices.
+
+    Raises what capturing raises, UsageError AP351 for LoRA of a target that is no ``hf:`` target.
+    """
+    methods: tuple[Method, ...] = ("full",) if asked.lora is None else ("full", "lora")
+    tasks = [(device, method) for device in asked.devices for method in methods]
+    search, found = _Search(target, asked, cache), dict[tuple[str, Method], Estimate]()
+    hardest_first = sorted(tasks, key=search.ease)
+    for done, each in enumerate(_mapped(search, hardest_first, asked.processes)):
+        observe("search", done, len(tasks))
+        found[each.device, each.method] = each
+    observe("search", len(tasks), len(tasks))
+    return tuple(found[task] for task in tasks)
+
+
+def has_lora(target: Target) -> bool:
+    """Whether LoRA's adapters can be given to a target."""
+    return target.name.startswith("hf:")
+
+
+def _mapped(
+    search: _Search, tasks: Sequence[tuple[str, Method]], processes: int
+) -> Iterator[Estimate]:
+    """The tasks' estimates in their order, by two processes where that is wanted."""
+    if processes < 2 or len(tasks) < 2 or "fork" not in multiprocessing.get_all_start_methods():
+        yield from map(search, tasks)
+        return
+    global _forked  # the programs cross by the fork: they hold what does not pickle
+    _forked = search
+    try:
+        with multiprocessing.get_context("fork").Pool(processes) as pool:
+            yield from pool.imap(_in_fork, tasks)
+    finally:
+        _forked = None
+
+
+_forked: _Search | None = None
+
+
+def _in_fork(task: tuple[str, Method]) -> Estimate:
+    assert _forked is not None
+    return _forked(task)
+
+
+class _Search:
+    """The captured programs of a target, and the search for one task."""
+
+    def __init__(self, target: Target, asked: Asked, cache: Cache) -> None:
+        self.target, self.asked, self.cache = target, asked, cache
+        self.program = once(self._program)
+        self.tables = SharedTables()
+
+    def precision(self, device: str) -> Precision:
+        """What is computed in: bf16 where every device has units for it."""
+        if self.asked.precision is not None:
+            return self.asked.precision
+        cluster = next(clusters_of(device, 1))
+        have = all("bfloat16" in host.device.peak_flops for host in cluster.hosts)
+        return "bf16" if have else "fp16"
+
+    def ease(self, task: tuple[str, Method]) -> tuple[object, ...]:
+        """Small devices are searched first: the more of them are needed, the longer it takes.
+        Their adapters are next, so that two processes each capture one model to begin with."""
+        device, method = task
+        first = min(self.asked.devices, key=_memory_bytes)
+        return (device != first, method == "full", _memory_bytes(device), device)
+
+    def _target(self, method: Method) -> Target:
+        if method == "full":
+            return self.target
+        if not has_lora(self.target):
+            raise UsageError(
+                "AP351", "--lora needs an hf: target", where=self.target.name,
+                fix="leave --lora out, or name a folder with a config.json: hf:PATH",
+            )  # fmt: skip
+        from autoparallel.target.load import load_target
+
+        settings = dict(self.target.settings)
+        return load_target(self.target.name, {**settings, "lora": self.asked.lora})
+
+    def _options(self, precision: Precision) -> PlanOptions:
+        return PlanOptions(
+            global_batch=self.asked.global_batch,
+            seq=self.asked.seq,
+            precision=precision,
+            optimizer=self.asked.optimizer,
+            gap=COARSE_GAP,
+            time_limit_seconds=self.asked.seconds,
+            num_candidates=1,
+            goal=Goal(prices=self.asked.prices),
+            features=DENIED,
+            profile="auto",
+        )
+
+    def _program(self, method: Method, precision: Precision) -> tuple[Target, Program]:
+        target, options = self._target(method), self._options(precision)
+        return target, capture_target(target, options, ignore, self.cache)
+
+    def __call__(self, task: tuple[str, Method]) -> Estimate:
+        device, method = task
+        why = ""
+        for cluster in clusters_of(device, self.asked.max_devices):
+            try:
+                found = self._plan(cluster, method, self.precision(device))
+            except AutoparallelError as error:
+                why = _reason(error, cluster)
+                if isinstance(error, InfeasibleError | TimeLimitError):
+                    continue
+                if isinstance(error, UsageError) and error.code in CANNOT:
+                    break
+                raise
+            return Estimate(
+                device, method, found, "", self.asked.tokens,
+                Goal(prices=self.asked.prices).dollars_per_hour(cluster),
+            )  # fmt: skip
+        return Estimate(device, method, None, why, self.asked.tokens)
+
+    def _plan(self, cluster: Cluster, method: Method, precision: Precision) -> Plan:
+        """The plan on a cluster; longer where the first search had no time to find one."""
+        try:
+            return self._planned(cluster, method, precision, self.asked.seconds)
+        except TimeLimitError:
+            return self._planned(cluster, method, precision, self.asked.seconds * MORE_SECONDS)
+
+    def _planned(
+        self, cluster: Cluster, method: Method, precision: Precision, seconds: float
+    ) -> Plan:
+        from autoparallel.planner.find_plan import COARSE, plan
+        from autoparallel.planner.precision import check_precision
+        from autoparallel.planning.tf32 import with_choice
+
+        target, program = self.program(method, precision)
+        check_precision(cluster, precision)
+        options = replace(self._options(precision), time_limit_seconds=seconds)
+        cluster = with_choice(cluster, options.tf32)
+        graph, basis = priced(program, target, cluster, options)
+        request = request_of(program, target, options)
+        coarse = replace(COARSE, tables=self.tables)
+
+        def searched(request: Request) -> Plan:
+            return stamped(
+                plan(graph, program.blocks, cluster, request, basis=basis, method=coarse)
+            )
+
+        def again(limit_bytes: int) -> Plan:
+            """With less memory: with micro-batches of the size that was best, if any fit."""
+            less = replace(request, memory_limit_bytes=limit_bytes)
+            try:
+                count = first.num_microbatches
+                return searched(replace(less, forced=replace(less.forced, num_microbatches=count)))
+            except InfeasibleError:
+                return searched(less)
+
+        first, limit = searched(request), cluster.usable_memory_bytes
+        found = within_limit(first, program, limit, again, self.cache)
+        if found.prediction.peak_memory_bytes > limit:
+            raise InfeasibleError("AP301", f"nothing fits on {cluster.name}")
+        return found
+
+
+def _memory_bytes(device: str) -> int:
+    return next(clusters_of(device, 1)).usable_memory_bytes
+
+
+def _reason(error: AutoparallelError, cluster: Cluster) -> str:
+    if isinstance(error, InfeasibleError):
+        return f"does not fit on {cluster.num_devices}"
+    if isinstance(error, TimeLimitError):
+        return f"no plan for {cluster.num_devices} within the time limit"
+    return error.what
+
+
+def estimate(
+    model: Any,
+    example_batch: Any = None,
+    *,
+    devices: str | Sequence[str] = DEFAULT_DEVICES,
+    loss_fn: Any = None,
+    progress: bool = True,
+    **options: Any,
+) -> Estimates:
+    """The fewest devices of each kind that train ``model``, with the plan and figures there.
+
+    A sequence of ``Estimate``, which shows itself as a table in notebooks. On a terminal and in a
+    notebook bars show the progress; ``progress=False`` shows none.
+
+    ``model``, ``example_batch`` and ``loss_fn`` are those of ``plan``. ``devices`` are names of
+    devices, or clusters (``"8xH100"``), joined by commas or in a sequence; ``options`` are fields
+    of ``Asked``: ``global_batch``, ``seq``, ``precision``, ``optimizer``, ``lora`` (``"none"``;
+    None: adapters only of ``hf:`` targets, by the usual settings), ``max_devices``, ``seconds``,
+    ``tokens``, ``prices``.
+
+    Raises UsageError AP350 for an unknown device, AP141 for an unknown option, and what planning
+    raises.
+    """
+    from autoparallel.adoption.parallelize import make_target
+
+    target = make_target(model, example_batch, loss_fn)
+    known = set(Asked.__dataclass_fields__) - {"devices"}
+    for name in options:
+        if name not in known:
+            raise UsageError(
+                "AP141", f"unknown option {name!r}", fix=f"the options are {', '.join(known)}"
+            )
+    text = devices if isinstance(devices, str) else ",".join(devices)
+    lora = options.pop("lora", None) or (DEFAULT_LORA if has_lora(target) else None)
+    lora = None if lora == "none" else lora
+    processes = options.pop("processes", num_processes())
+    asked = Asked(parse_devices(text), lora=lora, processes=processes, **options)
+    with shown_to_callers(progress) as observe:
+        return Estimates(estimate_target(target, asked, observe))

@@ -1,0 +1,230 @@
+"""Why a plan is as it is: what else it could have chosen at one place, priced.
+
+In: a plan with its model (``recaptured``), and a name: of a tensor, op or module, of a block, of a
+stage (``stage 0``), or ``zero``, ``recompute``, ``schedule``, ``microbatches``. Out: every
+alternative at that place with the step and the fullest device's bytes of the plan that has it, and
+its standing. The rest of the plan stays as it is, as far as an alternative's notes do not say else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autoparallel.analysis.explained_tensor import explained_tensor
+from autoparallel.analysis.recaptured import Recaptured
+from autoparallel.analysis.variants import MODES, Alternative, Explanation, Variants
+from autoparallel.planner.errors import AutoparallelError, UsageError
+from autoparallel.planner.inter_op.submesh import meshes, restriction
+from autoparallel.planner.layout import Mesh
+from autoparallel.planner.plan import Plan, Recompute, StagePlan
+from autoparallel.planner.requests.pins import nearest, paths
+from autoparallel.planner.requests.request import SCHEDULES, Forced, divisors
+from autoparallel.planner.summary import mesh_text, schedule_text
+
+WORDS = ("zero", "recompute", "schedule", "microbatches")
+
+_STAGE = re.compile(r"stage[ .]?(\d+)")
+_AS_PLANNED = "layouts, cuts and all else as in the plan"
+_CHUNKED = "several stages per rank cut the model otherwise: see inspect's alternatives"
+
+
+def explain(model: Recaptured, name: str) -> Explanation:
+    """The alternatives at a place of a plan. Raises UsageError AP357 for a name that is none."""
+    return _Explainer(Variants(model)).explained(name)
+
+
+@dataclass
+class _Explainer:
+    variants: Variants
+
+    def __post_init__(self) -> None:
+        self.model, self.plan = self.variants.model, self.variants.plan
+        self.priced = self.variants.priced
+
+    def explained(self, name: str) -> Explanation:
+        """See ``explain``."""
+        word = name.strip()
+        of_word: dict[str, Callable[[], Explanation]] = {
+            "zero": self._zero, "recompute": self._recompute, "schedule": self._schedule,
+            "microbatches": self._microbatches,
+        }  # fmt: skip
+        if word in of_word:
+            return of_word[word]()
+        match = _STAGE.fullmatch(word)
+        if match and int(match.group(1)) < len(self.plan.stages):
+            return self._stage(int(match.group(1)))
+        blocks = [block.name for stage in self.plan.stages for block in stage.blocks]
+        if word in blocks:
+            return self._block(word)
+        known = paths(self.variants.structure.graph)
+        if word in known:
+            return explained_tensor(self.variants, word, known[word])
+        raise UsageError(
+            "AP357", f"the plan has no tensor, op, block or stage named {name!r}",
+            fix=self._stages_text() if word.startswith("stage") else ""
+            or nearest(word, [*known, *blocks, *WORDS], is_pattern=False)
+            or f"a parameter, an op, a module, a block ({blocks[0]}), stage 0, or "
+            + ", ".join(WORDS),
+        )  # fmt: skip
+
+    def _stages_text(self) -> str:
+        last = len(self.plan.stages) - 1
+        return (
+            f"the plan's stages are stage 0 to stage {last}" if last else "the one stage is stage 0"
+        )
+
+    def _with_zero(self, zero: int) -> Plan:
+        return replace(
+            self.plan, stages=tuple(replace(stage, zero=zero) for stage in self.plan.stages)
+        )
+
+    def _zero(self) -> Explanation:
+        own = {stage.zero for stage in self.plan.stages}
+        found = []
+        for zero in range(4):
+            variant = self._with_zero(zero)
+            found.append(self.priced(f"ZeRO {zero}", variant, is_chosen=own == {zero}))
+        if len(own) > 1:
+            words = "ZeRO " + "/".join(str(stage.zero) for stage in self.plan.stages)
+            found.insert(0, self.priced(words, self.plan, is_chosen=True))
+        return Explanation("ZeRO stage", "all stages", tuple(found), (_AS_PLANNED,))
+
+    def _recompute(self) -> Explanation:
+        blocks = [block for stage in self.plan.stages for block in stage.blocks]
+        own = {block.recompute for block in blocks}
+        found = [
+            self.priced(mode, self._recomputed(mode, None), is_chosen=own == {mode})
+            for mode in MODES
+        ]
+        if len(own) > 1:
+            counts = [(mode, sum(block.recompute == mode for block in blocks)) for mode in MODES]
+            words = ", ".join(f"{mode} {count}" for mode, count in counts if count)
+            found.insert(0, self.priced(f"{words} blocks", self.plan, is_chosen=True))
+        return Explanation("recomputation", "all blocks", tuple(found), (_AS_PLANNED,))
+
+    def _recomputed(self, mode: Recompute, names: set[str] | None) -> Plan:
+        def change(stage: StagePlan) -> StagePlan:
+            blocks = tuple(
+                replace(block, recompute=mode) if names is None or block.name in names else block
+                for block in stage.blocks
+            )
+            return replace(stage, blocks=blocks)
+
+        return replace(self.plan, stages=tuple(change(stage) for stage in self.plan.stages))
+
+    def _schedule(self) -> Explanation:
+        plan = self.plan
+        own = schedule_text(plan.schedule, plan.num_chunks, len(plan.slices))
+        chosen = self.priced(own, plan, is_chosen=True)
+        if not plan.has_pipeline:
+            note = "the plan has one stage, so there is nothing to schedule"
+            return Explanation("schedule", "all stages", (chosen,), (note,))
+        found = [chosen]
+        for name in SCHEDULES:
+            if name == plan.schedule:
+                continue
+            if plan.num_chunks > 1 or plan.slices:
+                why = "it runs one stage per rank: see inspect's alternatives"
+                found.append(Alternative(schedule_text(name), "NOT OFFERED", why=why))
+            else:
+                found.append(self.priced(schedule_text(name), replace(plan, schedule=name)))
+        return Explanation("schedule", "all stages", tuple(found), (_AS_PLANNED, _CHUNKED))
+
+    def _microbatches(self) -> Explanation:
+        plan, batch = self.plan, self.plan.model.global_batch
+        found = []
+        for count in divisors(batch):
+            name = f"{count} × {batch // count}"
+            variant = replace(plan, num_microbatches=count)
+            mesh = undivided(plan, batch // count)
+            if mesh is not None:
+                why = f"micro-batches of {batch // count} cannot be split over {mesh_text(mesh)}"
+                found.append(Alternative(name, "NOT OFFERED", why=why))
+            elif not self.model.graph.batch_dims and count != plan.num_microbatches:
+                why = "samples interact, so all of a step's are one micro-batch"
+                found.append(Alternative(name, "NOT OFFERED", why=why))
+            else:
+                found.append(self.priced(name, variant, is_chosen=count == plan.num_microbatches))
+        return Explanation("micro-batches", "all stages", tuple(found), (_AS_PLANNED,))
+
+    def _block(self, name: str) -> Explanation:
+        index, stage = next(
+            (index, stage) for index, stage in enumerate(self.plan.stages)
+            if any(block.name == name for block in stage.blocks)
+        )  # fmt: skip
+        place = [block.name for block in stage.blocks].index(name)
+        own = stage.blocks[place].recompute
+        found = [
+            self.priced(f"recompute {mode}", self._recomputed(mode, {name}), is_chosen=own == mode)
+            for mode in MODES
+        ]
+        if place == 0 and index:
+            found.append(self._moved(index, index - 1))
+        if place == len(stage.blocks) - 1 and index + 1 < len(self.plan.stages):
+            found.append(self._moved(index, index + 1))
+        return Explanation(f"block {name}", f"stage {index}", tuple(found), (_AS_PLANNED,))
+
+    def _moved(self, index: int, other: int) -> Alternative:
+        """The outer block of a stage in the stage next to it."""
+        stages = list(self.plan.stages)
+        one, two, name = stages[index], stages[other], f"in stage {other}"
+        at = 0 if other < index else -1
+        block = one.blocks[at]
+        if len(one.blocks) == 1 or self.plan.num_chunks > 1:
+            return Alternative(name, "NOT OFFERED", why=f"stage {index} would have no block")
+        if all(each.kind != block.kind for each in two.blocks):
+            why = f"stage {other} has no block of its kind, so no layouts for it: see --why-not"
+            return Alternative(name, "NOT OFFERED", why=why)
+        if other < index:
+            stages[index] = replace(one, blocks=one.blocks[1:])
+            stages[other] = replace(two, blocks=(*two.blocks, block))
+        else:
+            stages[index] = replace(one, blocks=one.blocks[:-1])
+            stages[other] = replace(two, blocks=(block, *two.blocks))
+        return self.priced(name, replace(self.plan, stages=tuple(stages)))
+
+    def _stage(self, index: int) -> Explanation:
+        stage = self.plan.stages[index]
+        found = []
+        for zero in range(4):
+            variant = self.variants.at(index, replace(stage, zero=zero))
+            found.append(self.priced(f"ZeRO {zero}", variant, is_chosen=zero == stage.zero))
+        names = {block.name for block in stage.blocks}
+        for mode in MODES:
+            is_own = {block.recompute for block in stage.blocks} == {mode}
+            variant = self._recomputed(mode, names)
+            found.append(self.priced(f"recompute {mode}", variant, is_chosen=is_own))
+        for mesh in meshes(len(stage.devices), self.plan.cluster.host_size or 1, Forced()):
+            name = mesh_text(mesh)
+            if mesh_text(stage.mesh) == name:
+                found.append(self.priced(name, self.plan, is_chosen=True))
+            elif self.plan.microbatch_size % mesh.row_parts:
+                why = f"micro-batches of {self.plan.microbatch_size} samples do not divide"
+                found.append(Alternative(name, "NOT OFFERED", why=why))
+            else:
+                found.append(self._on_mesh(name, index, mesh))
+        note = "of another mesh all layouts of the stage are solved anew"
+        return Explanation(f"stage {index}", _blocks_text(stage), tuple(found), (note,))
+
+    def _on_mesh(self, name: str, index: int, mesh: Mesh) -> Alternative:
+        limited = restriction(mesh, Forced())
+        stage = replace(self.plan.stages[index], mesh=mesh, shares=(), gradient_sums=())
+        try:
+            layouts = self.variants.solved(index, stage, limited)
+        except AutoparallelError as error:
+            return Alternative(name, "NOT OFFERED", why=error.what)
+        if layouts is None:
+            return Alternative(name, "NOT OFFERED", why="no layouts agree on this mesh")
+        return self.priced(name, self.variants.at(index, replace(stage, layouts=layouts)))
+
+
+def undivided(plan: Plan, rows: int) -> Mesh | None:
+    """The first mesh of a plan that cannot split micro-batches of so many rows."""
+    meshes = (stage.mesh for stage in plan.stages)
+    return next((mesh for mesh in meshes if rows % mesh.row_parts), None)
+
+
+def _blocks_text(stage: StagePlan) -> str:
+    return f"{stage.blocks[0].name} to {stage.blocks[-1].name}, {mesh_text(stage.mesh)}"

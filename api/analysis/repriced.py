@@ -1,0 +1,183 @@
+"""A plan priced again from its model, for what a plan file does not hold.
+
+In: a plan and the file that it is in. Out: its step simulated again with every event, the memory
+of the fullest rank action by action, the ops with their FLOPs and bytes, the shapes of parameters,
+and baselines. Loading a target runs its file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autoparallel.analysis.baselines import Baseline, baselines
+from autoparallel.cost_model.simulator.actions import Action
+from autoparallel.cost_model.simulator.timeline import Timeline
+from autoparallel.options.progress import Observe, ignore
+from autoparallel.planner import rules
+from autoparallel.planner.configured.configuration import ConfigurationPricer
+from autoparallel.planner.evaluate import Evaluator, at_microbatch
+from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.layout import NodeLayout, local_shape
+from autoparallel.planner.plan import Plan, StagePlan
+from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.pricing.choices import input_specs
+from autoparallel.planner.pricing.price_cache import PriceCache
+from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.pricing.step import Pipeline, message_seconds, simulate_stages
+from autoparallel.planner.replicas import stages_of_ranks
+from autoparallel.report.facts import fullest_rank
+
+Bytes = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class OpWork:
+    """Ops of one kind in the blocks of one kind, on one rank, forward or backward.
+
+    ``count`` is of a micro-batch, over all stages; ``flops``, ``num_bytes`` and ``seconds`` are of
+    one such op.
+    """
+
+    name: str
+    module: str
+    shapes: str
+    family: str
+    dtype: str
+    is_backward: bool
+    count: int
+    flops: float
+    num_bytes: float
+    seconds: float
+
+    @property
+    def total_seconds(self) -> float:
+        return self.count * self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PricedAgain:
+    """See the module. ``memory`` is of pipeline rank ``fullest``; ``shapes`` are global."""
+
+    step_seconds: float
+    timeline: Timeline
+    fullest: int
+    memory: tuple[tuple[Action, Bytes], ...]
+    ops: tuple[OpWork, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    baselines: tuple[Baseline, ...]
+
+
+def price_again(
+    plan: Plan, plan_path: str, observe: Observe = ignore, *, trust: bool = False
+) -> PricedAgain:
+    """Loads the plan's target and prices the plan, its ops and the baselines.
+
+    Raises as ``recaptured`` does.
+    """
+    from autoparallel.analysis.recaptured import recaptured
+    from autoparallel.passes.memory.stage_memory import memory_by_action, runs_stages
+
+    made = recaptured(plan, plan_path, trust=trust, observe=observe)
+    program, graph, basis = made.program, made.graph, made.basis
+    observe("pricing", 0, 1)
+    blocks = program.blocks
+    timeline = _timeline(plan, graph, blocks, basis)
+    ranks, (stages, _) = stages_of_ranks(plan), fullest_rank(plan)
+    fullest = ranks.index(stages)
+    runs = runs_stages(plan, blocks)
+    held = memory_by_action(
+        plan, graph if plan.compiled else program.graph, blocks, fullest, runs=runs
+    )
+    observe("pricing", 1, 1)
+    observe("baselines", 0, 1)
+    pricer = ConfigurationPricer(program.graph, blocks, basis)
+    found = baselines(pricer, plan)
+    observe("baselines", 1, 1)
+    return PricedAgain(
+        timeline.step_seconds, timeline, fullest, tuple(held),
+        tuple(stage_ops(plan, at_microbatch(graph, plan), blocks, basis)),
+        {node.name: node.spec.shape for node in graph.parameters}, found,
+    )  # fmt: skip
+
+
+def _timeline(plan: Plan, graph: Graph, blocks: Blocks, basis: Basis) -> Timeline:
+    """The plan's step with all its events; one stage is a pipeline of one."""
+    staged = Evaluator(graph, blocks, basis=basis).staged(plan, plan.cluster)
+    pipeline = Pipeline(
+        plan.schedule, plan.num_microbatches, num_chunks=plan.num_chunks, edges=staged.edges,
+        slices=staged.slices,
+    )  # fmt: skip
+    return simulate_stages(pipeline, staged.costs, message=message_seconds(plan.cluster))
+
+
+def stage_ops(plan: Plan, graph: Graph, blocks: Blocks, basis: Basis) -> list[OpWork]:
+    """The ops of the plan's stages, equal ones counted; ``graph`` is at the plan's micro-batch.
+
+    Ops that only change how a tensor is seen take no time and are left out.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    found: dict[tuple[str, str], list[OpWork]] = {}
+    caches: dict[object, Prices] = {}
+    for stage in plan.stages:
+        prices = caches.setdefault(
+            (stage.mesh, plan.cluster.slowest_device(stage.devices).speed),
+            _prices(plan, stage, basis),
+        )
+        for block in stage.blocks:
+            key = (block.kind, repr((prices.mesh, prices.speed)))
+            counts[key] += 1
+            if key not in found:
+                nodes = blocks.kinds[block.kind].nodes
+                found[key] = [
+                    each
+                    for name in nodes if name in stage.layouts
+                    for each in _works(graph, name, stage.layouts[name], prices, block.name)
+                ]  # fmt: skip
+    merged: dict[tuple[object, ...], OpWork] = {}
+    for key, works in found.items():
+        for each in works:
+            same = (
+                each.name, each.family, each.dtype, each.is_backward, each.flops, each.num_bytes,
+                each.seconds, each.module, each.shapes,
+            )  # fmt: skip
+            before = merged[same].count if same in merged else 0
+            merged[same] = replace(each, count=before + counts[key])
+    return sorted(merged.values(), key=lambda each: -each.total_seconds)
+
+
+def _prices(plan: Plan, stage: StagePlan, basis: Basis) -> Prices:
+    model = plan.model
+    return Prices(
+        stage.mesh, plan.cluster, stage.devices, model.precision, model.optimizer, rules,
+        PriceCache(), profile=basis.used, assumptions=basis.assumptions,
+    )  # fmt: skip
+
+
+def _works(graph: Graph, name: str, layout: NodeLayout, prices: Prices, block: str) -> list[OpWork]:
+    """An op's forward and backward on one rank."""
+    node = graph[name]
+    specs = input_specs(node, graph)
+    sizes = prices.mesh.shape
+    inputs, outputs = (
+        tuple(prices.local(spec, each) for spec, each in zip(side, layouts, strict=True))
+        for side, layouts in ((specs, layout.inputs), (node.outputs, layout.outputs))
+    )
+    work = rules.work(node, inputs, outputs)
+    seconds = prices.op(node, specs, layout)
+    module = node.module.removeprefix(f"{block}.") or node.module
+    shapes = " ".join("×".join(map(str, local_shape(s.shape, each, sizes)))
+                      for s, each in zip(specs, layout.inputs, strict=True) if s.shape)  # fmt: skip
+    found = []
+    for is_backward, flops, num_bytes, own in (
+        (False, work.flops_forward, work.bytes_forward, seconds.forward_compute),
+        (True, work.flops_backward, work.bytes_backward, seconds.backward_compute),
+    ):
+        if own > 0 and (flops or num_bytes):
+            found.append(OpWork(
+                node.op.removeprefix("aten.").removesuffix(".default"),
+                module or block, shapes, work.family, node.spec.dtype, is_backward,
+                1, float(flops), float(num_bytes), float(own),
+            ))  # fmt: skip
+    return found

@@ -1,0 +1,1 @@
+"""Captures, plans and measured memory between commands."""

@@ -1,0 +1,250 @@
+"""Captured models, and the memory of plans on fake tensors, kept between commands.
+
+In: a target, what it is captured at, a cache. Out: its ``Program``. The model is always built
+anew, without weights: what it is made of is part of the key. The key holds
+
+- the sources of every module of the user's that is loaded, and the versions of the packages
+  that the model's classes come from;
+- of each submodule its class, its parameters' and buffers' shapes, and its attributes that are
+  numbers, texts or configurations;
+- the shapes of the example batch, the number format, and the user's registered ops.
+
+Not seen is what a forward reads from elsewhere as it runs (an environment variable, a file). A
+plan made of a graph that no longer holds is refused by ``run``, which captures the model itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache as once
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoparallel.cache.codec import Codec, Named
+from autoparallel.cache.plan_cache import MISSING, Cache, UnkeyedError, graph_digest
+from autoparallel.planner.graph import (
+    Accumulation,
+    Block,
+    Blocks,
+    Graph,
+    Node,
+    OpRule,
+    Ref,
+    TensorSpec,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autoparallel.passes.programs.batch import Example
+    from autoparallel.passes.programs.program import Program
+    from autoparallel.planner.plan import Plan
+    from autoparallel.planning.plan import PlanOptions
+    from autoparallel.target.load import Target
+
+CAPTURE, MEMORY = "capture", "memory"
+
+
+@dataclass(frozen=True)
+class KeptProgram:
+    """A ``Program`` without its model. A literal is (dtype, shape, values)."""
+
+    graph: Graph
+    blocks: Blocks
+    dtype: str
+    inputs: dict[str, tuple[tuple[str | int, ...], int]]
+    literals: dict[str, tuple[str, tuple[int, ...], tuple[Any, ...]]]
+    unused: tuple[str, ...]
+
+
+_CLASSES = (KeptProgram, Graph, Blocks, Block, Node, Ref, TensorSpec, Accumulation, OpRule)
+_MEMORY = Codec(())
+
+
+@once
+def _programs() -> Codec:
+    """For captures: ops have torch's dtypes, devices and formats among their arguments."""
+    import torch
+
+    def find(kind: type) -> Callable[[str], Any]:
+        def found(text: str) -> Any:
+            value = getattr(torch, text.removeprefix("torch."))
+            if not isinstance(value, kind):
+                raise TypeError(f"{text} is no {kind.__name__}")
+            return value
+
+        return found
+
+    enumerated = (torch.dtype, torch.layout, torch.memory_format)
+    names = [Named(kind, str, find(kind)) for kind in enumerated]
+    return Codec(_CLASSES, (*names, Named(torch.device, str, torch.device)))
+
+
+def kept_program(
+    cache: Cache,
+    target: Target,
+    model: nn.Module,
+    options: PlanOptions,
+    capture: Callable[[], Program],
+) -> Program:
+    """The captured ``model``: as it was kept, or as ``capture`` makes it.
+
+    Only captures that can be rescaled to any batch are kept, and none with functions in it.
+    """
+    from autoparallel.passes.programs.batch import InputPlace
+    from autoparallel.passes.programs.program import Program
+    from autoparallel.target.load import example_batches
+
+    if cache.shelf is None:
+        return capture()
+    example, _ = example_batches(target, options.global_batch, options.seq)
+    key = program_key(target, model, example, options)
+    found = cache.get(CAPTURE, _programs(), *key)
+    if found is MISSING:
+        program = capture()
+        if program.graph.batch_dims:
+            cache.put(_packed(program), CAPTURE, _programs(), *key)
+        return program
+    return Program(
+        found.graph, found.blocks, model, found.dtype,
+        {name: InputPlace(*place) for name, place in found.inputs.items()},
+        {name: _literal(each) for name, each in found.literals.items()}, found.unused,
+        example=example,
+    )  # fmt: skip
+
+
+def _packed(program: Program) -> KeptProgram:
+    literals = {
+        name: (str(value.dtype).removeprefix("torch."), tuple(value.shape),
+               tuple(value.flatten().tolist()))
+        for name, value in program.literals.items()
+    }  # fmt: skip
+    return KeptProgram(
+        program.graph, program.blocks, program.dtype,
+        {name: (place.path, place.dim) for name, place in program.inputs.items()}, literals,
+        program.unused,
+    )  # fmt: skip
+
+
+def _literal(kept: tuple[str, tuple[int, ...], tuple[Any, ...]]) -> Any:
+    import torch
+
+    dtype, shape, values = kept
+    return torch.tensor(values, dtype=getattr(torch, dtype)).reshape(shape)
+
+
+def program_key(
+    target: Target, model: nn.Module, example: Example, options: PlanOptions
+) -> tuple[object, ...]:
+    """Everything that a capture follows from, as far as it can be seen."""
+    from autoparallel.target.register_op import registered_rules
+
+    return (
+        target.name, sorted(target.settings.items()), options.precision, options.global_batch,
+        options.autocasts, model_text(model),
+        _example_text(example), sorted(registered_rules()), user_sources(),
+        _versions({type(each).__module__.partition(".")[0] for each in model.modules()}),
+    )  # fmt: skip
+
+
+def model_text(model: nn.Module) -> str:
+    """A hash of what a model on ``meta`` consists of."""
+    made, known = hashlib.sha256(), dict[int, str]()
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = type(module)
+        parts = [name, kind.__module__, kind.__qualname__, str(module.training)]
+        for key, value in sorted(vars(module).items()):
+            if not key.startswith("_"):
+                if id(value) not in known:
+                    known[id(value)] = _attribute_text(value)
+                parts.append(f"{key}={known[id(value)]}")
+        own = [*module.named_parameters(recurse=False, remove_duplicate=False),
+               *module.named_buffers(recurse=False, remove_duplicate=False)]  # fmt: skip
+        parts += [
+            f"{key}:{tuple(each.shape)}{each.dtype}{each.requires_grad}{id(each) in known}"
+            for key, each in own
+        ]
+        known |= {id(each): "" for _, each in own}  # one met before is tied
+        made.update("\0".join(parts).encode())
+    return made.hexdigest()
+
+
+def _attribute_text(value: object) -> str:
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text
+
+
+def _example_text(example: Example) -> tuple[str, ...]:
+    tensors = (
+        f"{place}:{tuple(each.shape)}{each.dtype}{each.requires_grad}"
+        for place, each in zip(example.places, example.tensors(), strict=True)
+    )
+    return (*tensors, repr(example.fixed))
+
+
+def user_sources() -> str:
+    """A hash of the sources of all loaded modules that no distribution and no library has."""
+    made = hashlib.sha256()
+    for file in sorted(_user_files()):
+        try:
+            made.update(f"{file}\0".encode() + file.read_bytes())
+        except OSError:
+            made.update(b"unreadable")
+    return made.hexdigest()
+
+
+def _user_files() -> Iterator[Path]:
+    libraries = {
+        sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
+    for name, module in list(sys.modules.items()):
+        place = getattr(module, "__file__", None)
+        if not isinstance(place, str) or name.partition(".")[0] == "autoparallel":
+            continue
+        path = Path(place)
+        is_library = any(path.is_relative_to(each) for each in libraries)
+        if not is_library and not {"site-packages", "dist-packages"} & set(path.parts):
+            yield path
+
+
+def _versions(packages: set[str]) -> tuple[str, ...]:
+    """The versions of packages by the names under which they are imported, "" if not installed."""
+    return tuple(f"{name} {_version(name)}" for name in sorted(packages))
+
+
+@once
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)  # most are installed under the name of their import
+    except metadata.PackageNotFoundError:
+        owners = metadata.packages_distributions().get(package, ())
+        return ", ".join(f"{owner} {metadata.version(owner)}" for owner in sorted(set(owners)))
+
+
+def with_kept_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
+    """``stage_memory.with_stage_memory``, cached where running the stages takes long."""
+    from autoparallel.passes.memory.stage_memory import runs_stages, with_memory, with_stage_memory
+    from autoparallel.planner.kernels.fusion import with_fusion
+    from autoparallel.planner.plan_file import dumps
+
+    graph, blocks = program.graph, program.blocks
+    if not runs_stages(plan, blocks):
+        graph = with_fusion(graph, blocks) if plan.compiled else graph
+        return with_stage_memory(plan, graph, blocks, runs=False)
+
+    def made() -> tuple[dict[str, int], ...]:
+        found = with_stage_memory(plan, graph, blocks)
+        return tuple(dict(stage.prediction.memory_bytes) for stage in found.stages)
+
+    bare = replace(plan, solver=replace(plan.solver, seconds={}, is_reused=False))
+    try:
+        key = (graph_digest(graph, blocks), dumps(bare))
+    except UnkeyedError:
+        return with_stage_memory(plan, graph, blocks)
+    bytes_of = cache.kept(made, MEMORY, _MEMORY, *key)
+    return with_memory(plan, bytes_of)

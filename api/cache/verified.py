@@ -1,0 +1,46 @@
+"""Which plans were verified on this machine, told when a run by one begins.
+
+In: a plan. Out: a mark in the user's folder for caches, under a hash of what the plan computes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+from pathlib import Path
+
+from autoparallel.cache.plan_cache import default_folder
+from autoparallel.planner.plan import Plan
+
+
+def mark_verified(plan: Plan) -> None:
+    """Remember that ``plan`` was verified; nothing where the folder cannot be written."""
+    with suppress(OSError):
+        path = _path(plan)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def verification_text(plan: Plan) -> str:
+    """Return whether ``plan`` was verified, in words for the start of a run."""
+    with suppress(OSError):
+        if _path(plan).exists():
+            return "this plan of this model was verified against one device"
+    return "this plan of this model was not verified: autoparallel verify PLAN compares all of it"
+
+
+def _path(plan: Plan) -> Path:
+    """Where the mark of a plan is: by its model, layouts, stages and schedule."""
+    stages = [
+        (
+            stage.devices,
+            stage.mesh,
+            stage.zero,
+            sorted(stage.layouts.items()),
+            stage.shares,
+            [block.recompute for block in stage.blocks],
+        )
+        for stage in plan.stages
+    ]
+    parts = plan.model.fingerprint, plan.schedule, plan.num_microbatches, plan.slices, stages
+    return default_folder() / "verified" / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

@@ -1,0 +1,187 @@
+"""What a model is called with: a script's arguments as the inputs of the captured program.
+
+In: the signature of the model's ``forward``, the example batch that it was captured with, the
+program's inputs. Out: for each call the tensors by input name. Arguments may be given by
+position, by name or left to their defaults, as the model's own signature has it. Arguments that
+are no tensors are settings of the capture; a call with other settings needs another capture.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from autoparallel.calls.form import SIMPLE
+from autoparallel.passes.programs.batch import (
+    Example,
+    InputPlace,
+    LeafPath,
+    is_same,
+    parts,
+    path_text,
+)
+from autoparallel.planner.errors import UsageError
+
+
+class _Absent:
+    """Stands for an argument that a call does not give."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_ABSENT = _Absent()
+
+
+class CallArguments:
+    """How calls of one model are read.
+
+    ``extra`` says that a batch may have entries which ``forward`` does not take: they are for
+    the loss.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        example: Example,
+        inputs: Mapping[str, InputPlace],
+        *,
+        extra: bool,
+    ) -> None:
+        self._signature = inspect.signature(forward)
+        self._has_extra = extra
+        self._inputs = inputs
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
+        self._is_dict = isinstance(example.batch, Mapping)
+        if self._is_dict:
+            self._example = self._arguments((), example.batch)
+            self._name_of: dict[str | int, str] = {key: key for key in example.batch}
+        else:
+            self._example = self._arguments(tuple(example.batch), {})
+            self._name_of = dict(enumerate(self._example))
+        self._leaves = dict(parts(self._example))
+
+    def read(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], tuple[tuple[LeafPath, type, Any], ...]]:
+        """The program's inputs of a call, and the simple arguments that differ from the example's.
+
+        Raises TypeError as the model itself would for arguments that it does not take, and
+        UsageError AP920 for a call in another form than the example batch's.
+        """
+        given = self._arguments(args, kwargs)
+        found: dict[LeafPath, Any] = {}
+        changed: list[tuple[LeafPath, type, Any]] = []
+        for name in [*given, *(name for name in self._example if name not in given)]:
+            leaves = self._checked(name, given)
+            found |= leaves
+            fixed = ((path, leaf) for path, leaf in leaves.items() if not isinstance(leaf, Tensor))
+            changed += [(p, type(leaf), leaf) for p, leaf in fixed if not self._is_planned(p, leaf)]
+        places = self._inputs.items()
+        inputs = {name: place.taken(found[self._path(name)]) for name, place in places}
+        return inputs, tuple(changed)
+
+    def _may_be(self, path: LeafPath, leaf: Any) -> bool:
+        """Tell whether an argument may stand where the example batch has no tensor."""
+        is_simple = isinstance(leaf, SIMPLE) and self._can_change(str(path[0]))
+        return is_simple or (not isinstance(leaf, Tensor) and self._is_planned(path, leaf))
+
+    def _can_change(self, name: str) -> bool:
+        """Tell whether a batch can give ``forward`` this argument."""
+        known = self._signature.parameters.get(name)
+        if known is None:
+            is_further = self._is_variadic(name)
+            return is_further and (name in self._example if "[" in name else self._is_dict)
+        is_named = known.kind in (known.POSITIONAL_OR_KEYWORD, known.KEYWORD_ONLY)
+        return is_named and (self._is_dict or known.kind == known.POSITIONAL_OR_KEYWORD)
+
+    def _is_variadic(self, name: str) -> bool:
+        """Tell whether an argument, as ``_named`` calls it, is one of ``*args`` or ``**kwargs``."""
+        return name not in self._signature.parameters and (self._takes_all or "[" in name)
+
+    def _is_planned(self, path: LeafPath, leaf: Any) -> bool:
+        """Tell whether an argument that is no tensor is that of the example batch."""
+        planned = self._leaves.get(path, _ABSENT)
+        return type(leaf) is type(planned) and is_same(leaf, planned)
+
+    def text(self, name: str) -> str:
+        """The argument that an input is, as code writes it."""
+        return path_text(self._path(name))
+
+    def _path(self, name: str) -> LeafPath:
+        """The path of an input from the name of its argument."""
+        path = self._inputs[name].path
+        return self._name_of[path[0]], *path[1:]
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Every argument of a call by name, those for the loss and defaults included."""
+        parameters = self._signature.parameters
+        is_taken = self._takes_all or not self._has_extra
+        taken = {name: kwargs[name] for name in kwargs if is_taken or name in parameters}
+        rest = {name: value for name, value in kwargs.items() if name not in taken}
+        return {**rest, **self._named(args, taken)}
+
+    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of ``forward`` by name, defaults included; ``*args`` by their number."""
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        named: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            kind = self._signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                named.update({f"{name}[{i}]": part for i, part in enumerate(value)})
+            elif kind is inspect.Parameter.VAR_KEYWORD:
+                named.update(value)
+            else:
+                named[name] = value
+        return named
+
+    def _checked(self, name: str, arguments: Mapping[str, Any]) -> dict[LeafPath, Any]:
+        """The leaves of an argument by their paths.
+
+        Raises UsageError AP920 where it has another form than in the example batch, or another
+        value that is neither a tensor nor simple.
+        """
+        # A forward can tell None among *args or **kwargs from an argument that is not there.
+        absent = _ABSENT if self._is_variadic(name) else None
+        given, planned = arguments.get(name, absent), self._example.get(name, absent)
+        leaves, others = dict(parts(given)), dict(parts(planned))
+        if leaves.keys() != others.keys() or not all(
+            isinstance(leaves[path], Tensor)
+            if isinstance(other, Tensor)
+            else self._may_be((name, *path), leaves[path])
+            for path, other in others.items()
+        ):
+            is_key = self._is_dict or name in self._example
+            how = f"with {name!r} in it" if is_key else f"a dict of arguments with {name!r} in it"
+            raise UsageError(
+                "AP920",
+                f"in training the model is called with {name}={_text(given)}",
+                why=f"it was planned with {name}={_text(planned)}, and the plan's "
+                "program is fixed to that",
+                fix="call it as in example_batch, or pass parallelize an example_batch of "
+                f"this form, {how}; in evaluation any arguments are possible",
+            )
+        return {(name, *path): leaf for path, leaf in leaves.items()}
+
+
+def _text(value: Any) -> str:
+    def described(leaf: Any) -> Any:
+        return _Described(leaf) if isinstance(leaf, Tensor) else leaf
+
+    text = repr(tree_map(described, value))
+    return text if len(text) <= 90 else f"{text[:87]}..."
+
+
+class _Described:
+    """A tensor that is printed as its shape."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._text = f"a tensor of shape {tuple(tensor.shape)}"
+
+    def __repr__(self) -> str:
+        return self._text

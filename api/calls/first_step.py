@@ -1,0 +1,140 @@
+"""The comparison of a run's first step with the model alone: when and how it is made.
+
+In: a trainer before its first step, and the model. Out: a check in front of the first batch. Where
+it was asked for and nothing can be compared, rank 0 says why.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from autoparallel.calls.form import PLANNED, Form
+from autoparallel.calls.modes import in_modes_of_training
+from autoparallel.passes.capture.export import call_model, find_loss
+from autoparallel.passes.programs.outputs import differentiable
+from autoparallel.runtime.data.batches import marked
+from autoparallel.runtime.messages.shared_objects import share_value
+from autoparallel.runtime.parameters.parameters import COMPUTE_DTYPES
+from autoparallel.runtime.verify.first_step import check_first_step, is_quick
+
+if TYPE_CHECKING:
+    from autoparallel.calls.following import Following
+    from autoparallel.runtime.step.trainer import Trainer
+    from autoparallel.target.load import Batch
+
+VARIABLE = "AUTOPARALLEL_CHECK_FIRST_STEP"
+"""The environment variable that turns the comparison on (1) or off (0) where no option does."""
+
+
+def compare_first_step(
+    trainer: Trainer,
+    following: Following,
+    model: Callable[[], nn.Module],
+    *,
+    asked: bool | None,
+    run: Callable[[Mapping[str, Tensor]], Tensor] | None = None,
+    form: Callable[[], Form] = lambda: PLANNED,
+    as_plain: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    done: Callable[[], None] = lambda: None,
+) -> None:
+    """Have a trainer's first step compared with that of ``model()``, a model with other weights.
+
+    ``run`` runs a step by the plan and returns the loss; ``form`` is that of its call; in the
+    context of ``as_plain`` a call of the model is its own forward. ``done`` is called after a
+    comparison. Where nothing was ``asked``, a step is compared that one device takes in 10 s.
+    Collective over all ranks.
+    """
+    if asked is None and VARIABLE in os.environ:
+        asked = os.environ[VARIABLE] == "1"
+    if asked is False or (asked is None and not share_value(is_quick(trainer.plan))):
+        return
+    alone = cache(model)
+
+    def check(given: Mapping[str, Tensor]) -> None:
+        inputs = marked({name: value.detach() for name, value in given.items()}, given)
+        is_asynchronous = trainer.schedule.is_asynchronous
+        whole = None if is_asynchronous else trainer.runner.batches.whole(inputs)
+        if is_asynchronous:
+            why = "an asynchronous schedule updates weights within a step"
+        elif whole is None:
+            why = "the batch has fewer rows than planned"
+        else:
+            # A loss is compared on the rows that each rank has, outputs on all rows: those of a
+            # rank's own rows would be differentiated by a loss of these alone.
+            step = partial(trainer.runner.backward, inputs) if run is None else partial(run, whole)
+            with in_modes_of_training(), following.undone():
+                why = check_first_step(
+                    trainer,
+                    whole,
+                    step,
+                    following.once(_plain_loss(trainer, following, alone, form, as_plain)),
+                    lambda: dict(alone().named_buffers()),
+                )
+            done()
+        if why and asked and trainer.model.rank == 0:
+            sys.stderr.write(f"autoparallel: the first step is not compared: {why}\n")
+
+    trainer.runner.before_first = check
+
+
+def _plain_loss(
+    trainer: Trainer,
+    following: Following,
+    model: Callable[[], nn.Module],
+    form: Callable[[], Form],
+    as_plain: Callable[[], AbstractContextManager[Any]],
+) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]:
+    """Return the loss of the model alone as a function of its weights and of inputs by name."""
+    program, tied = trainer.program, trainer.program.graph.tied
+    dtype = COMPUTE_DTYPES[trainer.plan.model.precision]
+
+    def plain(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        tensors = {name: _cast(value, dtype) for name, value in inputs.items()}
+        batch = following.as_called(program.batch(tensors), form())
+        given = {name: _cast(value, dtype) for name, value in weights.items()}
+        # A stage that lacks a tied weight holds nothing under any of its names.
+        given |= {name: given[first] for name, first in tied.items() if first in given}
+        given = {f"model.{name}": value for name, value in given.items()}
+        with as_plain():
+            outputs = functional_call(_Alone(model()), given, (batch,))
+        if program.returned:
+            return projection(differentiable(outputs))
+        return find_loss(outputs, batch, following.loss_fn)
+
+    return plain
+
+
+class _Alone(nn.Module):
+    """A model whose forward takes a batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> Any:
+        return call_model(self.model, batch)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def projection(outputs: Sequence[Tensor]) -> Tensor:
+    """Return a number that depends on every element of a model's outputs, each in its own way."""
+    total = torch.zeros((), dtype=torch.float64)
+    for output in outputs:
+        flat = torch.view_as_real(output) if output.is_complex() else output
+        flat = flat.reshape(-1).to(torch.float64)
+        weights = torch.cos(torch.arange(flat.numel(), dtype=torch.float64, device=flat.device))
+        total = total.to(flat.device) + (flat * weights).sum() / math.sqrt(max(flat.numel(), 1))
+    return total

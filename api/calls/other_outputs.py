@@ -1,0 +1,128 @@
+"""Outputs of a model that its plan's program does not compute: made when they are used.
+
+In: a call of a model that trains by a plan. Out: tensors that the model's own forward makes, with
+the random numbers of the program's last forward, when they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from autoparallel.calls.refused_gradient import refusal
+from autoparallel.passes.capture.counter_random import batch_dims, counter_random
+from autoparallel.passes.programs.outputs import OutputForm, output_tensors
+from autoparallel.planner.errors import UsageError
+from autoparallel.runtime.messages.pending_results import arriving
+
+if TYPE_CHECKING:
+    from autoparallel.adoption.state import Adopted
+
+
+def merged(
+    made: Sequence[Tensor], form: OutputForm, again: OtherOutputs
+) -> Callable[[int], Tensor]:
+    """The outputs that were ``made``; those that have no gradient are made when they are used."""
+    tensors = [leaf for leaf in form.leaves if leaf.kind == "tensor"]
+    places = [at for at, leaf in enumerate(tensors) if leaf.is_differentiable]
+    found = dict(zip(places, made, strict=True))
+    return lambda at: found[at] if at in found else again.leaf(at)
+
+
+class OtherOutputs:
+    """Outputs besides the loss: made when somebody uses one, by the model's own forward.
+
+    That draws the same random numbers as the last forward of the plan's program. It must come
+    before the weights or the call's arguments change.
+    """
+
+    def __init__(
+        self, adopted: Adopted, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_share: bool
+    ) -> None:
+        assert adopted.calls is not None
+        assert adopted.outputs is not None
+        self._adopted, self._form = adopted, adopted.outputs
+        self._args, self._kwargs = args, dict(kwargs)
+        self._key = adopted.calls.step_key
+        self._versions = self._weight_versions()
+        self._is_share = is_share
+        self._made: list[Tensor] | None = None
+
+    def leaf(self, position: int) -> Tensor:
+        """The tensor at ``position`` among the outputs besides the loss."""
+        return arriving(_Leaf(self, position), torch.empty(0))
+
+    def value(self, position: int) -> Tensor:
+        if self._made is None:
+            self._made = self._run()
+        return self._made[position]
+
+    def _weight_versions(self) -> list[int]:
+        """Counts of changes: of the weights, and of the call's arguments."""
+        parameters = self._adopted.joined.model.parameters.values()
+        given = tree_flatten((self._args, self._kwargs))[0]
+        return [
+            *(parameter.local._version for parameter in parameters),
+            *(value._version for value in given if isinstance(value, Tensor)
+              and not value.is_inference()),
+        ]  # fmt: skip
+
+    def _run(self) -> list[Tensor]:
+        trainer = self._adopted.joined
+        if self._weight_versions() != self._versions:
+            raise UsageError(
+                "AP927",
+                "an output of the model is used after its weights or its inputs have changed",
+                why="outputs other than the loss are computed only when they are used",
+                fix="use them before optimizer.step()",
+            )
+        graph, count = trainer.program.graph, trainer.plan.num_microbatches
+        if self._is_share and batch_dims(graph):
+            raise UsageError(
+                "AP928",
+                "outputs other than the loss cannot be computed for a part of the batch",
+                why="their random numbers depend on the whole batch",
+                fix="give every rank the global batch where its outputs are used",
+            )
+        if graph.accumulation.mixing and count > 1:
+            mixing = graph.accumulation.mixing[0]
+            raise UsageError(
+                "AP928",
+                "outputs other than the loss cannot be computed under this plan",
+                why=f"samples depend on each other ({mixing}), and the plan has {count} "
+                "micro-batches",
+                fix='plan with parallel="microbatches=1"',
+            )
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(counter_random(self._key, batch_dims=batch_dims(graph)))
+            outputs = self._adopted.run_own(self._args, self._kwargs, keeps_buffers=False)
+        form = self._form
+        taken = next((at for at, leaf in enumerate(form.leaves) if leaf.kind == "loss"), 0)
+        refuse = refusal(
+            "AP928",
+            "a gradient through an output of the model other than its loss",
+            f"output {taken} of {len(form.leaves)}, a scalar, is taken for the loss, and a model "
+            "that returns its loss is differentiated by that alone",
+            "if the script computes the loss from the outputs, parallelize(..., loss=None); else "
+            "add the term to the loss in the model, or parallelize with loss_fn",
+        )
+        return [refuse(value) for value in output_tensors(outputs, form)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    again: OtherOutputs
+    position: int
+
+    def value(self) -> Tensor:
+        return self.again.value(self.position)
+
+    def host_value(self) -> Tensor:
+        return self.value()

@@ -1,0 +1,1 @@
+"""Weights, plans and integer programs written for others."""

@@ -1,0 +1,130 @@
+"""``autoparallel export PLAN --to FORMAT``: writes a plan as a script, or as the files of
+another training system.
+
+In: a plan file, the name of a format. Out: a folder, and what was written into it. ``WRITERS`` is
+the table of formats that are made of a plan; the formats of a checkpoint are in ``weights``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.exporting.new_folder import check_free, new_folder
+from autoparallel.options.parse import did_you_mean
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan
+from autoparallel.planning.plan_files import PLAN, load_plan
+
+CHECKPOINT_FORMATS = ("safetensors", "hf", "pt", "peft")
+"""Formats of the weights of a checkpoint."""
+
+WRITERS: dict[str, str] = {
+    "python": "autoparallel.script.write:write_script",
+    "torchtitan": "autoparallel.systems.torchtitan:write_plan",
+    "megatron": "autoparallel.systems.megatron:write_plan",
+    "deepspeed": "autoparallel.systems.deepspeed:write_plan",
+    "accelerate": "autoparallel.systems.accelerate:write_plan",
+    "transformers": "autoparallel.systems.transformers:write_plan",
+}
+"""The formats of a plan: the ``PlanWriter`` of each, as MODULE:FUNCTION, imported when used."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPlan:
+    """What a writer wrote: ``files`` are names in the folder, ``start`` is the command that trains
+    by them. ``report`` is printed below; ``facts`` are what ``--json`` has besides."""
+
+    files: tuple[str, ...]
+    start: str
+    report: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class PlanWriter(Protocol):
+    """Writes a plan into an empty folder. ``place`` is the name that the folder gets.
+
+    ``trust``: the plan's target may be code outside of the current folder.
+    """
+
+    def __call__(
+        self, plan: Plan, folder: Path, *, place: Path, plan_path: Path, trust: bool
+    ) -> WrittenPlan: ...
+
+
+def torchrun(cluster: Cluster) -> str:
+    """The command that starts a process per device, on one host or on each."""
+    counts = {host.num_devices for host in cluster.hosts}
+    count = str(counts.pop()) if len(counts) == 1 else "DEVICES"
+    each = f"--nproc-per-node {count}"
+    if len(cluster.hosts) == 1:
+        return f"torchrun {each}"
+    several = f"--nnodes {len(cluster.hosts)} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return f"torchrun {several} {each}"
+
+
+def is_plan_format(to: str | None, source: str | Path) -> bool:
+    """Whether ``--to`` makes something of a plan. Raises UsageError.
+
+    AP870: an unknown format; AP361: a plan file and a format of checkpoints.
+    """
+    known = (*CHECKPOINT_FORMATS, *WRITERS)
+    if to is not None and to not in known:
+        raise UsageError(
+            "AP870", f"--to {to!r} is not one of {', '.join(known)}", fix=did_you_mean(to, known)
+        )
+    if to not in WRITERS and _is_plan_file(Path(source)):
+        raise UsageError(
+            "AP361",
+            f"{source} is a plan, which has no weights"
+            if to is not None else f"{source} is a plan: say what to export it to",
+            why="" if to is None else f"--to {to} writes the weights of a checkpoint",
+            fix=f"of a plan: --to {', '.join(WRITERS)}; run --save writes checkpoints with weights",
+        )  # fmt: skip
+    return to in WRITERS
+
+
+def _is_plan_file(path: Path) -> bool:
+    """A JSON file that is no index of files of weights."""
+    return path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json")
+
+
+def check_plan_options(given: Iterable[str]) -> None:
+    """Raises UsageError AP363 where options of weights are given with a plan.
+
+    >>> check_plan_options([])
+    """
+    if names := ", ".join(given):
+        raise UsageError(
+            "AP363", f"{names}: a plan has no weights",
+            fix="leave these options out: they are for checkpoints",
+        )  # fmt: skip
+
+
+def export_plan(
+    source: str | Path, folder: str | Path, *, to: str, force: bool = False, trust: bool = False
+) -> WrittenPlan:
+    """Writes the plan in ``source``, a file or a folder with a plan.json, to ``folder``.
+
+    Raises UsageError: AP362 where ``source`` is a checkpoint without a plan, AP869 for a folder
+    that is not empty; and as ``load_plan`` and the writer do.
+    """
+    path, place = Path(source), Path(folder)
+    if path.is_dir() and not (path / PLAN).is_file():
+        raise UsageError(
+            "AP362",
+            f"--to {to} needs a plan, and the folder {source} has no {PLAN}",
+            where=str(path.resolve()),
+            fix="name a plan file; of a checkpoint: --to " + ", ".join(CHECKPOINT_FORMATS),
+        )
+    path = path / PLAN if path.is_dir() else path
+    check_free(place, force)
+    plan = load_plan(path)
+    module, _, function = WRITERS[to].partition(":")
+    write: PlanWriter = getattr(importlib.import_module(module), function)
+    with new_folder(place) as temporary:
+        return write(plan, temporary, place=place, plan_path=path, trust=trust)

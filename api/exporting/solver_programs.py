@@ -1,0 +1,95 @@
+"""Integer programs of a plan's stages, for other solvers: as PuLP problems and as files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from autoparallel.analysis.recaptured import recaptured
+from autoparallel.planner.errors import UsageError
+from autoparallel.planning.plan_files import load_plan
+
+if TYPE_CHECKING:
+    from autoparallel.planner.pricing.basis import Mode
+    from autoparallel.planner.search.stage_program import Minimized, StageProgram
+
+FORMATS = (".lp", ".mps")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A program in a file: where, how large it is, and its objective in the plan's layouts."""
+
+    path: Path
+    num_variables: int
+    num_binaries: int
+    num_constraints: int
+    unit: str
+    planned: float | None
+
+
+def write_program(problem: Any, path: str | Path) -> None:
+    """Writes a ``pulp.LpProblem`` in the format that the name of ``path`` says.
+
+    Raises UsageError AP332 for another ending, or a file that cannot be written.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".lp":
+            problem.writeLP(str(path))
+        else:
+            problem.writeMPS(str(path))
+    except OSError as error:
+        raise UsageError(
+            "AP332", "the program cannot be written", why=str(error.strerror), where=str(path)
+        ) from error
+
+
+def check_format(path: str | Path) -> None:
+    """Raises UsageError AP332 for a file that is neither ``.lp`` nor ``.mps``."""
+    if Path(path).suffix not in FORMATS:
+        raise UsageError(
+            "AP332", f"{path} ends in neither .lp nor .mps", where="-o", fix="-o stage.mps"
+        )
+
+
+def plan_program(
+    plan_path: str,
+    stage: int,
+    *,
+    minimized: Minimized = "time",
+    memory_limit_bytes: int | None = None,
+    profile: str = "auto",
+    database: str | None = None,
+    trust: bool = False,
+) -> StageProgram:
+    """The program of a stage of the plan in a file, whose model is captured again.
+
+    Raises as ``load_plan``, ``check_trusted`` and ``stage_program`` do, and PlanError AP550 where
+    the model is not the plan's any more.
+    """
+    from autoparallel.planner.search.stage_program import stage_program
+
+    plan = load_plan(plan_path)
+    made = recaptured(
+        plan, plan_path, trust=trust, profile=cast("Mode", profile), database=database
+    )
+    return stage_program(
+        made.graph, made.program.blocks, plan, stage, minimized=minimized,
+        memory_limit_bytes=memory_limit_bytes, basis=made.basis,
+    )  # fmt: skip
+
+
+def write_plan_program(found: StageProgram, output: str) -> Written:
+    """A stage's program as a file."""
+    problem = found.named.as_pulp()
+    write_program(problem, output)
+    return Written(
+        Path(output),
+        problem.numVariables(),
+        found.named.program.num_binaries,
+        problem.numConstraints(),
+        found.unit,
+        found.planned,
+    )

@@ -1,0 +1,270 @@
+"""Weights out of a checkpoint: as safetensors, as a ``.pt``, or as a Hugging Face folder.
+
+In: a checkpoint (or anything that ``--weights`` reads), and the target it was trained from
+where that is known. Out: a folder, written beside its place and renamed when it is whole. It
+is one process without a group, that holds one file's tensors at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from autoparallel.exporting.huggingface_folder import write_adapters, write_model_files
+from autoparallel.exporting.new_folder import check_free, new_folder
+from autoparallel.exporting.plans import CHECKPOINT_FORMATS
+from autoparallel.options.parse import did_you_mean, parse_size
+from autoparallel.passes.capture.tie import find_tied
+from autoparallel.planner.errors import UsageError
+from autoparallel.planning.plan import record_target
+from autoparallel.planning.plan_files import PLAN, load_plan
+from autoparallel.runtime.checkpoint.dcp_weights import find_checkpoint
+from autoparallel.runtime.checkpoint.weight_files import WeightFiles, open_weights, whole_region
+from autoparallel.runtime.checkpoint.weight_shards import write_shards
+from autoparallel.target.load import Target, load_target
+from autoparallel.target.lora import Lora, is_transposed, merged, parse_lora
+from autoparallel.target.trust import check_trusted
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written: the folder, its files with tensors, and the number of tensors."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Weights and what is known of their model: its target, the model on ``meta``, adapters."""
+
+    files: WeightFiles
+    target: Target | None = None
+    model: nn.Module | None = None
+    lora: Lora | None = None
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """The paths of the layers with adapters."""
+        return tuple(
+            name.removesuffix(LORA_A) for name in self.files.names() if name.endswith(LORA_A)
+        )
+
+    def names(self) -> tuple[str, ...]:
+        """The names without further ones of tied tensors."""
+        aliases = {} if self.model is None else find_tied(self.model)
+        known = set(self.files.names())
+        return tuple(
+            name for name in self.files.names() if aliases.get(name, name) == name
+            or aliases[name] not in known
+        )  # fmt: skip
+
+
+def export(  # noqa: PLR0913 - one parameter per option
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    to: str = "safetensors",
+    model: str | None = None,
+    lora: str | None = None,
+    dtype: str | None = None,
+    max_shard_size: str = "5GB",
+    force: bool = False,
+    trust: bool = False,
+) -> Exported:
+    """Writes the weights of ``checkpoint`` (of the newest one in a folder of them) to ``folder``.
+
+    ``to`` is ``safetensors``, ``pt``, ``hf`` (safetensors with the files that ``from_pretrained``
+    reads) or ``peft`` (LoRA adapters alone). ``model`` is the target that was trained; by default
+    it is that of the plan beside the checkpoint. With it tied weights are written once and
+    adapters are merged into the weights; ``lora`` replaces the target's. Floating tensors are
+    cast to ``dtype``. ``trust``: the plan's target may be code outside of the current folder.
+
+    Raises UsageError: AP860 and AP861 where the weights cannot be read, AP869 for a folder that
+    is not empty, AP870 for a wrong ``to`` or ``dtype``, AP871 where ``to`` needs a Hugging Face
+    model, AP872 where the checkpoint has other parameters than the model, AP155 where the plan's
+    target is not trusted.
+    """
+    _check_choices(to, dtype)
+    most_bytes = parse_size(max_shard_size)
+    place = Path(folder)
+    check_free(place, force)
+    source = _source(Path(checkpoint), model, lora, trust=trust)
+    if to in ("hf", "peft"):
+        _check_huggingface(source, to)
+    tensors = _adapter_tensors(source) if to == "peft" else _merged_tensors(source)
+    cast = DTYPES[dtype] if dtype is not None else None
+    sizes = {name: _num_bytes(source.files, name, cast) for name in tensors}
+
+    def tensor(name: str) -> Tensor:
+        made = tensors[name]()
+        return made.to(cast) if cast is not None and made.is_floating_point() else made
+
+    with new_folder(place) as temporary:
+        if to == "peft":
+            files = write_adapters(temporary, source.target, source.lora, source.adapted,
+                                   {name: tensor(name) for name in tensors})  # fmt: skip
+        else:
+            kind = "pt" if to == "pt" else "safetensors"
+            files = write_shards(temporary, sizes, tensor, kind=kind, most_bytes=most_bytes)
+        if to == "hf":
+            assert source.target is not None
+            stored = cast or _largest_dtype(source.files, tensors)
+            write_model_files(temporary, source.target, str(stored).removeprefix("torch."))
+    written = tuple(place / file.name for file in files)
+    return Exported(place, written, len(tensors), sum(sizes.values()))
+
+
+def _check_choices(to: str, dtype: str | None) -> None:
+    for name, value, known in (("--to", to, CHECKPOINT_FORMATS), ("--dtype", dtype, tuple(DTYPES))):
+        if value is not None and value not in known:
+            raise UsageError(
+                "AP870", f"{name} {value!r} is not one of {', '.join(known)}",
+                fix=did_you_mean(value, known),
+            )  # fmt: skip
+
+
+def _source(checkpoint: Path, model: str | None, lora: str | None, *, trust: bool) -> Source:
+    """The weights, and what the target says of them."""
+    files = open_weights(checkpoint)
+    target = _target(checkpoint, model, trust=trust)
+    adapters = lora or (None if target is None else target.settings.get("lora"))
+    built = None if target is None else record_target(target).model
+    return Source(files, target, built, parse_lora(adapters) if adapters else None)
+
+
+def _target(checkpoint: Path, model: str | None, *, trust: bool) -> Target | None:
+    """The target of ``model``, or of the plan beside the checkpoint."""
+    if model is not None:
+        is_folder = (Path(model) / "config.json").exists() and not model.startswith("hf:")
+        return load_target(f"hf:{model}" if is_folder else model)
+    found = find_checkpoint(checkpoint) or checkpoint
+    for folder in (found, found.parent):
+        if (folder / PLAN).is_file():
+            plan = load_plan(folder / PLAN)
+            check_trusted(plan, folder / PLAN, trust=trust)
+            return load_target(plan.model.target, plan.model.settings)
+    return None
+
+
+def _check_huggingface(source: Source, to: str) -> None:
+    if source.target is None or not source.target.name.startswith("hf:"):
+        raise UsageError(
+            "AP871",
+            f"--to {to} needs the Hugging Face model that was trained",
+            why="the checkpoint's folder has no plan"
+            if source.target is None
+            else f"the target is {source.target.name}",
+            fix="--model FOLDER, a folder with its config.json; or --to safetensors",
+        )
+    if to == "peft" and (not source.adapted or source.lora is None):
+        raise UsageError(
+            "AP871",
+            "--to peft exports adapters, but the checkpoint has none"
+            if not source.adapted
+            else "the settings of the adapters are unknown",
+            where=source.files.place,
+            fix="--to hf" if not source.adapted else "--lora r=R,alpha=ALPHA, as it was trained",
+        )
+
+
+def _merged_tensors(source: Source) -> dict[str, Callable[[], Tensor]]:
+    """How to make each tensor of the model: as stored, or with its adapter added.
+
+    Raises UsageError AP871 where the scale of adapters is not known, and AP872.
+    """
+    adapted = source.adapted if source.model is not None else ()
+    if adapted and source.lora is None:
+        raise UsageError(
+            "AP871", "the checkpoint has LoRA adapters whose settings are unknown",
+            where=source.files.place, fix="--lora r=R,alpha=ALPHA, as it was trained",
+        )  # fmt: skip
+    endings = (LORA_A, LORA_B)
+    names = [name for name in source.names() if not adapted or not name.endswith(endings)]
+    _check_names(source, names)
+    weights = {f"{path}.weight": path for path in adapted}
+    return {
+        name: _merging(source, weights[name]) if name in weights else _reading(source, name)
+        for name in names
+    }
+
+
+def _check_names(source: Source, names: list[str]) -> None:
+    """Raises UsageError AP872 unless all parameters of the model are there, and no other."""
+    if source.model is None:
+        return
+    tied = find_tied(source.model)
+    have = {tied.get(name, name) for name in names}
+    wanted = {
+        name for name, _ in source.model.named_parameters()
+        if not name.endswith((LORA_A, LORA_B))
+    }  # fmt: skip
+    buffers = {name for name, _ in source.model.named_buffers()}
+    missing, unknown = sorted(wanted - have), sorted(have - wanted - buffers)
+    if missing or unknown:
+        first = (missing or unknown)[0]
+        assert source.target is not None
+        raise UsageError(
+            "AP872",
+            f"the checkpoint does not belong to the model of {source.target.name}",
+            why=f"it lacks {len(missing)} of its parameters and has {len(unknown)} others; "
+            f"the first is {first}",
+            where=source.files.place,
+            fix="leave --model out where the plan is beside the checkpoint: it names the model; "
+            "otherwise --model TARGET, the model that was trained",
+        )
+
+
+def _adapter_tensors(source: Source) -> dict[str, Callable[[], Tensor]]:
+    return {
+        f"{path}{ending}": _reading(source, f"{path}{ending}")
+        for path in source.adapted
+        for ending in (LORA_A, LORA_B)
+    }
+
+
+def _reading(source: Source, name: str) -> Callable[[], Tensor]:
+    return lambda: _whole(source.files, name)
+
+
+def _merging(source: Source, path: str) -> Callable[[], Tensor]:
+    def merge() -> Tensor:
+        assert source.lora is not None
+        assert source.model is not None
+        weight, a, b = (
+            _whole(source.files, f"{path}{ending}") for ending in (".weight", LORA_A, LORA_B)
+        )
+        transposed = is_transposed(source.model.get_submodule(path))
+        return merged(weight, a, b, source.lora.scale, transposed=transposed)
+
+    return merge
+
+
+def _whole(files: WeightFiles, name: str) -> Tensor:
+    return files.read(name, whole_region(files.shape(name)))
+
+
+def _num_bytes(files: WeightFiles, name: str, cast: torch.dtype | None) -> int:
+    stored = files.dtype(name)
+    dtype = cast if cast is not None and stored.is_floating_point else stored
+    return torch.Size(files.shape(name)).numel() * dtype.itemsize
+
+
+def _largest_dtype(files: WeightFiles, names: Mapping[str, object]) -> torch.dtype:
+    found = [files.dtype(name) for name in names]
+    floating = [dtype for dtype in found if dtype.is_floating_point]
+    return max(floating, key=lambda dtype: dtype.itemsize, default=torch.float32)

@@ -1,0 +1,1 @@
+"""Options of a user: parsed, checked, and where they apply."""

@@ -1,0 +1,176 @@
+"""Progress: bars on a terminal's stderr or in a notebook's cell, elsewhere a line per ended phase.
+
+Planning reports through one callback, ``observe(phase, done, total)``: a phase's first call
+starts it, ``done == total`` ends it, and ``total == 0`` means that the end is not known.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+CELL_SECONDS = 0.5
+"""A cell's bars are replaced no more often, but at the end of a phase."""
+
+TICK_SECONDS = 0.25
+
+Observe = Callable[[str, float, float], None]
+
+
+def ignore(phase: str, done: float, total: float) -> None:
+    """The observer that shows nothing."""
+
+
+@contextmanager
+def progress(*, quiet: bool = False) -> Iterator[Observe]:
+    """An observer that shows phases until the block ends."""
+    if quiet:
+        yield ignore
+    elif in_notebook():
+        yield from _cell()
+    elif sys.stderr.isatty():
+        yield from _bars()
+    else:
+        yield from _lines()
+
+
+@contextmanager
+def shown_to_callers(wanted: bool = True) -> Iterator[Observe]:
+    """What functions of the Python API show: bars where someone watches, nothing in logs."""
+    from autoparallel.options.environment import under_torchrun
+
+    is_watched = in_notebook() or sys.stderr.isatty()
+    with progress(quiet=not (wanted and is_watched) or under_torchrun()) as observe:
+        yield observe
+
+
+def in_notebook() -> bool:
+    """Whether this is the kernel of a notebook: Jupyter's, VS Code's, Colab's."""
+    if "ipykernel" not in sys.modules:
+        return False
+    from rich.console import Console
+
+    return Console().is_jupyter
+
+
+@contextmanager
+def ticking(observe: Observe, phase: str, seconds: float) -> Iterator[None]:
+    """Shows the seconds that pass, as a part of those that the block may take."""
+    is_over = threading.Event()
+
+    def tick() -> None:
+        passed = 0.0
+        while not is_over.wait(TICK_SECONDS):
+            passed = min(passed + TICK_SECONDS, seconds - TICK_SECONDS)
+            observe(phase, round(passed, 1), seconds)
+
+    observe(phase, 0, seconds)
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        observe(phase, seconds, seconds)
+
+
+def _bars() -> Iterator[Observe]:
+    from rich.console import Console
+
+    with _progress(Console(stderr=True)) as shown:
+        yield _observer(shown)
+
+
+def _progress(console: Console | None = None) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    )  # fmt: skip
+    return Progress(*columns, console=console, transient=True)
+
+
+def _observer(shown: Progress) -> Observe:
+    tasks: dict[str, TaskID] = {}
+
+    def observe(phase: str, done: float, total: float) -> None:
+        if phase not in tasks:
+            tasks[phase] = shown.add_task(phase, total=total or None)
+        shown.update(tasks[phase], completed=done, total=total or None)
+
+    return observe
+
+
+def _cell() -> Iterator[Observe]:
+    """Bars in the output of a notebook's cell, and in their place one line when all has ended.
+
+    The front end is asked to replace what it shows, by a display's id, which needs no widgets: so
+    a saved notebook has the last state only, and no front end needs an extension.
+    """
+    from IPython.display import display
+
+    shown, process = _progress(), os.getpid()
+    update, told = _observer(shown), 0.0
+    handle = display(shown, display_id=True)
+
+    def observe(phase: str, done: float, total: float) -> None:
+        nonlocal told
+        if os.getpid() != process:
+            return  # a forked search has no way to the front end
+        update(phase, done, total)
+        if time.perf_counter() - told > CELL_SECONDS or (total and done >= total):
+            told = time.perf_counter()
+            handle.update(shown)
+
+    try:
+        yield observe
+    finally:
+        handle.update(_Ended(shown))
+
+
+class _Ended:
+    """How long each phase took, in a line."""
+
+    def __init__(self, shown: Progress) -> None:
+        times = [(task.description, task.finished_time or task.elapsed) for task in shown.tasks]
+        parts = [f"{phase} {seconds or 0:.1f} s" for phase, seconds in times]
+        self._text = f"autoparallel: {', '.join(parts)}"
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def _repr_html_(self) -> str:
+        return f'<span style="opacity:.7">{self._text}</span>'
+
+
+def _lines() -> Iterator[Observe]:
+    started: dict[str, float] = {}
+    ended: set[str] = set()
+
+    def end(phase: str) -> None:
+        if phase not in ended:
+            ended.add(phase)
+            seconds = time.perf_counter() - started[phase]
+            print(f"autoparallel: {phase} {seconds:.1f} s", file=sys.stderr, flush=True)
+
+    def observe(phase: str, done: float, total: float) -> None:
+        for other in started:
+            if other != phase:
+                end(other)
+        started.setdefault(phase, time.perf_counter())
+        if total and done >= total:
+            end(phase)
+
+    yield observe
+    for phase in started:
+        end(phase)

@@ -1,0 +1,1 @@
+"""From a target, a cluster and options to a plan."""

@@ -1,0 +1,299 @@
+"""The best plan by what the user wants: time, tokens per dollar, memory, or few devices.
+
+In: what ``find_plan.plan`` takes; the request's goal. Out: the plan, which says what was tried.
+
+``cost`` and ``devices`` plan for parts of the cluster (``sub_clusters``). ``memory`` plans with
+lower and lower limits, halving between what fits and what does not. Each search has an equal
+share of the time limit that is left. A deadline counts for every objective.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.planner.batch import BATCH_NORMS
+from autoparallel.planner.errors import (
+    AutoparallelError,
+    InfeasibleError,
+    TimeLimitError,
+    UsageError,
+)
+from autoparallel.planner.find_plan import SearchMethod, plan
+from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.plan import GoalReport, Plan, Tried
+from autoparallel.planner.precision import check_precision
+from autoparallel.planner.requests.request import Request
+from autoparallel.planner.rules.table import packet
+from autoparallel.planner.search.workers import serial
+from autoparallel.planning.infeasible import with_nearest_change
+from autoparallel.planning.search_worker import two_processes
+from autoparallel.planning.sub_clusters import sub_clusters
+
+Search = Callable[[Cluster, Request], Plan]
+
+CANNOT = ("AP124", "AP127", "AP128", "AP183", "AP184")
+"""What a part of a cluster may be too small for, where the whole is not."""
+
+LINEAR = 16
+"""Up to so many parts are tried one by one; of more, the fewest that do are found by halving."""
+
+TOLERANCE = 0.01
+"""The least memory is found within this part of it."""
+
+MOST_LIMITS = 12
+"""Limits of memory that are tried."""
+
+
+def plan_for(
+    graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, *, processes: int = 1,
+    **options: Any,
+) -> Plan:  # fmt: skip
+    """The best plan by the request's goal. With ``processes`` 2 or more, two search. ``options``
+    are those of ``find_plan.plan``.
+
+    Raises what ``find_plan.plan`` raises, AP301 with the nearest change that fits; AP126 for bf16
+    on a GPU without it, AP188 where a device has no price, AP302 where nothing meets the deadline.
+    """
+    check_precision(cluster, request.precision)
+    method = SearchMethod(start_workers=two_processes if processes > 1 else serial)
+
+    job = _Job(
+        cluster, request,
+        lambda on, asked: plan(graph, blocks, on, asked, method=method, **options),
+    )  # fmt: skip
+    try:
+        return job.found()
+    except InfeasibleError as error:
+        if error.code != "AP301":
+            raise
+        mixing = _mixing(graph)
+        raise with_nearest_change(error, cluster, request, job.search, mixing=mixing) from error
+
+
+def _mixing(graph: Graph) -> str:
+    """The module and op in which rows see each other, empty where none do."""
+    nodes = [graph[name] for name in graph.accumulation.mixing]
+    norms = [node for node in nodes if packet(node.op) in BATCH_NORMS]
+    for node in norms or nodes:
+        name = "batch norm" if norms else packet(node.op)
+        return f"{node.module or node.name} ({name})"
+    return ""
+
+
+@dataclass
+class _Job:
+    cluster: Cluster
+    request: Request
+    search: Search
+    began: float = field(default_factory=time.perf_counter)
+    tried: list[Tried] = field(default_factory=list)
+    failures: list[AutoparallelError] = field(default_factory=list)
+
+    def found(self) -> Plan:
+        """The plan for the goal."""
+        objective = self.request.goal.objective
+        if objective == "cost":
+            self._dollars(self.cluster)
+            return self._cheapest()
+        if objective == "devices":
+            return self._fewest()
+        if objective == "memory":
+            return self._thriftiest()
+        found = self.search(self.cluster, self.request)
+        if not self._is_in_time(found):
+            raise self._too_late([found])
+        return self._reported(found, self.cluster.name)
+
+    def _dollars(self, cluster: Cluster) -> float:
+        price = self.request.goal.dollars_per_hour(cluster)
+        if price is None:
+            names = ", ".join(dict.fromkeys(host.device.name for host in cluster.hosts))
+            raise UsageError(
+                "AP188", "--objective cost needs the price of the devices",
+                fix=f"--price DOLLARS of a device and hour, or of each by name ({names}); or "
+                "dollars_per_hour of the devices in the cluster file",
+            )  # fmt: skip
+        return price
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of a step, or rows where the model has no sequences."""
+        return self.request.global_batch * (self.request.seq or 1)
+
+    @property
+    def _limit_seconds(self) -> float:
+        deadline = self.request.goal.deadline
+        return float("inf") if deadline is None else deadline.step_seconds(self._tokens)
+
+    def _is_in_time(self, found: Plan) -> bool:
+        return found.prediction.step_seconds <= self._limit_seconds
+
+    def _share(self, left: int) -> Request:
+        """The request with its share of the time that is left."""
+        passed = time.perf_counter() - self.began
+        rest = max(self.request.time_limit_seconds - passed, 0.0)
+        return replace(self.request, time_limit_seconds=max(rest / max(left, 1), 0.1))
+
+    def _try(self, cluster: Cluster, left: int) -> Plan | None:
+        """The fastest plan on a part, None where there is none."""
+        try:
+            found = self.search(cluster, self._share(left))
+        except (InfeasibleError, TimeLimitError, UsageError) as error:
+            if isinstance(error, UsageError) and error.code not in CANNOT:
+                raise
+            self.failures.append(error)
+            self.tried.append(Tried(cluster.name, cluster.num_devices, 0.0, None, error.what))
+            return None
+        reason = "" if self._is_in_time(found) else "misses the deadline"
+        seconds = found.prediction.step_seconds
+        self.tried.append(
+            Tried(cluster.name, cluster.num_devices, seconds, self._value(found), reason)
+        )
+        return found
+
+    def _value(self, found: Plan) -> float | None:
+        """Tokens per dollar, where there are prices."""
+        price = self.request.goal.dollars_per_hour(found.cluster)
+        if not price:
+            return None
+        return self._tokens / (price / 3600 * found.prediction.step_seconds)
+
+    def _cheapest(self) -> Plan:
+        parts = sub_clusters(self.cluster)
+        found = [self._try(part, len(parts) - index) for index, part in enumerate(parts)]
+        plans = [each for each in found if each is not None]
+        meeting = [each for each in plans if self._is_in_time(each)]
+        if not meeting:
+            raise self._too_late(plans)
+        best = min(
+            meeting,
+            key=lambda p: (
+                self._dollars(p.cluster) * p.prediction.step_seconds, p.prediction.step_seconds
+            ),
+        )  # fmt: skip
+        return self._reported(best, self._part_of(best))
+
+    def _part_of(self, found: Plan) -> str:
+        own, every = found.cluster.num_devices, self.cluster.num_devices
+        if own == every:
+            return f"all {every} devices"
+        return f"{found.cluster.name}: {own} of {every} devices"
+
+    def _fewest(self) -> Plan:
+        parts = sub_clusters(self.cluster)
+        known: dict[int, Plan | None] = {}
+
+        def meets(index: int) -> bool:
+            if index not in known:
+                known[index] = self._try(parts[index], min(len(parts) - index, LINEAR))
+            found = known[index]
+            return found is not None and self._is_in_time(found)
+
+        last = len(parts) - 1
+        order = range(len(parts)) if len(parts) <= LINEAR else doublings(last)
+        before = -1
+        for index in order:
+            if meets(index):
+                best = index if len(parts) <= LINEAR else halved(before, index, meets)
+                found = known[best]
+                assert found is not None
+                return self._reported(found, self._part_of(found))
+            before = index
+        raise self._too_late([each for each in known.values() if each is not None])
+
+    def _thriftiest(self) -> Plan:
+        """The fastest plan under the least limit of memory that any plan was found for."""
+        best = self.search(self.cluster, self._share(3))
+        if not self._is_in_time(best):
+            raise self._too_late([best])
+        low, left = 0.0, MOST_LIMITS
+        while left and self._rest > 0:
+            high = float(best.prediction.peak_memory_bytes)
+            if high - low <= TOLERANCE * high:
+                break
+            limit = int((low + high) / 2)
+            request = replace(self._share(left), memory_limit_bytes=limit)
+            left -= 1
+            found = self._below(request, limit)
+            if found is None:
+                low = float(limit)
+            else:
+                best = found
+        peak = best.prediction.peak_memory_bytes
+        words = f"{peak / 2**30:.3g} GiB; no plan was found for {low / 2**30:.3g} GiB"
+        return self._reported(best, words)
+
+    @property
+    def _rest(self) -> float:
+        return self.request.time_limit_seconds - (time.perf_counter() - self.began)
+
+    def _below(self, request: Request, limit: int) -> Plan | None:
+        name = f"at most {limit / 2**30:.3g} GiB"
+        number = self.cluster.num_devices
+        try:
+            found = self.search(self.cluster, request)
+        except (InfeasibleError, TimeLimitError) as error:
+            self.tried.append(Tried(name, number, 0.0, None, error.what))
+            return None
+        late = not self._is_in_time(found)
+        seconds = found.prediction.step_seconds
+        peak = float(found.prediction.peak_memory_bytes)
+        self.tried.append(Tried(name, number, seconds, peak, "misses the deadline" if late else ""))
+        return None if late else found
+
+    def _too_late(self, plans: list[Plan]) -> AutoparallelError:
+        """AP302, or why there is no plan at all."""
+        if not plans:
+            return self.failures[-1]
+        fastest = min(plans, key=lambda each: each.prediction.step_seconds)
+        seconds = fastest.prediction.step_seconds
+        return InfeasibleError(
+            "AP302",
+            f"no plan meets the deadline: a step may take {self._limit_seconds:.4g} s",
+            why=f"the fastest found, on {fastest.cluster.name}, takes {seconds:.4g} s",
+            fix=f"a deadline {seconds / self._limit_seconds:.3g} times as long, or more devices",
+        )
+
+    def _reported(self, found: Plan, chosen: str) -> Plan:
+        goal = self.request.goal
+        price = goal.dollars_per_hour(found.cluster)
+        if goal.objective == "time" and price is None and goal.deadline is None:
+            return found
+        limit = None if goal.deadline is None else self._limit_seconds
+        report = GoalReport(
+            goal.objective, chosen, price, self._value(found), limit, tuple(self.tried)
+        )
+        seconds = {**found.solver.seconds, "total": time.perf_counter() - self.began}
+        return replace(found, goal=report, solver=replace(found.solver, seconds=seconds))
+
+
+def doublings(last: int) -> Iterator[int]:
+    """Indices at growing distances, ``last`` at the end.
+
+    >>> list(doublings(20))
+    [0, 1, 3, 7, 15, 20]
+    """
+    index = 0
+    while index < last:
+        yield index
+        index = 2 * index + 1
+    yield last
+
+
+def halved(below: int, meeting: int, meets: Callable[[int], bool]) -> int:
+    """The first index that meets, if all after one that does do too.
+
+    >>> halved(7, 15, lambda index: index >= 11)
+    11
+    """
+    while meeting - below > 1:
+        middle = (below + meeting) // 2
+        if meets(middle):
+            meeting = middle
+        else:
+            below = middle
+    return meeting

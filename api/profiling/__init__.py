@@ -1,0 +1,1 @@
+"""Measurements that a plan asks for: what to measure, and the processes that do."""

@@ -1,0 +1,81 @@
+"""Processes that measure before planning: started for it, one per device of this machine.
+
+Each loads the target by its name; rank 0 captures it and leads (``work_list``). The
+options cross as a pickle: between processes of one program.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster_file import from_dict, to_dict
+from autoparallel.options.progress import Observe, ticking
+from autoparallel.planner.errors import AutoparallelError, InfeasibleError, TimeLimitError
+from autoparallel.planning.plan import PlanOptions, capture_target
+from autoparallel.profiling.work_list import Leader, measure_together
+from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.membership import join_as
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.target.load import Target, load_target
+
+PHASE = "measuring"
+
+
+def start_measuring(
+    target: Target, cluster: Cluster, options: PlanOptions, observe: Observe
+) -> None:
+    """Measures with one process per device what planning ``target`` asks for.
+
+    Where that fails, planning goes on without, and stderr says why. A ``KeyboardInterrupt``
+    goes through; what was measured until then is kept.
+    """
+    if sys.path[0] != os.getcwd():
+        sys.path.insert(0, os.getcwd())
+    number = cluster.num_devices
+    arguments = {
+        "target": target.name,
+        "settings": dict(target.settings),
+        "cluster": to_dict(cluster),
+        "options": base64.b64encode(pickle.dumps(options)).decode(),
+        "began": time.time(),
+    }
+    try:
+        with ticking(observe, PHASE, options.measure_seconds):
+            launch(
+                "autoparallel.profiling.first_worker:measure", arguments,
+                num_processes=number,
+            )  # fmt: skip
+    except (InfeasibleError, TimeLimitError):
+        return  # planning says so
+    except AutoparallelError as error:
+        print(f"autoparallel: planned without measuring, which failed: {error}", file=sys.stderr)
+
+
+def measure(
+    worker: Worker,
+    *,
+    target: str,
+    settings: Mapping[str, Any],
+    cluster: Mapping[str, Any],
+    options: str,
+    began: float,
+) -> None:
+    """Inside each process. Collective."""
+    loaded = load_target(target, settings)
+    on = from_dict(dict(cluster), "cluster")
+    chosen: PlanOptions = pickle.loads(base64.b64decode(options))
+    device = join_as(worker, on)
+    leader = None
+    if worker.rank == 0:
+        worker.watchdog.progress("capturing the model")
+        leader = Leader(capture_target(loaded, chosen), loaded, on, chosen, began=began)
+    measure_together(
+        leader, device=device, build=loaded.build_optimizer, tell=worker.watchdog.progress
+    )

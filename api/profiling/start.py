@@ -1,0 +1,104 @@
+"""Starting ``autoparallel profile``'s processes: one per device, here or those of torchrun."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autoparallel.cost_model.cluster.cluster_file import to_dict
+from autoparallel.options.parse import parse_settings
+from autoparallel.options.progress import in_notebook, shown_to_callers, ticking
+from autoparallel.planner.errors import UsageError
+from autoparallel.planning.plan import find_cluster
+from autoparallel.profiling.database import database_path, measuring_environment
+from autoparallel.runtime.launch.launch import is_launched, launch
+from autoparallel.target.load import load_target
+
+
+def profile(
+    target: str,
+    *,
+    cluster: str = "local",
+    settings: Sequence[str] = (),
+    budget: float = 120.0,
+    database: str | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> dict[str, Any]:
+    """Measures on this machine what planning ``target`` asks for, in ``budget`` seconds at most.
+
+    As ``autoparallel profile``: ``settings`` are those of ``--set``, ``options`` those of ``plan``
+    (``global_batch``, ``precision``, ...). The measurements are kept in the database, where
+    planning finds them; what was done comes back. In a notebook a bar shows the seconds.
+
+    Raises UsageError AP141 for an unknown option, and what loading and measuring raise.
+    """
+    from autoparallel.commands.options import plan_options
+
+    known = inspect.signature(plan_options).parameters
+    for name in options:
+        if name not in known:
+            raise UsageError(
+                "AP141", f"unknown option {name!r}", fix=f"the options are {', '.join(known)}"
+            )
+    plan_options(**options)
+    # on a terminal the measuring process shows what it measures
+    with (
+        shown_to_callers(progress and in_notebook()) as observe,
+        ticking(observe, "measuring", budget),
+    ):
+        return start_profiling(
+            target, settings, cluster,
+            options=options, budget=budget, database=database_path(database),
+            quiet=in_notebook() or not progress,
+        )  # fmt: skip
+
+
+def start_profiling(
+    target: str,
+    settings: Sequence[str],
+    cluster: str,
+    *,
+    options: Mapping[str, Any],
+    budget: float,
+    database: Path,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Measures with one process per device of ``cluster``; what was done, on rank 0.
+
+    ``options`` are those of ``plan_options``; ``quiet`` workers show no progress. A
+    ``KeyboardInterrupt`` goes through; what was measured until then is in the database.
+    """
+    load_target(target, parse_settings(settings))
+    found = find_cluster(_own_processes(cluster))
+    measuring_environment(found)
+    if sys.path[0] != os.getcwd():
+        sys.path.insert(0, os.getcwd())
+    num_processes = found.num_devices
+    result: dict[str, Any] = launch(
+        "autoparallel.profiling.worker:profile",
+        {
+            "target": target,
+            "settings": list(settings),
+            "cluster": to_dict(found),
+            "options": dict(options),
+            "budget": budget,
+            "database": str(database.resolve()),
+            "quiet": quiet,
+        },
+        num_processes=num_processes,
+    )
+    return result
+
+
+def _own_processes(cluster: str) -> str:
+    """``local`` under torchrun on CPUs: the processes that it started."""
+    import torch
+
+    if cluster == "local" and is_launched(os.environ) and not torch.cuda.is_available():
+        return f"cpu:{os.environ['WORLD_SIZE']}"
+    return cluster

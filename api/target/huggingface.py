@@ -1,0 +1,178 @@
+"""A Hugging Face model as a target: its configuration in, a Target out; no weights are read.
+
+The setting ``lora`` freezes the model and adapts some layers (``lora``); other settings are
+fields of the configuration.
+
+``hf:PATH_OR_NAME`` is a folder with a ``config.json`` or a name in the local cache. The
+class is the first of the configuration's ``architectures``; inputs and labels are made up
+from the names that its forward takes (``huggingface_batch``).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoparallel.options.parse import did_you_mean
+from autoparallel.planner.errors import MachineError, UsageError
+from autoparallel.target.huggingface_batch import (
+    Wanted,
+    default_sequence,
+    joins_towers,
+    label_names,
+    make_batch,
+)
+from autoparallel.target.load import Target, checked_batches
+from autoparallel.target.lora import Lora, add_lora, parse_lora
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
+    """The target of ``hf:PATH_OR_NAME``. ``settings`` replace fields of the configuration.
+
+    Raises MachineError AP401 without transformers and UsageError AP101, AP105 and AP109.
+    """
+    transformers = _transformers()
+    config = _config(transformers, text.removeprefix("hf:"), text)
+    fields = dict(settings)
+    adapters = parse_lora(fields.pop("lora")) if "lora" in fields else None
+    _apply_settings(config, fields, text)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    model_class = _model_class(transformers, config, text)
+    if not label_names(model_class) and not joins_towers(model_class):
+        raise UsageError(
+            "AP109",
+            f"{model_class.__name__} has no training loss: its forward takes no labels",
+            where=text,
+            fix="write a model file with build_model, example_batch and loss_fn around it",
+        )
+    return Target(
+        name=text,
+        build_model=lambda: _build(model_class, config, adapters),
+        example_batch=checked_batches(_example(model_class, config, text), text),
+        settings=dict(settings),
+    )
+
+
+CAUSAL = re.compile("ForCausalLM|LMHeadModel")
+"""Classes that predict the next token."""
+
+
+def is_causal(target: Target) -> bool:
+    """Whether a target is a causal language model of Hugging Face."""
+    if not target.name.startswith("hf:"):
+        return False
+    model_class = _model_class(_transformers(), target_config(target), target.name)
+    return CAUSAL.search(model_class.__name__) is not None
+
+
+def target_config(target: Target) -> Any:
+    """The configuration of an ``hf:`` target, with its settings."""
+    return hub_config(target.name, target.settings)
+
+
+def hub_config(name: str, settings: Mapping[str, Any]) -> Any:
+    """The configuration of the ``hf:`` target ``name`` with these settings."""
+    config = _config(_transformers(), name.removeprefix("hf:"), name)
+    fields = {field: value for field, value in settings.items() if field != "lora"}
+    _apply_settings(config, fields, name)
+    return config
+
+
+def model_place(target: str) -> str:
+    """The folder, or the name in the local cache, of an ``hf:`` target."""
+    place = Path(target.removeprefix("hf:"))
+    return str(place.parent if place.name == "config.json" else place)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MachineError(
+            "AP401",
+            "hf: targets need the package transformers",
+            why=str(error),
+            fix="pip install 'torch-autoparallel[hf]'",
+        ) from error
+    return transformers
+
+
+def _config(transformers: Any, place: str, text: str) -> Any:
+    folder = Path(place)
+    if folder.name == "config.json":
+        folder = folder.parent
+    if folder.is_dir() and not (folder / "config.json").exists():
+        raise UsageError("AP101", f"{folder} holds no config.json", where=text)
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            str(folder) if folder.is_dir() else place, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            "AP101",
+            f"there is no configuration {place!r}",
+            why=str(error).splitlines()[0],
+            where=text,
+            fix="use a folder with a config.json, or a name in the local Hugging Face cache",
+        ) from error
+
+
+def _apply_settings(config: Any, settings: Mapping[str, Any], text: str) -> None:
+    for name, value in settings.items():
+        owner = config
+        *path, last = name.split(".")
+        for part in path:
+            owner = getattr(owner, part, None)
+        if not hasattr(owner, last):
+            raise UsageError(
+                "AP105",
+                f"the configuration has no field {name!r}",
+                where=text,
+                fix=did_you_mean(last, list(config.to_dict())) or "see its config.json",
+            )
+        setattr(owner, last, value)
+
+
+def _model_class(transformers: Any, config: Any, text: str) -> Any:
+    for name in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in mapping:
+        found = mapping[type(config)]
+        return found[0] if isinstance(found, tuple | list) else found
+    raise UsageError(
+        "AP109",
+        f"found no model class for {type(config).__name__} (architectures: {config.architectures})",
+        where=text,
+        fix="add the class's name to the list architectures of config.json",
+    )
+
+
+def _build(model_class: Any, config: Any, adapters: Lora | None) -> nn.Module:
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"  # its kernels take any dtype
+    model: nn.Module = model_class(config)
+    if adapters is not None:
+        add_lora(model, adapters)
+    model.train()
+    if joins_towers(model_class):
+        model.forward = functools.partial(model.forward, return_loss=True)
+    return model
+
+
+def _example(
+    model_class: Any, config: Any, text: str
+) -> Callable[[int, int | None], dict[str, Tensor]]:
+    def example_batch(global_batch: int, seq: int | None = None) -> dict[str, Tensor]:
+        length = seq or default_sequence(config)
+        return make_batch(Wanted(model_class, config, global_batch, length), text)
+
+    return example_batch

@@ -1,0 +1,175 @@
+"""LoRA: linear layers with a trained product of two small matrices beside frozen weights.
+
+    y = W x + (alpha / r) B A x          (Hu et al. 2021, arXiv:2106.09685, equation 3)
+
+In: a built model and ``r=8,alpha=16``. Out: the same model, its weights frozen under their
+own names, with ``lora_A.weight`` (r x in) and ``lora_B.weight`` (out x r, zero at first)
+beside each adapted ``weight``: the names of peft without their prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autoparallel.options.parse import did_you_mean
+from autoparallel.planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+USUAL_TARGETS = (
+    ("q_proj", "v_proj"),
+    ("c_attn",),
+    ("query_key_value",),
+    ("qkv_proj",),
+    ("Wqkv",),
+    ("query", "value"),
+    ("q", "v"),
+)
+"""The layers that are adapted where none are named: the first that a model has, as in peft."""
+
+ALL_LINEAR = "all-linear"
+EXAMPLE = "for example: --lora r=8,alpha=16,targets=q_proj+v_proj"
+NEW_PARAMETERS = r"\.lora_[AB]\."
+"""What only adapters have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """``rank`` of the product, ``alpha``, and the last names of the layers; none are the usual."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        """What the product is multiplied by."""
+        return self.alpha / self.rank
+
+
+def parse_lora(text: str) -> Lora:
+    """``--lora`` as values. Raises UsageError AP867.
+
+    >>> parse_lora("r=4,alpha=8,targets=q_proj+v_proj")
+    Lora(rank=4, alpha=8.0, targets=('q_proj', 'v_proj'))
+    """
+    known = ("r", "alpha", "targets")
+    given: dict[str, str] = {}
+    for item in str(text).split(","):
+        name, separator, value = (part.strip() for part in item.partition("="))
+        if not separator or not value or name not in known or name in given:
+            raise UsageError(
+                "AP867", f"--lora: {item.strip()!r} is not r=, alpha= or targets=, or is repeated",
+                where=f"--lora {text}", fix=did_you_mean(name, known) or EXAMPLE,
+            )  # fmt: skip
+        given[name] = value
+    try:
+        rank, alpha = int(given.get("r", "8")), float(given.get("alpha", "16"))
+    except ValueError:
+        rank, alpha = 0, 0.0
+    if rank < 1 or not 0 < alpha < float("inf"):
+        raise UsageError(
+            "AP867", "--lora: r must be a whole number of at least 1 and alpha a number above 0",
+            where=f"--lora {text}", fix=EXAMPLE,
+        )  # fmt: skip
+    return Lora(rank, alpha, tuple(name for name in given.get("targets", "").split("+") if name))
+
+
+def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
+    """Freezes ``model`` and gives its target layers adapters, in place.
+
+    Raises UsageError AP867 where there are no such layers.
+    """
+    from torch import nn
+
+    paths = target_paths(model, lora)
+    model.requires_grad_(False)
+    for path in paths:
+        layer = model.get_submodule(path)
+        num_inputs, num_outputs = _sizes(layer)
+        layer.__class__ = _adapted_class(type(layer))
+        layer.lora_scale = lora.scale  # type: ignore[assignment]
+        layer.lora_A = nn.Linear(num_inputs, lora.rank, bias=False)
+        layer.lora_B = nn.Linear(lora.rank, num_outputs, bias=False)
+        nn.init.zeros_(layer.lora_B.weight)
+    ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    model._keys_to_ignore_on_load_missing = [*ignored, NEW_PARAMETERS]  # type: ignore[assignment]
+    return model
+
+
+def target_paths(model: nn.Module, lora: Lora) -> tuple[str, ...]:
+    """The paths of the layers to adapt. Raises UsageError AP867 where there are none."""
+    layers = {path: module for path, module in model.named_modules() if _is_linear(module)}
+    last_names = {path: path.rpartition(".")[2] for path in layers}
+    if lora.targets == (ALL_LINEAR,):
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        return tuple(path for path, layer in layers.items() if layer is not head)
+    have = set(last_names.values())
+    usual = next((names for names in USUAL_TARGETS if have.issuperset(names)), ())
+    wanted = lora.targets or usual
+    unknown = [name for name in wanted if name not in have]
+    if unknown or not wanted:
+        raise UsageError(
+            "AP867",
+            f"--lora: {type(model).__name__} has no linear layer named {unknown[0]!r}"
+            if unknown
+            else f"--lora: {type(model).__name__} has none of the default layers",
+            why=f"its linear layers are {', '.join(sorted(have)) or 'none'}",
+            fix=did_you_mean(unknown[0] if unknown else "", sorted(have))
+            or f"name them with targets=A+B, or targets={ALL_LINEAR}",
+        )
+    return tuple(path for path, name in last_names.items() if name in wanted)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a layer's weight is inputs x outputs, as transformers' ``Conv1D`` has it."""
+    from torch import nn
+
+    return not isinstance(module, nn.Linear)
+
+
+def _sizes(layer: nn.Module) -> tuple[int, int]:
+    weight = layer.weight
+    first, second = (int(size) for size in weight.shape)  # type: ignore[union-attr]
+    return (first, second) if is_transposed(layer) else (second, first)
+
+
+class _Adapter:
+    """The forward of an adapted layer, before that of its own class."""
+
+    lora_A: Any  # noqa: N815 - peft's name
+    lora_B: Any  # noqa: N815
+    lora_scale: float
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        own: Tensor = super().forward(inputs)  # type: ignore[misc]
+        product: Tensor = self.lora_B(self.lora_A(inputs))
+        return own + product * self.lora_scale
+
+
+def _adapted_class(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(f"Lora{kind.__name__}", (_Adapter, kind), {})
+    return _CLASSES[kind]
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+"""One class per class of layers, so that layers which are alike stay so."""
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool) -> Tensor:
+    """The weight that does what an adapted layer does, in the weight's dtype.
+
+    ``weight`` is outputs x inputs, or the reverse if ``transposed``.
+    """
+    product = (b.double() @ a.double()) * scale
+    change = product.T if transposed else product
+    return (weight.double() + change).to(weight.dtype)

@@ -1,0 +1,1 @@
+"""``autoparallel run``: data, steps, logs, restarts."""

@@ -1,0 +1,177 @@
+"""The data of ``autoparallel run``: what each rank reads in each step, and where it goes on.
+
+In: a target with or without ``build_data``, the trainer. Out: this rank's inputs, step by step,
+and the position in the data as a ``state_dict``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from autoparallel.adoption.loaders import advanced, has_rows
+from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.planner.errors import UsageError
+from autoparallel.runtime.data.batches import RankInputs
+from autoparallel.runtime.messages.shared_objects import SharedCount, gather_values
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.target.load import Target
+
+
+class TrainingData:
+    """An iterator of a rank's inputs, without end: the data is gone through again and again.
+
+    ``build_data`` is called on the ranks that need data, with their ``(rank, world)`` among the
+    parts of a batch. Its batches are their shares, or the global batch, as ``Trainer`` takes them.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        target: Target,
+        *,
+        seed: int,
+        progress: Callable[..., None] = lambda what, waits_for=(): None,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """``progress`` is for a watchdog; ``tell`` is given a line for the user."""
+        self._trainer, self._target, self._seed = trainer, target, seed
+        self._progress, self._tell = progress, tell
+        self._place = trainer.runner.batches.place
+        self._consumed = 0
+        self._pass = 0
+        self._source: Any = None
+        self._saved: Any = None
+        self._batches: Iterator[RankInputs] | None = None
+        is_for_all = trainer.runner.batches.is_for_all or target.build_data is None
+        self._count = None if is_for_all else SharedCount(trainer.runner.batches.sources[0])
+
+    def __iter__(self) -> TrainingData:
+        return self
+
+    def __next__(self) -> RankInputs:
+        """The inputs of the next step.
+
+        Raises UsageError AP118 where ``build_data`` can give no batch.
+        """
+        if self._place is not None:
+            self._progress(f"loading batch {self._consumed + 1}")
+        if self._batches is None:
+            self._batches = self._from(self._consumed)
+        inputs = next(self._batches)
+        if self._count is not None:
+            source = self._trainer.runner.batches.sources[0]
+            self._progress(f"waiting for the batch of rank {source}", (source,))
+            rows = self._trainer.runner.batches.rows_of(inputs) if self._place is not None else None
+            told = self._count(rows)
+            if rows is None:
+                inputs.global_rows = told
+        self._consumed += 1
+        return inputs
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many batches were given, and the state of each rank's source that has one.
+
+        Collective over all ranks; the same on each.
+        """
+        has_state = hasattr(self._source, "state_dict")
+        own = (self._place, self._source.state_dict() if has_state else None)
+        found = {
+            f"{place[0]}/{place[1]}": state
+            for place, state in gather_values(own)
+            if place is not None and state is not None
+        }
+        return {"batches": self._consumed, "pass": self._pass, "seed": self._seed,
+                "sources": found}  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was made: ``{"batches": n}`` is enough.
+
+        The sources' states are for as many parts as there were; otherwise batches are counted.
+        """
+        self._consumed = int(state["batches"])
+        self._pass = int(state.get("pass", 0))
+        self._seed = int(state.get("seed", self._seed))
+        place = "" if self._place is None else f"{self._place[0]}/{self._place[1]}"
+        self._saved = state.get("sources", {}).get(place)
+        self._batches = None
+
+    def go_on_from(self, batches: int) -> None:
+        """Leave out ``batches``, unless a state says where to go on."""
+        self._consumed = self._consumed or batches
+
+    def _from(self, start: int) -> Iterator[RankInputs]:
+        if self._target.build_data is None:
+            return self._random(start)
+        if self._place is None:
+            return (RankInputs() for _ in itertools.count())
+        return self._passes(start)
+
+    def _random(self, start: int) -> Iterator[RankInputs]:
+        trainer = self._trainer
+        graph = trainer.program.graph.with_batch_size(trainer.plan.model.global_batch)
+        for step in itertools.count(start):
+            yield RankInputs(random_batch(graph, seed=self._seed + step))
+
+    def _passes(self, start: int) -> Iterator[RankInputs]:
+        """The batches from number ``start`` on, over all passes."""
+        saved, self._saved = self._saved, None
+        at = start if saved is not None or self._takes("start") else 0
+        self._pass = self._pass if at else 0
+        while True:
+            before = at
+            batches, at = self._open(at, start, saved)
+            saved = None
+            for batch in batches:
+                at += 1
+                if at > start:
+                    yield self._trainer.inputs(batch)
+                elif at % 100 == 0:
+                    self._progress(f"going through batch {at} of {start} that were trained on")
+            if at == before:
+                fix = "take start modulo the number of batches" if self._takes("start") else ""
+                raise UsageError(
+                    "AP118", "build_data returns no batch", where=self._target.name, fix=fix
+                )
+            self._pass += 1
+
+    def _open(self, at: int, start: int, saved: Any) -> tuple[Iterable[Any], int]:
+        """A pass that begins with batch ``at``, and the first batch of it that is made.
+
+        What comes before ``start`` is left out as far as the source can do that. An order that is
+        drawn from torch's generator is the same on every rank and in every run of one seed.
+        """
+        torch.manual_seed(self._seed + self._pass)
+        data = self._source = self._build(at)
+        if saved is not None:
+            data.load_state_dict(saved)
+        elif at < start and isinstance(data, DataLoader) and has_rows(data):
+            num_skipped = min(start - at, len(data))
+            return advanced(data, num_skipped), at + num_skipped
+        elif at == 0 and start:
+            self._tell(
+                f"going through {start} batches that were trained on; build_data(rank, world, "
+                "start) or an iterable with state_dict and load_state_dict avoids it"
+            )
+        return data, at
+
+    def _build(self, start: int) -> Any:
+        """``build_data`` of this rank's part, with those keywords that it takes."""
+        model, build = self._trainer.plan.model, self._target.build_data
+        assert build is not None
+        assert self._place is not None
+        known = {
+            "global_batch": model.global_batch, "seq": model.seq, "seed": self._seed,
+            "start": start,
+        }  # fmt: skip
+        taken = {name: value for name, value in known.items() if self._takes(name)}
+        return build(*self._place, **{n: value for n, value in taken.items() if value is not None})
+
+    def _takes(self, name: str) -> bool:
+        assert self._target.build_data is not None
+        return name in inspect.signature(self._target.build_data).parameters

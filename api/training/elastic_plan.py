@@ -1,0 +1,95 @@
+"""A plan for the hosts that are there, where some have gone or come back.
+
+In: the plan that the run was started with, for all hosts, and the number of ranks. Out: the same
+plan, or one that rank 0 makes for as many hosts, which all ranks use. It is for the same model and
+global batch, so the run goes on from a checkpoint as if nothing had happened but rounding.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autoparallel.options.progress import Observe
+from autoparallel.planner.errors import AutoparallelError, WorkerError
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planning.plan import PlanOptions, plan_on
+from autoparallel.planning.plan_files import load_plan, save_plan
+from autoparallel.planning.served_planning import without_servers
+from autoparallel.planning.sub_clusters import first_hosts
+from autoparallel.runtime.launch.membership import num_processes
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.messages.shared_objects import Pulse
+from autoparallel.target.load import Target
+
+
+def plan_for_ranks(
+    plan: Plan, target: Target, worker: Worker, limits: Mapping[str, Any], folder: str | None
+) -> Plan:
+    """The plan for as many ranks as there are. Collective over all ranks.
+
+    ``limits`` are options of planning by name. A plan that is made lies in ``folder``, where the
+    next attempt on as many hosts finds it. Raises WorkerError AP824, on every rank, where there is
+    none.
+    """
+    if worker.world_size == plan.cluster.num_devices:
+        return plan
+    pulse = Pulse(worker.watchdog.progress)
+
+    def observe(phase: str, done: float, total: float) -> None:
+        pulse.tell(f"planning for {worker.world_size} ranks")
+
+    def on_rank_0() -> tuple[str, AutoparallelError | None]:
+        try:
+            return dumps(_planned(plan, target, worker.world_size, limits, folder, observe)), None
+        except AutoparallelError as error:
+            return "", _no_plan(plan, worker.world_size, error)
+
+    text, error = pulse.value(on_rank_0)
+    if error is not None:
+        raise error
+    return loads(text)
+
+
+def _planned(
+    plan: Plan,
+    target: Target,
+    num_ranks: int,
+    limits: Mapping[str, Any],
+    folder: str | None,
+    observe: Observe,
+) -> Plan:
+    cluster = first_hosts(plan.cluster, num_ranks // plan.cluster.hosts[0].num_devices)
+    path = None if folder is None else Path(folder) / f"plan-{num_ranks}.json"
+    if path is not None and path.exists():
+        kept = load_plan(path)
+        if (kept.model, kept.cluster) == (plan.model, cluster):
+            return kept
+    model = plan.model
+    options = PlanOptions(
+        global_batch=model.global_batch, seq=model.seq if target.takes_seq else None,
+        precision=model.precision, float32_ops=model.float32_ops, optimizer=model.optimizer,
+        compiled=plan.compiled, gradient_dtype=model.gradient_dtype, **limits,
+    )  # fmt: skip
+    sys.stderr.write(f"autoparallel: planning for the hosts that are there: {cluster.name}\n")
+    found = plan_on(target, cluster, without_servers(options), observe)
+    if num_processes(found) != num_ranks:
+        raise WorkerError("AP824", f"the plan uses only {num_processes(found)} of them")
+    found = replace(found, model=model)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_plan(found, path)
+    return found
+
+
+def _no_plan(plan: Plan, num_ranks: int, error: AutoparallelError) -> WorkerError:
+    return WorkerError(
+        "AP824", f"there is no plan for the {num_ranks} ranks that are left",
+        why=f"{error.what}; the global batch of {plan.model.global_batch} samples stays",
+        fix="raise the least number of hosts in --nnodes, or take a global batch that more "
+        "numbers of ranks divide",
+    )  # fmt: skip

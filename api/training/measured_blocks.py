@@ -1,0 +1,72 @@
+"""The blocks and stages of a plan by how wrong the prediction of their compute was.
+
+In: a plan with its model, and a database of measured times (``autoparallel profile``). Out: for
+each kind of block in each stage, and for each stage, the compute of a micro-batch, forward and
+backward, as specifications predict it and as the measurements have it, the most wrong first.
+Measured are whole blocks and ops on one device, so communication is not part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoparallel.analysis.recaptured import Recaptured
+from autoparallel.planner.evaluate import at_microbatch, walked_stages
+from autoparallel.planner.pricing.basis import DEFAULT, Basis
+from autoparallel.planning.plan import priced
+from autoparallel.profiling.database import find_profile
+from autoparallel.report.words import names_text
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeError:
+    """Seconds of a micro-batch's compute: of one block of those named, or of a stage."""
+
+    name: str
+    predicted_seconds: float
+    measured_seconds: float
+
+    @property
+    def error(self) -> float:
+        """The prediction's relative error."""
+        return self.predicted_seconds / self.measured_seconds - 1
+
+
+def compute_errors(
+    model: Recaptured, database: str | None = None
+) -> tuple[tuple[ComputeError, ...], tuple[ComputeError, ...]] | None:
+    """Of blocks and of stages, the most wrong first; None where nothing was measured for the
+    plan's cluster. Raises UsageError AP171 and AP172 for a database that cannot be used."""
+    if find_profile(model.plan.cluster, "auto", database) is None:
+        return None
+    options = replace(model.options, profile="auto", database=database)
+    _, measured = priced(model.program, model.target, model.plan.cluster, options)
+    by_block = [_compute_seconds(model, basis) for basis in (DEFAULT, measured)]
+    blocks: list[ComputeError] = []
+    stages: list[ComputeError] = []
+    pairs = zip(*by_block, strict=True)
+    for index, (stage, (own, other)) in enumerate(zip(model.plan.stages, pairs, strict=True)):
+        alike: dict[tuple[str, str, float], list[int]] = {}
+        for place, block in enumerate(stage.blocks):
+            alike.setdefault((block.kind, block.recompute, own[place]), []).append(place)
+        for places in alike.values():
+            name = names_text([stage.blocks[place].name for place in places])
+            blocks.append(ComputeError(name, own[places[0]], other[places[0]]))
+        stages.append(ComputeError(f"stage {index}", sum(own), sum(other)))
+    return _ordered(blocks), _ordered(stages)
+
+
+def _ordered(found: Sequence[ComputeError]) -> tuple[ComputeError, ...]:
+    known = [each for each in found if each.measured_seconds > 0]
+    return tuple(sorted(known, key=lambda each: -abs(each.error)))
+
+
+def _compute_seconds(model: Recaptured, basis: Basis) -> list[list[float]]:
+    """Of each stage the compute of each of its blocks, recomputation in it."""
+    graph = at_microbatch(model.graph, model.plan)
+    walks = walked_stages(graph, model.program.blocks, model.plan, basis)
+    return [
+        [each.seconds.forward_compute + each.seconds.backward_compute for each in walk.found]
+        for walk in walks
+    ]

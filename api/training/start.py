@@ -1,0 +1,219 @@
+"""Starting the processes of a run: the launcher's arguments, and what its result means."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autoparallel.cache.verified import mark_verified
+from autoparallel.cost_model.cluster.detect import threads_per_device
+from autoparallel.options.asked import checked_init
+from autoparallel.options.hosts import ranks_per_host
+from autoparallel.options.run_options import RunOptions
+from autoparallel.planner.errors import UsageError, VerificationError
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.pricing.weight_versions import is_asynchronous
+from autoparallel.planning.plan_files import load_plan
+from autoparallel.report.page import configuration_text
+from autoparallel.runtime.checkpoint.weight_files import open_weights
+from autoparallel.runtime.launch.launch import is_launched, launch
+from autoparallel.runtime.launch.process import Job
+from autoparallel.runtime.launch.rendezvous import Hosts
+from autoparallel.training.steps import Saving
+
+VERIFY_DTYPES = ("fp64", "fp32")
+TIMEOUT_SECONDS = 600.0
+"""How long a rank may make no progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a run starts from: files of initial ``weights`` (names may be in them or in the model
+    alone if ``weights_partial``), ``data`` of text, and ``init``, how other weights are drawn."""
+
+    weights: str | None = None
+    weights_partial: bool = False
+    data: str | None = None
+    init: str = "auto"
+
+    def resolved(self) -> Sources:
+        """With absolute paths, for processes that may have another folder."""
+        whole = [p if p is None else str(Path(p).resolve()) for p in (self.weights, self.data)]
+        return replace(self, weights=whole[0], data=whole[1])
+
+
+NOTHING = Sources()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a run's ranks are started, where torchrun has not started them: all on this machine, or
+    with ``hosts`` those of this host, which meets the others.
+
+    A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError. After a
+    failure that a restart can mend all are started again, ``max_restarts`` times at most, and go on
+    from the last checkpoint.
+    """
+
+    timeout_seconds: float = TIMEOUT_SECONDS
+    max_restarts: int = 0
+    hosts: Hosts | None = None
+
+
+def start_training(
+    path: Path,
+    *,
+    steps: int,
+    seed: int,
+    saving: Saving | None = None,
+    resume: str | None = None,
+    sources: Sources = NOTHING,
+    options: RunOptions | None = None,
+    start: Start = Start(),
+) -> dict[str, Any]:
+    """Trains by the plan at ``path``, on ranks that are started as ``start`` says.
+
+    ``saving`` and ``resume``: see ``worker.train``. ``sources`` are where initial weights and
+    data come from. Returns measured and predicted figures (see ``worker.outcome``).
+
+    Raises as ``RunOptions.check`` does, UsageError AP850 for an unknown way to draw weights, and
+    AP863 where both weights and ``resume`` are given.
+    """
+    asked = options or RunOptions()
+    asked.check()
+    asked = replace(asked, metrics=_resolved(asked.metrics),
+                    tensorboard=_resolved(asked.tensorboard),
+                    trace=_resolved(asked.trace))  # fmt: skip
+    checked_init(sources.init)
+    if sources.weights is not None:
+        check_weights(sources.weights, resume)
+    if saving is not None:
+        saving = replace(saving, folder=str(Path(saving.folder).resolve()))
+    return _start(
+        "train", path, start, steps=steps, seed=seed,
+        saving=None if saving is None else asdict(saving), resume=_resolved(resume),
+        sources=asdict(sources.resolved()), options=asdict(asked),
+    )  # fmt: skip
+
+
+def _resolved(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).resolve())
+
+
+def check_weights(weights: str, resume: str | None) -> None:
+    """Raises UsageError where the weights cannot be read, or are not wanted (AP863)."""
+    if resume is not None:
+        raise UsageError(
+            "AP863",
+            "--weights and --resume are both given",
+            why="a checkpoint already contains the weights",
+            fix="remove one: --resume continues a run, --weights starts one",
+        )
+    open_weights(weights)
+
+
+def start_verification(
+    path: Path,
+    *,
+    dtype: str,
+    json_output: bool,
+    seed: int = 0,
+    compiled: bool | None = None,
+    start: Start = Start(),
+) -> None:
+    """Verifies the plan at ``path`` and prints the result.
+
+    ``compiled``: whether blocks run compiled; None leaves it to the plan.
+
+    Raises UsageError AP119 for an unknown dtype and VerificationError AP601 where the plan's
+    run differs from one device.
+    """
+    if dtype not in VERIFY_DTYPES:
+        raise UsageError("AP119", f"--dtype {dtype!r} is not one of {', '.join(VERIFY_DTYPES)}")
+    found = _start("verify", path, start, dtype=dtype, seed=seed, compiled=compiled)
+    if os.environ.get("RANK", "0") == "0":
+        plan = load_plan(path)
+        words = f"{configuration_text(plan)}\n{verdict(found, truth_of(plan))}"
+        text = json.dumps(found, indent=2) if json_output else words
+        sys.stdout.write(f"{text}\n")
+        if found["passed"]:
+            mark_verified(plan)
+    if not found["passed"]:
+        first = found["failures"][0]
+        raise VerificationError(
+            "AP601",
+            f"the {first['quantity']} of {first['name']} differs from {truth_of(load_plan(path))}",
+            why=f"by {first['relative']:.1e} of its magnitude; {found['tolerance']:.0e} is allowed",
+            where=f"block {first['block']}" if first["block"] else "",
+            fix=f"{len(found['failures'])} of {found['num_compared']} tensors differ: "
+            "please report the model and the plan",
+        )
+
+
+def truth_of(plan: Plan) -> str:
+    """What a verification compares a plan's run with.
+
+    An asynchronous schedule is not equal to one device, but it should do what it says.
+    """
+    if is_asynchronous(plan.schedule):
+        return f"one process that makes the updates of {plan.schedule}"
+    return "one device"
+
+
+def verdict(found: dict[str, Any], truth: str = "one device") -> str:
+    """A verification in words; ``truth`` is what was compared with."""
+    worst = ", ".join(f"{name} {value:.1e}" for name, value in found["worst"].items())
+    word = "verified" if found["passed"] else "NOT verified"
+    return (
+        f"{word}: {found['num_compared']} tensors compared with {truth} in {found['dtype']}\n"
+        f"largest difference relative to magnitude: {worst} (allowed {found['tolerance']:.0e})"
+    )
+
+
+def _start(name: str, path: Path, start: Start, **arguments: Any) -> dict[str, Any]:
+    plan = load_plan(path)
+    num_processes = plan.cluster.num_devices
+    if sys.path[0] != os.getcwd():
+        sys.path.insert(0, os.getcwd())
+    if start.hosts is not None:
+        return _start_on_host(name, path, start, start.hosts, arguments)
+    result: dict[str, Any] = launch(
+        f"autoparallel.training.worker:{name}",
+        {"plan_path": str(path.resolve()), **arguments},
+        num_processes=num_processes,
+        timeout_seconds=start.timeout_seconds,
+        max_restarts=start.max_restarts,
+        finishes=arguments.get("saving") is not None,
+        survives=plan.servers is not None,
+    )
+    return result
+
+
+def _start_on_host(
+    name: str, path: Path, start: Start, hosts: Hosts, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Starts the ranks of this host, one of several."""
+    from autoparallel.runtime.launch.agent import launch_on_hosts
+
+    if is_launched(os.environ):
+        raise UsageError(
+            "AP156", "--nnodes under torchrun", why="torchrun has started the ranks already",
+            fix="leave out --nnodes, or start autoparallel itself on every host",
+        )  # fmt: skip
+    plan = load_plan(path)
+    num_local = ranks_per_host(plan, hosts)
+    job = Job(
+        f"autoparallel.training.worker:{name}", {"plan_path": str(path.resolve()), **arguments}, "",
+        start.timeout_seconds,
+    )  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads_per_device(num_local))}
+    found: dict[str, Any] = launch_on_hosts(
+        job, hosts, num_local=num_local, environment=environment, max_restarts=start.max_restarts,
+        finishes=arguments.get("saving") is not None and not hosts.is_elastic,
+    )  # fmt: skip
+    return found

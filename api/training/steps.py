@@ -1,0 +1,139 @@
+"""The steps of a run: their checkpoints, what is looked at in between, and an early end.
+
+A save that fails in the middle of a run ends no training: the error is shown, the last good
+checkpoint stays, and the next save tries again. If the last save fails, the run does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from autoparallel.planner.errors import MachineError
+from autoparallel.runtime.checkpoint.folder import checkpoint_path
+from autoparallel.runtime.data.batches import RankInputs
+from autoparallel.runtime.launch.process import CONNECTION_LOST, Worker
+from autoparallel.runtime.launch.stopping import Stop
+from autoparallel.runtime.messages.device_queue import queue_of
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.training.callbacks import Callback
+from autoparallel.training.step_log import StepLog
+from autoparallel.training.straggler_check import StragglerCheck
+from autoparallel.training.trace import RunTrace
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Where and when a run writes checkpoints: every ``every`` steps, and at its end.
+
+    ``keep`` is how many stay.
+    """
+
+    folder: str
+    every: int | None = None
+    keep: int | None = None
+    asynchronous: bool = False
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after ``step``, where the run goes on."""
+        return self.every is not None and step % self.every == 0
+
+
+class RunSaves:
+    """Writes the checkpoints of a run. Calls are collective over all ranks."""
+
+    def __init__(
+        self, how: Saving, trainer: Trainer, worker: Worker, log: StepLog, callback: Callback
+    ) -> None:
+        self.how = how
+        self._trainer, self._worker = trainer, worker
+        self._log, self._callback = log, callback
+
+    def after(self, step: int, *, is_last: bool) -> None:
+        """Saves if it is time to, and shows what went wrong in the background.
+
+        Raises MachineError (AP886) where the last save fails.
+        """
+        checkpoints = self._trainer.checkpoints
+        if not is_last and not self.how.is_due(step):
+            return self._attempt(step, checkpoints.check)
+        tell = self._worker.watchdog.progress
+        tell("waiting for the checkpoint before")
+        self._attempt(step, checkpoints.wait)
+        self._log.finish()
+        self._trainer.steps.finish()
+        tell(f"writing the checkpoint of step {step}")
+        if is_last:
+            self._save(step)
+            tell("waiting for the last checkpoint")
+            checkpoints.wait()
+        else:
+            self._attempt(step, lambda: self._save(step))
+        self._log.restart()
+
+    def _save(self, step: int) -> None:
+        """Writes the checkpoint of ``step``, all of whose figures are there."""
+        how = self.how
+        self._trainer.save(
+            how.folder, step=step, optimizer=self._trainer.optimizer, keep=how.keep,
+            asynchronous=how.asynchronous,
+        )  # fmt: skip
+        self._callback.on_checkpoint(step, checkpoint_path(how.folder, step))
+
+    def _attempt(self, step: int, act: Callable[[], None]) -> None:
+        """Does it; a save that fails is shown by rank 0, as it fails on every rank."""
+        try:
+            act()
+        except MachineError as error:
+            is_lost_rank = any(sign in error.why for sign in CONNECTION_LOST)
+            if error.code != "AP886" or is_lost_rank:
+                raise
+            if self._worker.rank == 0:
+                say(f"step {step}: training goes on without a checkpoint\n{error}")
+
+
+def take_steps(
+    trainer: Trainer,
+    data: Iterator[RankInputs],
+    worker: Worker,
+    log: StepLog,
+    saves: RunSaves | None,
+    *,
+    steps: range,
+    num_batches: int,
+    trace: RunTrace,
+) -> None:
+    """Trains; each step takes ``num_batches`` global batches.
+
+    ``trace`` records some of them. Where checkpoints are saved, SIGTERM ends the run after the
+    step that is under way.
+    """
+    device = trainer.device
+    with StragglerCheck(trainer.plan, worker, device) as stragglers, ExitStack() as stack:
+        stop, is_stopped = None, False
+        if saves is not None:
+            is_behind = queue_of(device).runs_behind
+            stop = stack.enter_context(Stop(worker.watchdog, is_behind=is_behind))
+        for step in steps:
+            trace.begin(step, trainer)
+            log.add(step, trainer.step(*(log.timed_data(data) for _ in range(num_batches))))
+            trace.end(step)
+            stragglers.check(step)
+            is_stopped = stop is not None and stop.is_agreed()
+            if saves is not None:
+                saves.after(step, is_last=is_stopped or step == steps[-1])
+            if is_stopped:
+                break
+        log.finish()
+        trainer.steps.finish()
+    if is_stopped and saves is not None and worker.rank == 0:
+        folder = saves.how.folder
+        say(f"ended by SIGTERM after step {step}, which is saved: go on with --resume {folder}")
+
+
+def say(text: str) -> None:
+    """A line on stderr."""
+    sys.stderr.write(f"autoparallel: {text}\n")
+    sys.stderr.flush()

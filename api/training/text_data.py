@@ -1,0 +1,284 @@
+"""Text as batches of a causal language model: ``input_ids``, and the same as ``labels``.
+
+In: a text file, JSON lines with a field ``text``, or a folder of ``.txt``. Texts are made
+tokens by the model's tokenizer (bytes where its folder has none), put behind each other with
+an end mark, and cut into rows of ``seq``. The tokens are kept in a file of the user's cache
+folder that is mapped into memory. Out: ``build_data(rank, world, ...)``; every epoch goes
+through all rows in an order of its own, which the seed decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from autoparallel.cache.plan_cache import default_folder
+from autoparallel.planner.errors import UsageError
+from autoparallel.target.huggingface import is_causal, model_place, target_config
+from autoparallel.target.huggingface_batch import field_of
+from autoparallel.target.load import Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from autoparallel.runtime.launch.process import Worker
+
+FORMAT = 1
+"""Of the files of tokens; another one is another file."""
+
+PIECE = 2**20
+"""About how many characters of a text are tokenized at once; a piece ends with a line."""
+
+WAIT_SECONDS = 0.2
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
+    "vocab.txt", "spiece.model", "special_tokens_map.json",
+)  # fmt: skip
+
+Batches = Iterator[dict[str, "Tensor"]]
+Progress = Callable[[str], None]
+Encode = Callable[[str], list[int]]
+Tokens = np.ndarray[Any, Any]
+
+
+def with_text(target: Target, place: str, worker: Worker) -> Target:
+    """``target`` with batches of the text at ``place``.
+
+    One process of each machine makes the file of tokens, and the others wait for it.
+
+    Raises UsageError: AP864 where the target is no causal language model, AP865 where the
+    text cannot be used, AP866 where its tokens are not the model's.
+    """
+    vocabulary = _vocabulary(target)
+    is_maker = worker.local_rank == 0
+    tokens = open_tokens(
+        place, model_place(target.name), vocabulary=vocabulary, is_maker=is_maker,
+        tell=worker.watchdog.progress,
+    )  # fmt: skip
+
+    def build_data(rank: int, world: int, *, global_batch: int, seq: int, seed: int) -> Batches:
+        return PackedText(tokens, seq, seed, place).batches(rank, world, global_batch)
+
+    return replace(target, build_data=build_data)
+
+
+def _vocabulary(target: Target) -> int:
+    """How many tokens the target's model knows. Raises UsageError AP864."""
+    if not is_causal(target):
+        raise UsageError(
+            "AP864",
+            "--data needs a causal language model of Hugging Face",
+            where=target.name,
+            fix="define build_data(rank, world) in the target's file",
+        )
+    return int(field_of(target_config(target), "vocab_size"))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedText:
+    """Rows of ``seq`` tokens, one after the other, in an order that changes every epoch."""
+
+    tokens: Tokens
+    seq: int
+    seed: int
+    place: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.num_rows:
+            raise UsageError(
+                "AP865",
+                f"the text has {len(self.tokens)} tokens, fewer than one sequence of {self.seq}",
+                where=self.place,
+                fix="plan with a shorter --seq, or give more text",
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows an epoch has; tokens at the end that fill none are left out."""
+        return len(self.tokens) // self.seq
+
+    def row(self, position: int, order: Callable[[int], Tokens]) -> Tokens:
+        """The row at a position of the endless sequence of epochs."""
+        epoch, index = divmod(position, self.num_rows)
+        start = int(order(epoch)[index]) * self.seq
+        return self.tokens[start : start + self.seq]
+
+    def batches(self, rank: int, world: int, global_batch: int) -> Batches:
+        """The share ``rank`` of ``world`` of each global batch, endlessly."""
+        import torch
+
+        share = global_batch // world
+        made: dict[int, Tokens] = {}
+
+        def order(epoch: int) -> Tokens:
+            if epoch not in made:
+                made.clear()
+                made[epoch] = np.random.default_rng((self.seed, epoch)).permutation(self.num_rows)
+            return made[epoch]
+
+        for step in itertools.count():
+            first = step * global_batch + rank * share
+            rows = [self.row(position, order) for position in range(first, first + share)]
+            tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+            yield {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def open_tokens(
+    place: str,
+    model: str,
+    *,
+    vocabulary: int,
+    is_maker: bool = True,
+    tell: Progress = lambda what: None,
+) -> Tokens:
+    """The tokens of the text at ``place``, by the tokenizer of ``model``, mapped into memory.
+
+    Raises UsageError AP865 where there is no text and AP866 where a token is not below
+    ``vocabulary``.
+    """
+    files = text_files(Path(place))
+    path = default_folder() / "tokens" / f"{_digest(files, model)}.tokens"
+    while not path.exists():
+        if is_maker:
+            _write_tokens(path, files, _encoder(model), tell)
+        else:
+            tell("waiting for the tokens of the text")
+            time.sleep(WAIT_SECONDS)
+    stored: Tokens = np.memmap(path, dtype=np.uint32, mode="r")
+    if stored[0] >= vocabulary:
+        raise UsageError(
+            "AP866",
+            f"the text has token {stored[0]}, but the model's vocabulary has only {vocabulary}",
+            where=place,
+            fix="copy the model's own tokenizer into its folder",
+        )
+    return stored[1:]
+
+
+def text_files(place: Path) -> tuple[Path, ...]:
+    """The files of text at ``place``. Raises UsageError AP865 where there are none."""
+    found = tuple(sorted(place.glob("**/*.txt"))) if place.is_dir() else (place,)
+    if not found or not found[0].is_file():
+        raise UsageError(
+            "AP865",
+            f"the folder {place} holds no .txt" if place.is_dir() else f"there is no file {place}",
+            where=str(place.resolve()),
+            fix="give a text file, JSON lines with a field text, or a folder of .txt",
+        )
+    return found
+
+
+def texts(path: Path) -> Iterator[Iterable[str]]:
+    """The texts of a file, each in pieces: one, or one per line of JSON.
+
+    A text is to be read before the next one is asked for. Raises UsageError AP865.
+    """
+    with path.open(encoding="utf-8") as file:
+        if path.suffix not in JSON_LINES:
+            yield ("".join(lines) for lines in iter(lambda: file.readlines(PIECE), []))
+            return
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield (_text_of(line, f"{path}:{number}"),)
+
+
+@contextmanager
+def _decoding(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            "AP865", f"{path} is not UTF-8 text", why=str(error), where=str(path)
+        ) from error
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UsageError("AP865", "a line is not JSON", why=str(error), where=where) from error
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise UsageError(
+            "AP865", "a line has no text", where=where, fix='write each line as {"text": "..."}'
+        )
+    return text
+
+
+def _tokenizer_files(model: str) -> list[Path]:
+    return [Path(model, name) for name in TOKENIZER_FILES if Path(model, name).is_file()]
+
+
+def _encoder(model: str) -> tuple[Encode, list[int]]:
+    """From text to tokens, and the tokens at the end of a text."""
+    if Path(model).is_dir() and not _tokenizer_files(model):
+        return lambda text: list(text.encode()), []
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UsageError(
+            "AP865",
+            f"the tokenizer of {model} cannot be loaded",
+            why=str(error).splitlines()[0],
+            where=model,
+        ) from error
+    end = tokenizer.eos_token_id
+    return (
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        [] if end is None else [int(end)],
+    )
+
+
+def _write_tokens(
+    path: Path, files: Iterable[Path], encoder: tuple[Encode, list[int]], tell: Progress
+) -> None:
+    """The largest token, then all tokens; beside ``path`` until it is whole, then renamed."""
+    encode, end = encoder
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(f".{os.getpid()}")
+    count, largest = 0, 0
+    try:
+        with beside.open("wb") as out:
+            np.zeros(1, dtype=np.uint32).tofile(out)
+            for tokens in _tokens_of(files, encode, end):
+                count += len(tokens)
+                largest = max(largest, 0, *tokens)
+                np.asarray(tokens, dtype=np.uint32).tofile(out)
+                tell(f"making the text tokens: {count} so far")
+            out.seek(0)
+            np.asarray([largest], dtype=np.uint32).tofile(out)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _tokens_of(files: Iterable[Path], encode: Encode, end: list[int]) -> Iterator[list[int]]:
+    for file in files:
+        with _decoding(file):
+            for text in texts(file):
+                yield from map(encode, text)
+                yield end
+
+
+def _digest(files: Iterable[Path], model: str) -> str:
+    """What the tokens depend on: the texts by place, size and time, the tokenizer by content."""
+    made = hashlib.sha256(f"tokens {FORMAT}\0{'' if Path(model).is_dir() else model}".encode())
+    for file in files:
+        found = file.stat()
+        made.update(f"\0{file.resolve()}\0{found.st_size}\0{found.st_mtime_ns}".encode())
+    for file in _tokenizer_files(model):
+        made.update(f"\0{file.name}\0".encode() + file.read_bytes())
+    return made.hexdigest()[:32]

@@ -1,0 +1,338 @@
+"""What each process of a training run does: rebuild the model, make a trainer, train.
+
+Runs inside a process group. Rank 0 prints (see ``step_log``).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoparallel.cache.verified import verification_text
+from autoparallel.calls.first_step import compare_first_step
+from autoparallel.calls.following import Following, followed
+from autoparallel.calls.form import CallForm
+from autoparallel.calls.modes import say_if_drawn_apart, say_if_rows_are_apart
+from autoparallel.cost_model.cluster.torch_tf32 import set_torch
+from autoparallel.options.run_options import RunOptions, as_asked, told
+from autoparallel.passes.capture.counter_random import batch_dims
+from autoparallel.passes.capture.export import call_model, find_loss
+from autoparallel.passes.capture.modes import promote_to_float64
+from autoparallel.passes.capture.python_state import PythonState
+from autoparallel.passes.initialization.deferred_init import Deferred, Init, plain_build
+from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.planner.asynchronous import described
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan, Precision
+from autoparallel.planning.plan import capture_program, record_target
+from autoparallel.planning.plan_files import PLAN, load_plan, save_plan
+from autoparallel.planning.tf32 import set_as_planned
+from autoparallel.runtime.launch.membership import join_as
+from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.messages.shared_objects import Pulse
+from autoparallel.runtime.parameters.pretrained import Pretrained, pretrained
+from autoparallel.runtime.profile.memory_counter import held_by
+from autoparallel.runtime.servers.server_trainer import ServerTrainer
+from autoparallel.runtime.step.streamed_ops import streamed
+from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.update.optimizer import default_optimizer
+from autoparallel.runtime.verify.async_reference import UpdateRule, run_replay, update_rule
+from autoparallel.runtime.verify.comparison import Quantity
+from autoparallel.runtime.verify.reference import Reference, reference_split, run_reference
+from autoparallel.runtime.verify.verify import verify as run_verification
+from autoparallel.target.load import Target, load_target
+from autoparallel.target.trust import target_name
+from autoparallel.training.data import TrainingData
+from autoparallel.training.elastic_plan import plan_for_ranks
+from autoparallel.training.measurement import keep_measurement
+from autoparallel.training.memory_error import explained_memory_errors
+from autoparallel.training.restart import begin_attempt
+from autoparallel.training.server_run import check_served_run, train_served
+from autoparallel.training.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
+from autoparallel.training.steps import RunSaves, Saving, take_steps
+from autoparallel.training.text_data import with_text
+from autoparallel.training.trace import RunTrace
+
+VERIFIED_STEPS = 2
+MIXED_DEVICES = "Expected all tensors to be on the same device"
+"""What torch says of an op whose tensors are on several devices."""
+QUANTITIES: tuple[Quantity, ...] = ("loss", "gradient", "weight", "buffer")
+
+
+def train(
+    worker: Worker,
+    *,
+    plan_path: str,
+    steps: int,
+    seed: int,
+    saving: Mapping[str, Any] | None = None,
+    resume: str | None = None,
+    sources: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Trains by the plan; rank 0 prints each step and a summary.
+
+    ``saving`` is a ``Saving`` as a dict; ``resume`` a checkpoint, or a folder of them, whose
+    newest is taken. Data goes on where the checkpoint stopped, with its seed, and no initial
+    weights are drawn. ``sources`` are the fields of ``training.Sources``: initial weights, how
+    they are drawn, and data of text; ``options`` those of ``RunOptions``. Returns the measured
+    and predicted seconds and bytes, and the losses.
+    """
+    asked = RunOptions(**(options or {}))
+    plan, target = load_job(plan_path)
+    given = {} if sources is None else sources
+    if plan.servers is not None:
+        check_served_run(asked, {"saving": saving, "resume": resume}, target)
+    if given.get("data") is not None:
+        target = with_text(target, given["data"], worker)
+    device = join_as(worker, plan.cluster)
+    how = Saving(**saving) if saving is not None else None
+    folder = None if how is None else how.folder
+    if asked.elastic is not None:
+        plan = plan_for_ranks(plan, target, worker, asked.elastic, folder)
+    plan = as_asked(plan, asked.compiled, rank=worker.rank)
+    attempt = begin_attempt(worker, folder, resume)
+    resume, start = attempt.resume, None
+    if resume is None and given.get("weights") is not None:
+        start = partial(pretrained, given["weights"], partial=given["weights_partial"])
+    trainer, memory = make_trainer(
+        plan, target, worker, device=device, seed=seed, init=given.get("init", "auto"),
+        is_given=resume is not None, start=start,
+    )  # fmt: skip
+    set_as_planned(plan, worker.rank)
+    if worker.rank == 0:
+        print(verification_text(plan), flush=True)
+    if isinstance(trainer, ServerTrainer):
+        return train_served(
+            worker, plan, target, (trainer, memory), steps=steps, seed=seed, options=asked
+        )
+    trainer.overlaps_steps = True
+    trainer.use_update(asked.update(device.type), target.build_scheduler)
+    if worker.rank == 0 and (meaning := described(plan)):
+        print(f"{plan.schedule}: {meaning}", flush=True)
+    captures = trainer.runner.captures
+    if isinstance(captures, Following):
+        compare_first_step(
+            trainer, captures, lambda: plain_build(target.build_model, seed).to(device),
+            asked=asked.check_first_step, done=lambda: log.skip(),
+        )  # fmt: skip
+    data = TrainingData(
+        trainer, target, seed=seed, progress=worker.watchdog.progress,
+        tell=partial(print, flush=True) if worker.rank == 0 else lambda line: None,
+    )  # fmt: skip
+    trainer.parts.update(data=data, update=trainer.steps.update)
+    done = 0
+    if resume is not None:
+        worker.watchdog.progress("reading the checkpoint")
+        done = trainer.load(resume, optimizer=trainer.optimizer, optional=("data", "update"))
+        data.go_on_from(done * asked.accumulate)
+    last = attempt.started(done, steps, rank=worker.rank)
+    if worker.rank == 0 and how is not None:
+        keep_plan(plan, how.folder)
+    watched = explained_memory_errors(plan, worker, partial(held_by, trainer), memory.peak_bytes)
+    telling = told(asked, plan, target, rank=worker.rank, kept=attempt.kept(done))
+    trace = RunTrace(asked.trace_steps, asked.trace, first=done + 1, last=last)
+    with telling as callback, watched:
+        predicted = plan.prediction.step_seconds * asked.accumulate
+        log = StepLog(
+            samples_or_tokens(plan, asked.accumulate), memory, callback,
+            predicted_seconds=predicted if worker.rank == 0 else None,
+        )  # fmt: skip
+        saves = None if how is None else RunSaves(how, trainer, worker, log, callback)
+        take_steps(
+            trainer, data, worker, log, saves,
+            steps=range(done + 1, last + 1), num_batches=asked.accumulate, trace=trace,
+        )  # fmt: skip
+        trace.write(plan, trainer.schedule, rank=worker.rank)
+        callback.on_end()
+    found = outcome(log.figures, plan, asked.accumulate)
+    if worker.rank == 0 and log.figures.seconds:
+        print(summary(log.figures, plan, asked.accumulate), flush=True)
+        saved = [Path(how.folder) / PLAN] if how is not None else []
+        keep_measurement(plan, log.figures, asked.accumulate, [Path(plan_path), *saved])
+    return found
+
+
+def keep_plan(plan: Plan, folder: str) -> None:
+    """Writes the plan beside its checkpoints, where ``export`` looks for what was trained."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_plan(plan, Path(folder) / PLAN)
+
+
+def verify(
+    worker: Worker, *, plan_path: str, dtype: str, seed: int, compiled: bool | None = None
+) -> dict[str, Any]:
+    """Compares the plan's run with one device; the result as plain data."""
+    plan, target = load_job(plan_path)
+    set_torch(())  # TF32 rounds float32 products further than verification tolerates.
+    plan = as_asked(plan, compiled, rank=worker.rank)
+    precision: Precision = "fp64" if dtype == "fp64" else "fp32"
+    plan = replace(plan, model=replace(plan.model, precision=precision))
+    device = join_as(worker, plan.cluster)
+    trainer, _ = make_trainer(plan, target, worker, device=device, seed=seed)
+    graph = trainer.program.graph.with_batch_size(plan.model.global_batch)
+    batches = [random_batch(graph, seed=seed + step) for step in range(VERIFIED_STEPS)]
+
+    pulse = Pulse(worker.watchdog.progress)
+
+    def reference() -> Reference:
+        return one_device(trainer, target, batches, seed, tell=pulse.tell)
+
+    if plan.servers is not None and plan.servers.consistency != "bsp":
+        raise UsageError(
+            "AP960", f"a plan with consistency={plan.servers.consistency} cannot be verified",
+            why="it is not equal to one device: which gradients are taken at which weights "
+            "depends on the speed of the workers", fix="verify the plan with consistency=bsp",
+        )  # fmt: skip
+    found = run_verification(trainer, batches, reference, pulse)
+    trainer.finish()
+    return {
+        "passed": found.passed,
+        "dtype": found.dtype,
+        "tolerance": found.tolerance,
+        "num_compared": len(found.differences),
+        "worst": {name: found.worst(name) for name in QUANTITIES},
+        "failures": [asdict(failure) for failure in found.failures],
+    }
+
+
+def one_device(
+    trainer: Trainer | ServerTrainer,
+    target: Target,
+    batches: Sequence[Mapping[str, Tensor]],
+    seed: int,
+    *,
+    tell: Callable[[str], None] = lambda what: None,
+) -> Reference:
+    """The same steps by the plain model on this rank's device, in the same dtype.
+
+    On a GPU the weights of one op at a time are there (``streamed``), the rest on the CPU; where
+    that cannot be the whole model is, which is printed. For an asynchronous schedule with the
+    updates that it makes.
+    """
+    rule = None if isinstance(trainer, ServerTrainer) else update_rule(trainer)
+    device = trainer.device
+    run = partial(_run_plain, trainer, target, batches, seed, rule=rule, tell=tell)
+    if device.type == "cpu":
+        return run(streams=False)
+    why = "an asynchronous schedule changes weights between a forward and its backward"
+    if rule is None:
+        try:
+            return run(streams=True)
+        except RuntimeError as error:
+            if MIXED_DEVICES not in str(error):
+                raise
+            why = str(error).split("\n")[0]
+    print(f"reference: the whole model on {device}: {why}", flush=True)
+    return run(streams=False)
+
+
+def _run_plain(
+    trainer: Trainer | ServerTrainer,
+    target: Target,
+    batches: Sequence[Mapping[str, Tensor]],
+    seed: int,
+    *,
+    rule: UpdateRule | None,
+    tell: Callable[[str], None],
+    streams: bool,
+) -> Reference:
+    """``one_device``: with weights streamed to the device, or all of them there."""
+    program, device = trainer.program, trainer.device
+    is_double = trainer.program.dtype == "float64"
+    tell("the reference: building the model")
+    model = plain_build(target.build_model, seed).to(getattr(torch, trainer.program.dtype))
+    if not streams:
+        model = model.to(device)
+
+    def loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+        tell("the reference: forward")
+        batch = program.batch({name: each.to(device) for name, each in inputs.items()})
+        with streamed(model, device, tell) if streams else torch.device(device):
+            return find_loss(call_model(model, batch), batch, target.loss_fn)
+
+    named = partial(default_optimizer, name=trainer.plan.model.optimizer)
+    build = target.build_optimizer or named
+    train = run_reference if rule is None else partial(run_replay, rule=rule)
+    with promote_to_float64() if is_double else nullcontext():
+        found = train(
+            model, batches, loss=loss, build_optimizer=build, seed=seed,
+            split=partial(reference_split, trainer.model.planned),
+            random_dims=batch_dims(trainer.program.graph),
+        )  # fmt: skip
+    return found.on_cpu()
+
+
+def load_job(plan_path: str) -> tuple[Plan, Target]:
+    """The plan and the target that it was made for."""
+    plan = load_plan(plan_path)
+    return plan, load_plan_target(plan, plan_path)
+
+
+def load_plan_target(plan: Plan, plan_path: str) -> Target:
+    """The target that ``plan`` was made for, whose code runs."""
+    return load_target(target_name(plan, plan_path), plan.model.settings)
+
+
+def make_trainer(
+    plan: Plan,
+    target: Target,
+    worker: Worker,
+    *,
+    device: torch.device,
+    seed: int,
+    init: Init = "exact",
+    is_given: bool = False,
+    start: Callable[[nn.Module, Deferred], Pretrained] | None = None,
+) -> tuple[Trainer | ServerTrainer, MemoryMeter]:
+    """The trainer of this rank, and what it needs of memory from here. Collective.
+
+    ``start`` gives the initial weights of the model, which are else those of its build. With
+    ``is_given`` its parameters are left unset: the caller loads them.
+    """
+    tell = worker.watchdog.progress
+    tell("capturing the model")
+    deferred = record_target(target, seed, init)
+    if not is_given and start is None:
+        say_if_drawn_apart(deferred, init, worker.rank)
+    state = PythonState(deferred.model, target.loss_fn)
+    if is_given:
+        deferred = deferred.without(name for name, _ in deferred.model.named_parameters())
+    capture = partial(
+        capture_program, target, deferred, seq=batch_seq(plan, target),
+        precision=plan.model.precision, autocast=plan.model.float32_ops == "autocast",
+    )  # fmt: skip
+    with state.repeated():
+        program = capture(global_batch=plan.model.global_batch)
+    say_if_rows_are_apart(program, plan, worker.rank)
+    weights = deferred if start is None else start(program.model, deferred)
+    if isinstance(weights, Pretrained) and worker.rank == 0:
+        print(weights.summary(), flush=True)
+    tell("making the stage")
+    gc.collect()
+    memory = MemoryMeter(device)
+    kind = Trainer if plan.servers is None else ServerTrainer
+    trainer = kind(
+        program, plan, weights, device=device, build=target.build_optimizer, progress=tell,
+        seed=seed,
+    )  # fmt: skip
+    if isinstance(trainer, Trainer):
+        trainer.runner.captures = followed(
+            trainer, state, target, batch_seq(plan, target),
+            lambda rows: capture(global_batch=rows), nullcontext, lambda program: None,
+            CallForm(deferred.model.forward),
+        )  # fmt: skip
+    return trainer, memory
+
+
+def batch_seq(plan: Plan, target: Target) -> int | None:
+    """The length to ask ``example_batch`` for: the plan's, unless the batch takes none."""
+    return plan.model.seq if target.takes_seq else None
