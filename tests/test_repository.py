@@ -419,8 +419,8 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/", 51720, SYSTEMS),
     ("words of CHANGELOG.md", 6030, SYSTEMS),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 66180, SYSTEMS),
-    ("tests: files", 437, SYSTEMS),
+    ("tests: lines", 66240, SYSTEMS),
+    ("tests: files", 438, SYSTEMS),
     ("tests: flat files", 20),
 )
 """Ceilings of the figures of tests/support/structure.py: name, ceiling, reason if it rose."""
