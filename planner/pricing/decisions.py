@@ -34,7 +34,7 @@ ZEROS = (0, 1, 2, 3)
 
 Floats = NDArray[np.float64]
 
-_RECOMPUTED = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE, Resource.FORWARD_COMMUNICATION]
+RECOMPUTED = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE, Resource.FORWARD_COMMUNICATION]
 """What recomputation may skip: seconds of the device and of the host, and an op's collectives."""
 
 MOST_COMPARED = 1 << 22
@@ -109,10 +109,10 @@ def _priced(own: Outline, graph: Graph, prices: Prices) -> _Priced:
     total = np.zeros((number, len(Resource)))
     for ways in own.rounds:
         total += ops[ways]
-    skipped = np.zeros((len(RECOMPUTE_MODES), number, len(_RECOMPUTED)))
+    skipped = np.zeros((len(RECOMPUTE_MODES), number, len(RECOMPUTED)))
     for mode, rounds in enumerate(own.skipped_rounds):
         for ways in rounds:
-            skipped[mode] += ops[ways][:, _RECOMPUTED]
+            skipped[mode] += ops[ways][:, RECOMPUTED]
     skipped[:, :, 2] *= prices.assumptions.keeps_sent
     seconds = np.repeat(total[None], len(ZEROS), axis=0)
     states = np.zeros((len(ZEROS), number, len(State)))
@@ -167,7 +167,7 @@ def _undominated(own: Outline, every: _Priced) -> Ints:
     number = len(own.broken)
     is_kept = np.ones(number, dtype=bool)
     if own.alike:
-        again = every.seconds[0, :, _RECOMPUTED].T - every.skipped_seconds
+        again = every.seconds[0, :, RECOMPUTED].T - every.skipped_seconds
         figures = np.column_stack([*every.seconds, *every.states, *again])
         figures = figures[:, (figures != figures[:1]).any(axis=0)]
         for groups in own.alike:
@@ -203,7 +203,7 @@ def parameter_decision(
     return Decision(
         node.name, (node.name,), _held_choices(node.name, layouts, prices), seconds,
         np.array([[states for _, states in each] for each in costs]),
-        np.zeros((len(RECOMPUTE_MODES), len(layouts), 2)),
+        np.zeros((len(RECOMPUTE_MODES), len(layouts), len(RECOMPUTED))),
     )  # fmt: skip
 
 

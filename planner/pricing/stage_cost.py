@@ -20,7 +20,7 @@ from ...cost_model.simulator.stage_costs import Buckets
 from ..plan import Recompute
 from ..schedules.held import held_bytes
 from .assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve
-from .decisions import ZEROS, Floats
+from .decisions import RECOMPUTED, ZEROS, Floats
 from .kept_bytes import RECOMPUTE_MODES
 from .kind_model import NO_STATES, NUM_FIGURES, RECEIVED, RowCost
 from .recompute_policy import (
@@ -262,7 +262,7 @@ class StageTable:
         seconds += [self.model.block_sync(kind, zero) for zero in ZEROS]
         skipped = sum(
             (decision.skipped_seconds[:, choice] for decision, choice in pairs),
-            np.zeros((len(RECOMPUTE_MODES), 3)),
+            np.zeros((len(RECOMPUTE_MODES), len(RECOMPUTED))),
         )
         skipped_sent = skipped[:, 2].copy()
         for edge in model.edges:

@@ -61,8 +61,8 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/", 51720, SYSTEMS),
     ("words of CHANGELOG.md", 6030, SYSTEMS),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 66180, SYSTEMS),
-    ("tests: files", 438, FOLDERS),
+    ("tests: lines", 66260, SYSTEMS),
+    ("tests: files", 439, FOLDERS),
     ("tests: flat files", 20),
 )
 """Name, ceiling, and the reason if it rose."""
