@@ -15,9 +15,8 @@ lint:
 # mypy reads folders as they import, so the rooms are linked together as the package.
 types:
 	rm -rf $(TYPES) && mkdir -p $(TYPES)/autoparallel
-	ln -s $(addprefix $(CURDIR)/,$(wildcard api/*.py) api/py.typed api/commands api/doctor api/html \
-	    api/launching api/placers api/report api/script api/systems) \
-	    $(addprefix $(CURDIR)/,cost_model planner passes runtime) $(TYPES)/autoparallel/
+	ln -s $(addprefix $(CURDIR)/,$(filter-out %/__pycache__,$(wildcard api/*)) \
+	    cost_model planner passes runtime) $(TYPES)/autoparallel/
 	MYPYPATH=$(TYPES) mypy -p autoparallel
 
 test:
