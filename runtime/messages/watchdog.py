@@ -229,7 +229,7 @@ class Watchdog:
         The latter is that of a host, and says nothing where a device is behind it.
         """
         frame = sys._current_frames().get(self._watched or 0)
-        module = sys.modules.get(f"{__package__}.whereabouts")  # with torch; not imported here
+        module = sys.modules.get(f"{__package__}.stack_location")  # with torch; not imported here
         if module is None or self._position.is_behind:
             return place_of(frame), ""
         return place_of(frame), module.whereabouts(frame)
