@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from autoparallel.cost_model.collectives.dispatch import DISPATCHERS, Dispatcher
+from autoparallel.cost_model.ops.memory import PrecisionPolicy
 from autoparallel.options.parse import parse_settings
 from autoparallel.passes.programs.program import Program as Captured
 from autoparallel.planner.configured.configuration import Configuration
@@ -51,10 +52,11 @@ ALTERNATING = ("Nemotron", "GPT-OSS")
 DENSE = ("Llama-4",)
 """Models of which transformers computes every expert for every token, and sends no tokens."""
 EXPERT_VARIANCE, SEQUENCE_VARIANCE = 0.88, 0.28
-"""Of an expert's tokens over the mean, where a router decides: the variance over experts in many
-sequences, and what one sequence adds. Computed from the tokens of each of 32 ranks in 1,040
-layers and iterations of two Mixtrals of 8 and 16 experts (LAER-MoE's artifact, arXiv:2602.11686,
-scripts_ae/token_analysis_backup.csv, the rows of FSDP): 0.39 and 1.38; 0.29 and 0.27."""
+"""How unevenly a router fills experts. The first is the variance of an expert's tokens, divided by
+the mean of all experts, in a batch of many sequences; a batch of one sequence adds the second. Both
+are means over two Mixtrals, of 8 experts (0.39 and 0.29) and of 16 (1.38 and 0.27), computed from
+the tokens of 32 ranks in 1,040 layers and iterations (LAER-MoE's artifact, arXiv:2602.11686,
+scripts_ae/token_analysis_backup.csv, rows of FSDP)."""
 WAITS = 2.5e-3
 """Seconds of ``Program.waits`` without CUDA graphs; fitted on Qwen3-30B-A3B on B200 and H100."""
 HALF_STATES = replace(half_policy(4), parameter_bytes=2, optimizer_bytes=4)
@@ -166,10 +168,9 @@ def run_of(row: Row, line: int, folder: Path = MODELS) -> Run:
 
 
 def _assumptions(row: Row) -> CostAssumptions:
-    eight, is_fsdp = has_eight_bits(row), _is_fsdp(row)
     return replace(
-        assumptions_of("megatron", "fp8" if eight else "bf16"),
-        policy=HALF_STATES if is_fsdp else half_policy(2, 1 if eight else 2),
+        assumptions_of("megatron", "fp8" if has_eight_bits(row) else "bf16"),
+        policy=_policy(row),
         recomputed=_recomputed(row), scaling=scaling(row), expert_kernels=_expert_kernels(row),
         dispatcher=_dispatcher(row),
         imbalance=_imbalance(row) if _is_routed_freely(row) else 1.0,
@@ -177,8 +178,23 @@ def _assumptions(row: Row) -> CostAssumptions:
     )  # fmt: skip
 
 
+def _policy(row: Row) -> PrecisionPolicy:
+    """Adam in mixed precision: NVIDIA's recipes sum gradients in half precision and gather
+    parameters in 8 bits where products are, fully sharded programs do neither."""
+    if _is_automodel(row):
+        return HALF_STATES
+    if _is_fsdp(row):
+        return half_policy(4)
+    return half_policy(2, 1 if has_eight_bits(row) else 2)
+
+
+def _is_automodel(row: Row) -> bool:
+    return "automodel" in row.get("source", "").lower()
+
+
 def _recomputed(row: Row) -> tuple[RecomputedPart, ...]:
-    """Return the parts of a layer that are recomputed: as stated, and by kernels of scans."""
+    """Return the parts of a layer that are recomputed: those that the row states, and the scans of
+    state-space layers, which mamba_ssm's kernel always recomputes."""
     stated = row.get("recompute_modules", "").split(",")
     names = [name.strip() for name in stated if name.strip()]
     unknown = set(names).difference(RECOMPUTED_PARTS)
@@ -194,14 +210,16 @@ def _expert_kernels(row: Row) -> ExpertKernels:
     activation. Megatron-LM runs each op of GPT-OSS's experts, with biases and a clamped activation,
     as a kernel: TransformerEngine's kernel for all takes these since 2026-05-27 (#2938), with a
     cuDNN frontend that came later, and NVIDIA's figures for 26.06 and 26.08 are equal."""
-    if "GPT-OSS" in row["model"] and "automodel" not in row.get("source", "").lower():
+    if "GPT-OSS" in row["model"] and not _is_automodel(row):
         return "separate"
     return "one" if "fused grouped-MLP kernel" in row.get("notes", "") else "activation"
 
 
 def _imbalance(row: Row) -> float:
-    """Return the tokens of the fullest of the ranks that split the experts, over the mean: of as
-    many normal variables the largest, in the mean (Blom 1958)."""
+    """Return the tokens of the fullest rank of experts, divided by the mean of these ranks.
+
+    Ranks are taken as independent normal variables, of which Blom 1958 gives the expected maximum.
+    """
     ranks, sharing = number(row, "ep", default=1), number(row, "tp", default=1)
     held = number(row, "num_experts") / ranks
     sequences = max(1.0, ranks / sharing) * number(row, "micro_batch")
@@ -274,7 +292,7 @@ def _waits(row: Row) -> float:
     """
     if _is_padded(row):
         return 0.0
-    if "automodel" in row.get("source", "").lower():
+    if _is_automodel(row):
         return WAITS * (2 / 3 if row.get("recompute", "").startswith("full") else 1 / 2)
     graphs = _graphs(row)
     return 0.0 if graphs == 1 else WAITS * (1 - graphs * 2 / 3)

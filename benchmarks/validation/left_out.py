@@ -21,6 +21,7 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from autoparallel.cost_model.cluster.cluster import Device
 from autoparallel.cost_model.cluster.presets import find_preset
 from benchmarks.validation.experts import run_of
 from benchmarks.validation.pricing import Pricer, Result
@@ -44,32 +45,18 @@ class Knob:
     scaled: Callable[[Run, float], Run]
 
 
-def _device(run: Run) -> str:
-    return run.cluster.hosts[0].device.name
-
-
 def _with_efficiency(family: str, run: Run, factor: float) -> Run:
-    hosts = tuple(
-        replace(
-            host,
-            device=replace(
-                host.device,
-                efficiency={
-                    **host.device.efficiency,
-                    family: factor * host.device.efficiency[family],
-                },
-            ),
-        )
-        for host in run.cluster.hosts
-    )
-    return replace(run, cluster=replace(run.cluster, hosts=hosts))
+    def changed(device: Device) -> Device:
+        own = {family: factor * device.efficiency[family]}
+        return replace(device, efficiency={**device.efficiency, **own})
+
+    return replace(run, cluster=run.cluster.with_devices(changed))
 
 
-def _of_device(name: str, precision: str, family: str) -> Knob:
+def _of_device(name: str, family: str, *, in_fp8: bool) -> Knob:
     def applies(run: Run) -> bool:
-        return name in _device(run) and (run.configuration.precision == "fp8") == (
-            precision == "fp8"
-        )
+        is_fp8 = run.configuration.precision == "fp8"
+        return name in run.cluster.hosts[0].device.name and is_fp8 == in_fp8
 
     return Knob(
         f"{family} of {name}", applies, lambda run, factor: _with_efficiency(family, run, factor)
@@ -83,12 +70,12 @@ def _of_program(
 
 
 KNOBS = (
-    _of_device("B200", "bf16", "matmul"),
-    _of_device("B200", "fp8", "matmul_float8_e4m3fn"),
-    _of_device("B300", "bf16", "matmul"),
-    _of_device("B300", "fp8", "matmul_float8_e4m3fn"),
-    _of_device("H100", "bf16", "matmul"),
-    _of_device("H100", "bf16", "attention"),
+    _of_device("B200", "matmul", in_fp8=False),
+    _of_device("B200", "matmul_float8_e4m3fn", in_fp8=True),
+    _of_device("B300", "matmul", in_fp8=False),
+    _of_device("B300", "matmul_float8_e4m3fn", in_fp8=True),
+    _of_device("H100", "matmul", in_fp8=False),
+    _of_device("H100", "attention", in_fp8=False),
     _of_program(
         "waits",
         lambda run: run.program.waits > 0,
@@ -129,21 +116,20 @@ def without_source(run: Run) -> Run:
     """The run without constants that no other source shares."""
     if "llm-foundry" not in run.source:
         return run
-    hosts = tuple(
-        replace(host, device=find_preset(host.device.name).device) for host in run.cluster.hosts
-    )
-    return replace(run, cluster=replace(run.cluster, hosts=hosts), program=Program())
+    cluster = run.cluster.with_devices(lambda device: find_preset(device.name).device)
+    return replace(run, cluster=cluster, program=Program())
 
 
 def line(run: Run, pricer: Pricer) -> Line | Skipped:
     """A run's error and slopes."""
-    found = pricer.result(without_source(run))
+    run = without_source(run)
+    found = pricer.result(run)
     if isinstance(found, Skipped) or found.error is None:
         return Skipped(run.name, run.source, "not priced")
     slopes = {}
     for number, knob in enumerate(KNOBS):
         if knob.applies(run):
-            moved = pricer.result(knob.scaled(without_source(run), STEP))
+            moved = pricer.result(knob.scaled(run, STEP))
             if isinstance(moved, Result) and moved.seconds != found.seconds:
                 slopes[number] = log(moved.seconds / found.seconds) / log(STEP)
     return Line(publisher(run.source), log(1 + found.error), slopes)

@@ -100,12 +100,9 @@ class Program:
         if not self.graphs:
             return cluster
         share = 1 - self.graphs
-        devices = [
-            replace(host.device, issue_seconds=share * host.device.issue_seconds)
-            for host in cluster.hosts
-        ]
-        hosts = zip(cluster.hosts, devices, strict=True)
-        return replace(cluster, hosts=tuple(replace(host, device=own) for host, own in hosts))
+        return cluster.with_devices(
+            lambda device: replace(device, issue_seconds=share * device.issue_seconds)
+        )
 
     def _issued(self, cost: StageCost, passes: tuple[int, int]) -> Seconds:
         """Return a stage's seconds with the host's time for its layers."""

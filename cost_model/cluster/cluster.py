@@ -5,7 +5,7 @@ GB is 1e9 bytes, GiB is 2**30. Rates are bytes per second in one direction per d
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -238,6 +238,11 @@ class Cluster:
 
     def device(self, rank: int) -> Device:
         return self.hosts[self.host_of[rank]].device
+
+    def with_devices(self, changed: Callable[[Device], Device]) -> Cluster:
+        """Return the cluster with every host's device changed."""
+        hosts = tuple(replace(host, device=changed(host.device)) for host in self.hosts)
+        return replace(self, hosts=hosts)
 
     def link(self, first: int, second: int) -> Link:
         """The link that two ranks talk over: the host's, that between hosts, or between racks."""

@@ -45,8 +45,7 @@ def with_tf32(cluster: Cluster, families: Collection[str]) -> Cluster:
         own = tuple(sorted(families)) if has_tf32(device) else ()
         return replace(device, tf32=own)
 
-    hosts = tuple(replace(host, device=changed(host.device)) for host in cluster.hosts)
-    return replace(cluster, hosts=hosts)
+    return cluster.with_devices(changed)
 
 
 def product_dtype(device: Device, family: str, dtype: str) -> str:

@@ -7,6 +7,7 @@ once. Random ops are never constants.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ...planner.graph import Graph, Node, Ref, map_refs
@@ -37,12 +38,8 @@ def hoist_constants(graph: Graph) -> Graph:
     parts: dict[Ref, Ref] = {}
     dims = dict(graph.batch_dims)
 
-    def part(ref: Ref) -> Ref:
-        return parts.get(ref, ref)
-
     for node in graph.nodes:
-        if not parts.keys().isdisjoint(node.inputs):
-            node = replace(node, args=map_refs(node.args, part), kwargs=map_refs(node.kwargs, part))
+        node = _redirected(node, parts)
         is_constant = _is_constant(node, free)
         nodes.append(replace(node, kind="constant") if is_constant else node)
         if not is_constant:
@@ -56,10 +53,9 @@ def hoist_constants(graph: Graph) -> Graph:
             free.add(name)
             if node.name in dims:
                 dims[name] = dims[node.name][index : index + 1]
-    updates = {name: part(ref) for name, ref in graph.updates.items()}
-    return replace(
-        graph, nodes=tuple(nodes), loss=part(graph.loss), updates=updates, batch_dims=dims
-    )
+    updates = {name: parts.get(ref, ref) for name, ref in graph.updates.items()}
+    loss = parts.get(graph.loss, graph.loss)
+    return replace(graph, nodes=tuple(nodes), loss=loss, updates=updates, batch_dims=dims)
 
 
 def join_constants(graph: Graph) -> Graph:
@@ -69,25 +65,29 @@ def join_constants(graph: Graph) -> Graph:
     joined: dict[Ref, Ref] = {}
     nodes: list[Node] = []
 
-    def left(ref: Ref) -> Ref:
-        return joined.get(ref, ref)
-
     for node in graph.nodes:
-        if not joined.keys().isdisjoint(node.inputs):
-            node = replace(node, args=map_refs(node.args, left), kwargs=map_refs(node.kwargs, left))
+        node = _redirected(node, joined)
         if node.kind == "constant" and node.op:
             how = node.op, node.args, node.kwargs, node.outputs, graph.batch_dims.get(node.name)
-            here = Ref(node.name)
-            joined[here] = first.setdefault(repr(how), here)
-            if joined[here] != here:
+            joined[Ref(node.name)] = kept = first.setdefault(repr(how), Ref(node.name))
+            if kept.name != node.name:
                 continue
         nodes.append(node)
-    names = {node.name for node in nodes}
-    return replace(
-        graph, nodes=tuple(nodes), loss=left(graph.loss),
-        updates={name: left(ref) for name, ref in graph.updates.items()},
-        batch_dims={name: dims for name, dims in graph.batch_dims.items() if name in names},
-    )  # fmt: skip
+    dims = {n.name: graph.batch_dims[n.name] for n in nodes if n.name in graph.batch_dims}
+    updates = {name: joined.get(ref, ref) for name, ref in graph.updates.items()}
+    loss = joined.get(graph.loss, graph.loss)
+    return replace(graph, nodes=tuple(nodes), loss=loss, updates=updates, batch_dims=dims)
+
+
+def _redirected(node: Node, moved: Mapping[Ref, Ref]) -> Node:
+    """Return a node that reads the values in the places that they moved to."""
+    if moved.keys().isdisjoint(node.inputs):
+        return node
+
+    def now(ref: Ref) -> Ref:
+        return moved.get(ref, ref)
+
+    return replace(node, args=map_refs(node.args, now), kwargs=map_refs(node.kwargs, now))
 
 
 def _is_constant(node: Node, free: set[str]) -> bool:

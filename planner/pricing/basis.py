@@ -116,7 +116,8 @@ def uses_of(blocks: Blocks) -> dict[str, int]:
 
 
 AttentionKernel = Literal["flash", "cudnn"]
-"""PyTorch's FlashAttention-2, and cuDNN's, which TransformerEngine runs on Hopper and later."""
+"""The kernel of fused attention: PyTorch's FlashAttention-2, or cuDNN's, which TransformerEngine
+runs on Hopper and later devices."""
 
 Scaling = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
 """One scale for a tensor, for a row, for 32 elements (MXFP8), for 16 elements of 4 bits (NVFP4)."""
@@ -174,8 +175,11 @@ class CostAssumptions:
 
     @property
     def keeps_sent(self) -> bool:
-        """Tells whether an op that recomputation does not run again needs none of its collectives
-        again: this package's attention over several ranks calls its kernels for what they keep."""
+        """Tell whether the backward repeats no collective of an op that it does not run again.
+
+        This package's own backward may: it calls the kernels of attention over several ranks again,
+        with their collectives, for the tensors that autograd keeps.
+        """
         return bool(self.recomputed)
 
     @property

@@ -35,7 +35,10 @@ ZEROS = (0, 1, 2, 3)
 Floats = NDArray[np.float64]
 
 RECOMPUTED = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE, Resource.FORWARD_COMMUNICATION]
-"""What recomputation may skip: seconds of the device and of the host, and an op's collectives."""
+"""Seconds that recomputation may skip: of the device, of the host, and of an op's collectives."""
+
+DEVICE, HOST, SENT = range(len(RECOMPUTED))
+"""The columns of these seconds in ``skipped_seconds``."""
 
 MOST_COMPARED = 1 << 22
 """Figures that are compared at once."""
@@ -60,7 +63,7 @@ class Decision:
     @cached_property
     def recompute_seconds(self) -> Floats:
         """What recomputation in a mode runs again on the device, ``[mode, choice]``."""
-        skipped = self.skipped_seconds[:, :, 0] + self.skipped_seconds[:, :, 2]
+        skipped = self.skipped_seconds[:, :, DEVICE] + self.skipped_seconds[:, :, SENT]
         again: Floats = self.seconds[0, :, FORWARD].sum(axis=1) - skipped
         return again
 
@@ -113,7 +116,7 @@ def _priced(own: Outline, graph: Graph, prices: Prices) -> _Priced:
     for mode, rounds in enumerate(own.skipped_rounds):
         for ways in rounds:
             skipped[mode] += ops[ways][:, RECOMPUTED]
-    skipped[:, :, 2] *= prices.assumptions.keeps_sent
+    skipped[:, :, SENT] *= prices.assumptions.keeps_sent
     seconds = np.repeat(total[None], len(ZEROS), axis=0)
     states = np.zeros((len(ZEROS), number, len(State)))
     if own.held_rounds:

@@ -20,7 +20,7 @@ from ...cost_model.simulator.stage_costs import Buckets
 from ..plan import Recompute
 from ..schedules.held import held_bytes
 from .assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve
-from .decisions import RECOMPUTED, ZEROS, Floats
+from .decisions import DEVICE, HOST, RECOMPUTED, SENT, ZEROS, Floats
 from .kept_bytes import RECOMPUTE_MODES
 from .kind_model import NO_STATES, NUM_FIGURES, RECEIVED, RowCost
 from .recompute_policy import (
@@ -264,17 +264,17 @@ class StageTable:
             (decision.skipped_seconds[:, choice] for decision, choice in pairs),
             np.zeros((len(RECOMPUTE_MODES), len(RECOMPUTED))),
         )
-        skipped_sent = skipped[:, 2].copy()
+        skipped_sent = skipped[:, SENT].copy()
         for edge in model.edges:
             forward, backward = self._conversion(edge)
             seconds[:, :, Resource.FORWARD_COMMUNICATION] += forward
             seconds[:, :, Resource.BACKWARD_COMMUNICATION] += backward
             skipped_sent += forward * ~np.array(self.model.repeats(edge))
-        recompute = seconds[0, 0, FORWARD].sum() - (skipped[:, 0] + skipped_sent)
+        recompute = seconds[0, 0, FORWARD].sum() - (skipped[:, DEVICE] + skipped_sent)
         again, back = seconds[1:], slice(Resource.BACKWARD_COMPUTE, Resource.FORWARD_STATES)
         again[:, :, back] += again[:, :, FORWARD]
-        again[:, :, back] -= np.stack([skipped[:, 0], skipped_sent], axis=1)[:, None]
-        issued = again[:, :, Resource.FORWARD_ISSUE] - skipped[:, 1:2]
+        again[:, :, back] -= np.stack([skipped[:, DEVICE], skipped_sent], axis=1)[:, None]
+        issued = again[:, :, Resource.FORWARD_ISSUE] - skipped[:, [HOST]]
         again[:, :, Resource.BACKWARD_ISSUE] += issued
         held = [model.held(number, choice) for number, choice in enumerate(choices)]
         saved = {part for own in held for part in own.saved}

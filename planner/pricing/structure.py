@@ -296,8 +296,10 @@ class Structure:
 
 
 def leaf_bytes(graph: Graph, names: Iterable[str], row_parts: int) -> int:
-    """The bytes on a rank of leaves that no choice of layouts changes: inputs, constants and
-    buffers, of which those with rows of the batch are cut into ``row_parts``."""
+    """Return the bytes that inputs, constants and buffers take on a rank, whatever the layouts.
+
+    A leaf with rows of the batch is cut into ``row_parts`` parts; every other leaf is held whole.
+    """
     total = 0
     for name in names:
         dims = graph.batch_dims.get(name, ())

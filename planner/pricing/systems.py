@@ -9,7 +9,7 @@ Systems of which ``simulate`` and the validation know:
   of their inputs, and experts' products are such ones too; tokens are sent to experts.
 - ``torchtitan``: FSDP2 over all ranks that hold a parameter, blocks compiled; torchao's casts to 8
   bits read and write each tensor once more; tokens are sent to experts.
-- ``deepspeed``: an op is a kernel; tokens are sent to experts.
+- ``deepspeed``: each op is a kernel; states, gradients and tokens as in ``megatron``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Kernels = Literal["eager", "compiled", "fused"]
 @dataclass(frozen=True, slots=True)
 class System:
     """A system's title, its kernels, whether tensor parallelism splits sequences outside of
-    products, and the assumptions of its prices in 16 bits or more."""
+    products, and the assumptions of its prices in fp8."""
 
     title: str
     kernels: Kernels
@@ -44,7 +44,8 @@ _SYSTEMS: Mapping[SystemName, System] = {
     "megatron": System(
         "Megatron-LM", "fused", True,
         replace(
-            _SHARED, recomputed=("core_attn",), cast_bytes=4.0, regathers=True, attention="cudnn"
+            _SHARED, recomputed=("core_attn",), cast_bytes=4.0, regathers=True, keeps_casts=True,
+            casts_experts=True, attention="cudnn",
         ),
     ),
     "torchtitan": System("torchtitan", "compiled", True, _SHARED),
@@ -63,5 +64,5 @@ def assumptions_of(name: SystemName, precision: Precision) -> CostAssumptions:
     >>> [assumptions_of(name, "fp8").keeps_casts for name in SYSTEMS]
     [False, True, False, False]
     """
-    own, has_casts = _SYSTEMS[name].assumptions, precision == "fp8" and name == "megatron"
-    return replace(own, keeps_casts=has_casts, casts_experts=has_casts)
+    own = _SYSTEMS[name].assumptions
+    return own if precision == "fp8" else replace(own, keeps_casts=False, casts_experts=False)
