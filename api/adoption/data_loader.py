@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from autoparallel.adoption.loaders import copied_options, has_rows, with_sampler
 from autoparallel.adoption.module import JOINED
 from autoparallel.options.environment import under_torchrun
 from autoparallel.passes.local.input_rows import HeldRows
 from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.data.batches import StepBatches
 from autoparallel.runtime.messages.shared_objects import share_tensor
+from autoparallel.training.loaders import copied_options, has_rows, with_sampler
 
 _PART_SEED = 1_000_003
 

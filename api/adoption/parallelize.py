@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from autoparallel.adoption.module import adopt, parallel_class
 from autoparallel.adoption.state import Job
 from autoparallel.calls.modes import say_if_drawn_apart
+from autoparallel.html.notebook_plan import ShownPlan, shown
 from autoparallel.options.asked import Init, SearchOptions, checked_init, options_of
 from autoparallel.options.environment import under_torchrun
 from autoparallel.options.progress import shown_to_callers
@@ -42,7 +43,6 @@ from autoparallel.passes.initialization.deferred_init import (
 from autoparallel.passes.programs.batch import LeafPath, dims_of_size, leaves, resized
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning.plan import PlanOptions, make_plan
-from autoparallel.report.notebook_plan import ShownPlan, shown
 from autoparallel.runtime.parameters.parameters import precision_of
 from autoparallel.runtime.parameters.pretrained import load_pretrained
 from autoparallel.target.load import (

@@ -19,6 +19,7 @@ from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
 from autoparallel.cost_model.cluster.presets import find_preset
 from autoparallel.cost_model.cluster.shorthand import is_shorthand, parse_cluster
 from autoparallel.options.asked import num_processes
+from autoparallel.options.collection import rare_collections
 from autoparallel.options.progress import Observe, ignore, shown_to_callers
 from autoparallel.planner.errors import (
     AutoparallelError,
@@ -31,7 +32,6 @@ from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Goal
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.tables import SharedTables
-from autoparallel.planning.collection import rare_collections
 from autoparallel.planning.objectives import CANNOT
 from autoparallel.planning.plan import (
     PlanOptions,

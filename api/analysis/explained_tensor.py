@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoparallel.analysis.variants import Alternative, Explanation, Variants
+from autoparallel.options.words import held_text
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Node
 from autoparallel.planner.layout import (
@@ -25,7 +26,6 @@ from autoparallel.planner.layout import (
 from autoparallel.planner.pricing.choices import Restriction, held_layouts, ways
 from autoparallel.planner.requests.pins import Pin, nearest, paths
 from autoparallel.planner.summary import mesh_text
-from autoparallel.report.words import held_text
 
 
 def explained_tensor(variants: Variants, path: str, name: str) -> Explanation:

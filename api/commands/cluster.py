@@ -51,7 +51,7 @@ def cluster(text: ClusterArgument = "", json: JsonOption = False) -> None:
 
 def show_measured(cluster: Cluster, console: Console) -> None:
     """What the user's database holds for the cluster's devices, if anything."""
-    from autoparallel.profiling.database import find_profile
+    from autoparallel.cache.database import find_profile
 
     profile = find_profile(cluster, "auto", None)
     if profile is None:
@@ -80,7 +80,7 @@ Figures = list[tuple[str, str, str]]
 
 def device_figures(device: Device) -> Figures:
     """Each figure of a device with its source."""
-    from autoparallel.report.words import bytes_text, percent_text, rate_text, seconds_text
+    from autoparallel.options.words import bytes_text, percent_text, rate_text, seconds_text
 
     bandwidth = rate_text(device.memory_bytes_per_second, "B/s")
     rows = [
@@ -117,7 +117,7 @@ def device_figures(device: Device) -> Figures:
 
 def link_figures(link: Link) -> Figures:
     """A link's figures; they have one source."""
-    from autoparallel.report.words import rate_text, seconds_text
+    from autoparallel.options.words import rate_text, seconds_text
 
     rows = [
         ("bandwidth", rate_text(link.bytes_per_second, "B/s"), link.source),
@@ -157,8 +157,8 @@ def figure_table(figures: Figures) -> Table:
 
 def _show_presets(json: bool) -> None:
     from autoparallel.cost_model.cluster.presets import PRESETS
+    from autoparallel.options.words import bytes_text, rate_text
     from autoparallel.report.printing import plain_table
-    from autoparallel.report.words import bytes_text, rate_text
 
     if json:
         print_json({name: asdict(preset) for name, preset in PRESETS.items()})

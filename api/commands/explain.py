@@ -112,11 +112,11 @@ def _measured(
 ) -> None:
     """What was predicted beside a run, and beside the blocks that were measured, if any."""
     from autoparallel.analysis.compare import read_run
+    from autoparallel.analysis.measured_blocks import compute_errors
     from autoparallel.analysis.recaptured import recaptured
+    from autoparallel.cache.database import find_profile
     from autoparallel.cache.plan_cache import plan_cache
-    from autoparallel.profiling.database import find_profile
     from autoparallel.report.explanation import measured_json, print_measured
-    from autoparallel.training.measured_blocks import compute_errors
 
     run, blocks = read_run(Path(measured)), None
     if find_profile(plan.cluster, "auto", database) is not None:

@@ -17,8 +17,8 @@ from autoparallel.commands.options import (
     stdout_console,
     with_lora,
 )
+from autoparallel.options.collection import rare_collections
 from autoparallel.options.parse import parse_settings
-from autoparallel.planning.collection import rare_collections
 
 if TYPE_CHECKING:
     from autoparallel.planner.plan import Plan

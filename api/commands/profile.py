@@ -51,7 +51,7 @@ def profile(
     json: JsonOption = False,
 ) -> None:
     """Measure the ops and collectives that planning TARGET needs."""
-    from autoparallel.profiling.database import database_path
+    from autoparallel.cache.database import database_path
 
     path = database_path(database)
     if not (target or export_file or import_file or show_list):
@@ -80,8 +80,8 @@ def profile(
 
 def take_over(path: Path, source: str) -> None:
     """Imports an exported file into the database."""
+    from autoparallel.cache.database import explained
     from autoparallel.cost_model.profile.database import Database
-    from autoparallel.profiling.database import explained
 
     with explained(Path(source)), Database(path) as opened:
         counts = opened.import_file(source)
@@ -94,8 +94,8 @@ def take_over(path: Path, source: str) -> None:
 
 def hand_out(path: Path, to: str) -> None:
     """Exports the database to a file."""
+    from autoparallel.cache.database import existing, explained
     from autoparallel.cost_model.profile.database import Database
-    from autoparallel.profiling.database import existing, explained
 
     with explained(path), Database(existing(path), read_only=True) as opened:
         count = opened.export_file(to)
@@ -106,8 +106,8 @@ def show(outcome: Mapping[str, Any], path: Path, console: Console) -> None:
     """What was measured and skipped, how well the rest is interpolated, and where it is."""
     from collections import Counter
 
+    from autoparallel.options.words import percent_text, seconds_text
     from autoparallel.report.printing import plain_table
-    from autoparallel.report.words import percent_text, seconds_text
 
     console.print(f"[bold]{outcome['environment']}[/]")
     skipped = outcome["skipped"]
@@ -129,7 +129,7 @@ def show(outcome: Mapping[str, Any], path: Path, console: Console) -> None:
 
 def show_database(path: Path, *, json: bool) -> None:
     """For every environment how many ops and transfers are known."""
-    from autoparallel.profiling.database import database_counts
+    from autoparallel.cache.database import database_counts
     from autoparallel.report.printing import plain_table
 
     counts = database_counts(path)

@@ -21,6 +21,7 @@ from autoparallel.cost_model.ops.memory import policy
 from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.cost_model.simulator.timeline_text import draw
 from autoparallel.cost_model.simulator.trace import chrome_trace, rank_name
+from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
 from autoparallel.planner.configured.configuration import (
     Configuration,
     ConfigurationPricer,
@@ -44,7 +45,6 @@ from autoparallel.planner.summary import (
 from autoparallel.report.facts import MEMORY_ORDER
 from autoparallel.report.page import microbatches_text, of_text, over_text, section
 from autoparallel.report.printing import plain_table
-from autoparallel.report.words import bytes_text, count_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
     from autoparallel.passes.programs.program import Program

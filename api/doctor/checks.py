@@ -365,7 +365,7 @@ def _text(version: tuple[int, ...]) -> str:
 
 
 def _gib(num_bytes: int) -> str:
-    from autoparallel.report.words import bytes_text
+    from autoparallel.options.words import bytes_text
 
     return bytes_text(num_bytes)
 

@@ -14,7 +14,7 @@ from autoparallel.cost_model.cluster.cluster import Cluster, Link
 from autoparallel.cost_model.profile.environment import Environment, is_same_device
 from autoparallel.cost_model.profile.transfers import LinkPoint, fit_link
 from autoparallel.doctor.checks import Finding, Level
-from autoparallel.report.words import ranks_text, rate_text, seconds_text
+from autoparallel.options.words import ranks_text, rate_text, seconds_text
 from autoparallel.runtime.profile.pairs import Pair, PairTime, RankFacts
 
 WARN_SHARE, FAIL_SHARE = 0.8, 0.5

@@ -15,6 +15,7 @@ from autoparallel.analysis.compare import Item
 from autoparallel.html.candidates import Entry, time_memory_chart
 from autoparallel.html.looks import MEMORY_LOOKS, MEMORY_MEANINGS, OTHER_MEMORY, TIME_LOOKS
 from autoparallel.html.rendering import rendered
+from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
 from autoparallel.report.comparison import (
     LEAST_SHARE,
     Figure,
@@ -34,7 +35,6 @@ from autoparallel.report.comparison import (
     throughput,
 )
 from autoparallel.report.facts import MEMORY_ORDER, fullest_rank, usable_bytes
-from autoparallel.report.words import bytes_text, count_text, percent_text, seconds_text
 
 SECTIONS = {
     "figures": "Figures", "picture": "Time and memory", "choices": "What differs",

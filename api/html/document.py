@@ -24,6 +24,7 @@ from autoparallel.html.rendering import rendered
 from autoparallel.html.roofline import roofline
 from autoparallel.html.schedule import STREAM_NAMES, ScheduleView, schedule_view
 from autoparallel.html.sources import baselines_text, headline, source_rows
+from autoparallel.options.words import ranks_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import plan_summary
@@ -37,9 +38,6 @@ from autoparallel.report.facts import (
     usable_bytes,
 )
 from autoparallel.report.page import axis_lines, configuration_text, device_text, precision_text
-from autoparallel.report.words import (
-    ranks_text,
-)
 from autoparallel.training.measurement import Measurement, checksum
 
 SECTIONS = {

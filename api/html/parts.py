@@ -11,12 +11,12 @@ from itertools import groupby
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.html.scales import box
+from autoparallel.options.words import names_text, ranks_text, rate_text
 from autoparallel.planner.layout import Layout, Mesh
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import mesh_text
 from autoparallel.report.facts import merged_splits
-from autoparallel.report.words import names_text, ranks_text, rate_text
 
 MOST_STRIPS = 8
 """A weight that is cut into more parts is drawn with so many."""

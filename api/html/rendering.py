@@ -14,11 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from autoparallel.planner.errors import UsageError
-from autoparallel.planner.summary import mesh_text
-from autoparallel.report.comparison import change_text
-from autoparallel.report.page import stages_text
-from autoparallel.report.words import (
+from autoparallel.options.words import (
     bytes_text,
     count_text,
     names_text,
@@ -27,6 +23,10 @@ from autoparallel.report.words import (
     rate_text,
     seconds_text,
 )
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.summary import mesh_text
+from autoparallel.report.comparison import change_text
+from autoparallel.report.page import stages_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 

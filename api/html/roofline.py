@@ -15,7 +15,7 @@ from autoparallel.cost_model.cluster.cluster import Device
 from autoparallel.cost_model.ops.compute import peak_flops
 from autoparallel.html.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Tick
 from autoparallel.html.scales import Scale, number, powers
-from autoparallel.report.words import count_text, percent_text, rate_text, seconds_text
+from autoparallel.options.words import count_text, percent_text, rate_text, seconds_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 from autoparallel.analysis.baselines import Baseline
 from autoparallel.cost_model.cluster.cluster import Device, Link
-from autoparallel.planner.plan import Plan
-from autoparallel.report.confidence import gap_text
-from autoparallel.report.facts import memory_source
-from autoparallel.report.words import (
+from autoparallel.options.words import (
     bytes_text,
     count_text,
     percent_text,
@@ -18,6 +15,9 @@ from autoparallel.report.words import (
     seconds_text,
     shares_text,
 )
+from autoparallel.planner.plan import Plan
+from autoparallel.report.confidence import gap_text
+from autoparallel.report.facts import memory_source
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
+from autoparallel.cache.database import MODES, database_path, find_profile
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
 from autoparallel.cost_model.cluster.tf32 import FAMILIES, Tf32
 from autoparallel.cost_model.ops.memory import GradientDtype
+from autoparallel.options.collection import rare_collections
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.intra_op.pulp_solver import find_solver
@@ -22,9 +24,7 @@ from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Goal
 from autoparallel.planner.requests.pins import Pin
 from autoparallel.planner.requests.request import Forced, Request, check_allowed, check_tolerance
-from autoparallel.planning.collection import rare_collections
 from autoparallel.planning.served_planning import can_be_served, without_servers
-from autoparallel.profiling.database import MODES, database_path, find_profile
 from autoparallel.target.load import (
     Change,
     LossFn,

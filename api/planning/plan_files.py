@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from autoparallel.html.notebook_plan import ShownPlan, shown
 from autoparallel.options.parse import did_you_mean
 from autoparallel.planner.errors import PlanError, UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.report.notebook_plan import ShownPlan, shown
 
 PLAN = "plan.json"
 """What ``run --save`` calls the plan beside its checkpoints."""

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from autoparallel.cache.database import database_path, measuring_environment
 from autoparallel.cost_model.cluster.cluster_file import to_dict
 from autoparallel.options.parse import parse_settings
 from autoparallel.options.progress import in_notebook, shown_to_callers, ticking
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning.plan import find_cluster
-from autoparallel.profiling.database import database_path, measuring_environment
 from autoparallel.runtime.launch.launch import is_launched, launch
 from autoparallel.target.load import load_target
 

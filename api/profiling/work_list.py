@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from autoparallel.cache.database import database_path, explained, measuring_environment
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.detect import MAX_CPU_DEVICES, match_gpu_name
 from autoparallel.cost_model.cluster.torch_tf32 import torch_computing
@@ -37,7 +38,6 @@ from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, up
 from autoparallel.planner.pricing.whole_block import block_case, seconds_by_ops
 from autoparallel.planning.plan import PlanOptions, own_update, plan_program
 from autoparallel.profiling.blocks import blocks_of
-from autoparallel.profiling.database import database_path, explained, measuring_environment
 from autoparallel.profiling.transfers import LinkTodo, sizes_to
 from autoparallel.runtime.messages.shared_objects import share_value
 from autoparallel.runtime.profile.blocks import measure_everywhere

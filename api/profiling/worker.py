@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from autoparallel.cache.database import explained, measuring_environment
 from autoparallel.commands.options import plan_options
 from autoparallel.cost_model.cluster.cluster import STATE_COLLECTIVES, Cluster
 from autoparallel.cost_model.cluster.cluster_file import from_dict
@@ -41,7 +42,6 @@ from autoparallel.planning.plan import PlanOptions, capture_target, own_update, 
 from autoparallel.planning.served_planning import without_servers
 from autoparallel.planning.tf32 import with_choice
 from autoparallel.profiling.blocks import BlockTodo, measure_blocks, todo_of
-from autoparallel.profiling.database import explained, measuring_environment
 from autoparallel.profiling.progress import Shown, shown_progress
 from autoparallel.profiling.transfers import LinkTodo, sizes_to
 from autoparallel.runtime.launch.membership import join_as

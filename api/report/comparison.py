@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autoparallel.analysis.compare import Item
+from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import (
     plan_summary,
@@ -31,7 +32,6 @@ from autoparallel.report.facts import (
 )
 from autoparallel.report.page import device_text, section
 from autoparallel.report.printing import plain_table, printed
-from autoparallel.report.words import bytes_text, count_text, percent_text, seconds_text
 
 MOST_COLUMNS = 4
 """Items side by side; of more, the first is repeated beside the next ones."""

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.text import Text
 
 from autoparallel.analysis.estimate import Estimate
+from autoparallel.options.words import bytes_text, count_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.facts import fullest_rank
 from autoparallel.report.page import section
 from autoparallel.report.printing import plain_table, printed
-from autoparallel.report.words import bytes_text, count_text
 
 METHODS = {"full": "train", "lora": "LoRA"}
 

@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autoparallel.analysis.compare import Item, MeasuredRun
+from autoparallel.analysis.measured_blocks import ComputeError
 from autoparallel.analysis.variants import Explanation
 from autoparallel.analysis.what_if import Changed, terms
+from autoparallel.options.words import bytes_text, percent_text, seconds_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import plan_summary
@@ -20,8 +22,6 @@ from autoparallel.report.comparison import change_text, comparison_json, print_c
 from autoparallel.report.facts import bytes_of
 from autoparallel.report.page import section
 from autoparallel.report.printing import plain_table
-from autoparallel.report.words import bytes_text, percent_text, seconds_text
-from autoparallel.training.measured_blocks import ComputeError
 
 STYLES = {
     "CHOSEN": "bold green", "TIE": "cyan", "CHEAPER": "yellow",

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from autoparallel.options.words import bytes_text, held_text, seconds_text
 from autoparallel.planner.asynchronous import num_updates
 from autoparallel.planner.layout import Layout, Mesh, NodeLayout, balanced_axes
 from autoparallel.planner.plan import Alternative, Plan, StagePlan
 from autoparallel.planner.pricing.stage_cost import BRIEF, together
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import SEPARATOR
-from autoparallel.report.words import bytes_text, held_text, seconds_text
 
 MEMORY_ORDER = (
     "parameters", "master", "versions", "gradients", "optimizer", "gathered", "activations",

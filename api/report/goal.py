@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from autoparallel.options.words import bytes_text, count_text, seconds_text
 from autoparallel.planner.plan import GoalReport, Plan, Tried
-from autoparallel.report.words import bytes_text, count_text, seconds_text
 
 TITLES = {
     "time": "Cost",

@@ -12,6 +12,14 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from autoparallel.options.words import (
+    bytes_text,
+    count_text,
+    names_text,
+    percent_text,
+    ranks_text,
+    seconds_text,
+)
 from autoparallel.planner.asynchronous import described
 from autoparallel.planner.parameter_servers import served
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
@@ -45,14 +53,6 @@ from autoparallel.report.goal import goal_lines, goal_title
 from autoparallel.report.printing import plain_table, printed
 from autoparallel.report.served import server_lines
 from autoparallel.report.stages import stages
-from autoparallel.report.words import (
-    bytes_text,
-    count_text,
-    names_text,
-    percent_text,
-    ranks_text,
-    seconds_text,
-)
 
 BAR_WIDTH = 28
 INDENT = 2

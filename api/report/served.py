@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.text import Text
 
+from autoparallel.options.words import ranks_text
 from autoparallel.planner.plan import ServerPlan
-from autoparallel.report.words import ranks_text
 
 
 def server_lines(servers: ServerPlan) -> RenderableType:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from autoparallel.options.words import bytes_text, names_text, ranks_text, seconds_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import mesh_text
 from autoparallel.report.printing import WIDTH, plain_table
-from autoparallel.report.words import bytes_text, names_text, ranks_text, seconds_text
 
 LEFT = ("", "blocks", "ranks", "mesh")
 BLOCKS, ZERO = 1, 4

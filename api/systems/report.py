@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autoparallel.options.words import bytes_text, seconds_text
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import (
@@ -15,7 +16,6 @@ from autoparallel.planner.summary import (
     summary_text,
 )
 from autoparallel.report.comparison import change_text
-from autoparallel.report.words import bytes_text, seconds_text
 from autoparallel.systems.degrees import layers_of
 from autoparallel.systems.priced import Priced
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoparallel.report.words import bytes_text, count_text
+from autoparallel.options.words import bytes_text, count_text
 from autoparallel.target.load import Target, building
 
 

@@ -29,9 +29,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from autoparallel.options.collection import rare_collections
 from autoparallel.options.parse import did_you_mean
 from autoparallel.planner.errors import AutoparallelError, UsageError
-from autoparallel.planning.collection import rare_collections
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

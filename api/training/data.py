@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from autoparallel.adoption.loaders import advanced, has_rows
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.data.batches import RankInputs
 from autoparallel.runtime.messages.shared_objects import SharedCount, gather_values
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.target.load import Target
+from autoparallel.training.loaders import advanced, has_rows
 
 
 class TrainingData:

@@ -16,10 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoparallel.options.words import bytes_text, seconds_text
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
-from autoparallel.report.words import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from autoparallel.training.step_log import Figures

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import torch
 
+from autoparallel.options.words import bytes_text, count_text, seconds_text
 from autoparallel.planner.plan import Plan
-from autoparallel.report.words import bytes_text, count_text, seconds_text
 from autoparallel.runtime.data.batches import RankInputs
 from autoparallel.runtime.step.training_step import StepResult
 from autoparallel.training.callbacks import Callback, StepRecord

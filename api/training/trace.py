@@ -35,12 +35,12 @@ from autoparallel.cost_model.simulator.actions import (
 from autoparallel.cost_model.simulator.simulator import simulate
 from autoparallel.cost_model.simulator.timeline import Event, Exposed, Stream, Timeline
 from autoparallel.cost_model.simulator.trace import NAMES, TraceEvent, labels, timeline_events
+from autoparallel.options.words import seconds_text
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import placed_stages
 from autoparallel.report.drawing import plan_costs
 from autoparallel.report.printing import plain_table
-from autoparallel.report.words import seconds_text
 from autoparallel.runtime.profile.recording import RecordedAction, RecordedStep, StepRecorder
 from autoparallel.runtime.step.trainer import Trainer
 

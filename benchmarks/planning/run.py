@@ -99,7 +99,7 @@ def _in_process(
 def planned(case: Case, times: int, time_limit_seconds: float) -> dict[str, Any]:
     """Plans a case here: seconds by phase, peak memory, and what was found."""
     began = time.perf_counter()
-    from autoparallel.planning.collection import rare_collections
+    from autoparallel.options.collection import rare_collections
 
     with rare_collections():  # as the command does
         return _planned(case, times, time_limit_seconds, began)

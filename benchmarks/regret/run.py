@@ -35,6 +35,7 @@ from ranks import (
     on_ranks,
 )
 
+from autoparallel.cache.database import environment_for
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Transfer
 from autoparallel.options.parse import parse_parallel
@@ -44,7 +45,6 @@ from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.summary import plan_summary
 from autoparallel.planning.objectives import plan_for
 from autoparallel.planning.plan import PlanOptions, capture_target, priced, request_of
-from autoparallel.profiling.database import environment_for
 from autoparallel.target.load import load_target
 from benchmarks.regret.page import CHOICE, Row, plot, tables
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autoparallel.planning.collection import THRESHOLDS, rare_collections
+from autoparallel.options.collection import THRESHOLDS, rare_collections
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import pytest
 
 from autoparallel import __main__ as cli
 from autoparallel import load_plan
+from autoparallel.cache.database import default_database
 from autoparallel.options.asked import options_of
 from autoparallel.planner.errors import UsageError
-from autoparallel.profiling.database import default_database
 
 SECONDS = "AUTOPARALLEL_MEASURE_SECONDS"
 FIXED = ("--parallel", "dp=2", "--global-batch", "8", "--cluster", "cpu:2")

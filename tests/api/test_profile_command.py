@@ -15,7 +15,7 @@ import pytest
 
 from autoparallel import __main__ as cli
 from autoparallel import load_plan
-from autoparallel.profiling.database import default_database
+from autoparallel.cache.database import default_database
 
 MODEL = """
 import torch

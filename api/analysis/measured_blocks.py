@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoparallel.analysis.recaptured import Recaptured
+from autoparallel.cache.database import find_profile
+from autoparallel.options.words import names_text
 from autoparallel.planner.evaluate import at_microbatch, walked_stages
 from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planning.plan import priced
-from autoparallel.profiling.database import find_profile
-from autoparallel.report.words import names_text
 
 
 @dataclass(frozen=True, slots=True)
