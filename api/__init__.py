@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from autoparallel.adoption.module import ParallelModule
     from autoparallel.adoption.parallelize import parallelize, plan
     from autoparallel.adoption.step import Step
-    from autoparallel.analysis.compare import compare
-    from autoparallel.analysis.estimate import estimate
     from autoparallel.exporting.weights import export
+    from autoparallel.html.notebook import compare, estimate, load_plan
     from autoparallel.options.environment import one_process, own_folder
     from autoparallel.planner.errors import (
         AutoparallelError,
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from autoparallel.planner.plan import Plan
-    from autoparallel.planning.plan_files import load_plan, save_plan
+    from autoparallel.planning.plan_files import save_plan
     from autoparallel.profiling.start import profile
     from autoparallel.report import describe
     from autoparallel.runtime.parameters.global_values import whole
@@ -98,13 +97,13 @@ _HOMES = {
     "Step": "autoparallel.adoption.step",
     "TensorBoard": "autoparallel.training.metrics",
     "WeightsAndBiases": "autoparallel.training.metrics",
-    "compare": "autoparallel.analysis.compare",
+    "compare": "autoparallel.html.notebook",
     "describe": "autoparallel.report",
     "load": "autoparallel.adoption.checkpoints",
-    "estimate": "autoparallel.analysis.estimate",
+    "estimate": "autoparallel.html.notebook",
     "export": "autoparallel.exporting.weights",
     "distribute": "autoparallel.adoption.data_loader",
-    "load_plan": "autoparallel.planning.plan_files",
+    "load_plan": "autoparallel.html.notebook",
     "one_process": "autoparallel.options.environment",
     "own_folder": "autoparallel.options.environment",
     "parallelize": "autoparallel.adoption.parallelize",

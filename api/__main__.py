@@ -31,23 +31,10 @@ from typing import Annotated
 import typer
 
 from autoparallel import __version__
-from autoparallel.commands.cache import cache
-from autoparallel.commands.cluster import cluster
-from autoparallel.commands.compare import compare
-from autoparallel.commands.doctor import doctor
-from autoparallel.commands.estimate import estimate
-from autoparallel.commands.explain import explain
-from autoparallel.commands.export import export
-from autoparallel.commands.inspect import inspect
-from autoparallel.commands.launch import launch
-from autoparallel.commands.ops import ops
-from autoparallel.commands.plan import plan
-from autoparallel.commands.profile import profile
-from autoparallel.commands.program import program
-from autoparallel.commands.run import run
-from autoparallel.commands.schedules import schedules
-from autoparallel.commands.simulate import simulate
-from autoparallel.commands.verify import verify
+from autoparallel.commands.machine import cache, doctor, profile
+from autoparallel.commands.planning import cluster, estimate, ops, plan, schedules, simulate
+from autoparallel.commands.reading import compare, explain, export, inspect, program
+from autoparallel.commands.training import launch, run, verify
 from autoparallel.planner.errors import AutoparallelError
 
 INTERRUPTED = 130

@@ -11,6 +11,7 @@ import hashlib
 import json
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -26,7 +27,7 @@ CHECKSUMS = "checksums"
 
 def dumps(plan: Plan) -> str:
     """The text of a plan."""
-    table = _encode(plan)
+    table = encode(plan)
     table[CHECKSUMS] = _checksums(table)
     return json.dumps(table, indent=1, sort_keys=True) + "\n"
 
@@ -48,7 +49,7 @@ def loads(text: str, where: str = "plan") -> Plan:
         )
     written = table.pop(CHECKSUMS, None)
     try:
-        plan: Plan = _decode(_upgraded(table), Plan, "")
+        plan: Plan = decode(_upgraded(table), Plan, "")
     except _Damage as damage:
         raise PlanError(
             damage.code, f"the plan is damaged at {damage.key!r}", why=damage.why, where=where,
@@ -128,21 +129,22 @@ def _checksums(table: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """Return a value of dataclasses, sequences and mappings as JSON values."""
     if isinstance(value, Cluster):
         return to_dict(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _encode(item) for key, item in value.items()}
+        return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         if value and all(isinstance(item, Placement) for item in value):
             return format_layout(tuple(value))
-        return [_encode(item) for item in value]
+        return [encode(item) for item in value]
     return value
 
 
-def _decode(value: Any, kind: Any, key: str) -> Any:
+def decode(value: Any, kind: Any, key: str = "") -> Any:
     """The value that ``kind`` describes; ``key`` is where in the file, for errors."""
     if kind is Any:
         return value
@@ -156,18 +158,22 @@ def _decode(value: Any, kind: Any, key: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        return _decode(value, next(each for each in arguments if each is not type(None)), key)
+        *others, last = (each for each in arguments if each is not type(None))
+        for other in others:
+            with suppress(_Damage):
+                return decode(value, other, key)
+        return decode(value, last, key)
     if origin is Literal:
         _require(value in arguments, key, f"{value!r} is not one of {arguments}")
         return value
     if origin is tuple:
         _require(isinstance(value, list), key, f"{value!r} is not a list")
         return tuple(
-            _decode(item, arguments[0], f"{key}[{index}]") for index, item in enumerate(value)
+            decode(item, arguments[0], f"{key}[{index}]") for index, item in enumerate(value)
         )
     if origin is not None:
         _require(isinstance(value, dict), key, f"{value!r} is not an object")
-        return {name: _decode(item, arguments[1], f"{key}.{name}") for name, item in value.items()}
+        return {name: decode(item, arguments[1], f"{key}.{name}") for name, item in value.items()}
     return _scalar(value, kind, key)
 
 
@@ -196,7 +202,7 @@ def _decode_dataclass(value: Any, kind: Any, key: str) -> Any:
     for name in value:
         if name not in hints:
             raise _Damage("AP503", prefix + name, "this key is unknown")
-    arguments = {name: _decode(value[name], hint, prefix + name) for name, hint in hints.items()}
+    arguments = {name: decode(value[name], hint, prefix + name) for name, hint in hints.items()}
     try:
         return kind(**arguments)
     except ValueError as error:

@@ -15,6 +15,7 @@ from processes import run_processes
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization.deferred_init import Deferred, plain_build
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
@@ -22,11 +23,12 @@ from autoparallel.planner.layout import combine, conversion_steps, shard
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.rules import axis_strategies
-from autoparallel.planning.plan import PlanOptions, plan_program
+from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.verify.reference import run_reference
 from autoparallel.runtime.verify.verify import verify
-from autoparallel.target.load import Target, load_target
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 MOE = example("gshard_moe")
 SEQ, ROWS = 8, 8

@@ -20,17 +20,19 @@ from processes import run_processes
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization.deferred_init import Deferred
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning.plan import PlanOptions, plan_program
+from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.update.gradients import GradientReducer
 from autoparallel.runtime.verify.comparison import Verification
 from autoparallel.runtime.verify.reference import Reference
 from autoparallel.runtime.verify.verify import verify
-from autoparallel.target.load import Target, load_target
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 SEQ = 16
 GLOBAL_BATCH = 16

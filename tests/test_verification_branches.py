@@ -17,6 +17,7 @@ from one_device import build_optimizer, reference_of
 from processes import run_processes
 
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization.deferred_init import Deferred
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
@@ -27,12 +28,13 @@ from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.pricing.branches import stage_edges, stage_starts
 from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning.plan import PlanOptions, plan_program
+from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.verify.comparison import Verification
 from autoparallel.runtime.verify.reference import Reference
 from autoparallel.runtime.verify.verify import verify
-from autoparallel.target.load import Target, load_target
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 BATCH = 8
 

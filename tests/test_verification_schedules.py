@@ -11,9 +11,10 @@ from test_verification import GLOBAL_BATCH, captured, check_verified, target, ve
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning.plan import PlanOptions, plan_program
+from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.verify.comparison import Verification
 
 TWO = (

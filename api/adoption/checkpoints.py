@@ -22,8 +22,10 @@ from autoparallel.options.environment import as_launched, under_torchrun
 from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from autoparallel.runtime.checkpoint.writer import CheckpointWriter, PendingSave
+from autoparallel.runtime.launch.watched_script import watch_script
 from autoparallel.runtime.messages.watchdog import BETWEEN_STEPS
 from autoparallel.runtime.step.checkpoint_state import module_state
+from autoparallel.runtime.step.trainer import Trainer
 
 if TYPE_CHECKING:
     from autoparallel.runtime.step.trainer import Trainer
@@ -130,7 +132,6 @@ def _trainer(module: nn.Module) -> Trainer | None:
 
     Raises UsageError AP148 for a plain module under torchrun.
     """
-    from autoparallel.runtime.step.trainer import Trainer
 
     join = getattr(module, "join", None)
     trainer = join() if callable(join) and under_torchrun() else None
@@ -149,7 +150,6 @@ def _trainer(module: nn.Module) -> Trainer | None:
 @contextmanager
 def _watched(what: str) -> Iterator[None]:
     """Tell the watchdog of the script ``what`` is under way."""
-    from autoparallel.runtime.launch.watched_script import watch_script
 
     with as_launched():
         tell = watch_script(os.environ).watchdog.progress

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoparallel.adoption.state import Job
+from autoparallel.adoption.job import Job
 from autoparallel.calls.following import Following, followed
 from autoparallel.calls.form import CallForm
 from autoparallel.calls.modes import as_at_start, say_if_rows_are_apart
 from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
 from autoparallel.cost_model.cluster.detect import threads_per_device
 from autoparallel.cost_model.cluster.launched_cluster import joined_cluster, own_process_device
-from autoparallel.options.run_options import as_asked
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.capture.capture_model import NO_LOSS
 from autoparallel.passes.capture.export import held_tensors, with_held
 from autoparallel.passes.capture.python_state import PythonState
@@ -31,13 +31,8 @@ from autoparallel.planner.parameter_servers import check_not_served
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning.plan import (
-    PlanOptions,
-    capture_rows,
-    captured_seq,
-    find_cluster,
-    plan_program,
-)
+from autoparallel.planning.capture import capture_rows, captured_seq
+from autoparallel.planning.plan import find_cluster, plan_program
 from autoparallel.planning.served_planning import without_servers
 from autoparallel.planning.tf32 import tell_difference, with_choice
 from autoparallel.profiling.progress import shown_progress
@@ -60,7 +55,8 @@ from autoparallel.runtime.parameters.initial_values import Weights, whole_tensor
 from autoparallel.runtime.parameters.pretrained import Pretrained, pretrained
 from autoparallel.runtime.profile.links import agree
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.target.load import Change, Target, changed_target, unchanged
+from autoparallel.target.target import Change, Target, changed_target, unchanged
+from autoparallel.training.run_setup import with_compile_choice
 
 
 def join_training(
@@ -116,7 +112,7 @@ def join_training(
     if not job.allow_idle:
         check_none_idle(plan)
     _check_length(plan, captured_seq(program))
-    plan = as_asked(plan, options.compiled, rank=rank)
+    plan = with_compile_choice(plan, options.compiled, rank=rank)
     tell_difference(plan, rank)
     say_if_rows_are_apart(program, plan, rank)
     seed = int(share_tensor(torch.tensor(torch.initial_seed() % 2**63)))

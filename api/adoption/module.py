@@ -22,13 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel.adoption.guards import WEIGHT_HOOKS
-from autoparallel.adoption.state import Adopted, Job
+from autoparallel.adoption.job import Job
+from autoparallel.adoption.state import Adopted
 from autoparallel.calls.methods import check_methods, has_forward, whole_method
 from autoparallel.options.environment import as_launched
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
+from autoparallel.runtime.launch.watched_script import watch_script
+from autoparallel.runtime.messages.device_queue import queue_of
+from autoparallel.runtime.messages.groups import allow_seconds
 from autoparallel.runtime.parameters.whole_states import are_whole
-from autoparallel.target.load import LossFn
+from autoparallel.target.target import LossFn
 
 if TYPE_CHECKING:
     from autoparallel.runtime.step.trainer import Trainer
@@ -68,9 +72,6 @@ class ParallelModule(nn.Module):
 
         Raises UsageError AP145 where a module that has a plan is given another or a loss.
         """
-        from autoparallel.runtime.launch.watched_script import watch_script
-        from autoparallel.runtime.messages.device_queue import queue_of
-        from autoparallel.runtime.messages.groups import allow_seconds
 
         adopted = _adopted(self)
         with as_launched():

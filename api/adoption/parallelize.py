@@ -16,43 +16,35 @@ ordinary ``loss.backward()`` loop works where there is none.
 
 from __future__ import annotations
 
-import copy
 import inspect
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from autoparallel.adoption.job import Job
 from autoparallel.adoption.module import adopt, parallel_class
-from autoparallel.adoption.state import Job
+from autoparallel.adoption.step import Step
 from autoparallel.calls.modes import say_if_drawn_apart
-from autoparallel.html.notebook_plan import ShownPlan, shown
-from autoparallel.options.asked import Init, SearchOptions, checked_init, options_of
+from autoparallel.html.notebook import ShownPlan, shown
 from autoparallel.options.environment import under_torchrun
+from autoparallel.options.plan_options import SearchOptions, plan_options
 from autoparallel.options.progress import shown_to_callers
+from autoparallel.options.run_options import Init, checked_init
 from autoparallel.passes.initialization.deferred_init import (
     Deferred,
     record_build,
     state_after,
 )
-from autoparallel.passes.programs.batch import LeafPath, dims_of_size, leaves, resized
 from autoparallel.planner.errors import UsageError
-from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.parameters.parameters import precision_of
 from autoparallel.runtime.parameters.pretrained import load_pretrained
-from autoparallel.target.load import (
-    Batch,
-    LossFn,
-    Target,
-    check_batch,
-    checked_batches,
-    load_target,
-)
+from autoparallel.target.from_python import batch_rows, make_target
+from autoparallel.target.target import Batch, LossFn
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
 
@@ -100,114 +92,9 @@ def plan(
     """
     target = make_target(model, example_batch, loss_fn, global_batch)
     rows = global_batch if global_batch is not None else batch_rows(example_batch)
-    asked = plan_options(rows or 32, seq, options)
+    asked = plan_options(rows or 32, seq, **options)
     with shown_to_callers(progress) as observe:
         return shown(make_plan(target, cluster, asked, observe))
-
-
-def plan_options(global_batch: int, seq: int | None, options: SearchOptions) -> PlanOptions:
-    """Keyword arguments as ``PlanOptions``. Raises UsageError AP141 for an unknown one."""
-    known = SearchOptions.__annotations__
-    for name in options:
-        if name not in known:
-            raise UsageError(
-                "AP141", f"unknown option {name!r}", fix=f"the options are {', '.join(known)}"
-            )
-    return options_of(global_batch, seq, options)
-
-
-def make_target(
-    model: nn.Module | Callable[[], nn.Module] | str,
-    example_batch: Batch | Callable[..., Batch] | None,
-    loss_fn: LossFn | None,
-    global_batch: int | None = None,
-) -> Target:
-    """A model and a batch as a Target. Raises UsageError AP140."""
-    if isinstance(model, str):
-        return load_target(model)
-    if isinstance(model, nn.Module):
-        build: Callable[[], nn.Module] = partial(_with_same_tensors, model)
-        name = type(model).__name__
-    elif callable(model):
-        build = model
-        name = getattr(model, "__name__", type(model).__name__)
-    else:
-        raise UsageError(
-            "AP140",
-            f"a {type(model).__name__} is not a model",
-            fix="pass an nn.Module, a function that builds one, or a target's name",
-        )
-    if example_batch is None:
-        raise UsageError(
-            "AP140",
-            "example_batch is missing",
-            fix="pass a batch of global shapes, or a function (global_batch, seq) that returns one",
-        )
-    return Target(name, build, batch_function(example_batch, global_batch), loss_fn, is_named=False)
-
-
-def _with_same_tensors(model: nn.Module) -> nn.Module:
-    """A copy of the modules of ``model`` with its own tensors: planning takes them off its model.
-
-    Raises UsageError AP851 where the modules cannot be copied.
-    """
-    tensors = (*model.parameters(), *model.buffers())
-    try:
-        return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    except (TypeError, RuntimeError, pickle.PicklingError) as error:
-        raise UsageError(
-            "AP851",
-            f"the {type(model).__name__} cannot be copied, which planning requires",
-            why=f"{type(error).__name__}: {error}",
-            fix="pass a function that builds it",
-        ) from error
-
-
-def batch_function(
-    example_batch: Batch | Callable[..., Batch], global_batch: int | None = None
-) -> Callable[..., Batch]:
-    """``example_batch`` as a checked function; a batch is made smaller or larger by its rows.
-
-    A batch of a ``global_batch`` of one is a sample without rows, and stays as it is.
-    """
-    if isinstance(example_batch, Tensor):
-        example_batch = (example_batch,)
-    if callable(example_batch):
-        return checked_batches(example_batch, "example_batch")
-    check_batch(example_batch, 1, "example_batch")
-    rows = batch_rows(example_batch, global_batch) or 1
-    dims = dims_of_rows(example_batch, rows) if global_batch != 1 else {}
-
-    def sized(global_batch: int, seq: int | None = None) -> Batch:
-        return resized(example_batch, dims, lambda path, size: global_batch)
-
-    return checked_batches(sized, "example_batch")
-
-
-def batch_rows(example_batch: Any, global_batch: int | None = None) -> int | None:
-    """The rows of a batch, or None for a function or a batch of numbers.
-
-    They are its first tensor's first dimension; ``global_batch`` if every tensor has a dimension
-    of that size.
-    """
-    if isinstance(example_batch, Tensor):
-        example_batch = (example_batch,)
-    if not isinstance(example_batch, Mapping | tuple | list):
-        return None
-    shapes = [
-        leaf.shape for _, leaf in leaves(example_batch) if isinstance(leaf, Tensor) and leaf.ndim
-    ]
-    if shapes and all(global_batch in each for each in shapes):
-        return global_batch
-    return shapes[0][0] if shapes else None
-
-
-def dims_of_rows(example_batch: Batch, rows: int) -> dict[LeafPath, int]:
-    """The dimension of each tensor that counts rows: the first of that size where all tensors have
-    one, else the first dimension of those where it has the size."""
-    found = dims_of_size(example_batch, rows)
-    shaped = [leaf for _, leaf in leaves(example_batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    return found if len(found) == len(shaped) else {p: dim for p, dim in found.items() if not dim}
 
 
 @overload
@@ -305,7 +192,7 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
     class of them, AP948 for a name that is no method, and AP860 to AP862 where the weights cannot
     be read or are not the model's.
     """
-    plan_options(global_batch or 1, seq, options)
+    plan_options(global_batch or 1, seq, **options)
     given = ParallelOptions(
         example_batch,
         cluster,
@@ -418,7 +305,7 @@ def _job(
             returns_loss=given.loss is not None,
         ),
         cluster=given.cluster,
-        options=plan_options(rows or 32, given.seq, search),
+        options=plan_options(rows or 32, given.seq, **search),
         deferred=deferred,
         weights=given.weights,
         weights_partial=given.weights_partial,
@@ -431,6 +318,5 @@ def __getattr__(name: str) -> Any:
     """``Step``, which is at home in ``autoparallel.adoption.step``."""
     if name != "Step":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from autoparallel.adoption.step import Step
 
     return Step

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from autoparallel.adoption.guards import Unchanged, check_autocast, check_backward_hooks
+from autoparallel.adoption.job import Job
+from autoparallel.adoption.join import join_training
 from autoparallel.adoption.unsharded import WholeModule
 from autoparallel.calls.arguments import CallArguments
 from autoparallel.calls.first_step import compare_first_step, projection
@@ -32,7 +33,6 @@ from autoparallel.calls.stale_tensors import is_retired, retire
 from autoparallel.passes.capture.modes import unmoved_modules
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
-from autoparallel.planning.plan import PlanOptions
 from autoparallel.runtime.data.batches import marked
 from autoparallel.runtime.data.share_batch import ShareBatch
 from autoparallel.runtime.messages.shared_objects import share_in_place
@@ -46,35 +46,14 @@ from autoparallel.runtime.parameters.spread_draws import draw_whole_values
 from autoparallel.runtime.step.training_call import TrainingCall
 from autoparallel.runtime.step.whole_weights import WholeWeights
 from autoparallel.runtime.update.chosen_gradients import differentiate_chosen
-from autoparallel.target.load import Target
 
 OTHER_FORMS = ("AP130", "AP836", "AP920", "AP940")
 """Errors of calls that the plan's program cannot compute; without gradients the model's own forward
 does."""
 
 if TYPE_CHECKING:
-    from autoparallel.passes.initialization.deferred_init import Deferred
     from autoparallel.passes.programs.outputs import OutputForm
     from autoparallel.runtime.step.trainer import Trainer
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What a model is planned from.
-
-    ``deferred`` is a recorded build of it, whose weights are yet to be made; without it the model
-    has its weights. ``weights`` is a file or folder of its initial weights (see
-    ``runtime.parameters.pretrained``).
-    """
-
-    target: Target
-    cluster: str
-    options: PlanOptions
-    deferred: Deferred | None = None
-    weights: str | Path | None = None
-    weights_partial: bool = False
-    allow_idle: bool = False
-    check_first_step: bool | None = None
 
 
 class Adopted:
@@ -135,7 +114,6 @@ class Adopted:
 
     def join(self, model: nn.Module, job: Job, plan: Plan | None, buckets: Sequence[int]) -> None:
         """Plan the model and put this rank's shards in the place of its weights. Collective."""
-        from autoparallel.adoption.join import join_training
 
         check_backward_hooks(model)
         self._check_unwritten(model)

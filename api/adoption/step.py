@@ -27,7 +27,7 @@ from autoparallel.runtime.step.plain_trainer import PlainTrainer
 from autoparallel.runtime.step.training_step import TrainingStep
 from autoparallel.runtime.update.optimizer import BuildOptimizer, built, default_optimizer
 from autoparallel.runtime.update.update import BuildScheduler, OnNan, UpdateOptions
-from autoparallel.target.load import Batch, LossFn
+from autoparallel.target.target import Batch, LossFn
 from autoparallel.training.callbacks import Callback, all_of
 from autoparallel.training.step_log import MemoryMeter, StepLog, samples_or_tokens
 

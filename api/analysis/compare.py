@@ -16,16 +16,17 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from autoparallel.analysis.configurations import ConfiguredPlans
+from autoparallel.analysis.recaptured import recaptured
 from autoparallel.options.parse import did_you_mean, parse_parallel
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import PLAN, load_plan
 from autoparallel.training.measurement import Measurement, checksum, load_measurement
+from autoparallel.training.step_log import WARMUP_STEPS
 
 if TYPE_CHECKING:
-    import pandas
-
     from autoparallel.cache.plan_cache import Cache
     from autoparallel.planner.requests.request import Forced
 
@@ -62,56 +63,6 @@ class Item:
     measured: Measurement | None = None
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Comparison:
-    """Items beside the first of them: as text, in a notebook, as a page, for pandas."""
-
-    items: tuple[Item, ...]
-
-    def __repr__(self) -> str:
-        from autoparallel.report.comparison import comparison_text
-
-        return comparison_text(self.items)
-
-    def _repr_html_(self) -> str:
-        from autoparallel.html.compared import compared_notebook
-
-        return compared_notebook(self.items)
-
-    def page(self) -> str:
-        """One self-contained page of HTML, what ``compare --html`` writes."""
-        from autoparallel.html.compared import compared_page
-
-        return compared_page(self.items)
-
-    def to_frame(self) -> pandas.DataFrame:
-        """A row per item: seconds, bytes and shares, and how much they differ from the first's.
-
-        Raises UsageError AP340 where pandas is not installed.
-        """
-        from autoparallel.report.comparison import comparison_rows
-        from autoparallel.report.tables import data_frame
-
-        return data_frame(comparison_rows(self.items))
-
-
-def compare(*items: Plan | str | Path, trust: bool = False, progress: bool = True) -> Comparison:
-    """Plans, runs and usual configurations beside the first of them.
-
-    An item is a plan, a plan's file or the folder of a run, a file of ``run --metrics``, or a
-    baseline by name: ``"fsdp"``, ``"tp8"``, ``"3d:tp=8,pp=4"``. Baselines are for the model, batch
-    and cluster of the first plan, whose code runs for them; ``trust`` allows that where it lies
-    outside the current folder. ``progress`` False shows none.
-
-    Raises UsageError AP353 to AP356, AP155, and what loading a plan and its model raises.
-    """
-    from autoparallel.cache.plan_cache import plan_cache
-    from autoparallel.options.progress import shown_to_callers
-
-    with plan_cache() as cache, shown_to_callers(progress) as observe:
-        return Comparison(load_items(items, cache.values, trust=trust, observe=observe))
-
-
 def load_items(
     words: Sequence[Plan | str | Path],
     cache: Cache,
@@ -145,8 +96,6 @@ def load_items(
             "AP354", f"the baseline {named[0]} needs a plan to compare with",
             fix="name a plan file too: its model and cluster are those of the baselines",
         )  # fmt: skip
-    from autoparallel.analysis.configurations import ConfiguredPlans
-    from autoparallel.analysis.recaptured import recaptured
 
     model = recaptured(first.plan, first.name, trust=trust, cache=cache, observe=observe)
     plans = ConfiguredPlans(first.plan, model.program, model.basis, cache)
@@ -228,7 +177,6 @@ def read_run(path: Path) -> MeasuredRun:
         raise _no_steps(path, str(error)) from error
     if not records:
         raise _no_steps(path, "no line has the seconds of a step")
-    from autoparallel.training.step_log import WARMUP_STEPS
 
     kept = records[WARMUP_STEPS:] or records
     rates = [

@@ -12,41 +12,36 @@ import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache as once
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
 from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
 from autoparallel.cost_model.cluster.presets import find_preset
 from autoparallel.cost_model.cluster.shorthand import is_shorthand, parse_cluster
-from autoparallel.options.asked import num_processes
 from autoparallel.options.collection import rare_collections
-from autoparallel.options.progress import Observe, ignore, shown_to_callers
+from autoparallel.options.plan_options import PlanOptions
+from autoparallel.options.progress import Observe, ignore
 from autoparallel.planner.errors import (
     AutoparallelError,
     InfeasibleError,
     TimeLimitError,
     UsageError,
 )
+from autoparallel.planner.find_plan import COARSE, plan
 from autoparallel.planner.plan import Plan, Precision
+from autoparallel.planner.precision import check_precision
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Goal
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.tables import SharedTables
+from autoparallel.planning.capture import capture_target
 from autoparallel.planning.objectives import CANNOT
-from autoparallel.planning.plan import (
-    PlanOptions,
-    capture_target,
-    find_cluster,
-    priced,
-    request_of,
-    stamped,
-    within_limit,
-)
-from autoparallel.target.load import Target
+from autoparallel.planning.plan import find_cluster, priced, request_of, stamped, within_limit
+from autoparallel.planning.tf32 import with_choice
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 if TYPE_CHECKING:
-    import pandas
-
     from autoparallel.passes.programs.program import Program
 
 Method = Literal["full", "lora"]
@@ -113,33 +108,6 @@ class Estimate:
         if self.days is None or self.dollars_per_hour is None:
             return None
         return self.days * 24 * self.dollars_per_hour
-
-
-class Estimates(tuple[Estimate, ...]):
-    """Estimates that show themselves: as text, in a notebook, and for pandas."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        from autoparallel.report.estimates import estimates_text
-
-        return estimates_text(self)
-
-    def _repr_html_(self) -> str:
-        from autoparallel.html.estimated import estimated_notebook
-
-        return estimated_notebook(self)
-
-    def to_frame(self) -> pandas.DataFrame:
-        """A row per device and way to train, in seconds and bytes.
-
-        Raises UsageError AP340 where pandas is not installed.
-        """
-        from autoparallel.report.estimates import estimates_json
-        from autoparallel.report.tables import data_frame
-
-        rows = estimates_json(self)
-        return data_frame([{k: v for k, v in row.items() if k != "memory_bytes"} for row in rows])
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
@@ -281,7 +249,6 @@ class _Search:
                 "AP351", "--lora needs an hf: target", where=self.target.name,
                 fix="leave --lora out, or name a folder with a config.json: hf:PATH",
             )  # fmt: skip
-        from autoparallel.target.load import load_target
 
         settings = dict(self.target.settings)
         return load_target(self.target.name, {**settings, "lora": self.asked.lora})
@@ -333,9 +300,6 @@ class _Search:
     def _planned(
         self, cluster: Cluster, method: Method, precision: Precision, seconds: float
     ) -> Plan:
-        from autoparallel.planner.find_plan import COARSE, plan
-        from autoparallel.planner.precision import check_precision
-        from autoparallel.planning.tf32 import with_choice
 
         target, program = self.program(method, precision)
         check_precision(cluster, precision)
@@ -376,44 +340,3 @@ def _reason(error: AutoparallelError, cluster: Cluster) -> str:
     if isinstance(error, TimeLimitError):
         return f"no plan for {cluster.num_devices} within the time limit"
     return error.what
-
-
-def estimate(
-    model: Any,
-    example_batch: Any = None,
-    *,
-    devices: str | Sequence[str] = DEFAULT_DEVICES,
-    loss_fn: Any = None,
-    progress: bool = True,
-    **options: Any,
-) -> Estimates:
-    """The fewest devices of each kind that train ``model``, with the plan and figures there.
-
-    A sequence of ``Estimate``, which shows itself as a table in notebooks. On a terminal and in a
-    notebook bars show the progress; ``progress=False`` shows none.
-
-    ``model``, ``example_batch`` and ``loss_fn`` are those of ``plan``. ``devices`` are names of
-    devices, or clusters (``"8xH100"``), joined by commas or in a sequence; ``options`` are fields
-    of ``Asked``: ``global_batch``, ``seq``, ``precision``, ``optimizer``, ``lora`` (``"none"``;
-    None: adapters only of ``hf:`` targets, by the usual settings), ``max_devices``, ``seconds``,
-    ``tokens``, ``prices``.
-
-    Raises UsageError AP350 for an unknown device, AP141 for an unknown option, and what planning
-    raises.
-    """
-    from autoparallel.adoption.parallelize import make_target
-
-    target = make_target(model, example_batch, loss_fn)
-    known = set(Asked.__dataclass_fields__) - {"devices"}
-    for name in options:
-        if name not in known:
-            raise UsageError(
-                "AP141", f"unknown option {name!r}", fix=f"the options are {', '.join(known)}"
-            )
-    text = devices if isinstance(devices, str) else ",".join(devices)
-    lora = options.pop("lora", None) or (DEFAULT_LORA if has_lora(target) else None)
-    lora = None if lora == "none" else lora
-    processes = options.pop("processes", num_processes())
-    asked = Asked(parse_devices(text), lora=lora, processes=processes, **options)
-    with shown_to_callers(progress) as observe:
-        return Estimates(estimate_target(target, asked, observe))

@@ -10,16 +10,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.planner.plan import Plan
-from autoparallel.planning.plan import PlanOptions, capture_target, priced
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import priced
+from autoparallel.planning.plan_files import batch_seq, load_plan_target
+from autoparallel.runtime.launch.membership import check_model
 from autoparallel.target.trust import check_trusted
 
 if TYPE_CHECKING:
     from autoparallel.passes.programs.program import Program
     from autoparallel.planner.graph import Graph
     from autoparallel.planner.pricing.basis import Basis, Mode
-    from autoparallel.target.load import Target
+    from autoparallel.target.target import Target
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,6 @@ def recaptured(
     Raises as ``check_trusted``, loading and capturing do, and PlanError AP550 where the model is
     not the plan's any more.
     """
-    from autoparallel.runtime.launch.membership import check_model
-    from autoparallel.training.worker import batch_seq, load_plan_target
 
     check_trusted(plan, plan_path, trust=trust)
     target = load_plan_target(plan, plan_path)

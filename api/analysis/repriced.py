@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autoparallel.analysis.baselines import Baseline, baselines
+from autoparallel.analysis.recaptured import recaptured
 from autoparallel.cost_model.simulator.actions import Action
 from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.options.progress import Observe, ignore
+from autoparallel.passes.memory.stage_memory import memory_by_action, runs_stages
 from autoparallel.planner import rules
 from autoparallel.planner.configured.configuration import ConfigurationPricer
 from autoparallel.planner.evaluate import Evaluator, at_microbatch
@@ -76,8 +78,6 @@ def price_again(
 
     Raises as ``recaptured`` does.
     """
-    from autoparallel.analysis.recaptured import recaptured
-    from autoparallel.passes.memory.stage_memory import memory_by_action, runs_stages
 
     made = recaptured(plan, plan_path, trust=trust, observe=observe)
     program, graph, basis = made.program, made.graph, made.basis

@@ -25,8 +25,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from autoparallel.cache.codec import Codec, Named
 from autoparallel.cache.plan_cache import MISSING, Cache, UnkeyedError, graph_digest
+from autoparallel.passes.memory.stage_memory import runs_stages, with_memory, with_stage_memory
+from autoparallel.passes.programs.batch import InputPlace
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.graph import (
     Accumulation,
     Block,
@@ -37,15 +42,19 @@ from autoparallel.planner.graph import (
     Ref,
     TensorSpec,
 )
+from autoparallel.planner.kernels.fusion import with_fusion
+from autoparallel.planner.plan_file import dumps
+from autoparallel.target.register_op import registered_rules
+from autoparallel.target.target import example_batches
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from autoparallel.options.plan_options import PlanOptions
     from autoparallel.passes.programs.batch import Example
     from autoparallel.passes.programs.program import Program
     from autoparallel.planner.plan import Plan
-    from autoparallel.planning.plan import PlanOptions
-    from autoparallel.target.load import Target
+    from autoparallel.target.target import Target
 
 CAPTURE, MEMORY = "capture", "memory"
 
@@ -69,7 +78,6 @@ _MEMORY = Codec(())
 @once
 def _programs() -> Codec:
     """For captures: ops have torch's dtypes, devices and formats among their arguments."""
-    import torch
 
     def find(kind: type) -> Callable[[str], Any]:
         def found(text: str) -> Any:
@@ -96,9 +104,6 @@ def kept_program(
 
     Only captures that can be rescaled to any batch are kept, and none with functions in it.
     """
-    from autoparallel.passes.programs.batch import InputPlace
-    from autoparallel.passes.programs.program import Program
-    from autoparallel.target.load import example_batches
 
     if cache.shelf is None:
         return capture()
@@ -132,7 +137,6 @@ def _packed(program: Program) -> KeptProgram:
 
 
 def _literal(kept: tuple[str, tuple[int, ...], tuple[Any, ...]]) -> Any:
-    import torch
 
     dtype, shape, values = kept
     return torch.tensor(values, dtype=getattr(torch, dtype)).reshape(shape)
@@ -142,7 +146,6 @@ def program_key(
     target: Target, model: nn.Module, example: Example, options: PlanOptions
 ) -> tuple[object, ...]:
     """Everything that a capture follows from, as far as it can be seen."""
-    from autoparallel.target.register_op import registered_rules
 
     return (
         target.name, sorted(target.settings.items()), options.precision, options.global_batch,
@@ -228,9 +231,6 @@ def _version(package: str) -> str:
 
 def with_kept_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
     """``stage_memory.with_stage_memory``, cached where running the stages takes long."""
-    from autoparallel.passes.memory.stage_memory import runs_stages, with_memory, with_stage_memory
-    from autoparallel.planner.kernels.fusion import with_fusion
-    from autoparallel.planner.plan_file import dumps
 
     graph, blocks = program.graph, program.blocks
     if not runs_stages(plan, blocks):

@@ -10,6 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoparallel.cost_model.cluster.detect import match_gpu_name, threads_per_device
+from autoparallel.cost_model.profile.case import ProfileError
+from autoparallel.cost_model.profile.database import Database
+from autoparallel.cost_model.profile.environment import environment_of
+from autoparallel.cost_model.profile.lookup import load_profile, load_shipped
 from autoparallel.planner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,8 +56,6 @@ def environment_for(cluster: Cluster) -> Environment | None:
 
     Processes of one CPU share its memory and cores, so their number is part of the name.
     """
-    from autoparallel.cost_model.cluster.detect import threads_per_device
-    from autoparallel.cost_model.profile.environment import environment_of
 
     devices = {host.device.name: host.device for host in cluster.hosts}
     if len(devices) > 1:
@@ -69,7 +72,6 @@ def measuring_environment(cluster: Cluster) -> Environment:
 
     Raises UsageError AP174 where the cluster's devices differ from each other.
     """
-    from autoparallel.cost_model.profile.environment import environment_of
 
     found = environment_for(cluster)
     if found is None:
@@ -87,8 +89,6 @@ def find_profile(cluster: Cluster, mode: Mode, database: str | None) -> Profile 
     Raises UsageError AP171 where ``database`` is given and there is no such file, AP172 where
     a database cannot be read.
     """
-    from autoparallel.cost_model.profile.database import Database
-    from autoparallel.cost_model.profile.lookup import load_shipped
 
     if mode == "analytic":
         return None
@@ -106,8 +106,6 @@ def find_profile(cluster: Cluster, mode: Mode, database: str | None) -> Profile 
 
 def _load(database: Database, environment: Environment, device: Device) -> Profile | None:
     """By the device's name, else by the preset that a measured GPU's name stands for."""
-    from autoparallel.cost_model.cluster.detect import match_gpu_name
-    from autoparallel.cost_model.profile.lookup import load_profile
 
     found = load_profile(database, environment)
     if found is not None or environment.kind == "cpu":
@@ -122,7 +120,6 @@ def _load(database: Database, environment: Environment, device: Device) -> Profi
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
     """Turns what a profile database complains about into UsageError AP172."""
-    from autoparallel.cost_model.profile.case import ProfileError
 
     try:
         yield
@@ -149,7 +146,6 @@ def existing(path: Path) -> Path:
 
 def database_counts(path: Path) -> list[tuple[Environment, int, int]]:
     """For each environment in a database its ops and transfers. Raises UsageError AP171, AP172."""
-    from autoparallel.cost_model.profile.database import Database
 
     with explained(path), Database(existing(path), read_only=True) as opened:
         return [

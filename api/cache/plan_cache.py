@@ -28,8 +28,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import autoparallel
+from autoparallel import cost_model, passes, planner, runtime
 from autoparallel.cache.codec import Codec, CodecError
-from autoparallel.cache.store import FileShelf
+from autoparallel.cache.store import FileShelf, clear
 from autoparallel.planner.errors import MachineError
 from autoparallel.planner.graph import Blocks, Graph, Node, TensorSpec
 
@@ -169,7 +171,6 @@ def cache_file() -> Path:
 @once
 def code_digest() -> str:
     """A hash of the package's own files: code, and the data that prices come from."""
-    import autoparallel
 
     made = hashlib.sha256()
     roots = [Path(place) for place in autoparallel.__path__]
@@ -182,7 +183,6 @@ def code_digest() -> str:
 
 
 def _rooms() -> list[list[str]]:
-    from autoparallel import cost_model, passes, planner, runtime
 
     return [list(each.__path__) for each in (cost_model, planner, passes, runtime)]
 
@@ -298,7 +298,6 @@ def contents() -> Contents:
 
 def clear_cache() -> int:
     """Removes the user's cache; the bytes that it had. Raises MachineError AP710."""
-    from autoparallel.cache.store import clear
 
     try:
         return clear(cache_file())

@@ -30,7 +30,7 @@ from autoparallel.runtime.verify.first_step import check_first_step, is_quick
 if TYPE_CHECKING:
     from autoparallel.calls.following import Following
     from autoparallel.runtime.step.trainer import Trainer
-    from autoparallel.target.load import Batch
+    from autoparallel.target.target import Batch
 
 VARIABLE = "AUTOPARALLEL_CHECK_FIRST_STEP"
 """The environment variable that turns the comparison on (1) or off (0) where no option does."""

@@ -47,7 +47,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.runtime.data.variants import variant_of
 from autoparallel.runtime.messages.pending_results import arriving
 from autoparallel.runtime.messages.shared_objects import gather_values, occasion_group, share_value
-from autoparallel.target.load import LossFn, Target, example_batches
+from autoparallel.target.target import LossFn, Target, example_batches
 
 if TYPE_CHECKING:
     from autoparallel.runtime.step.trainer import Trainer

@@ -1,1 +1,1 @@
-"""The commands of ``autoparallel``, one file each; torch is imported only inside them."""
+"""Commands of ``autoparallel`` as declarations; importing them does not import torch."""

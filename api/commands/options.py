@@ -1,20 +1,17 @@
-"""The options that several commands share, and the console they print on."""
+"""Declarations of commands: shared options, and how a command runs what it declares."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
+from dataclasses import is_dataclass
+from importlib import import_module
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from autoparallel.options.asked import SearchOptions
-    from autoparallel.planning.plan import PlanOptions
+from autoparallel.options.option import parameters, read_options
 
 TargetArgument = Annotated[
     str,
@@ -31,158 +28,6 @@ ClusterOption = Annotated[
         "file (hosts in racks, prices)",
     ),
 ]
-GlobalBatchOption = Annotated[
-    int, typer.Option("--global-batch", min=1, help="samples per training step, over all devices")
-]
-SeqOption = Annotated[int | None, typer.Option("--seq", min=1, help="sequence length")]
-MicroBatchOption = Annotated[
-    int | None,
-    typer.Option("--micro-batch", min=1, help="samples per micro-batch of a data-parallel rank"),
-]
-PrecisionOption = Annotated[
-    str,
-    typer.Option(
-        "--precision",
-        help="fp32, bf16, fp16 or fp8 (fp32 master weights), or fp64; fp8 needs torchao to run",
-    ),
-]
-Float32OpsOption = Annotated[
-    str,
-    typer.Option(
-        "--float32-ops",
-        help="ops that compute in float32 under bf16 and fp16: autocast (losses and the other ops "
-        "of its list) or none",
-    ),
-]
-GradientDtypeOption = Annotated[
-    str,
-    typer.Option(
-        "--gradient-dtype",
-        help="format in which gradients are summed and held under bf16 and fp16: master (float32) "
-        "or compute (half of the bytes)",
-    ),
-]
-Tf32Option = Annotated[
-    str | None,
-    typer.Option(
-        "--tf32",
-        help="float32 products that use TF32 on GPUs that have it: none, convolutions or all; "
-        "default: as torch is set, which is convolutions unless the model's file changes it",
-    ),
-]
-CompileOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--compile/--no-compile",
-        help="compile blocks with torch.compile (inductor), and price them so; default for a plan "
-        "file: as it was planned",
-    ),
-]
-OptimizerOption = Annotated[
-    str, typer.Option("--optimizer", help="adamw, adam, sgd or sgd-momentum")
-]
-MemoryLimitOption = Annotated[
-    str | None, typer.Option("--memory-limit", help="memory per device: 72GiB, 80GB")
-]
-ParallelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--parallel",
-        help="fix some choices, joined by commas: dp=2,tp=2,pp=2 zero=1 microbatches=8 "
-        "recompute=full schedule=1f1b; the search decides the others",
-    ),
-]
-PinOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pin",
-        metavar="PATH=LAYOUT@AXIS",
-        help="fix the layout of a parameter, or of a module's output, on a mesh axis: "
-        "'*.up=S(0)@tp'; repeatable",
-    ),
-]
-StageAtOption = Annotated[
-    list[str] | None,
-    typer.Option("--stage-at", metavar="PATH", help="start a stage at this block; repeatable"),
-]
-MaxTpOption = Annotated[
-    int | None, typer.Option("--max-tp", min=1, help="the largest tensor-parallel degree")
-]
-AllowOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow",
-        metavar="FEATURE,…",
-        help="allow only these features of their group: dp tp pp cp sp ep, zero1 zero2 zero3, "
-        "selective full, 2d-mesh 3d-mesh mixed-stages branches uneven-shares, schedules by name; "
-        "ssp and asp, which change what a step computes, are used only if allowed here",
-    ),
-]
-DenyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--deny", metavar="FEATURE,…", help="exclude these features; named as for --allow"
-    ),
-]
-ObjectiveOption = Annotated[
-    str,
-    typer.Option(
-        "--objective",
-        help="what to optimize: time (per step), cost (tokens per dollar), memory (per device) or "
-        "devices (the fewest that meet --deadline)",
-    ),
-]
-PriceOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--price",
-        metavar="[DEVICE=]DOLLARS",
-        help="price per device and hour; default: the cluster file's",
-    ),
-]
-DeadlineOption = Annotated[
-    str | None,
-    typer.Option("--deadline", help="time limit of the training: 30d/2e12tokens, 24h/1000steps"),
-]
-GapOption = Annotated[
-    float, typer.Option("--gap", help="optimality gap of the layouts at which the search stops")
-]
-ToleranceOption = Annotated[
-    float,
-    typer.Option(
-        "--tolerance",
-        help="choose the simplest plan whose step is at most this fraction longer than the "
-        "fastest; 0 chooses the fastest",
-    ),
-]
-TimeLimitOption = Annotated[
-    float, typer.Option("--time-limit", min=0.1, help="seconds for the search")
-]
-NumCandidatesOption = Annotated[
-    int, typer.Option("--num-candidates", min=1, help="how many candidates are simulated")
-]
-SearchOption = Annotated[
-    str,
-    typer.Option(
-        "--search", help="dp (dynamic programming), or rl (learned placers, for comparison)"
-    ),
-]
-SolverOption = Annotated[
-    str,
-    typer.Option(
-        "--solver",
-        help="of integer programs: highs, or one of PuLP's that is installed: cbc, gurobi, scip",
-    ),
-]
-ProcessesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--processes", min=1, max=2, help="processes of the search; default: 2 if there are 2 cores"
-    ),
-]
-OutputOption = Annotated[
-    str | None, typer.Option("-o", "--output", help="file to write the plan to")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]
 SetOption = Annotated[
     list[str] | None,
@@ -194,13 +39,6 @@ LoraOption = Annotated[
         "--lora",
         metavar="r=8,alpha=16",
         help="train adapters of an hf: target and freeze its weights; targets=A+B names its layers",
-    ),
-]
-ProfileOption = Annotated[
-    str,
-    typer.Option(
-        "--profile",
-        help="source of times: auto (measured where available), measured (all) or analytic",
     ),
 ]
 TrustOption = Annotated[
@@ -215,121 +53,54 @@ DatabaseOption = Annotated[
         "--database", metavar="FILE", help="database of measured times; default: the user's"
     ),
 ]
-MeasureSecondsOption = Annotated[
-    float | None,
-    typer.Option(
-        "--measure-seconds",
-        help="limit for measuring before planning for this machine; default: 10; 0 turns it off",
+PlanOrTargetArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="PLAN_OR_TARGET",
+        help="a plan file (.json), or a TARGET that is planned first",
     ),
 ]
-StepsOption = Annotated[int, typer.Option("--steps", min=1, help="training steps")]
-
-
-def plan_options(
-    *,
-    global_batch: GlobalBatchOption = 32,
-    seq: SeqOption = None,
-    micro_batch: MicroBatchOption = None,
-    precision: PrecisionOption = "fp32",
-    float32_ops: Float32OpsOption = "autocast",
-    gradient_dtype: GradientDtypeOption = "master",
-    tf32: Tf32Option = None,
-    compile: CompileOption = None,
-    optimizer: OptimizerOption = "adamw",
-    memory_limit: MemoryLimitOption = None,
-    parallel: ParallelOption = None,
-    pin: PinOption = None,
-    stage_at: StageAtOption = None,
-    max_tp: MaxTpOption = None,
-    allow: AllowOption = None,
-    deny: DenyOption = None,
-    objective: ObjectiveOption = "time",
-    price: PriceOption = None,
-    deadline: DeadlineOption = None,
-    gap: GapOption = 0.01,
-    tolerance: ToleranceOption = 0.02,
-    time_limit: TimeLimitOption = 60.0,
-    num_candidates: NumCandidatesOption = 5,
-    search: SearchOption = "dp",
-    solver: SolverOption = "highs",
-    processes: ProcessesOption = None,
-    profile: ProfileOption = "auto",
-    database: DatabaseOption = None,
-    measure_seconds: MeasureSecondsOption = None,
-) -> PlanOptions:
-    """The options of planning as values. Raises UsageError (see ``asked.options_of``).
-
-    Its parameters are the options of every command that plans: see ``planning``.
-    """
-    asked = dict(locals())
-    from autoparallel.options.asked import options_of
-
-    rows, length = asked.pop("global_batch"), asked.pop("seq")
-    return options_of(rows, length, cast("SearchOptions", asked))
-
+PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="a plan file")]
 
 Command = Callable[..., None]
 
 
-def planning(*, without: Collection[str] = (), **defaults: Any) -> Callable[[Command], Command]:
-    """A decorator: the command takes the options of ``plan_options``, there where ``options`` or
-    ``asked`` is among its parameters, as values (PlanOptions) or as they were given (a dict).
+def command(
+    module: str, *, without: Collection[str] = (), **defaults: Any
+) -> Callable[[Command], Command]:
+    """Make a command of a declaration, which the function of its name in ``actions`` carries out.
 
-    ``without`` leaves some out, ``defaults`` changes what holds where nothing is given.
+    ``module`` is loaded when the command runs, and with it torch. A parameter whose type is a
+    dataclass of options (``options.option``) stands for those options: all but the names in
+    ``without``, with other ``defaults`` where there are some.
     """
-    shared = {
-        name: parameter.replace(default=defaults.get(name, parameter.default))
-        for name, parameter in _parameters(plan_options).items()
-        if name not in without
-    }
 
-    def decorate(function: Command) -> Command:
-        parameters: list[inspect.Parameter] = []
-        own = _parameters(function)
-        for name, parameter in own.items():
-            parameters += shared.values() if name in ("options", "asked") else [parameter]
+    def decorate(declaration: Command) -> Command:
+        groups: dict[str, tuple[type, Collection[str]]] = {}
+        declared: list[inspect.Parameter] = []
+        hints = get_type_hints(declaration, include_extras=True)
+        for name, own in inspect.signature(declaration).parameters.items():
+            if not is_dataclass(hints[name]):
+                declared.append(
+                    own.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+                )
+                continue
+            options = parameters(hints[name])
+            chosen = [option for option in options if option not in without]
+            groups[name] = hints[name], chosen
+            for option in chosen:
+                default = defaults.get(option, options[option].default)
+                declared.append(options[option].replace(default=default))
 
-        @functools.wraps(function)
-        def command(**given: Any) -> None:
-            asked = {name: given.pop(name) for name in shared}
-            if "asked" in own:
-                function(asked=asked, **given)
-            else:
-                function(options=plan_options(**asked), **given)
+        @functools.wraps(declaration)
+        def run(**given: Any) -> None:
+            for name, (owner, chosen) in groups.items():
+                given[name] = read_options(owner, {option: given.pop(option) for option in chosen})
+            action = import_module(f"autoparallel.actions.{module}")
+            getattr(action, declaration.__name__)(**given)
 
-        command.__annotations__ = {each.name: each.annotation for each in parameters}
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return command
+        run.__annotations__ = {each.name: each.annotation for each in declared}
+        run.__signature__ = inspect.Signature(declared)  # type: ignore[attr-defined]
+        return run
 
     return decorate
-
-
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function, for keywords only, with their annotations evaluated."""
-    known = {"PlanOptions": object}
-    hints = get_type_hints(function, localns=known, include_extras=True)
-    return {
-        name: parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(function).parameters.items()
-    }
-
-
-def with_lora(settings: list[str] | None, lora: str | None) -> list[str]:
-    """The settings with ``--lora``, which is one: a plan carries it like the others."""
-    return [*(settings or ()), *([] if lora is None else [f"lora={lora}"])]
-
-
-def stdout_console() -> Console:
-    """A console on stdout: 80 columns where there is no terminal, 120 at most."""
-    import shutil
-    import sys
-
-    from rich.console import Console
-
-    columns = shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else 80
-    return Console(width=max(60, min(columns, 120)), highlight=False)
-
-
-def print_json(value: object) -> None:
-    """``value`` as JSON on stdout."""
-    typer.echo(json.dumps(value, indent=2))

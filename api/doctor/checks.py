@@ -24,6 +24,7 @@ from autoparallel.doctor.known import (
     TRITON_THREAD,
     numbers,
 )
+from autoparallel.options.words import bytes_text
 
 Level = Literal["OK", "WARN", "FAIL"]
 
@@ -365,7 +366,6 @@ def _text(version: tuple[int, ...]) -> str:
 
 
 def _gib(num_bytes: int) -> str:
-    from autoparallel.options.words import bytes_text
 
     return bytes_text(num_bytes)
 

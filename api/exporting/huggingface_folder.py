@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors.torch import save_file
+
 from autoparallel.target.huggingface import model_place, target_config
-from autoparallel.target.load import Target
 from autoparallel.target.lora import Lora
+from autoparallel.target.target import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +51,6 @@ def write_adapters(
     tensors: Mapping[str, Tensor],
 ) -> list[Path]:
     """Adapters in peft's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
-    from safetensors.torch import save_file
 
     assert target is not None
     assert lora is not None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from autoparallel.analysis.recaptured import recaptured
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.search.stage_program import stage_program
 from autoparallel.planning.plan_files import load_plan
 
 if TYPE_CHECKING:
@@ -69,7 +70,6 @@ def plan_program(
     Raises as ``load_plan``, ``check_trusted`` and ``stage_program`` do, and PlanError AP550 where
     the model is not the plan's any more.
     """
-    from autoparallel.planner.search.stage_program import stage_program
 
     plan = load_plan(plan_path)
     made = recaptured(

@@ -8,9 +8,31 @@ from __future__ import annotations
 
 import re
 
+from autoparallel.options.run_options import HostOptions
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.launch.rendezvous import Hosts, parse_endpoint
+
+
+def asked_hosts(options: HostOptions, source: str) -> Hosts | None:
+    """Return the hosts that the options ask for. Raises UsageError AP156.
+
+    The hosts need one plan, so ``source`` has to be a plan file.
+    """
+    hosts = parse_hosts(
+        options.nnodes,
+        options.rdzv_endpoint,
+        join_seconds=options.join_timeout,
+        elastic=options.elastic,
+    )
+    if hosts is not None and (not source.endswith(".json") or source.startswith("hf:")):
+        raise UsageError(
+            "AP156",
+            "a target cannot be planned on several hosts at once",
+            why="every host would plan separately",
+            fix=f"autoparallel plan {source} -o plan.json, then run plan.json on every host",
+        )
+    return hosts
 
 
 def parse_hosts(

@@ -23,6 +23,9 @@ UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 
+Texts = str | Sequence[str] | None
+"""One text or several."""
+
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 DEGREES = (
@@ -232,3 +235,12 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     """
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else ""
+
+
+def texts(value: Texts) -> tuple[str, ...]:
+    """Return one text or several as a tuple.
+
+    >>> texts("tp"), texts(["tp", "dp"]), texts(None)
+    (('tp',), ('tp', 'dp'), ())
+    """
+    return (value,) if isinstance(value, str) else tuple(value or ())

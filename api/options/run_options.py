@@ -1,122 +1,146 @@
-"""What a run does besides plain steps: updates, metrics and a model file's callbacks.
-
-In: options of the command line, which pass to the workers as JSON. Out: how each step updates
-the weights, and who is told of it.
-"""
+"""Options of a run: its updates, metrics, initial weights and hosts, each once."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-import torch
-
+from autoparallel.options.option import option
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.update.update import OnNan, UpdateOptions
-from autoparallel.target.load import running_user_code
-from autoparallel.training.callbacks import Callback, all_of
-from autoparallel.training.metrics import JsonLines, TensorBoard, WeightsAndBiases, check_installed
 
-if TYPE_CHECKING:
-    from autoparallel.planner.plan import Plan
-    from autoparallel.target.load import Target
+Init = Literal["auto", "sharded", "exact"]
+"""How initial values are drawn; see ``passes.initialization.deferred_init``."""
 
-"""Beside a checkpoint's weights: scheduler, loss scale and counters."""
+OnNan = Literal["ignore", "skip", "stop"]
+"""What to do when a gradient is not finite; see ``runtime.update.update``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of ``autoparallel run`` by the names of its command line.
+    """Options of a run's steps.
 
-    ``compiled``: whether blocks run compiled; None leaves it to the plan. ``elastic``: options of
+    ``compiled`` None leaves it to the plan whether blocks run compiled. ``elastic``: options of
     planning by name, where fewer hosts than the plan's may go on; None where they may not.
-    ``trace_steps`` are recorded and written to ``trace``. ``check_first_step``: whether the first
-    one is compared with the model alone; None where that is quick.
+    ``trace_steps`` steps are recorded and written to ``trace``. ``check_first_step`` None compares
+    the first step with the model alone where that is quick.
     """
 
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    accumulate: int = 1
-    loss_scale: float | None = None
-    on_nan: OnNan = "ignore"
-    metrics: str | None = None
-    tensorboard: str | None = None
-    wandb: str | None = None
+    clip_norm: float | None = option(None, "scale the gradient down to this norm", metavar="NORM")
+    clip_value: float | None = option(
+        None, "clip each element of the gradient to [-X, X]", metavar="X"
+    )
+    accumulate: int = option(1, "global batches per update of the weights")
+    loss_scale: float | None = option(
+        None, "scale the loss, by X at first; skip updates that overflow", metavar="X"
+    )
+    on_nan: OnNan = option(
+        "ignore", "what to do when a gradient is not finite", type=str, metavar="ignore|skip|stop"
+    )
+    metrics: str | None = option(None, "append each step's figures as JSON", metavar="FILE.jsonl")
+    tensorboard: str | None = option(
+        None, "write each step's figures for TensorBoard", metavar="DIR"
+    )
+    wandb: str | None = option(None, "log each step to Weights & Biases", metavar="PROJECT")
     compiled: bool | None = None
     elastic: Mapping[str, Any] | None = None
-    trace_steps: int = 0
-    trace: str | None = None
-    check_first_step: bool | None = None
+    trace_steps: int = option(
+        0,
+        "record N steps, compare them with the predicted step, and write a Chrome trace",
+        min=0,
+        metavar="N",
+    )
+    trace: str | None = option(None, "where --trace-steps writes; trace.json", metavar="FILE")
+    check_first_step: bool | None = option(
+        None,
+        "compare the first step with the model alone: loss, norm of each gradient; default: where "
+        "one device takes the step in 10 s",
+        flags=("--check-first-step/--no-check-first-step",),
+    )
 
-    def check(self) -> None:
-        """Raises UsageError AP900 for a bad value and AP905 where a package is missing."""
-        self.update("cpu")
-        check_installed({"tensorboard": self.tensorboard, "wandb": self.wandb})
-
-    def update(self, device: str) -> UpdateOptions:
-        """What an update does; ``device`` is the kind that the loss is on."""
-        scaler = None
-        if self.loss_scale is not None:
-            if not self.loss_scale > 0:
-                raise UsageError("AP900", f"loss_scale is {self.loss_scale}, but must be above 0")
-            scaler = torch.amp.GradScaler(device, init_scale=self.loss_scale)
-        return UpdateOptions(self.clip_norm, self.clip_value, self.accumulate, self.on_nan, scaler)
-
-    def sinks(self, plan: Plan, kept: int | None = None) -> Iterator[Callback]:
-        """The places that the figures go to; ``kept`` as in ``told``.
-
-        Raises UsageError AP905 and AP906.
-        """
-        if self.metrics is not None:
-            yield JsonLines(self.metrics, kept=kept)
-        if self.tensorboard is not None:
-            yield TensorBoard(self.tensorboard, kept=kept)
-        if self.wandb is not None:
-            settings = {"model": plan.model.target, "global_batch": plan.model.global_batch,
-                        "num_devices": plan.cluster.num_devices, **plan.model.settings}  # fmt: skip
-            yield WeightsAndBiases(self.wandb, settings)
-
-
-def as_asked(plan: Plan, compiled: bool | None, *, rank: int) -> Plan:
-    """The plan, compiled or not as asked; rank 0 says where that is not what was priced."""
-    if compiled is None or compiled == plan.compiled:
-        return plan
-    if rank == 0:
-        priced, runs = ("eager", "compiled") if compiled else ("compiled", "eager")
-        sys.stderr.write(
-            f"autoparallel: the plan is priced for {priced} blocks and runs {runs}: "
-            "its predictions are of another run\n"
+    def resolved(self) -> RunOptions:
+        """Return the options with absolute paths, for processes in another folder."""
+        return replace(
+            self,
+            metrics=absolute(self.metrics),
+            tensorboard=absolute(self.tensorboard),
+            trace=absolute(self.trace),
         )
-    return replace(plan, compiled=compiled)
 
 
-@contextmanager
-def told(
-    options: RunOptions, plan: Plan, target: Target, *, rank: int, kept: int | None = None
-) -> Iterator[Callback]:
-    """Who is told of the steps, on rank 0; elsewhere nobody. Closed at the end, however it comes.
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where a run's initial weights and data come from.
 
-    ``kept``: in a restart, the last step whose figures stay where they were written.
-
-    Raises UsageError AP907 where ``callbacks()`` of the model file gives something else.
+    Other weights than those of the file ``weights`` are drawn as ``init`` says.
     """
-    made: list[Callback] = []
-    try:
-        if rank == 0:
-            made += options.sinks(plan, kept)
-            made += _of_target(target)
-        yield all_of(made)
-    finally:
-        for each in made:
-            each.close()
+
+    weights: str | None = option(
+        None,
+        "initial weights: a .safetensors, .pt or .bin file, a folder of save_pretrained, or a "
+        "checkpoint",
+        metavar="PATH",
+    )
+    weights_partial: bool = option(
+        False,
+        "allow names that only --weights or only the model has",
+        flags=("--weights-partial",),
+    )
+    data: str | None = option(
+        None,
+        "train a causal language model on text: a file, JSON lines with a field text, or a folder "
+        "of .txt",
+        metavar="PATH",
+    )
+    init: str = option(
+        "auto",
+        "initial weights: exact (those of a plain build, for which each rank draws the whole "
+        "model's), sharded (each rank draws its own shards) or auto (exact up to 10 s)",
+    )
+
+    def resolved(self) -> Sources:
+        """Return the sources with absolute paths, for processes in another folder."""
+        return replace(self, weights=absolute(self.weights), data=absolute(self.data))
 
 
-def _of_target(target: Target) -> Sequence[Callback]:
-    if target.callbacks is None:
-        return ()
-    with running_user_code("AP907", f"callbacks of {target.name} fails"):
-        found = list(target.callbacks())
-    return [all_of(found, source=f"callbacks of {target.name}")]
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """Options of a run on several hosts, each of which starts its own ranks."""
+
+    nnodes: str | None = option(
+        None, "hosts of the run, on each of which this is started", metavar="N|MIN:MAX"
+    )
+    rdzv_endpoint: str | None = option(
+        None,
+        "where the hosts meet: an address of one of them, and a free port there",
+        metavar="HOST:PORT",
+    )
+    join_timeout: float = option(600.0, "seconds to wait for the other hosts", min=1.0)
+    elastic: bool = option(
+        False,
+        "go on with MIN hosts or more, by a plan for those that are there",
+        flags=("--elastic",),
+    )
+
+
+def absolute(path: str | None) -> str | None:
+    """Return a path as an absolute one; None for None."""
+    return None if path is None else str(Path(path).resolve())
+
+
+def checked_init(init: str) -> Init:
+    """Return ``init`` as a value. Raises UsageError AP850 for an unknown one.
+
+    >>> checked_init("exact")
+    'exact'
+    """
+    known: dict[str, Init] = {name: name for name in get_args(Init)}
+    if init in known:
+        return known[init]
+    raise UsageError(
+        "AP850",
+        f"unknown initialization {init!r}",
+        fix="exact (the values of a plain build), sharded (each rank draws its own shards) or auto "
+        "(exact where that takes a rank less than 10 s)",
+    )

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autoparallel.html.notebook_plan import ShownPlan, shown
 from autoparallel.options.parse import did_you_mean
 from autoparallel.planner.errors import PlanError, UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
+from autoparallel.target.trust import target_name
 
 PLAN = "plan.json"
 """What ``run --save`` calls the plan beside its checkpoints."""
 
 
-def load_plan(path: str | Path) -> ShownPlan:
-    """The plan in the file ``path``.
+def load_plan(path: str | Path) -> Plan:
+    """Return the plan in the file ``path``.
 
     Raises UsageError AP101 where there is no such file, PlanError where it is damaged or of
     another version.
@@ -36,9 +38,25 @@ def load_plan(path: str | Path) -> ShownPlan:
         raise PlanError(
             "AP501", f"{path} is not a plan", why="it is not UTF-8 text", where=str(path)
         ) from error
-    return shown(loads(text, str(path)))
+    return loads(text, str(path))
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Writes ``plan`` to ``path``; the same plan always gives the same file."""
     Path(path).write_text(dumps(plan), encoding="utf-8")
+
+
+def load_job(plan_path: str) -> tuple[Plan, Target]:
+    """The plan and the target that it was made for."""
+    plan = load_plan(plan_path)
+    return plan, load_plan_target(plan, plan_path)
+
+
+def load_plan_target(plan: Plan, plan_path: str) -> Target:
+    """The target that ``plan`` was made for, whose code runs."""
+    return load_target(target_name(plan, plan_path), plan.model.settings)
+
+
+def batch_seq(plan: Plan, target: Target) -> int | None:
+    """The length to ask ``example_batch`` for: the plan's, unless the batch takes none."""
+    return plan.model.seq if target.takes_seq else None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import torch
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.target.load import Target
-
-if TYPE_CHECKING:
-    from autoparallel.planning.plan import PlanOptions
+from autoparallel.runtime.servers.served_piece import served_optimizer
+from autoparallel.target.target import Target
 
 
 def can_be_served(program: Program, target: Target, cluster: Cluster) -> bool:
@@ -21,9 +18,6 @@ def can_be_served(program: Program, target: Target, cluster: Cluster) -> bool:
         return False
     if target.build_optimizer is None:
         return True
-    import torch
-
-    from autoparallel.runtime.servers.served_piece import served_optimizer
 
     trained = [node for node in program.graph.parameters if node.spec.requires_grad]
     shapes = {node.name: torch.Size(node.spec.shape) for node in trained}
@@ -33,11 +27,3 @@ def can_be_served(program: Program, target: Target, cluster: Cluster) -> bool:
     except AutoparallelError:
         return False
     return True
-
-
-def without_servers(options: PlanOptions) -> PlanOptions:
-    """The options without parameter servers, where nobody forces them: for what they cannot do."""
-    if options.forced.servers is not None:
-        return options
-    denied = options.features.denied | {"servers"}
-    return replace(options, features=replace(options.features, denied=denied))

@@ -6,9 +6,7 @@ options cross as a pickle: between processes of one program.
 
 from __future__ import annotations
 
-import base64
 import os
-import pickle
 import sys
 import time
 from collections.abc import Mapping
@@ -16,14 +14,16 @@ from typing import Any
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.cluster_file import from_dict, to_dict
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import Observe, ticking
 from autoparallel.planner.errors import AutoparallelError, InfeasibleError, TimeLimitError
-from autoparallel.planning.plan import PlanOptions, capture_target
+from autoparallel.planning.capture import capture_target
 from autoparallel.profiling.work_list import Leader, measure_together
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.membership import join_as
 from autoparallel.runtime.launch.process import Worker
-from autoparallel.target.load import Target, load_target
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 PHASE = "measuring"
 
@@ -43,7 +43,7 @@ def start_measuring(
         "target": target.name,
         "settings": dict(target.settings),
         "cluster": to_dict(cluster),
-        "options": base64.b64encode(pickle.dumps(options)).decode(),
+        "options": options.to_json(),
         "began": time.time(),
     }
     try:
@@ -64,13 +64,13 @@ def measure(
     target: str,
     settings: Mapping[str, Any],
     cluster: Mapping[str, Any],
-    options: str,
+    options: Mapping[str, Any],
     began: float,
 ) -> None:
     """Inside each process. Collective."""
     loaded = load_target(target, settings)
     on = from_dict(dict(cluster), "cluster")
-    chosen: PlanOptions = pickle.loads(base64.b64decode(options))
+    chosen = PlanOptions.from_json(options)
     device = join_as(worker, on)
     leader = None
     if worker.rank == 0:

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -60,8 +63,6 @@ def shown_progress(budget_seconds: float, *, quiet: bool = False) -> Iterator[Sh
     if quiet or not sys.stderr.isatty():
         yield Shown(budget_seconds, quiet=quiet)
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (
         TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from autoparallel.cache.database import database_path, measuring_environment
 from autoparallel.cost_model.cluster.cluster_file import to_dict
 from autoparallel.options.parse import parse_settings
+from autoparallel.options.plan_options import PlanOptions, plan_options
 from autoparallel.options.progress import in_notebook, shown_to_callers, ticking
-from autoparallel.planner.errors import UsageError
 from autoparallel.planning.plan import find_cluster
 from autoparallel.runtime.launch.launch import is_launched, launch
 from autoparallel.target.load import load_target
@@ -37,15 +38,7 @@ def profile(
 
     Raises UsageError AP141 for an unknown option, and what loading and measuring raise.
     """
-    from autoparallel.commands.options import plan_options
-
-    known = inspect.signature(plan_options).parameters
-    for name in options:
-        if name not in known:
-            raise UsageError(
-                "AP141", f"unknown option {name!r}", fix=f"the options are {', '.join(known)}"
-            )
-    plan_options(**options)
+    asked = plan_options(**options)
     # on a terminal the measuring process shows what it measures
     with (
         shown_to_callers(progress and in_notebook()) as observe,
@@ -53,7 +46,7 @@ def profile(
     ):
         return start_profiling(
             target, settings, cluster,
-            options=options, budget=budget, database=database_path(database),
+            options=asked, budget=budget, database=database_path(database),
             quiet=in_notebook() or not progress,
         )  # fmt: skip
 
@@ -63,14 +56,14 @@ def start_profiling(
     settings: Sequence[str],
     cluster: str,
     *,
-    options: Mapping[str, Any],
+    options: PlanOptions,
     budget: float,
     database: Path,
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Measures with one process per device of ``cluster``; what was done, on rank 0.
 
-    ``options`` are those of ``plan_options``; ``quiet`` workers show no progress. A
+    ``quiet`` workers show no progress. A
     ``KeyboardInterrupt`` goes through; what was measured until then is in the database.
     """
     load_target(target, parse_settings(settings))
@@ -85,7 +78,7 @@ def start_profiling(
             "target": target,
             "settings": list(settings),
             "cluster": to_dict(found),
-            "options": dict(options),
+            "options": options.to_json(),
             "budget": budget,
             "database": str(database.resolve()),
             "quiet": quiet,
@@ -97,8 +90,6 @@ def start_profiling(
 
 def _own_processes(cluster: str) -> str:
     """``local`` under torchrun on CPUs: the processes that it started."""
-    import torch
-
     if cluster == "local" and is_launched(os.environ) and not torch.cuda.is_available():
         return f"cpu:{os.environ['WORLD_SIZE']}"
     return cluster

@@ -28,6 +28,7 @@ from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.cost_model.profile.database import Database
 from autoparallel.cost_model.profile.lookup import Profile, level_of
 from autoparallel.cost_model.profile.records import Measurement, Transfer
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.graph import Block, Graph
@@ -36,7 +37,7 @@ from autoparallel.planner.precision import with_precision
 from autoparallel.planner.pricing.basis import Asked, Basis
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, update_kind
 from autoparallel.planner.pricing.whole_block import block_case, seconds_by_ops
-from autoparallel.planning.plan import PlanOptions, own_update, plan_program
+from autoparallel.planning.plan import own_update, plan_program
 from autoparallel.profiling.blocks import blocks_of
 from autoparallel.profiling.transfers import LinkTodo, sizes_to
 from autoparallel.runtime.messages.shared_objects import share_value
@@ -51,7 +52,7 @@ from autoparallel.runtime.profile.links import (
 )
 from autoparallel.runtime.profile.update import SIZES, measure_updates
 from autoparallel.runtime.update.optimizer import BuildOptimizer
-from autoparallel.target.load import Target
+from autoparallel.target.target import Target
 
 MOST_ROUNDS = 6
 MEASURING_SHARE = 0.5

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from autoparallel.cache.database import explained, measuring_environment
-from autoparallel.commands.options import plan_options
 from autoparallel.cost_model.cluster.cluster import STATE_COLLECTIVES, Cluster
 from autoparallel.cost_model.cluster.cluster_file import from_dict
 from autoparallel.cost_model.collectives.collectives import Group, group_of
@@ -31,6 +30,7 @@ from autoparallel.cost_model.profile.measure import Budget
 from autoparallel.cost_model.profile.records import Measurement, Transfer
 from autoparallel.cost_model.profile.transfers import overlapped
 from autoparallel.options.parse import parse_settings
+from autoparallel.options.plan_options import PlanOptions, without_servers
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.find_plan import plan
 from autoparallel.planner.precision import with_precision
@@ -38,8 +38,8 @@ from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.pricing.mesh_prices import STATE_KINDS
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, update_kind
 from autoparallel.planner.profiling_targets import Wanted, asked_cases
-from autoparallel.planning.plan import PlanOptions, capture_target, own_update, request_of
-from autoparallel.planning.served_planning import without_servers
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import own_update, request_of
 from autoparallel.planning.tf32 import with_choice
 from autoparallel.profiling.blocks import BlockTodo, measure_blocks, todo_of
 from autoparallel.profiling.progress import Shown, shown_progress
@@ -59,7 +59,8 @@ from autoparallel.runtime.profile.links import (
 from autoparallel.runtime.profile.ops import OpTime, measure_ops
 from autoparallel.runtime.profile.update import SIZES, measure_updates
 from autoparallel.runtime.update.optimizer import BuildOptimizer
-from autoparallel.target.load import Target, load_target
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 MOST_ROUNDS = 4
 LINK_SHARE = 0.3
@@ -120,7 +121,7 @@ def profile(
 ) -> dict[str, Any]:
     """Measures what planning ``target`` with these options asks for. Collective.
 
-    ``options`` are those of ``plan_options``, as text. Rank 0 returns what was done.
+    Rank 0 returns what was done.
     """
     loaded = load_target(target, parse_settings(settings))
     on = from_dict(dict(cluster), "cluster")
@@ -131,7 +132,7 @@ def profile(
             stack.enter_context(explained(Path(database)))
             opened = stack.enter_context(Database(database))
             shown = stack.enter_context(shown_progress(budget, quiet=quiet))
-            chosen = plan_options(**options)
+            chosen = PlanOptions.from_json(options)
             on = with_choice(on, chosen.tf32)
             leader = _Leader(worker, loaded, on, chosen, opened, shown, budget)
         for _ in range(MOST_ROUNDS):

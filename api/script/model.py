@@ -28,8 +28,9 @@ from autoparallel.script.expressions import INDENT, literal
 from autoparallel.script.parts import taken_names
 from autoparallel.script.source import Exported
 from autoparallel.script.values import made_up_batches
-from autoparallel.target.load import Target
+from autoparallel.target.huggingface import target_config
 from autoparallel.target.lora import parse_lora, target_paths
+from autoparallel.target.target import Target
 from autoparallel.target.trust import target_name
 
 
@@ -137,7 +138,6 @@ def _huggingface(
     target: Target, folder: Path
 ) -> tuple[tuple[str, ...], list[str], tuple[str, ...]]:
     """The configuration as a file, and how the model is made of it."""
-    from autoparallel.target.huggingface import target_config
 
     built = target.build_model if target.settings.get("lora") else None
     config = target_config(target)

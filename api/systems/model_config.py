@@ -12,6 +12,7 @@ from typing import Any
 
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Plan
+from autoparallel.target.huggingface import hub_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,6 @@ def read_config(plan: Plan) -> tuple[ModelConfig | None, str]:
     target = plan.model.target
     if not target.startswith("hf:"):
         return None, f"{target} is no Hugging Face configuration"
-    from autoparallel.target.huggingface import hub_config
 
     try:
         config = hub_config(target, plan.model.settings)

@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from autoparallel.analysis.configurations import ConfiguredPlans
+from autoparallel.analysis.recaptured import recaptured
+from autoparallel.cache.plan_cache import plan_cache
+from autoparallel.options.progress import progress
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Plan
@@ -31,10 +35,6 @@ def price(
     plan: Plan, plan_path: Path, candidates: Sequence[Configuration], *, trust: bool
 ) -> Priced:
     """The best of the candidates."""
-    from autoparallel.analysis.configurations import ConfiguredPlans
-    from autoparallel.analysis.recaptured import recaptured
-    from autoparallel.cache.plan_cache import plan_cache
-    from autoparallel.options.progress import progress
 
     try:
         with plan_cache() as cache, progress() as observe:

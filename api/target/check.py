@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from autoparallel.options.words import bytes_text, count_text
-from autoparallel.target.load import Target, building
+from autoparallel.passes.programs.batch import leaves, path_text
+from autoparallel.target.target import Target, building
 
 
 def check_target(target: Target, global_batch: int, seq: int | None) -> str:
@@ -13,9 +16,6 @@ def check_target(target: Target, global_batch: int, seq: int | None) -> str:
 
     Raises UsageError (AP105 to AP108) where the contract is broken.
     """
-    import torch
-
-    from autoparallel.passes.programs.batch import leaves, path_text
 
     with building(target), torch.device("meta"):
         model = target.build_model()
@@ -40,7 +40,6 @@ def check_target(target: Target, global_batch: int, seq: int | None) -> str:
 
 
 def _leaf_text(leaf: Any) -> str:
-    import torch
 
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)

@@ -25,8 +25,8 @@ from autoparallel.target.huggingface_batch import (
     label_names,
     make_batch,
 )
-from autoparallel.target.load import Target, checked_batches
 from autoparallel.target.lora import Lora, add_lora, parse_lora
+from autoparallel.target.target import Target, checked_batches
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

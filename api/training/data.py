@@ -19,7 +19,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.data.batches import RankInputs
 from autoparallel.runtime.messages.shared_objects import SharedCount, gather_values
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.target.load import Target
+from autoparallel.target.target import Target
 from autoparallel.training.loaders import advanced, has_rows
 
 

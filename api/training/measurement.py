@@ -16,10 +16,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from autoparallel import __version__
 from autoparallel.options.words import bytes_text, seconds_text
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
+from autoparallel.training.step_log import outcome
 
 if TYPE_CHECKING:
     from autoparallel.training.step_log import Figures
@@ -67,10 +71,6 @@ def keep_measurement(
 
     A run does not fail where a folder cannot be written: that is printed.
     """
-    import torch
-
-    from autoparallel import __version__
-    from autoparallel.training.step_log import outcome
 
     measured = outcome(figures, plan, num_batches)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from autoparallel.options.run_options import told
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.parameter_servers import served
 from autoparallel.runtime.data.batches import RankInputs, marked, named_inputs
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
 from autoparallel.training.data import TrainingData
+from autoparallel.training.run_setup import open_callbacks
 from autoparallel.training.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from autoparallel.planner.plan import Plan
     from autoparallel.runtime.launch.process import Worker
     from autoparallel.runtime.step.trainer import Trainer
-    from autoparallel.target.load import Target
+    from autoparallel.target.target import Target
 
 
 def what_servers_lack(options: RunOptions, asked: Mapping[str, Any]) -> list[str]:
@@ -77,7 +77,7 @@ def train_served(
         cast("Trainer", _Reader(trainer)), target, seed=seed, progress=worker.watchdog.progress,
         tell=partial(print, flush=True) if is_first else lambda line: None,
     )  # fmt: skip
-    with told(options, plan, target, rank=worker.rank) as callback:
+    with open_callbacks(options, plan, target, rank=worker.rank) as callback:
         log = StepLog(
             samples_or_tokens(plan), memory, callback,
             predicted_seconds=plan.prediction.step_seconds if is_first else None,

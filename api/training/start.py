@@ -12,42 +12,24 @@ from typing import Any
 
 from autoparallel.cache.verified import mark_verified
 from autoparallel.cost_model.cluster.detect import threads_per_device
-from autoparallel.options.asked import checked_init
 from autoparallel.options.hosts import ranks_per_host
-from autoparallel.options.run_options import RunOptions
+from autoparallel.options.run_options import RunOptions, Sources, absolute, checked_init
 from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.weight_versions import is_asynchronous
 from autoparallel.planning.plan_files import load_plan
 from autoparallel.report.page import configuration_text
 from autoparallel.runtime.checkpoint.weight_files import open_weights
+from autoparallel.runtime.launch.agent import launch_on_hosts
 from autoparallel.runtime.launch.launch import is_launched, launch
 from autoparallel.runtime.launch.process import Job
 from autoparallel.runtime.launch.rendezvous import Hosts
+from autoparallel.training.run_setup import check_run_options
 from autoparallel.training.steps import Saving
 
 VERIFY_DTYPES = ("fp64", "fp32")
 TIMEOUT_SECONDS = 600.0
 """How long a rank may make no progress."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """What a run starts from: files of initial ``weights`` (names may be in them or in the model
-    alone if ``weights_partial``), ``data`` of text, and ``init``, how other weights are drawn."""
-
-    weights: str | None = None
-    weights_partial: bool = False
-    data: str | None = None
-    init: str = "auto"
-
-    def resolved(self) -> Sources:
-        """With absolute paths, for processes that may have another folder."""
-        whole = [p if p is None else str(Path(p).resolve()) for p in (self.weights, self.data)]
-        return replace(self, weights=whole[0], data=whole[1])
-
-
-NOTHING = Sources()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +54,7 @@ def start_training(
     seed: int,
     saving: Saving | None = None,
     resume: str | None = None,
-    sources: Sources = NOTHING,
+    sources: Sources = Sources(),
     options: RunOptions | None = None,
     start: Start = Start(),
 ) -> dict[str, Any]:
@@ -81,14 +63,11 @@ def start_training(
     ``saving`` and ``resume``: see ``worker.train``. ``sources`` are where initial weights and
     data come from. Returns measured and predicted figures (see ``worker.outcome``).
 
-    Raises as ``RunOptions.check`` does, UsageError AP850 for an unknown way to draw weights, and
+    Raises as ``check_run_options`` does, UsageError AP850 for an unknown way to draw weights, and
     AP863 where both weights and ``resume`` are given.
     """
     asked = options or RunOptions()
-    asked.check()
-    asked = replace(asked, metrics=_resolved(asked.metrics),
-                    tensorboard=_resolved(asked.tensorboard),
-                    trace=_resolved(asked.trace))  # fmt: skip
+    check_run_options(asked)
     checked_init(sources.init)
     if sources.weights is not None:
         check_weights(sources.weights, resume)
@@ -96,13 +75,9 @@ def start_training(
         saving = replace(saving, folder=str(Path(saving.folder).resolve()))
     return _start(
         "train", path, start, steps=steps, seed=seed,
-        saving=None if saving is None else asdict(saving), resume=_resolved(resume),
-        sources=asdict(sources.resolved()), options=asdict(asked),
+        saving=None if saving is None else asdict(saving), resume=absolute(resume),
+        sources=asdict(sources.resolved()), options=asdict(asked.resolved()),
     )  # fmt: skip
-
-
-def _resolved(path: str | None) -> str | None:
-    return None if path is None else str(Path(path).resolve())
 
 
 def check_weights(weights: str, resume: str | None) -> None:
@@ -198,7 +173,6 @@ def _start_on_host(
     name: str, path: Path, start: Start, hosts: Hosts, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Starts the ranks of this host, one of several."""
-    from autoparallel.runtime.launch.agent import launch_on_hosts
 
     if is_launched(os.environ):
         raise UsageError(

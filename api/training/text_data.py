@@ -26,7 +26,7 @@ from autoparallel.cache.plan_cache import default_folder
 from autoparallel.planner.errors import UsageError
 from autoparallel.target.huggingface import is_causal, model_place, target_config
 from autoparallel.target.huggingface_batch import field_of
-from autoparallel.target.load import Target
+from autoparallel.target.target import Target
 
 if TYPE_CHECKING:
     from torch import Tensor

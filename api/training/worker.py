@@ -22,7 +22,7 @@ from autoparallel.calls.following import Following, followed
 from autoparallel.calls.form import CallForm
 from autoparallel.calls.modes import say_if_drawn_apart, say_if_rows_are_apart
 from autoparallel.cost_model.cluster.torch_tf32 import set_torch
-from autoparallel.options.run_options import RunOptions, as_asked, told
+from autoparallel.options.run_options import RunOptions
 from autoparallel.passes.capture.counter_random import batch_dims
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.capture.modes import promote_to_float64
@@ -32,8 +32,8 @@ from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.asynchronous import described
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
-from autoparallel.planning.plan import capture_program, record_target
-from autoparallel.planning.plan_files import PLAN, load_plan, save_plan
+from autoparallel.planning.capture import capture_program, record_target
+from autoparallel.planning.plan_files import PLAN, batch_seq, load_job, save_plan
 from autoparallel.planning.tf32 import set_as_planned
 from autoparallel.runtime.launch.membership import join_as
 from autoparallel.runtime.launch.process import Worker
@@ -48,13 +48,13 @@ from autoparallel.runtime.verify.async_reference import UpdateRule, run_replay, 
 from autoparallel.runtime.verify.comparison import Quantity
 from autoparallel.runtime.verify.reference import Reference, reference_split, run_reference
 from autoparallel.runtime.verify.verify import verify as run_verification
-from autoparallel.target.load import Target, load_target
-from autoparallel.target.trust import target_name
+from autoparallel.target.target import Target
 from autoparallel.training.data import TrainingData
 from autoparallel.training.elastic_plan import plan_for_ranks
 from autoparallel.training.measurement import keep_measurement
 from autoparallel.training.memory_error import explained_memory_errors
 from autoparallel.training.restart import begin_attempt
+from autoparallel.training.run_setup import open_callbacks, update_options, with_compile_choice
 from autoparallel.training.server_run import check_served_run, train_served
 from autoparallel.training.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
 from autoparallel.training.steps import RunSaves, Saving, take_steps
@@ -82,7 +82,7 @@ def train(
 
     ``saving`` is a ``Saving`` as a dict; ``resume`` a checkpoint, or a folder of them, whose
     newest is taken. Data goes on where the checkpoint stopped, with its seed, and no initial
-    weights are drawn. ``sources`` are the fields of ``training.Sources``: initial weights, how
+    weights are drawn. ``sources`` are the fields of ``Sources``: initial weights, how
     they are drawn, and data of text; ``options`` those of ``RunOptions``. Returns the measured
     and predicted seconds and bytes, and the losses.
     """
@@ -98,7 +98,7 @@ def train(
     folder = None if how is None else how.folder
     if asked.elastic is not None:
         plan = plan_for_ranks(plan, target, worker, asked.elastic, folder)
-    plan = as_asked(plan, asked.compiled, rank=worker.rank)
+    plan = with_compile_choice(plan, asked.compiled, rank=worker.rank)
     attempt = begin_attempt(worker, folder, resume)
     resume, start = attempt.resume, None
     if resume is None and given.get("weights") is not None:
@@ -115,7 +115,7 @@ def train(
             worker, plan, target, (trainer, memory), steps=steps, seed=seed, options=asked
         )
     trainer.overlaps_steps = True
-    trainer.use_update(asked.update(device.type), target.build_scheduler)
+    trainer.use_update(update_options(asked, device.type), target.build_scheduler)
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
     captures = trainer.runner.captures
@@ -138,7 +138,7 @@ def train(
     if worker.rank == 0 and how is not None:
         keep_plan(plan, how.folder)
     watched = explained_memory_errors(plan, worker, partial(held_by, trainer), memory.peak_bytes)
-    telling = told(asked, plan, target, rank=worker.rank, kept=attempt.kept(done))
+    telling = open_callbacks(asked, plan, target, rank=worker.rank, kept=attempt.kept(done))
     trace = RunTrace(asked.trace_steps, asked.trace, first=done + 1, last=last)
     with telling as callback, watched:
         predicted = plan.prediction.step_seconds * asked.accumulate
@@ -173,7 +173,7 @@ def verify(
     """Compares the plan's run with one device; the result as plain data."""
     plan, target = load_job(plan_path)
     set_torch(())  # TF32 rounds float32 products further than verification tolerates.
-    plan = as_asked(plan, compiled, rank=worker.rank)
+    plan = with_compile_choice(plan, compiled, rank=worker.rank)
     precision: Precision = "fp64" if dtype == "fp64" else "fp32"
     plan = replace(plan, model=replace(plan.model, precision=precision))
     device = join_as(worker, plan.cluster)
@@ -271,17 +271,6 @@ def _run_plain(
     return found.on_cpu()
 
 
-def load_job(plan_path: str) -> tuple[Plan, Target]:
-    """The plan and the target that it was made for."""
-    plan = load_plan(plan_path)
-    return plan, load_plan_target(plan, plan_path)
-
-
-def load_plan_target(plan: Plan, plan_path: str) -> Target:
-    """The target that ``plan`` was made for, whose code runs."""
-    return load_target(target_name(plan, plan_path), plan.model.settings)
-
-
 def make_trainer(
     plan: Plan,
     target: Target,
@@ -331,8 +320,3 @@ def make_trainer(
             CallForm(deferred.model.forward),
         )  # fmt: skip
     return trainer, memory
-
-
-def batch_seq(plan: Plan, target: Target) -> int | None:
-    """The length to ask ``example_batch`` for: the plan's, unless the batch takes none."""
-    return plan.model.seq if target.takes_seq else None

@@ -24,8 +24,9 @@ from typing import Any
 from plot import Curve, draw
 
 from autoparallel.options.parse import parse_parallel
-from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planning.plan_files import save_plan
+from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.target.load import load_target
@@ -126,8 +127,9 @@ def train(worker: Worker, *, plan_path: str, steps: int, seed: int) -> list[floa
     """The loss of each of the plan's steps, on a rank."""
     import torch
 
+    from autoparallel.planning.plan_files import load_job
     from autoparallel.runtime.launch.membership import join_as
-    from autoparallel.training.worker import load_job, make_trainer
+    from autoparallel.training.worker import make_trainer
 
     plan, target = load_job(plan_path)
     device = join_as(worker, plan.cluster)

@@ -33,10 +33,12 @@ from ranks import Job, _Work, on_ranks
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
+from autoparallel.planning.capture import capture_target
 from autoparallel.planning.objectives import plan_for
-from autoparallel.planning.plan import PlanOptions, capture_target, priced, request_of
+from autoparallel.planning.plan import priced, request_of
 from autoparallel.runtime.messages.all_reduces import AllReduces
 from autoparallel.target.load import load_target
 

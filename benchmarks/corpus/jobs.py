@@ -18,22 +18,18 @@ from autoparallel.cache.captures import CAPTURE
 from autoparallel.cache.plan_cache import MISSING, Cache
 from autoparallel.cache.store import FileShelf
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.options.asked import options_of
+from autoparallel.options.plan_options import PlanOptions, plan_options
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.evaluate import Evaluator
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.pricing.whole_block import whole_blocks
-from autoparallel.planning.plan import (
-    PlanOptions,
-    basis_for,
-    capture_target,
-    find_cluster,
-    make_plan,
-    priced_graph,
-)
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import basis_for, find_cluster, priced_graph
 from autoparallel.planning.tf32 import with_choice
-from autoparallel.target.load import Target, load_target
+from autoparallel.profiling.measured_plan import make_plan
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 CAPTURES = Path(__file__).resolve().parents[2] / "build" / "corpus" / "captures.sqlite"
 MOST_BYTES = 2**30
@@ -65,7 +61,7 @@ class Job:
     @classmethod
     def of(cls, case: Mapping[str, Any]) -> Job:
         """The job of a case's fields."""
-        options = options_of(case["global_batch"], case["seq"], {**FIXED, **case["options"]})
+        options = plan_options(case["global_batch"], case["seq"], **{**FIXED, **case["options"]})
         return cls(load_target(case["target"], case["settings"]), case["cluster"], options)
 
 

@@ -19,9 +19,10 @@ from autoparallel.cost_model.profile.database import Database
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import level_of
 from autoparallel.cost_model.profile.records import Measurement, Transfer
-from autoparallel.options.asked import options_of
+from autoparallel.options.plan_options import plan_options
 from autoparallel.planner.profiling_targets import Wanted, asked_cases
-from autoparallel.planning.plan import capture_target, find_cluster, request_of
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import find_cluster, request_of
 from autoparallel.target.load import load_target
 from benchmarks.corpus.cases import BY_NAME
 
@@ -34,7 +35,7 @@ SIZES = (1 << 10, 1 << 16, 1 << 22, 1 << 28)
 
 def main() -> None:
     case = BY_NAME["measured-4xH100"]
-    options = options_of(case.global_batch, case.seq, {**case.options, "profile": "analytic"})
+    options = plan_options(case.global_batch, case.seq, **{**case.options, "profile": "analytic"})
     target = load_target(case.target, case.settings)
     program = capture_target(target, options)
     wanted = asked_cases(

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.schedules.catalogue import SCHEDULES
-from autoparallel.planning.plan import PlanOptions, make_plan
 from autoparallel.planning.plan_files import save_plan
+from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.target.load import load_target

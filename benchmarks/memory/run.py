@@ -20,9 +20,11 @@ from typing import Any
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.memory.stage_memory import stage_memory
 from autoparallel.planner.plan import Precision
-from autoparallel.planning.plan import PlanOptions, capture_target, plan_program
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import plan_program
 from autoparallel.planning.plan_files import save_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.target.load import load_target

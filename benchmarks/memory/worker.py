@@ -8,10 +8,11 @@ from typing import Any
 import torch.distributed as dist
 
 from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.planning.plan_files import load_job
 from autoparallel.runtime.launch.membership import join_as
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.runtime.profile.memory_counter import measure_step
-from autoparallel.training.worker import load_job, make_trainer
+from autoparallel.training.worker import make_trainer
 
 WARM_UP_STEPS = 2
 MEASURED_STEPS = 3

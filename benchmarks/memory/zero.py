@@ -30,13 +30,16 @@ from ranks import COMPARED_STEPS, on_ranks
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.cost_model.ops.memory import GradientDtype, policy, sent_bytes
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning.plan import PlanOptions, capture_target, plan_program, record_target
+from autoparallel.planning.capture import capture_target, record_target
+from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.profile.memory_counter import states_before_last_backward
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.target.load import Target, load_target
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.py"
 SEQ = 16

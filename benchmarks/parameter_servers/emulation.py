@@ -23,11 +23,11 @@ from torch import Tensor
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import loads
-from autoparallel.planning.plan import record_target
+from autoparallel.planning.capture import record_target
 from autoparallel.runtime.servers.channels import PeerChannel, Reply, Request
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
 from autoparallel.runtime.servers.server_worker import ServerWorker
-from autoparallel.target.load import Target
+from autoparallel.target.target import Target
 from benchmarks.parameter_servers.classifier import points_of
 from benchmarks.regret import device
 from benchmarks.regret.device import EmulatedDevice

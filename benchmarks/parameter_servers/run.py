@@ -33,10 +33,13 @@ from autoparallel.cost_model.cluster.cluster import Cluster, Link
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.cost_model.simulator.server_simulation import ServerTimes
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import dumps
-from autoparallel.planning.plan import PlanOptions, capture_target, plan_program
-from autoparallel.target.load import Target, load_target
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import plan_program
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 from benchmarks.parameter_servers.emulation import (
     Emulation,
     Training,

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from autoparallel.options.parse import parse_parallel, parse_settings
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.planning.plan import PlanOptions, make_plan
 from autoparallel.planning.plan_files import save_plan
+from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.target.load import load_target
@@ -123,8 +124,9 @@ def compare(
     import torch
     import torch.distributed as dist
 
+    from autoparallel.planning.plan_files import load_job
     from autoparallel.runtime.launch.membership import join_as
-    from autoparallel.training.worker import load_job, make_trainer
+    from autoparallel.training.worker import make_trainer
 
     plan, target = load_job(plan_path)
     device = join_as(worker, plan.cluster)
@@ -225,7 +227,7 @@ def same_modules(trainer: Any, target: Any) -> dict[int, Any]:
     """This rank's stages as our runtime runs them, with weights of their own."""
     from torch import nn
 
-    from autoparallel.planning.plan import record_target
+    from autoparallel.planning.capture import record_target
     from autoparallel.runtime.messages.communicator import ProcessCommunicator
     from autoparallel.runtime.parameters.initial_values import constants_of, fill_stages
 

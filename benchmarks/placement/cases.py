@@ -11,13 +11,15 @@ from typing import Any
 from one_stage import ranked
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.placers.space import Problem
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.requests.options import stage_numbers
 from autoparallel.planner.search.branch_and_bound import PipelineProposal
 from autoparallel.planner.search.candidates import candidate
-from autoparallel.planning.plan import PlanOptions, capture_target, request_of
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import request_of
 from autoparallel.target.load import load_target
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

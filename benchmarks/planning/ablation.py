@@ -121,10 +121,11 @@ def _variants() -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _prepared(case: Case) -> Callable[..., Plan]:
     """A function that plans the case without a proposer, or without some features."""
-    from autoparallel.commands.options import plan_options
+    from autoparallel.options.plan_options import plan_options
     from autoparallel.planner.find_plan import PROPOSERS, SearchMethod, plan
     from autoparallel.planner.requests.features import Features
-    from autoparallel.planning.plan import capture_target, find_cluster, priced, request_of
+    from autoparallel.planning.capture import capture_target
+    from autoparallel.planning.plan import find_cluster, priced, request_of
     from autoparallel.target.load import load_target
 
     target = load_target(case.target, dict(case.settings))

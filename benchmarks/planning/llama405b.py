@@ -27,11 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoparallel.commands.simulate_page import simulated
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import progress
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.pricing.basis import DEFAULT, RUNTIME, Basis
-from autoparallel.planning.plan import PlanOptions, capture_target, find_cluster, plan_program
-from autoparallel.target.load import Target, load_target
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import find_cluster, plan_program
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 from benchmarks.planning.cases import BY_NAME
 
 if TYPE_CHECKING:

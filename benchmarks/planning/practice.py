@@ -20,10 +20,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
-from autoparallel.planning.plan import PlanOptions, capture_target, find_cluster, plan_program
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import find_cluster, plan_program
 from autoparallel.target.load import load_target
 from benchmarks.planning.cases import HERE, LLAMA, LLAMA_70B, LLAMA_405B
 

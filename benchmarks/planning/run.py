@@ -107,8 +107,8 @@ def planned(case: Case, times: int, time_limit_seconds: float) -> dict[str, Any]
 
 def _planned(case: Case, times: int, time_limit_seconds: float, began: float) -> dict[str, Any]:
     from autoparallel.cache.plan_cache import plan_cache
-    from autoparallel.commands.options import plan_options
-    from autoparallel.planning.plan import make_plan
+    from autoparallel.options.plan_options import plan_options
+    from autoparallel.profiling.measured_plan import make_plan
     from autoparallel.target.load import load_target
 
     target = load_target(case.target, dict(case.settings))

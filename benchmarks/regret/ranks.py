@@ -22,10 +22,11 @@ from links import Place
 from autoparallel.cost_model.collectives.collectives import group_of
 from autoparallel.cost_model.profile.records import Transfer
 from autoparallel.cost_model.profile.transfers import level_of
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import loads
-from autoparallel.planning.plan import PlanOptions, capture_target, record_target
+from autoparallel.planning.capture import capture_target, record_target
 from autoparallel.profiling.transfers import LinkTodo
 from autoparallel.runtime.profile.links import (
     COLLECTIVES,
@@ -36,7 +37,8 @@ from autoparallel.runtime.profile.links import (
     neighbours,
 )
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.target.load import Target, load_target
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 CLONE_NEWNET = 0x40000000
 PORT = 29500

@@ -39,12 +39,14 @@ from autoparallel.cache.database import environment_for
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Transfer
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan_file import dumps
 from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.summary import plan_summary
+from autoparallel.planning.capture import capture_target
 from autoparallel.planning.objectives import plan_for
-from autoparallel.planning.plan import PlanOptions, capture_target, priced, request_of
+from autoparallel.planning.plan import priced, request_of
 from autoparallel.target.load import load_target
 from benchmarks.regret.page import CHOICE, Row, plot, tables
 

@@ -23,9 +23,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from autoparallel.commands.options import plan_options
-from autoparallel.planning.plan import make_plan
+from autoparallel.options.plan_options import plan_options
 from autoparallel.planning.plan_files import save_plan
+from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.profiling.start import start_profiling
 from autoparallel.target.load import load_target
 from autoparallel.training.start import start_training

@@ -16,6 +16,7 @@ from statistics import NormalDist
 from autoparallel.cost_model.collectives.dispatch import DISPATCHERS, Dispatcher
 from autoparallel.cost_model.ops.memory import PrecisionPolicy
 from autoparallel.options.parse import parse_settings
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.program import Program as Captured
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision, Recompute
@@ -23,7 +24,7 @@ from autoparallel.planner.pricing.basis import CostAssumptions
 from autoparallel.planner.pricing.systems import assumptions_of
 from autoparallel.planner.replay import RECOMPUTED_PARTS, RecomputedPart
 from autoparallel.planner.rules.expert_traffic import ExpertKernels
-from autoparallel.planning.plan import PlanOptions, capture_target
+from autoparallel.planning.capture import capture_target
 from autoparallel.target.load import load_target
 
 from .clusters import make_cluster

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import Deferred, plain_build
@@ -36,11 +37,13 @@ from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planner.rules.strategies import has_rule
-from autoparallel.planning.plan import PlanOptions, capture_program, plan_program, record_target
+from autoparallel.planning.capture import capture_program, record_target
+from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.verify.reference import Reference, run_reference
 from autoparallel.runtime.verify.verify import verify
-from autoparallel.target.load import Target, load_target
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 CONFIGS = Path(__file__).resolve().parents[2] / "tests" / "zoo"
 PLANS = ("dp=2", "tp=2", "pp=2", "own")

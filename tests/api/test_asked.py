@@ -6,13 +6,12 @@ import inspect
 
 import pytest
 
-from autoparallel.commands.options import plan_options
 from autoparallel.commands.plan import plan
 from autoparallel.commands.profile import profile
 from autoparallel.commands.run import run
 from autoparallel.commands.verify import verify
-from autoparallel.options.asked import SearchOptions, options_of
 from autoparallel.options.parse import parse_deadline, parse_prices
+from autoparallel.options.plan_options import SearchOptions, plan_options
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.requests.goal import Deadline, Goal
 from autoparallel.planner.requests.pins import parse_pin
@@ -79,8 +78,8 @@ def test_a_wrong_price_is_refused(text: str) -> None:
 
 def test_the_fewest_devices_need_a_deadline_and_objectives_are_known() -> None:
     with pytest.raises(UsageError, match="AP189"):
-        options_of(8, None, {"objective": "devices"})
+        plan_options(8, None, **{"objective": "devices"})
     with pytest.raises(UsageError, match="AP188"):
-        options_of(8, None, {"objective": "fame"})  # type: ignore[typeddict-item]
+        plan_options(8, None, **{"objective": "fame"})  # type: ignore[typeddict-item]
     with pytest.raises(UsageError, match="AP187"):
-        options_of(8, None, {"gap": 1.5})
+        plan_options(8, None, **{"gap": 1.5})

@@ -23,7 +23,8 @@ from autoparallel.cache.plan_cache import (
     version,
 )
 from autoparallel.cache.store import FileShelf
-from autoparallel.planning.plan import PlanOptions, capture_target, record_target
+from autoparallel.options.plan_options import PlanOptions
+from autoparallel.planning.capture import capture_target, record_target
 from autoparallel.target.load import load_target
 
 MODEL = """

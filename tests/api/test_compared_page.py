@@ -11,8 +11,9 @@ import pytest
 from browser import DARK, check_frames, needs_browser, probed
 from pages import GIB, Outline, compared_items, drawn_plan
 
-from autoparallel.analysis.compare import Comparison, Item
+from autoparallel.analysis.compare import Item
 from autoparallel.html.compared import SECTIONS, compared_notebook, compared_page
+from autoparallel.html.notebook import Comparison
 
 WHAT = """
 const table = doc.querySelector("#figures table"), heads = [...table.tHead.rows[0].cells];

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import autoparallel
-from autoparallel.options.run_options import as_asked
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.report.page import describe
+from autoparallel.training.run_setup import with_compile_choice
 
 
 class Net(nn.Module):
@@ -40,10 +40,10 @@ def test_a_compiled_plan_is_faster_says_so_and_survives_its_file() -> None:
 
 def test_a_run_that_differs_from_its_plan_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(compiled=True)
-    assert as_asked(plan, None, rank=0) is plan
-    assert as_asked(plan, True, rank=0) is plan
+    assert with_compile_choice(plan, None, rank=0) is plan
+    assert with_compile_choice(plan, True, rank=0) is plan
     assert capsys.readouterr().err == ""
-    assert not as_asked(plan, False, rank=0).compiled
+    assert not with_compile_choice(plan, False, rank=0).compiled
     assert "priced for compiled blocks and runs eager" in capsys.readouterr().err
-    as_asked(plan, False, rank=1)
+    with_compile_choice(plan, False, rank=1)
     assert capsys.readouterr().err == ""

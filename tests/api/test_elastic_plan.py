@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import WorkerError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning.plan import PlanOptions, make_plan
 from autoparallel.planning.plan_files import load_plan
+from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.launch.process import Worker, current_worker
-from autoparallel.target.load import Target, load_target
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 from autoparallel.training.elastic_plan import plan_for_ranks
 
 MODEL = Path(__file__).parents[1] / "support" / "dropout_model.py"

@@ -18,10 +18,11 @@ from autoparallel.analysis.baselines import Baseline, baselines, fastest
 from autoparallel.analysis.repriced import PricedAgain, price_again
 from autoparallel.commands.inspect import page_sources
 from autoparallel.cost_model.simulator.actions import COMPUTE
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.memory.stage_memory import memory_by_action
 from autoparallel.planner.configured.configuration import ConfigurationPricer
 from autoparallel.planner.plan import Alternative, Plan
-from autoparallel.planning.plan import PlanOptions, capture_target
+from autoparallel.planning.capture import capture_target
 from autoparallel.report import ONE_SCREEN, print_report
 from autoparallel.target.load import load_target
 

@@ -10,7 +10,7 @@ import pytest
 from autoparallel import __main__ as cli
 from autoparallel import load_plan
 from autoparallel.cache.database import default_database
-from autoparallel.options.asked import options_of
+from autoparallel.options.plan_options import plan_options
 from autoparallel.planner.errors import UsageError
 
 SECONDS = "AUTOPARALLEL_MEASURE_SECONDS"
@@ -58,15 +58,15 @@ def test_the_environment_gives_the_seconds_unless_they_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(SECONDS, "3")
-    assert options_of(8, None, {}).measure_seconds == 3.0
-    assert options_of(8, None, {"measure_seconds": 1.0}).measure_seconds == 1.0
+    assert plan_options(8).measure_seconds == 3.0
+    assert plan_options(8, None, **{"measure_seconds": 1.0}).measure_seconds == 1.0
     monkeypatch.delenv(SECONDS)
-    assert options_of(8, None, {}).measure_seconds == 10.0
+    assert plan_options(8).measure_seconds == 10.0
 
 
 @pytest.mark.parametrize("text", ["soon", "-1"])
 def test_seconds_that_are_none_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECONDS, text)
     with pytest.raises(UsageError) as caught:
-        options_of(8, None, {})
+        plan_options(8)
     assert caught.value.code == "AP840"

@@ -14,19 +14,15 @@ from marks import slow
 from torch import Tensor, nn
 
 import autoparallel
-from autoparallel.adoption.parallelize import make_target
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
 from autoparallel.cache.store import FileShelf
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.plan import Plan
-from autoparallel.planning.plan import (
-    PlanOptions,
-    capture_target,
-    find_cluster,
-    make_plan,
-    plan_program,
-    within_limit,
-)
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import find_cluster, plan_program, within_limit
+from autoparallel.profiling.measured_plan import make_plan
+from autoparallel.target.from_python import make_target
 from autoparallel.target.load import load_target
 
 GPT = load_target("examples/gpt.py", {"n_layer": 2, "d_model": 512, "n_head": 8, "seq": 512})

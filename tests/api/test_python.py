@@ -11,8 +11,9 @@ from handmade import pipeline_plan
 from torch import Tensor, nn
 
 import autoparallel
-from autoparallel.adoption.parallelize import batch_function, make_target, plan_options
+from autoparallel.adoption.parallelize import plan_options
 from autoparallel.planner.errors import CaptureError, UsageError
+from autoparallel.target.from_python import batch_function, make_target
 
 
 class Net(nn.Module):

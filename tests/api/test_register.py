@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import autoparallel
 from autoparallel import UsageError, VerificationError
-from autoparallel.planning.plan import capture_model
+from autoparallel.planning.capture import capture_model
 from autoparallel.testing import check_op
 
 

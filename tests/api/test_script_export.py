@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from autoparallel.exporting.plans import export_plan
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.capture.counter_random import counter_random
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.capture.modes import promote_to_float64
@@ -35,14 +36,16 @@ from autoparallel.passes.ops.random_ops import step_key
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan import ServerPlan
 from autoparallel.planner.plan_file import loads
-from autoparallel.planning.plan import PlanOptions, capture_program, make_plan, record_target
+from autoparallel.planning.capture import capture_program, record_target
 from autoparallel.planning.plan_files import save_plan
+from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.update.optimizer import built, default_optimizer
 from autoparallel.runtime.update.update import UpdateOptions
 from autoparallel.runtime.verify.verify import TOLERANCE
 from autoparallel.script.source import check_writable
-from autoparallel.target.load import Target, load_target
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 STEPS = 3
 SEQ, GLOBAL_BATCH = 16, 8

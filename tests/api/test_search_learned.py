@@ -10,11 +10,11 @@ from one_stage import plan
 from random_cases import random_case
 from small_graphs import cluster, mlp
 
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.placers.placement import learned_pipelines
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.requests.request import Request
-from autoparallel.planning.plan import PlanOptions
 
 SEEDS = (
     *range(5, 8),

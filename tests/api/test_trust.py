@@ -13,10 +13,11 @@ import autoparallel
 from autoparallel.__main__ import run_command
 from autoparallel.exporting.solver_programs import plan_program
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
-from autoparallel.planning.plan import PlanOptions, make_plan
 from autoparallel.planning.plan_files import load_plan, save_plan
+from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.target.load import load_target
 from autoparallel.target.trust import check_trusted
 

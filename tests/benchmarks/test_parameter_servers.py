@@ -11,9 +11,12 @@ from processes import run_processes
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.plan_file import dumps
-from autoparallel.planning.plan import PlanOptions, capture_target, plan_program
-from autoparallel.target.load import Target, load_target
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import plan_program
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 from benchmarks.parameter_servers.emulation import Training, train
 from benchmarks.parameter_servers.page import (
     CHOOSING_SEED,

@@ -10,6 +10,7 @@ from test_verification import SEQ, captured, target
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.parameter_servers import server_plan
@@ -17,7 +18,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.summary import plan_summary
-from autoparallel.planning.plan import PlanOptions, plan_program
+from autoparallel.planning.plan import plan_program
 
 
 def planned(parallel: str, cluster: str = "cpu:4") -> Plan:

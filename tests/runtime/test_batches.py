@@ -18,12 +18,13 @@ from test_verification_shares import batch_of, captured, target
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.batch import Example
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Blocks, Graph, Ref
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning.plan import PlanOptions, plan_program
+from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.data.batches import RankInputs, named_inputs
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.verify.comparison import Verification

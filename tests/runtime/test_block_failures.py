@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from autoparallel.options.parse import parse_parallel, parse_settings
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import HangError
-from autoparallel.planning.plan import PlanOptions, make_plan
 from autoparallel.planning.plan_files import save_plan
+from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.target.load import load_target

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from autoparallel.options.parse import parse_settings
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import HangError, WorkerError
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning.plan import PlanOptions, make_plan
 from autoparallel.planning.plan_files import save_plan
+from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.runtime.messages.failure_store import FolderBoard, Note, Ranks, blame
@@ -147,7 +148,8 @@ def is_fed_longer_sequences(worker: Worker, plan_path: str, folder: str) -> None
     import torch
 
     from autoparallel.planner.errors import UsageError
-    from autoparallel.training.worker import load_job, make_trainer
+    from autoparallel.planning.plan_files import load_job
+    from autoparallel.training.worker import make_trainer
 
     plan, target = load_job(plan_path)
     from autoparallel.runtime.launch.membership import join_as

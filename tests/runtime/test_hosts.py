@@ -25,11 +25,12 @@ from test_restarts import KILLED, MODEL, STEPS
 from autoparallel.__main__ import run_command
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.hosts import parse_hosts, ranks_per_host
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning.plan import PlanOptions, make_plan
 from autoparallel.planning.plan_files import load_plan, save_plan
+from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.launch.agent import LOST_SECONDS, Peers
 from autoparallel.runtime.launch.membership import join_as
 from autoparallel.runtime.launch.process import Worker

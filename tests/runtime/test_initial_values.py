@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization import deferred_init
 from autoparallel.passes.initialization.deferred_init import (
     Init,
@@ -24,10 +25,11 @@ from autoparallel.passes.initialization.deferred_init import (
 )
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning.plan import PlanOptions, plan_program
+from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.parameters.materialize import box_of, tensor_names
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.target.load import Target, load_target
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 SEQ = 16
 PARALLEL = ("dp=2,zero=3", "tp=2", "pp=2,microbatches=2", "dp=2")

@@ -11,11 +11,13 @@ from torch import nn
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.memory.stage_memory import stage_memory
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning.plan import PlanOptions, capture_program, capture_target, plan_program
-from autoparallel.planning.plan import record_target as record
+from autoparallel.planning.capture import capture_program, capture_target
+from autoparallel.planning.capture import record_target as record
+from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.profile.memory_counter import MemoryReport, measure_peak, measure_step
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.target.load import load_target

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autoparallel.cost_model.ops.memory import OPTIMIZER_STATES
-from autoparallel.planning.plan import OPTIMIZERS
+from autoparallel.options.plan_options import OPTIMIZERS
 from autoparallel.runtime.update.optimizer import default_optimizer
 
 

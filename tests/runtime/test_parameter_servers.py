@@ -17,6 +17,7 @@ from processes import run_processes
 from test_verification import captured, target
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.capture.counter_random import batch_dims
 from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
@@ -24,7 +25,7 @@ from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.plan import Plan, ServerPlan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning.plan import PlanOptions, plan_program
+from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.servers.server import Server
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
 from autoparallel.runtime.verify.reference import Reference, run_reference

@@ -14,12 +14,13 @@ from processes import run_processes
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.cost_model.ops.memory import DEFAULT, StateOptions, policy, state_bytes
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization.deferred_init import Deferred
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning.plan import PlanOptions, plan_program
+from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.parameters.parameters import StageParameter
 from autoparallel.runtime.profile.memory_counter import states_before_last_backward
 from autoparallel.runtime.step.trainer import Trainer

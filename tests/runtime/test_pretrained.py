@@ -17,7 +17,7 @@ import autoparallel
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.layout import Region
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning.plan import capture_program, record_target
+from autoparallel.planning.capture import capture_program, record_target
 from autoparallel.runtime.checkpoint.weight_files import WeightFiles
 from autoparallel.runtime.parameters.pretrained import load_pretrained, pretrained
 from autoparallel.runtime.step.trainer import Trainer

@@ -17,6 +17,7 @@ import pytest
 from commands import run_python
 from marks import slow
 
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import (
     AutoparallelError,
     DeviceMemoryError,
@@ -26,8 +27,8 @@ from autoparallel.planner.errors import (
 )
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning.plan import PlanOptions, make_plan
 from autoparallel.planning.plan_files import load_plan, save_plan
+from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.checkpoint.folder import complete_checkpoints
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker

@@ -20,8 +20,9 @@ from forked_interpreters import ForkedInterpreter
 from processes import run_processes
 
 from autoparallel.options.parse import parse_parallel, parse_settings
-from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planning.plan_files import save_plan
+from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.launch import stopping
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker

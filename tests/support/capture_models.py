@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoparallel.adoption.parallelize import make_target
 from autoparallel.passes.initialization.deferred_init import record_build
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import run
 from autoparallel.passes.programs.program import Program
-from autoparallel.planning.plan import capture_rows
+from autoparallel.planning.capture import capture_rows
+from autoparallel.target.from_python import make_target
 
 ROOT = Path(__file__).parents[2]
 

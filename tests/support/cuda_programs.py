@@ -71,6 +71,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster  # noqa: E402
 from autoparallel.options.parse import parse_parallel  # noqa: E402
+from autoparallel.options.plan_options import PlanOptions  # noqa: E402
 from autoparallel.passes.local.local_functions import (  # noqa: E402
     balanced_causal_attention,
     split_causal_attention,
@@ -86,7 +87,8 @@ from autoparallel.passes.programs.program import Program  # noqa: E402
 from autoparallel.planner.graph import Node, TensorSpec  # noqa: E402
 from autoparallel.planner.layout import Layout, Mesh, local_shape  # noqa: E402
 from autoparallel.planner.plan import Plan  # noqa: E402
-from autoparallel.planning.plan import PlanOptions, capture_target, plan_program  # noqa: E402
+from autoparallel.planning.capture import capture_target  # noqa: E402
+from autoparallel.planning.plan import plan_program  # noqa: E402
 from autoparallel.target.load import load_target  # noqa: E402
 
 CUDA = torch.device("cuda", 0)

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planning.plan import PlanOptions, make_plan
+from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.target.load import load_target
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"

@@ -27,8 +27,8 @@ from autoparallel.passes.initialization.deferred_init import Deferred, record_bu
 from autoparallel.passes.programs.batch import leaves
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan, Precision
-from autoparallel.planning.plan import capture_model
-from autoparallel.target.load import Batch, Target
+from autoparallel.planning.capture import capture_model
+from autoparallel.target.target import Batch, Target
 
 FOLDER = "AUTOPARALLEL_TEST_CAPTURES"
 """The variable that names the session's folder; without it nothing is kept."""

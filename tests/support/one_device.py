@@ -12,7 +12,7 @@ from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.program import Program
 from autoparallel.runtime.verify.reference import Reference, run_reference
-from autoparallel.target.load import Target
+from autoparallel.target.target import Target
 
 Batches = Sequence[Mapping[str, torch.Tensor]]
 

@@ -16,12 +16,14 @@ from test_verification_branches import slow_wires
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization.deferred_init import Deferred
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Plan
-from autoparallel.planning.plan import PlanOptions, plan_program
-from autoparallel.target.load import Target, load_target
+from autoparallel.planning.plan import plan_program
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 SCHEDULES = (
     "gpipe", "1f1b", "eager-1f1b", "interleaved,chunks=2", "interleaved,chunks=4",

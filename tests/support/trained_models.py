@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoparallel
-from autoparallel.target.load import Target, checked_batches, load_target
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target, checked_batches
 
 WIDTH, SEQ, VOCABULARY = 16, 8, 32
 

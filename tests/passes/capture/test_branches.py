@@ -8,7 +8,7 @@ from autoparallel.passes.initialization.deferred_init import record_build
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.pricing.branches import Section, sections
 from autoparallel.planner.pricing.structure import Structure
-from autoparallel.planning.plan import capture_model
+from autoparallel.planning.capture import capture_model
 from autoparallel.target.load import load_target
 
 

@@ -9,7 +9,7 @@ from whole_captures import assert_same, snapshot, whole
 
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.capture.repeats import find_repeats
-from autoparallel.planning.plan import record_target
+from autoparallel.planning.capture import record_target
 from autoparallel.target.load import load_target
 
 ZOO = Path(__file__).parents[2] / "zoo"

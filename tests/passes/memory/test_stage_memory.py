@@ -17,6 +17,7 @@ from torch.nn import functional
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.cost_model.ops.memory import communicator_bytes
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.memory.saved_tensors import Moment, StageActivations, run_microbatch
 from autoparallel.passes.memory.stage_memory import (
@@ -38,8 +39,11 @@ from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planner.pricing.kept_bytes import saved_parts
 from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planning.plan import PlanOptions, capture_target, make_plan, plan_program
-from autoparallel.target.load import Target, load_target
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import plan_program
+from autoparallel.profiling.measured_plan import make_plan
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 EXAMPLES = (
     ("gpt", 32), ("mlp_mixer", None), ("wide_resnet", None), ("gshard_moe", 32), ("unet", None),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
 from autoparallel.planner.configured.configuration import (
@@ -29,7 +30,7 @@ from autoparallel.planner.pricing.choices import inner_collectives, input_specs
 from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.rules.dispatch import as_received
 from autoparallel.planner.rules.saved import expert_pairs
-from autoparallel.planning.plan import PlanOptions, capture_target
+from autoparallel.planning.capture import capture_target
 from autoparallel.target.load import load_target
 
 ROWS = 8

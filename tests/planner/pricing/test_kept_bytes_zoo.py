@@ -13,11 +13,14 @@ import pytest
 
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.memory.saved_tensors import Moment, run_microbatch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.schedules.schedules import find_schedule
-from autoparallel.planning.plan import PlanOptions, capture_target, plan_program
-from autoparallel.target.load import Target, load_target
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import plan_program
+from autoparallel.target.load import load_target
+from autoparallel.target.target import Target
 
 MODES = ("none", "selective", "full")
 FAST = ("bart", "swin")

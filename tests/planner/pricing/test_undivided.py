@@ -9,9 +9,11 @@ from torch import Tensor, nn
 import autoparallel
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options.parse import parse_parallel
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planning.plan import PlanOptions, capture_target, plan_program
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import plan_program
 from autoparallel.target.load import load_target
 
 

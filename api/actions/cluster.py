@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
 
-import typer
+from rich.console import Console
+from rich.table import Table
 
-from autoparallel.commands.options import JsonOption, print_json, stdout_console
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from autoparallel.cost_model.cluster.cluster import Cluster, Device, Link
-    from autoparallel.cost_model.cluster.gpu_links import Wires
-
-ClusterArgument = Annotated[
-    str, typer.Argument(metavar="CLUSTER", help="local, 8xH100, 4x8xA100-80GB, cpu:4, a TOML file")
-]
+from autoparallel.actions.terminal import print_json, stdout_console
+from autoparallel.cache.database import find_profile
+from autoparallel.cost_model.cluster.cluster import Cluster, Device, Link
+from autoparallel.cost_model.cluster.gpu_links import Wires
+from autoparallel.cost_model.cluster.presets import PRESETS
+from autoparallel.options.words import bytes_text, percent_text, rate_text, seconds_text
+from autoparallel.planning.plan import find_cluster
+from autoparallel.report.printing import plain_table
 
 
-def cluster(text: ClusterArgument = "", json: JsonOption = False) -> None:
-    """Show a cluster's figures and their sources; without CLUSTER, list the presets."""
-    from autoparallel.planning.plan import find_cluster
+def cluster(*, text: str, json: bool) -> None:
+    """Carry out ``autoparallel cluster``."""
 
     if not text:
         _show_presets(json)
@@ -51,7 +46,6 @@ def cluster(text: ClusterArgument = "", json: JsonOption = False) -> None:
 
 def show_measured(cluster: Cluster, console: Console) -> None:
     """What the user's database holds for the cluster's devices, if anything."""
-    from autoparallel.cache.database import find_profile
 
     profile = find_profile(cluster, "auto", None)
     if profile is None:
@@ -80,7 +74,6 @@ Figures = list[tuple[str, str, str]]
 
 def device_figures(device: Device) -> Figures:
     """Each figure of a device with its source."""
-    from autoparallel.options.words import bytes_text, percent_text, rate_text, seconds_text
 
     bandwidth = rate_text(device.memory_bytes_per_second, "B/s")
     rows = [
@@ -117,7 +110,6 @@ def device_figures(device: Device) -> Figures:
 
 def link_figures(link: Link) -> Figures:
     """A link's figures; they have one source."""
-    from autoparallel.options.words import rate_text, seconds_text
 
     rows = [
         ("bandwidth", rate_text(link.bytes_per_second, "B/s"), link.source),
@@ -135,7 +127,6 @@ def link_figures(link: Link) -> Figures:
 
 def wires_table(wires: Wires) -> Table:
     """The links of each device of a host to each other one."""
-    from autoparallel.report.printing import plain_table
 
     table = plain_table(("device", "right"), *((str(n), "right") for n in range(len(wires))))
     for number, row in enumerate(wires):
@@ -145,7 +136,6 @@ def wires_table(wires: Wires) -> Table:
 
 def figure_table(figures: Figures) -> Table:
     """Figures as a table; a source that goes on is told once."""
-    from autoparallel.report.printing import plain_table
 
     table = plain_table(("figure", "left"), ("value", "right"), ("source", "left"))
     before = ""
@@ -156,9 +146,6 @@ def figure_table(figures: Figures) -> Table:
 
 
 def _show_presets(json: bool) -> None:
-    from autoparallel.cost_model.cluster.presets import PRESETS
-    from autoparallel.options.words import bytes_text, rate_text
-    from autoparallel.report.printing import plain_table
 
     if json:
         print_json({name: asdict(preset) for name, preset in PRESETS.items()})

@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
-import typer
+from rich.table import Table
+from rich.text import Text
 
-from autoparallel.commands.options import JsonOption, print_json, stdout_console
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from autoparallel.doctor.checks import Finding, Wanted
-
-PlanOption = Annotated[
-    str | None, typer.Option("--plan", metavar="PLAN", help="check the cluster that a plan is for")
-]
-DescribedOption = Annotated[
-    str | None,
-    typer.Option("--cluster", help="check a cluster against its description, as for plan"),
-]
-LimitOption = Annotated[
-    float, typer.Option("--timeout", min=1.0, help="seconds without progress that end the check")
-]
+from autoparallel.actions.terminal import print_json, stdout_console
+from autoparallel.cost_model.cluster.cluster_file import to_dict
+from autoparallel.doctor.checks import Finding, Wanted, check_machine
+from autoparallel.doctor.facts import machine_facts
+from autoparallel.planner.errors import MachineError, UsageError
+from autoparallel.planning.plan import find_cluster
+from autoparallel.planning.plan_files import load_plan
+from autoparallel.runtime.launch.launch import is_launched, launch
 
 
-def doctor(
-    plan: PlanOption = None,
-    cluster: DescribedOption = None,
-    timeout: LimitOption = 120.0,
-    json: JsonOption = False,
-) -> None:
-    """Check software, limits and GPUs of this machine; of a cluster also devices and links."""
-    import os
-
-    from autoparallel.doctor.checks import check_machine
-    from autoparallel.doctor.facts import machine_facts
-    from autoparallel.runtime.launch.launch import is_launched
+def doctor(*, plan: str | None, cluster: str | None, timeout: float, json: bool) -> None:
+    """Carry out ``autoparallel doctor``."""
 
     wanted = _wanted(plan, cluster)
     is_joined = is_launched(os.environ)
@@ -53,10 +38,6 @@ def doctor(
 
 def _wanted(plan: str | None, cluster: str | None) -> Wanted:
     """What the machine is to do. Raises UsageError AP380 where both options are given."""
-    from autoparallel.doctor.checks import Wanted
-    from autoparallel.planner.errors import UsageError
-    from autoparallel.planning.plan import find_cluster
-    from autoparallel.planning.plan_files import load_plan
 
     if plan is not None and cluster is not None:
         raise UsageError(
@@ -70,9 +51,6 @@ def _wanted(plan: str | None, cluster: str | None) -> Wanted:
 
 def _examined(wanted: Wanted, timeout: float) -> list[Finding]:
     """What the ranks of the cluster find: those of torchrun, or processes of this machine."""
-    from autoparallel.cost_model.cluster.cluster_file import to_dict
-    from autoparallel.doctor.checks import Finding
-    from autoparallel.runtime.launch.launch import launch
 
     assert wanted.cluster is not None
     found: list[dict[str, Any]] = launch(
@@ -96,13 +74,10 @@ def _hint(wanted: Wanted) -> str:
 
 
 def _show(findings: Sequence[Finding], hint: str, *, json: bool) -> None:
-    from dataclasses import asdict
 
     if json:
         print_json([asdict(each) for each in findings])
         return
-    from rich.table import Table
-    from rich.text import Text
 
     styles = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
     table = Table.grid(padding=(0, 2))
@@ -122,7 +97,6 @@ def _show(findings: Sequence[Finding], hint: str, *, json: bool) -> None:
 
 def _raise(findings: Sequence[Finding]) -> None:
     """Raises MachineError AP421 where something fails, with the first fix."""
-    from autoparallel.planner.errors import MachineError
 
     failed = [each for each in findings if each.level == "FAIL"]
     if failed:

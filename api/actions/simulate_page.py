@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoparallel.commands.options import print_json, stdout_console
+from autoparallel.actions.terminal import print_json, stdout_console
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.ops.compute import least_seconds
 from autoparallel.cost_model.ops.memory import policy
@@ -22,6 +22,7 @@ from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.cost_model.simulator.timeline_text import draw
 from autoparallel.cost_model.simulator.trace import chrome_trace, rank_name
 from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import (
     Configuration,
     ConfigurationPricer,
@@ -42,12 +43,10 @@ from autoparallel.planner.summary import (
     schedule_text,
     strategy_parts,
 )
+from autoparallel.planning.capture import captured_seq
 from autoparallel.report.facts import MEMORY_ORDER
 from autoparallel.report.page import microbatches_text, of_text, over_text, section
 from autoparallel.report.printing import plain_table
-
-if TYPE_CHECKING:
-    from autoparallel.passes.programs.program import Program
 
 MIN_COLUMN_SHARE = 0.01
 """Categories of memory below this share of the peak on every rank are added up as "other"."""
@@ -91,7 +90,6 @@ def simulated(
     pins: tuple[Pin, ...] = (),
 ) -> SimulatedStep:
     """Prices and simulates a configuration. Raises ``UsageError`` where it does not fit."""
-    from autoparallel.planning.plan import captured_seq
 
     configuration = with_rows(program.graph, configuration)
     check_layers(program, configuration)

@@ -2,70 +2,48 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
+from rich.console import Console
 
-from autoparallel.commands.options import (
-    ClusterOption,
-    DatabaseOption,
-    JsonOption,
-    SetOption,
-    planning,
-    print_json,
-    stdout_console,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from rich.console import Console
-
-TargetOrNothing = Annotated[
-    str, typer.Argument(metavar="[TARGET]", help="the model to measure for, as for plan")
-]
-BudgetOption = Annotated[float, typer.Option("--budget", min=1, help="time limit in seconds")]
-ExportOption = Annotated[
-    str | None, typer.Option("--export", metavar="FILE", help="write all measurements to FILE")
-]
-ImportOption = Annotated[
-    str | None,
-    typer.Option("--import", metavar="FILE", help="add the measurements of an exported file"),
-]
-ListOption = Annotated[bool, typer.Option("--list", help="list the database's contents")]
+from autoparallel.actions.terminal import print_json, stdout_console
+from autoparallel.cache.database import database_counts, database_path, existing, explained
+from autoparallel.cost_model.profile.database import Database
+from autoparallel.options.plan_options import PlanOptions
+from autoparallel.options.words import percent_text, seconds_text
+from autoparallel.planner.errors import UsageError
+from autoparallel.profiling.start import start_profiling
+from autoparallel.report.printing import plain_table
 
 
-@planning(without=("profile", "database", "measure_seconds", "objective", "price", "deadline"))
 def profile(
-    target: TargetOrNothing = "",
+    target: str,
     *,
-    cluster: ClusterOption = "local",
-    asked: dict[str, Any],
-    settings: SetOption = None,
-    budget: BudgetOption = 120.0,
-    database: DatabaseOption = None,
-    export_file: ExportOption = None,
-    import_file: ImportOption = None,
-    show_list: ListOption = False,
-    json: JsonOption = False,
+    cluster: str,
+    options: PlanOptions,
+    settings: list[str] | None,
+    budget: float,
+    database: str | None,
+    export_file: str | None,
+    import_file: str | None,
+    show_list: bool,
+    json: bool,
 ) -> None:
-    """Measure the ops and collectives that planning TARGET needs."""
-    from autoparallel.cache.database import database_path
+    """Carry out ``autoparallel profile``."""
 
     path = database_path(database)
     if not (target or export_file or import_file or show_list):
-        from autoparallel.planner.errors import UsageError
-
         raise UsageError("AP175", "nothing to do: give a TARGET, --list, --export or --import")
     if import_file is not None:
         take_over(path, import_file)
     if target:
-        from autoparallel.profiling.start import start_profiling
-
         try:
             outcome = start_profiling(
-                target, settings or [], cluster, options=asked, budget=budget, database=path
+                target, settings or [], cluster, options=options, budget=budget, database=path
             )
         except KeyboardInterrupt:
             typer.echo(f"interrupted; what was measured until now is in {path}", err=True)
@@ -80,8 +58,6 @@ def profile(
 
 def take_over(path: Path, source: str) -> None:
     """Imports an exported file into the database."""
-    from autoparallel.cache.database import explained
-    from autoparallel.cost_model.profile.database import Database
 
     with explained(Path(source)), Database(path) as opened:
         counts = opened.import_file(source)
@@ -94,8 +70,6 @@ def take_over(path: Path, source: str) -> None:
 
 def hand_out(path: Path, to: str) -> None:
     """Exports the database to a file."""
-    from autoparallel.cache.database import existing, explained
-    from autoparallel.cost_model.profile.database import Database
 
     with explained(path), Database(existing(path), read_only=True) as opened:
         count = opened.export_file(to)
@@ -104,10 +78,6 @@ def hand_out(path: Path, to: str) -> None:
 
 def show(outcome: Mapping[str, Any], path: Path, console: Console) -> None:
     """What was measured and skipped, how well the rest is interpolated, and where it is."""
-    from collections import Counter
-
-    from autoparallel.options.words import percent_text, seconds_text
-    from autoparallel.report.printing import plain_table
 
     console.print(f"[bold]{outcome['environment']}[/]")
     skipped = outcome["skipped"]
@@ -129,8 +99,6 @@ def show(outcome: Mapping[str, Any], path: Path, console: Console) -> None:
 
 def show_database(path: Path, *, json: bool) -> None:
     """For every environment how many ops and transfers are known."""
-    from autoparallel.cache.database import database_counts
-    from autoparallel.report.printing import plain_table
 
     counts = database_counts(path)
     if json:

@@ -4,147 +4,50 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from autoparallel.commands.options import (
-    ClusterOption,
-    JsonOption,
-    LoraOption,
-    SetOption,
-    TargetArgument,
-    planning,
-    with_lora,
-)
+from autoparallel.actions.simulate_page import show, simulated
+from autoparallel.actions.terminal import with_lora
+from autoparallel.actions.trained_as import trained_as
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.options.parse import parse_parallel, parse_settings
+from autoparallel.options.plan_options import PlanOptions
+from autoparallel.options.progress import progress
+from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.errors import UsageError
-
-if TYPE_CHECKING:
-    from autoparallel.cost_model.cluster.cluster import Cluster
-    from autoparallel.planner.configured.configuration import Configuration
-    from autoparallel.planner.requests.request import Forced
-    from autoparallel.planner.schedules.schedules import ScheduleInfo
-    from autoparallel.planning.plan import PlanOptions
-
-ParallelOption = Annotated[
-    str,
-    typer.Option(
-        "--parallel",
-        help="the configuration, joined by commas: dp=2,tp=2,pp=2 cp=1 ep=1 zero=1 "
-        "recompute=full microbatches=8 schedule=1f1b chunks=1; default: dp takes the remaining "
-        "devices, the others are 1 or none",
-    ),
-]
-LayersOption = Annotated[
-    str | None,
-    typer.Option("--layers-per-stage", metavar="N,N,…", help="layers of each stage; default: even"),
-]
-OverlapOption = Annotated[
-    bool,
-    typer.Option(
-        "--overlap/--no-overlap",
-        help="whether collectives of gradients and of ZeRO run beside compute, as they do in a run",
-    ),
-]
-SlowdownOption = Annotated[
-    float | None,
-    typer.Option(
-        "--slowdown",
-        min=1.0,
-        help="factor by which such a collective slows compute; default: the device's",
-    ),
-]
-AsOption = Annotated[
-    str,
-    typer.Option(
-        "--as",
-        help="whose training is priced: run (this package's), megatron, torchtitan or deepspeed; "
-        "the options below say otherwise",
-    ),
-]
-PartsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--recompute-parts",
-        metavar="NAME,NAME…",
-        help="what of a layer runs again, by Megatron-LM's names: core_attn, layernorm, "
-        "mla_up_proj, mlp, moe, moe_act, shared_experts, ssm",
-    ),
-]
-DispatcherOption = Annotated[
-    str | None,
-    typer.Option(
-        "--dispatcher",
-        help="how tokens come to experts that ep splits: gather, as run does, alltoall (NCCL), "
-        "deepep or hybridep (once to each host)",
-    ),
-]
-ImbalanceOption = Annotated[
-    float,
-    typer.Option(
-        "--imbalance",
-        min=1.0,
-        help="tokens of the rank whose experts have the most, over the mean; 1.5 to 1.7 where a "
-        "router decides freely",
-    ),
-]
-ScalingOption = Annotated[
-    str | None,
-    typer.Option(
-        "--scaling",
-        help="of products in fp8: tensorwise, as run does, rowwise, mxfp8 or nvfp4",
-    ),
-]
-KernelsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--kernels",
-        help="eager: one for each op; compiled: as torch.compile fuses them; fused: also over the "
-        "products of experts, and of attention and state-space layers that are written out",
-    ),
-]
-TraceOption = Annotated[
-    str | None,
-    typer.Option("--trace", metavar="FILE", help="write a Chrome trace, for ui.perfetto.dev"),
-]
-
-SEARCHED = (
-    "compile", "memory_limit", "parallel", "stage_at", "max_tp", "allow", "deny", "objective",
-    "price", "deadline", "gap", "tolerance", "time_limit", "num_candidates", "search", "solver",
-    "processes", "measure_seconds",
-)  # fmt: skip
-"""Options of planning that a given configuration leaves nothing to."""
+from autoparallel.planner.precision import check_precision
+from autoparallel.planner.requests.options import check_degrees, fix_of_split
+from autoparallel.planner.requests.request import Forced
+from autoparallel.planner.schedules.schedules import ALIASES, SCHEDULES, ScheduleInfo
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import basis_for, find_cluster
+from autoparallel.planning.tf32 import with_choice
+from autoparallel.target.load import load_target
 
 OWN_DEGREES = ("schedule", "chunks", "cp", "slices", "etp")
 """What ``--parallel`` takes here otherwise than when planning."""
 
 
-@planning(without=SEARCHED)
 def simulate(
-    target: TargetArgument,
+    target: str,
     *,
-    cluster: ClusterOption = "local",
-    parallel: ParallelOption = "",
+    cluster: str,
+    parallel: str,
     options: PlanOptions,
-    layers_per_stage: LayersOption = None,
-    overlap: OverlapOption = True,
-    slowdown: SlowdownOption = None,
-    priced_as: AsOption = "run",
-    recompute_parts: PartsOption = None,
-    dispatcher: DispatcherOption = None,
-    imbalance: ImbalanceOption = 1.0,
-    scaling: ScalingOption = None,
-    kernels: KernelsOption = None,
-    lora: LoraOption = None,
-    trace: TraceOption = None,
-    settings: SetOption = None,
-    json: JsonOption = False,
+    layers_per_stage: str | None,
+    overlap: bool,
+    slowdown: float | None,
+    priced_as: str,
+    recompute_parts: str | None,
+    dispatcher: str | None,
+    imbalance: float,
+    scaling: str | None,
+    kernels: str | None,
+    lora: str | None,
+    trace: str | None,
+    settings: list[str] | None,
+    json: bool,
 ) -> None:
-    """Simulate a configuration that you choose: step time, memory, timeline."""
-    from autoparallel.commands.trained_as import trained_as
-    from autoparallel.planner.precision import check_precision
-    from autoparallel.planning.plan import find_cluster
+    """Carry out ``autoparallel simulate``."""
 
     own, rest = split_parallel(parallel)
     options = replace(options, forced=parse_parallel(rest))
@@ -158,11 +61,6 @@ def simulate(
     configuration = trained.configured(
         configured(options, own, found, layers, trained.assumptions.dispatcher)
     )
-    from autoparallel.commands.simulate_page import show, simulated
-    from autoparallel.options.progress import progress
-    from autoparallel.planning.plan import basis_for, capture_target
-    from autoparallel.planning.tf32 import with_choice
-    from autoparallel.target.load import load_target
 
     loaded = load_target(target, parse_settings(with_lora(settings, lora)))
     found = with_choice(found, options.tf32)
@@ -219,8 +117,6 @@ def configured(
     dispatcher: str,
 ) -> Configuration:  # fmt: skip
     """The configuration that the options describe. Raises ``UsageError`` if they do not fit."""
-    from autoparallel.planner.configured.configuration import Configuration
-    from autoparallel.planner.requests.options import check_degrees
 
     forced = options.forced
     if forced.servers is not None:
@@ -267,7 +163,6 @@ def configured(
 
 def trained_schedule(name: str) -> ScheduleInfo:
     """A schedule that trains, by name. Raises ``UsageError`` AP150."""
-    from autoparallel.planner.schedules.schedules import ALIASES, SCHEDULES
 
     info = SCHEDULES.get(ALIASES.get(name, name))
     if info is None or not info.trains:
@@ -293,7 +188,6 @@ def microbatches(options: PlanOptions, forced: Forced) -> tuple[int, int]:
 
     Raises UsageError AP124 where ``forced`` does not divide the global batch so.
     """
-    from autoparallel.planner.requests.options import fix_of_split
 
     parts = forced.row_parts
     batch, asked = options.global_batch, forced.num_microbatches

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from autoparallel.cost_model.collectives.dispatch import DISPATCHERS
 from autoparallel.options.parse import did_you_mean
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.pricing.basis import SCALINGS, CostAssumptions
@@ -25,7 +26,6 @@ from autoparallel.planner.pricing.systems import (
 )
 from autoparallel.planner.replay import RECOMPUTED_PARTS, RecomputedPart
 from autoparallel.planner.rules.expert_traffic import ExpertKernels
-from autoparallel.planning.plan import PlanOptions
 
 EXPERTS: Mapping[Kernels, ExpertKernels] = {
     "eager": "separate",

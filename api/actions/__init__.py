@@ -1,0 +1,1 @@
+"""Actions of commands: load the inputs, call the product, and print or write the result."""

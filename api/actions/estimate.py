@@ -1,0 +1,51 @@
+"""``autoparallel estimate``: how many of which devices a model needs, and what that takes."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from autoparallel.actions.terminal import print_json, stdout_console
+from autoparallel.analysis.estimate import Asked, estimate_target, has_lora, parse_devices
+from autoparallel.cache.plan_cache import plan_cache
+from autoparallel.options.asked import num_processes
+from autoparallel.options.parse import parse_count, parse_prices, parse_settings
+from autoparallel.options.progress import progress
+from autoparallel.planner.plan import Precision
+from autoparallel.report.estimates import estimates_json, print_estimates
+from autoparallel.target.load import load_target
+
+
+def estimate(
+    *,
+    target: str,
+    devices: str,
+    tokens: str | None,
+    price: list[str] | None,
+    global_batch: int,
+    seq: int | None,
+    precision: str | None,
+    optimizer: str,
+    lora: str,
+    max_devices: int,
+    seconds: float,
+    processes: int | None,
+    settings: list[str] | None,
+    json: bool,
+) -> None:
+    """Carry out ``autoparallel estimate``."""
+    count = None if tokens is None else parse_count(tokens, "--tokens")
+    prices = parse_prices(price)
+
+    names = parse_devices(devices)
+    loaded = load_target(target, parse_settings(settings or ()))
+    asked = Asked(
+        names, global_batch, seq, cast("Precision | None", precision), optimizer,
+        lora if has_lora(loaded) and lora != "none" else None,
+        max_devices, seconds, count, prices, processes or num_processes(),
+    )  # fmt: skip
+    with plan_cache() as cache, progress() as observe:
+        found = estimate_target(loaded, asked, observe, cache.values)
+    if json:
+        print_json(estimates_json(found))
+    else:
+        print_estimates(found, stdout_console())

@@ -1,0 +1,83 @@
+"""``autoparallel explain``: why a plan is as it is, and what would change it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autoparallel.actions.terminal import print_json, stdout_console
+from autoparallel.analysis.compare import read_run
+from autoparallel.analysis.explain import explain as explained
+from autoparallel.analysis.measured_blocks import compute_errors
+from autoparallel.analysis.recaptured import recaptured
+from autoparallel.analysis.what_if import what_if as changed
+from autoparallel.analysis.what_if import why_not as forced_plan
+from autoparallel.cache.database import find_profile
+from autoparallel.cache.plan_cache import plan_cache
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan
+from autoparallel.planning.plan_files import load_plan
+from autoparallel.report import explanation as pages
+from autoparallel.report.explanation import measured_json, print_measured
+
+
+def explain(
+    *,
+    plan: str,
+    name: str,
+    why_not: str | None,
+    what_if: list[str] | None,
+    measured: str | None,
+    database: str | None,
+    time_limit: float,
+    trust: bool,
+    json: bool,
+) -> None:
+    """Carry out ``autoparallel explain``."""
+    asked = [bool(name), why_not is not None, bool(what_if), measured is not None]
+    if sum(asked) != 1:
+        raise UsageError(
+            "AP360", "explain needs one of NAME, --why-not, --what-if and --measured",
+            fix="for example: autoparallel explain plan.json zero",
+        )  # fmt: skip
+
+    loaded = load_plan(plan)
+    if measured is not None:
+        _measured(loaded, plan, measured, database, trust=trust, json=json)
+        return
+
+    with plan_cache() as cache:
+        model = recaptured(loaded, plan, trust=trust, cache=cache.values)
+        if why_not is not None:
+            other = forced_plan(model, why_not, time_limit, cache.values)
+            if json:
+                print_json(pages.why_not_json(loaded, other, why_not))
+            else:
+                pages.print_why_not(loaded, other, why_not, stdout_console())
+        elif what_if:
+            found = changed(model, what_if, time_limit, cache.values)
+            if json:
+                print_json(pages.what_if_json(found))
+            else:
+                pages.print_what_if(found, stdout_console())
+        else:
+            reasons = explained(model, name)
+            if json:
+                print_json(pages.explanation_json(reasons))
+            else:
+                pages.print_explanation(reasons, stdout_console())
+
+
+def _measured(
+    plan: Plan, path: str, measured: str, database: str | None, *, trust: bool, json: bool
+) -> None:
+    """What was predicted beside a run, and beside the blocks that were measured, if any."""
+
+    run, blocks = read_run(Path(measured)), None
+    if find_profile(plan.cluster, "auto", database) is not None:
+        with plan_cache() as cache:
+            model = recaptured(plan, path, trust=trust, profile="analytic", cache=cache.values)
+            blocks = compute_errors(model, database)
+    if json:
+        print_json(measured_json(plan, run, blocks))
+    else:
+        print_measured(plan, run, blocks, stdout_console())

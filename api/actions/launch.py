@@ -1,0 +1,87 @@
+"""``autoparallel launch``: write the files that start a plan on every host of its cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import typer
+
+from autoparallel.launching.job import PLAN_FILE, job_of, read_hosts
+from autoparallel.launching.kubernetes import MANIFEST, kubernetes_files
+from autoparallel.launching.slurm import BATCH_SCRIPT, slurm_files
+from autoparallel.launching.ssh import START_SCRIPT, ssh_files
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan_file import dumps
+from autoparallel.planning.plan_files import load_plan
+from autoparallel.target.trust import check_trusted
+
+
+def launch(
+    plan: str,
+    run_options: list[str] | None,
+    *,
+    slurm: bool,
+    k8s: bool,
+    ssh: bool,
+    output: str,
+    hosts: str | None,
+    name: str,
+    partition: str | None,
+    account: str | None,
+    time: str | None,
+    image: str | None,
+    claim: str | None,
+    workdir: str | None,
+    setup: str,
+    port: int,
+    max_restarts: int,
+) -> None:
+    """Carry out ``autoparallel launch``."""
+
+    if slurm + k8s + ssh != 1:
+        raise UsageError(
+            "AP370", "one launcher must be chosen", fix="give one of --slurm, --k8s and --ssh"
+        )
+    loaded = load_plan(plan)
+    folder = Path(output)
+    job = job_of(
+        loaded, name=name, hosts=read_hosts(hosts), folder=folder, setup=setup,
+        arguments=run_options or (), port=port, max_restarts=max_restarts,
+    )  # fmt: skip
+    if workdir is not None:
+        job = job.moved(folder=job.folder, workdir=workdir)
+    elif not k8s:  # the run starts in this folder, and would only say so on the hosts
+        check_trusted(
+            loaded, folder / PLAN_FILE, trust="--trust" in job.arguments,
+            how="give the run's option: launch … -- --trust; or start it in that folder",
+        )  # fmt: skip
+    files: Mapping[str, str]
+    if slurm:
+        files = slurm_files(job, partition=partition, account=account, time=time)
+        start = f"sbatch {folder / BATCH_SCRIPT}"
+    elif ssh:
+        files, start = ssh_files(job), f"bash {folder / START_SCRIPT}"
+    else:
+        files = kubernetes_files(
+            job, dumps(loaded), image=image, claim=claim, workdir=workdir or "/workspace"
+        )
+        start = f"kubectl apply -f {folder / MANIFEST}"
+    _write(folder, files if k8s else {**files, PLAN_FILE: dumps(loaded)})
+    typer.echo(f"{', '.join(files)} for {job.num_hosts} hosts in {folder}; start with:\n  {start}")
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Writes the files; scripts can be executed. Raises UsageError AP379 where that fails."""
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            path = folder / name
+            path.write_text(text, encoding="utf-8")
+            if text.startswith("#!"):
+                path.chmod(0o755)
+    except OSError as error:
+        raise UsageError(
+            "AP379", f"the files cannot be written to {folder}", why=str(error), fix="-o DIR"
+        ) from error

@@ -1,0 +1,32 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoparallel.options.plan_options import PlanOptions
+from autoparallel.target.target import Target
+
+if TYPE_CHECKING:
+    from autoparallel.passes.initialization.deferred_init import Deferred
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a model is planned from.
+
+    ``deferred`` is a recorded build of it, whose weights are yet to be made; without it the model
+    has its weights. ``weights`` is a file or folder of its initial weights (see
+    ``runtime.parameters.pretrained``).
+    """
+
+    target: Target
+    cluster: str
+    options: PlanOptions
+    deferred: Deferred | None = None
+    weights: str | Path | None = None
+    weights_partial: bool = False
+    allow_idle: bool = False
+    check_first_step: bool | None = None

@@ -1,0 +1,192 @@
+"""Plans, comparisons and estimates as users of Python get them: shown in notebooks, as frames.
+
+The planner's ``Plan`` is data and knows no report. Where a plan leaves the package (``plan``,
+``load_plan``) it becomes a ``ShownPlan``, which has the same fields and equals the same plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoparallel.analysis.compare import Item, load_items
+from autoparallel.analysis.estimate import (
+    DEFAULT_DEVICES,
+    DEFAULT_LORA,
+    Asked,
+    Estimate,
+    estimate_target,
+    has_lora,
+    parse_devices,
+)
+from autoparallel.cache.plan_cache import plan_cache
+from autoparallel.html import notebook
+from autoparallel.html.compared import compared_notebook, compared_page
+from autoparallel.html.estimated import estimated_notebook
+from autoparallel.options.plan_options import num_processes
+from autoparallel.options.progress import shown_to_callers
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan
+from autoparallel.planning import plan_files
+from autoparallel.report import describe
+from autoparallel.report.comparison import comparison_rows, comparison_text
+from autoparallel.report.estimates import estimates_json, estimates_text
+from autoparallel.report.tables import data_frame, frame
+from autoparallel.target.from_python import make_target
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class ShownPlan(Plan):
+    """A ``Plan`` that renders as HTML in notebooks, and as its short report in IPython."""
+
+    __slots__ = ()
+    __hash__ = Plan.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return all(getattr(self, each.name) == getattr(other, each.name) for each in fields(Plan))
+
+    def _repr_html_(self) -> str:
+
+        return notebook(self)
+
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        """What IPython shows where there is no HTML: the report on one screen."""
+
+        printer.text("ShownPlan(...)" if is_cycle else describe(self, short=True))
+
+    def to_frame(self, what: str = "stages") -> pandas.DataFrame:
+        """A part of the plan as a pandas DataFrame, in seconds and bytes.
+
+        ``what`` is "stages" (a row per stage), "memory" (bytes by stage and category),
+        "weights" (how each parameter lies) or "candidates" (this plan and its alternatives).
+
+        Raises UsageError: AP340 where pandas is not installed, AP341 for another ``what``.
+        """
+
+        return frame(self, what)
+
+
+def shown(plan: Plan) -> ShownPlan:
+    """The same plan, as users get it."""
+    return ShownPlan(**{each.name: getattr(plan, each.name) for each in fields(Plan)})
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison:
+    """Items beside the first of them: as text, in a notebook, as a page, for pandas."""
+
+    items: tuple[Item, ...]
+
+    def __repr__(self) -> str:
+
+        return comparison_text(self.items)
+
+    def _repr_html_(self) -> str:
+
+        return compared_notebook(self.items)
+
+    def page(self) -> str:
+        """One self-contained page of HTML, what ``compare --html`` writes."""
+
+        return compared_page(self.items)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A row per item: seconds, bytes and shares, and how much they differ from the first's.
+
+        Raises UsageError AP340 where pandas is not installed.
+        """
+
+        return data_frame(comparison_rows(self.items))
+
+
+def compare(*items: Plan | str | Path, trust: bool = False, progress: bool = True) -> Comparison:
+    """Plans, runs and usual configurations beside the first of them.
+
+    An item is a plan, a plan's file or the folder of a run, a file of ``run --metrics``, or a
+    baseline by name: ``"fsdp"``, ``"tp8"``, ``"3d:tp=8,pp=4"``. Baselines are for the model, batch
+    and cluster of the first plan, whose code runs for them; ``trust`` allows that where it lies
+    outside the current folder. ``progress`` False shows none.
+
+    Raises UsageError AP353 to AP356, AP155, and what loading a plan and its model raises.
+    """
+
+    with plan_cache() as cache, shown_to_callers(progress) as observe:
+        return Comparison(load_items(items, cache.values, trust=trust, observe=observe))
+
+
+class Estimates(tuple[Estimate, ...]):
+    """Estimates that show themselves: as text, in a notebook, and for pandas."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+
+        return estimates_text(self)
+
+    def _repr_html_(self) -> str:
+
+        return estimated_notebook(self)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A row per device and way to train, in seconds and bytes.
+
+        Raises UsageError AP340 where pandas is not installed.
+        """
+
+        rows = estimates_json(self)
+        return data_frame([{k: v for k, v in row.items() if k != "memory_bytes"} for row in rows])
+
+
+def estimate(
+    model: Any,
+    example_batch: Any = None,
+    *,
+    devices: str | Sequence[str] = DEFAULT_DEVICES,
+    loss_fn: Any = None,
+    progress: bool = True,
+    **options: Any,
+) -> Estimates:
+    """The fewest devices of each kind that train ``model``, with the plan and figures there.
+
+    A sequence of ``Estimate``, which shows itself as a table in notebooks. On a terminal and in a
+    notebook bars show the progress; ``progress=False`` shows none.
+
+    ``model``, ``example_batch`` and ``loss_fn`` are those of ``plan``. ``devices`` are names of
+    devices, or clusters (``"8xH100"``), joined by commas or in a sequence; ``options`` are fields
+    of ``Asked``: ``global_batch``, ``seq``, ``precision``, ``optimizer``, ``lora`` (``"none"``;
+    None: adapters only of ``hf:`` targets, by the usual settings), ``max_devices``, ``seconds``,
+    ``tokens``, ``prices``.
+
+    Raises UsageError AP350 for an unknown device, AP141 for an unknown option, and what planning
+    raises.
+    """
+
+    target = make_target(model, example_batch, loss_fn)
+    known = set(Asked.__dataclass_fields__) - {"devices"}
+    for name in options:
+        if name not in known:
+            raise UsageError(
+                "AP141", f"unknown option {name!r}", fix=f"the options are {', '.join(known)}"
+            )
+    text = devices if isinstance(devices, str) else ",".join(devices)
+    lora = options.pop("lora", None) or (DEFAULT_LORA if has_lora(target) else None)
+    lora = None if lora == "none" else lora
+    processes = options.pop("processes", num_processes())
+    asked = Asked(parse_devices(text), lora=lora, processes=processes, **options)
+    with shown_to_callers(progress) as observe:
+        return Estimates(estimate_target(target, asked, observe))
+
+
+def load_plan(path: str | Path) -> ShownPlan:
+    """Return the plan in the file ``path``.
+
+    Raises UsageError AP101 where there is no such file, PlanError where it is damaged or of
+    another version.
+    """
+    return shown(plan_files.load_plan(path))

@@ -1,0 +1,108 @@
+"""Options declared once, as fields of frozen dataclasses.
+
+A field of such a dataclass says with ``option`` how users write it: its help, and how their text
+becomes its value. ``parameters`` derives the parameters of a command line, ``read_options`` makes
+the dataclass of arguments, which are those of the command line and of the Python API alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from autoparallel.options.parse import did_you_mean
+from autoparallel.planner.errors import UsageError
+
+Options = TypeVar("Options")
+"""A dataclass whose fields are options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """How users write a field: under ``name`` (the field's own if empty), as a value of ``type``.
+
+    ``read`` makes the field's value of it, ``write`` the text of an error for a value that is not
+    among ``choices``. ``given`` is the default as users see it.
+    """
+
+    help: str
+    name: str = ""
+    type: Any = None
+    given: Any = None
+    read: Callable[[Any], Any] | None = None
+    choices: tuple[str, ...] = ()
+    code: str = "AP113"
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
+    min: float | None = None
+    max: float | None = None
+
+
+def option(default: Any, help: str, **how: Any) -> Any:
+    """Declare a field of a dataclass as an option; ``how`` are fields of ``Option``."""
+    metadata = {"option": Option(help=help, **how)}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def declared(owner: type) -> dict[str, tuple[Field[Any], Option]]:
+    """Return the options of a dataclass by their names, with the fields that they fill."""
+    found = {}
+    for each in fields(owner):
+        own = each.metadata.get("option")
+        if own is not None:
+            found[own.name or each.name] = (each, own)
+    return found
+
+
+def read_options(owner: type[Options], given: Mapping[str, Any]) -> Options:
+    """Make a dataclass of options of arguments by name, each as users write it.
+
+    Raises UsageError AP141 for an unknown name, and what reading a value raises.
+    """
+    known = declared(owner)
+    for name in given:
+        if name not in known:
+            raise UsageError(
+                "AP141", f"unknown option {name!r}",
+                fix=did_you_mean(name, list(known)) or f"the options are {', '.join(known)}",
+            )  # fmt: skip
+    values = {}
+    for name, (own, how) in known.items():
+        if how.read is not None:
+            values[own.name] = how.read(given.get(name, how.given))
+        elif name in given:
+            values[own.name] = given[name]
+    return owner(**values)
+
+
+def check_choices(options: Any) -> None:
+    """Raise UsageError for an option whose value is not among its choices."""
+    for name, (own, how) in declared(type(options)).items():
+        value = getattr(options, own.name)
+        if how.choices and value is not None and value not in how.choices:
+            raise UsageError(how.code, f"{name} {value!r} is not one of {', '.join(how.choices)}")
+
+
+def parameters(owner: type) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a command for a dataclass of options, by name."""
+    hints = get_type_hints(owner)
+    return {name: _parameter(name, own, how, hints[own.name])
+            for name, (own, how) in declared(owner).items()}  # fmt: skip
+
+
+def _parameter(name: str, own: Field[Any], how: Option, hint: Any) -> inspect.Parameter:
+    kind = how.type or (str if how.choices else hint)
+    default = own.default if how.read is None and own.default is not MISSING else how.given
+    if how.choices and default is None:
+        kind = str | None
+    flags = how.flags or ("--" + name.replace("_", "-"),)
+    said = typer.Option(*flags, help=how.help, metavar=how.metavar, min=how.min, max=how.max)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, said]
+    )

@@ -1,0 +1,337 @@
+"""What a user asks of a plan: each option once, for the command line, Python and the planner."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypedDict, Unpack, get_args, get_type_hints
+
+from autoparallel.cost_model.cluster.tf32 import FAMILIES, Tf32
+from autoparallel.cost_model.ops.memory import GradientDtype
+from autoparallel.options.option import check_choices, option, read_options
+from autoparallel.options.parse import (
+    Texts,
+    parse_deadline,
+    parse_parallel,
+    parse_prices,
+    parse_size,
+    texts,
+)
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.intra_op.pulp_solver import find_solver
+from autoparallel.planner.plan import Float32Ops, Precision
+from autoparallel.planner.plan_file import decode, encode
+from autoparallel.planner.pricing.basis import Mode
+from autoparallel.planner.requests.features import Features, features_of
+from autoparallel.planner.requests.goal import Deadline, Goal, Objective
+from autoparallel.planner.requests.pins import Pin, parse_pin
+from autoparallel.planner.requests.request import (
+    ARRANGED_SCHEDULES,
+    CHUNKED_SCHEDULES,
+    SCHEDULES,
+    Forced,
+    check_allowed,
+    check_tolerance,
+)
+
+MEASURE_SECONDS = 10.0
+"""Default seconds of measurements before planning."""
+
+MEASURE_VARIABLE = "AUTOPARALLEL_MEASURE_SECONDS"
+
+DTYPES: dict[Precision, Literal["float32", "bfloat16", "float16", "float64"]] = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp8": "bfloat16",
+    "fp64": "float64",
+}
+
+HALF_PRECISIONS = ("bf16", "fp16", "fp8")
+
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
+
+SEARCHES = ("dp", "rl")
+"""Ways to find pipelines: dynamic programming, and learned placers (``placers``)."""
+
+
+def num_processes(asked: int | None = None) -> int:
+    """Return the number of processes of a search: by default two, where there are two cores.
+
+    A rank that torchrun started searches alone: it shares its cores with the others.
+    """
+    if asked is not None:
+        return asked
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return 1
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else (0,)
+    return min(2, len(cores))
+
+
+def _measure_seconds(asked: float | None) -> float:
+    """Return the seconds to measure before planning: as asked, else the environment's, else 10.
+
+    Raises UsageError AP840 where the environment's text is no number.
+    """
+    if asked is not None:
+        return asked
+    text = os.environ.get(MEASURE_VARIABLE, "")
+    try:
+        return float(text) if text else MEASURE_SECONDS
+    except ValueError:
+        raise UsageError(
+            "AP840",
+            f"{text!r} is not a number of seconds",
+            where=f"the environment variable {MEASURE_VARIABLE}",
+            fix="0 turns measuring before planning off; the default is 10",
+        ) from None
+
+
+def _size(asked: str | int | None) -> int | None:
+    return parse_size(asked) if isinstance(asked, str) else asked
+
+
+def _pins(asked: Texts) -> tuple[Pin, ...]:
+    return tuple(map(parse_pin, texts(asked)))
+
+
+SEVERAL = list[str] | None
+"""Type of an option that may be repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What the user asks of a plan. ``seq`` None leaves the length to ``example_batch``.
+
+    ``compiled`` None is no, and of an existing plan as it was planned. ``database`` None is the
+    user's own file of measured times.
+    """
+
+    global_batch: int = option(32, "samples per training step, over all devices", min=1)
+    seq: int | None = option(None, "sequence length", min=1)
+    micro_batch: int | None = option(None, "samples per micro-batch of a data-parallel rank", min=1)
+    precision: Precision = option(
+        "fp32",
+        "fp32, bf16, fp16 or fp8 (fp32 master weights), or fp64; fp8 needs torchao to run",
+        choices=tuple(DTYPES),
+    )
+    float32_ops: Float32Ops = option(
+        "autocast",
+        "ops that compute in float32 under bf16 and fp16: autocast (losses and the other ops of "
+        "its list) or none",
+        choices=get_args(Float32Ops),
+    )
+    gradient_dtype: GradientDtype = option(
+        "master",
+        "format in which gradients are summed and held under bf16 and fp16: master (float32) or "
+        "compute (half of the bytes)",
+        choices=get_args(GradientDtype),
+    )
+    tf32: Tf32 | None = option(
+        None,
+        "float32 products that use TF32 on GPUs that have it: none, convolutions or all; default: "
+        "as torch is set, which is convolutions unless the model's file changes it",
+        choices=tuple(FAMILIES),
+    )
+    compiled: bool | None = option(
+        None,
+        "compile blocks with torch.compile (inductor), and price them so; default for a plan file: "
+        "as it was planned",
+        name="compile",
+        flags=("--compile/--no-compile",),
+    )
+    optimizer: str = option(
+        "adamw", "adamw, adam, sgd or sgd-momentum", choices=OPTIMIZERS, code="AP114"
+    )
+    memory_limit_bytes: int | None = option(
+        None,
+        "memory per device: 72GiB, 80GB",
+        name="memory_limit",
+        type=str | None,
+        read=_size,
+    )
+    forced: Forced = option(
+        Forced,
+        "fix some choices, joined by commas: dp=2,tp=2,pp=2 zero=1 microbatches=8 recompute=full "
+        "schedule=1f1b; the search decides the others",
+        name="parallel",
+        type=str | None,
+        read=parse_parallel,
+    )
+    pins: tuple[Pin, ...] = option(
+        (),
+        "fix the layout of a parameter, or of a module's output, on a mesh axis: '*.up=S(0)@tp'; "
+        "repeatable",
+        name="pin",
+        type=SEVERAL,
+        metavar="PATH=LAYOUT@AXIS",
+        read=_pins,
+    )
+    stage_at: tuple[str, ...] = option(
+        (), "start a stage at this block; repeatable", type=SEVERAL, metavar="PATH", read=texts
+    )
+    max_tp: int | None = option(None, "the largest tensor-parallel degree", min=1)
+    allow: tuple[str, ...] = option(
+        (),
+        "allow only these features of their group: dp tp pp cp sp ep, zero1 zero2 zero3, selective "
+        "full, 2d-mesh 3d-mesh mixed-stages branches uneven-shares, schedules by name; ssp and "
+        "asp, which change what a step computes, are used only if allowed here",
+        type=SEVERAL,
+        metavar="FEATURE,…",
+        read=texts,
+    )
+    deny: tuple[str, ...] = option(
+        (),
+        "exclude these features; named as for --allow",
+        type=SEVERAL,
+        metavar="FEATURE,…",
+        read=texts,
+    )
+    objective: Objective = option(
+        "time",
+        "what to optimize: time (per step), cost (tokens per dollar), memory (per device) or "
+        "devices (the fewest that meet --deadline)",
+        type=str,
+    )
+    prices: Mapping[str, float] = option(
+        dict,
+        "price per device and hour; default: the cluster file's",
+        name="price",
+        type=SEVERAL,
+        metavar="[DEVICE=]DOLLARS",
+        read=parse_prices,
+    )
+    deadline: Deadline | None = option(
+        None,
+        "time limit of the training: 30d/2e12tokens, 24h/1000steps",
+        type=str | None,
+        read=parse_deadline,
+    )
+    gap: float = option(0.01, "optimality gap of the layouts at which the search stops")
+    tolerance: float = option(
+        0.02,
+        "choose the simplest plan whose step is at most this fraction longer than the fastest; 0 "
+        "chooses the fastest",
+    )
+    time_limit_seconds: float = option(60.0, "seconds for the search", name="time_limit", min=0.1)
+    num_candidates: int = option(5, "how many candidates are simulated", min=1)
+    search: str = option(
+        "dp",
+        "dp (dynamic programming), or rl (learned placers, for comparison)",
+        choices=SEARCHES,
+        code="AP330",
+    )
+    solver: str = option(
+        "highs", "of integer programs: highs, or one of PuLP's that is installed: cbc, gurobi, scip"
+    )
+    processes: int = option(
+        1,
+        "processes of the search; default: 2 if there are 2 cores",
+        type=int | None,
+        min=1,
+        max=2,
+        read=num_processes,
+    )
+    profile: Mode = option(
+        "auto",
+        "source of times: auto (measured where available), measured (all) or analytic",
+        choices=get_args(Mode),
+        code="AP173",
+    )
+    database: str | None = option(
+        None, "database of measured times; default: the user's", metavar="FILE"
+    )
+    measure_seconds: float = option(
+        0.0,
+        "limit for measuring before planning for this machine; default: 10; 0 turns it off",
+        type=float | None,
+        read=_measure_seconds,
+    )
+    features: Features = field(init=False)
+    """The features that ``allow`` and ``deny`` leave."""
+    goal: Goal = field(init=False)
+
+    def __post_init__(self) -> None:
+        schedules = (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)
+        goal = Goal(self.objective, self.prices, self.deadline)
+        object.__setattr__(self, "goal", goal)
+        object.__setattr__(self, "features", features_of(self.allow, self.deny, schedules))
+        check_choices(self)
+        if self.measure_seconds < 0:
+            raise UsageError(
+                "AP840",
+                f"cannot measure for {self.measure_seconds:g} seconds",
+                where="--measure-seconds",
+                fix="0 turns measuring before planning off; the default is 10",
+            )
+        check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
+        check_tolerance(self.tolerance)
+        find_solver(self.solver)
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether ops of autocast's float32 list compute in float32 in a half-precision model."""
+        return self.precision in HALF_PRECISIONS and self.float32_ops == "autocast"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options as JSON values, for another process."""
+        return {own.name: encode(getattr(self, own.name)) for own in fields(self) if own.init}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> PlanOptions:
+        """Return the options that ``to_json`` gave."""
+        hints = get_type_hints(PlanOptions)
+        return PlanOptions(**{name: decode(value, hints[name]) for name, value in values.items()})
+
+
+class SearchOptions(TypedDict, total=False):
+    """Types of the options of planning as keyword arguments of Python (``PlanOptions``)."""
+
+    micro_batch: int | None
+    precision: Precision
+    float32_ops: Float32Ops
+    gradient_dtype: GradientDtype
+    tf32: Tf32 | None
+    compile: bool | None
+    optimizer: str
+    memory_limit: str | int | None
+    parallel: str | None
+    pin: Texts
+    stage_at: Texts
+    max_tp: int | None
+    allow: Texts
+    deny: Texts
+    objective: Objective
+    price: Texts | float | Mapping[str, float]
+    deadline: str | None
+    gap: float
+    tolerance: float
+    time_limit: float
+    num_candidates: int
+    search: str
+    solver: str
+    processes: int | None
+    profile: Mode
+    database: str | None
+    measure_seconds: float | None
+
+
+def plan_options(
+    global_batch: int = 32, seq: int | None = None, **given: Unpack[SearchOptions]
+) -> PlanOptions:
+    """Return the options of planning that keyword arguments give, each as users write it.
+
+    Raises UsageError AP141 for an unknown option, and AP111 to AP117, AP173 and AP180 to AP189 for
+    a value that cannot be.
+    """
+    return read_options(PlanOptions, {"global_batch": global_batch, "seq": seq, **given})
+
+
+def without_servers(options: PlanOptions) -> PlanOptions:
+    """Return the options without parameter servers, unless their number is fixed."""
+    if options.forced.servers is not None:
+        return options
+    names = (name.strip() for text in options.allow for name in text.split(","))
+    allow = tuple(name for name in names if name != "servers")
+    return replace(options, allow=allow, deny=(*options.deny, "servers"))

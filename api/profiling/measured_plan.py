@@ -1,0 +1,103 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from autoparallel.cache.plan_cache import NO_CACHE, Cache
+from autoparallel.options.collection import rare_collections
+from autoparallel.options.plan_options import PlanOptions
+from autoparallel.options.progress import Observe, ignore
+from autoparallel.planner.plan import Plan
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.tf32 import with_choice
+from autoparallel.profiling.first_worker import start_measuring
+from autoparallel.profiling.work_list import Leader, is_wanted
+from autoparallel.runtime.launch.launch import is_launched
+from autoparallel.target.target import (
+    Target,
+)
+
+if TYPE_CHECKING:
+    from autoparallel.cost_model.cluster.cluster import Cluster
+    from autoparallel.passes.programs.program import Program
+from autoparallel.planning.plan import find_cluster, plan_program, within_limit
+
+
+@rare_collections()
+def make_plan(
+    target: Target,
+    cluster_text: str,
+    options: PlanOptions,
+    observe: Observe = ignore,
+    cache: Cache = NO_CACHE,
+) -> Plan:
+    """The best plan found for ``target`` on the cluster that ``cluster_text`` names.
+
+    Its memory is found action by action, see ``passes.memory.stage_memory``.
+    """
+
+    observe("cluster", 0, 1)
+    cluster = with_choice(find_cluster(cluster_text), options.tf32)
+    observe("cluster", 1, 1)
+    return plan_on(target, cluster, options, observe, cache)
+
+
+def plan_on(
+    target: Target,
+    cluster: Cluster,
+    options: PlanOptions,
+    observe: Observe = ignore,
+    cache: Cache = NO_CACHE,
+) -> Plan:
+    """``make_plan`` for a cluster as a value."""
+    started = time.perf_counter()
+    program = capture_target(target, options, observe, cache)
+    capture_seconds = time.perf_counter() - started
+    found = _plan_measured(program, target, cluster, options, observe, cache)
+    started = time.perf_counter()
+
+    def again(limit_bytes: int) -> Plan:
+        lower = replace(options, memory_limit_bytes=limit_bytes)
+        return plan_program(program, target, cluster, lower, observe, cache)
+
+    limit = options.memory_limit_bytes or cluster.usable_memory_bytes
+    found = within_limit(found, program, limit, again, cache)
+    spent = {
+        "capture": capture_seconds,
+        **found.solver.seconds,
+        "memory": time.perf_counter() - started,
+    }
+    if "total" in spent:
+        spent["total"] += capture_seconds + spent["memory"]
+    return replace(found, solver=replace(found.solver, seconds=spent))
+
+
+def _plan_measured(
+    program: Program,
+    target: Target,
+    cluster: Cluster,
+    options: PlanOptions,
+    observe: Observe,
+    cache: Cache,
+) -> Plan:
+    """The best plan found, once what it asks for was measured where that is wanted.
+
+    Under torchrun, and of a target that other processes cannot load, only what is known counts.
+    """
+
+    if options.profile != "auto" or options.measure_seconds <= 0 or not target.is_named:
+        return plan_program(program, target, cluster, options, observe, cache)
+
+    if not is_wanted(options, cluster) or is_launched(os.environ):
+        return plan_program(program, target, cluster, options, observe, cache)
+    leader = Leader(program, target, cluster, options)
+    if leader.known()[0].num_ops:
+        found = plan_program(program, target, cluster, options, observe, cache)
+        if not leader.is_worth_starting(found):
+            return found
+    start_measuring(target, cluster, options, observe)
+    return plan_program(program, target, cluster, options, observe, cache)

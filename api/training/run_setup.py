@@ -1,0 +1,94 @@
+"""Options of a run as objects of its steps: updates, callbacks, and the plan compiled or not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from autoparallel.options.run_options import RunOptions
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan
+from autoparallel.runtime.update.update import UpdateOptions
+from autoparallel.target.target import Target, running_user_code
+from autoparallel.training.callbacks import Callback, all_of
+from autoparallel.training.metrics import JsonLines, TensorBoard, WeightsAndBiases, check_installed
+
+
+def check_run_options(options: RunOptions) -> None:
+    """Raise UsageError AP900 for a bad value and AP905 where a package is missing."""
+    update_options(options, "cpu")
+    check_installed({"tensorboard": options.tensorboard, "wandb": options.wandb})
+
+
+def update_options(options: RunOptions, device: str) -> UpdateOptions:
+    """Return the options of updates; ``device`` is the kind of device that the loss is on."""
+    scaler = None
+    if options.loss_scale is not None:
+        if not options.loss_scale > 0:
+            raise UsageError("AP900", f"loss_scale is {options.loss_scale}, but must be above 0")
+        scaler = torch.amp.GradScaler(device, init_scale=options.loss_scale)
+    return UpdateOptions(
+        options.clip_norm, options.clip_value, options.accumulate, options.on_nan, scaler
+    )
+
+
+def with_compile_choice(plan: Plan, compiled: bool | None, *, rank: int) -> Plan:
+    """Return the plan, compiled or not as asked; rank 0 warns where it was priced otherwise."""
+    if compiled is None or compiled == plan.compiled:
+        return plan
+    if rank == 0:
+        priced, runs = ("eager", "compiled") if compiled else ("compiled", "eager")
+        sys.stderr.write(
+            f"autoparallel: the plan is priced for {priced} blocks and runs {runs}: "
+            "its predictions are of another run\n"
+        )
+    return replace(plan, compiled=compiled)
+
+
+@contextmanager
+def open_callbacks(
+    options: RunOptions, plan: Plan, target: Target, *, rank: int, kept: int | None = None
+) -> Iterator[Callback]:
+    """Open the callbacks of a run on rank 0, none elsewhere, and close them at its end.
+
+    ``kept``: in a restart, the last step whose figures stay where they were written.
+
+    Raises UsageError AP905 and AP906 of metrics, and AP907 where ``callbacks()`` of the model file
+    gives something else.
+    """
+    made: list[Callback] = []
+    try:
+        if rank == 0:
+            made += _metrics(options, plan, kept)
+            made += _of_target(target)
+        yield all_of(made)
+    finally:
+        for each in made:
+            each.close()
+
+
+def _metrics(options: RunOptions, plan: Plan, kept: int | None) -> Iterator[Callback]:
+    if options.metrics is not None:
+        yield JsonLines(options.metrics, kept=kept)
+    if options.tensorboard is not None:
+        yield TensorBoard(options.tensorboard, kept=kept)
+    if options.wandb is not None:
+        settings = {
+            "model": plan.model.target,
+            "global_batch": plan.model.global_batch,
+            "num_devices": plan.cluster.num_devices,
+            **plan.model.settings,
+        }
+        yield WeightsAndBiases(options.wandb, settings)
+
+
+def _of_target(target: Target) -> Sequence[Callback]:
+    if target.callbacks is None:
+        return ()
+    with running_user_code("AP907", f"callbacks of {target.name} fails"):
+        found = list(target.callbacks())
+    return [all_of(found, source=f"callbacks of {target.name}")]
