@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoparallel.actions.terminal import print_json, stdout_console
+from autoparallel.analysis.facts import MEMORY_ORDER
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.ops.compute import least_seconds
 from autoparallel.cost_model.ops.memory import policy
@@ -44,7 +45,6 @@ from autoparallel.planner.summary import (
     strategy_parts,
 )
 from autoparallel.planning.capture import captured_seq
-from autoparallel.report.facts import MEMORY_ORDER
 from autoparallel.report.page import microbatches_text, of_text, over_text, section
 from autoparallel.report.printing import plain_table
 

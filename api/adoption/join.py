@@ -19,7 +19,7 @@ from autoparallel.calls.modes import as_at_start, say_if_rows_are_apart
 from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
 from autoparallel.cost_model.cluster.detect import threads_per_device
 from autoparallel.cost_model.cluster.launched_cluster import joined_cluster, own_process_device
-from autoparallel.options.plan_options import PlanOptions
+from autoparallel.options.plan_options import PlanOptions, without_servers
 from autoparallel.passes.capture.capture_model import NO_LOSS
 from autoparallel.passes.capture.export import held_tensors, with_held
 from autoparallel.passes.capture.python_state import PythonState
@@ -33,7 +33,6 @@ from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planning.capture import capture_rows, captured_seq
 from autoparallel.planning.plan import find_cluster, plan_program
-from autoparallel.planning.served_planning import without_servers
 from autoparallel.planning.tf32 import tell_difference, with_choice
 from autoparallel.profiling.progress import shown_progress
 from autoparallel.profiling.work_list import (

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autoparallel.analysis.baselines import Baseline, baselines
+from autoparallel.analysis.facts import fullest_rank
 from autoparallel.analysis.recaptured import recaptured
 from autoparallel.cost_model.simulator.actions import Action
 from autoparallel.cost_model.simulator.timeline import Timeline
@@ -29,7 +30,6 @@ from autoparallel.planner.pricing.price_cache import PriceCache
 from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.step import Pipeline, message_seconds, simulate_stages
 from autoparallel.planner.replicas import stages_of_ranks
-from autoparallel.report.facts import fullest_rank
 
 Bytes = Mapping[str, float]
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from autoparallel.analysis.facts import busiest_rank, rank_seconds
 from autoparallel.analysis.recaptured import Recaptured
 from autoparallel.analysis.variants import EQUAL
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
@@ -24,7 +25,6 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import Evaluator
 from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan import plan_program, priced, within_limit
-from autoparallel.report.facts import busiest_rank, rank_seconds
 
 Place = Literal["device", "link.intra", "link.inter", "link.rack"]
 DEVICE_FIGURES = tuple(

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autoparallel.analysis.baselines import Baseline
+from autoparallel.analysis.facts import merged_alternatives
 from autoparallel.html.charts import BOTTOM, FAR, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Tick
 from autoparallel.html.scales import Scale, number, ticks
 from autoparallel.options.words import bytes_text, seconds_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
-from autoparallel.report.facts import merged_alternatives
 
 LETTER = 6.6
 """The width of a letter of a label."""

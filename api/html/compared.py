@@ -12,6 +12,7 @@ from typing import Any
 
 from autoparallel import __version__
 from autoparallel.analysis.compare import Item
+from autoparallel.analysis.facts import MEMORY_ORDER, fullest_rank, usable_bytes
 from autoparallel.html.candidates import Entry, time_memory_chart
 from autoparallel.html.looks import MEMORY_LOOKS, MEMORY_MEANINGS, OTHER_MEMORY, TIME_LOOKS
 from autoparallel.html.rendering import rendered
@@ -34,7 +35,6 @@ from autoparallel.report.comparison import (
     step_seconds,
     throughput,
 )
-from autoparallel.report.facts import MEMORY_ORDER, fullest_rank, usable_bytes
 
 SECTIONS = {
     "figures": "Figures", "picture": "Time and memory", "choices": "What differs",

@@ -12,6 +12,13 @@ from math import isclose
 from typing import Any
 
 from autoparallel.analysis.baselines import fastest
+from autoparallel.analysis.facts import (
+    fullest_rank,
+    merged_communication,
+    ordered_memory,
+    rank_seconds,
+    usable_bytes,
+)
 from autoparallel.analysis.repriced import PricedAgain
 from autoparallel.cost_model.ops.memory import policy
 from autoparallel.cost_model.simulator.timeline import Timeline
@@ -30,13 +37,6 @@ from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.confidence import gap_text, simplest_text
 from autoparallel.report.drawing import SAME, timeline_of
-from autoparallel.report.facts import (
-    fullest_rank,
-    merged_communication,
-    ordered_memory,
-    rank_seconds,
-    usable_bytes,
-)
 from autoparallel.report.page import axis_lines, configuration_text, device_text, precision_text
 from autoparallel.training.measurement import Measurement, checksum
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoparallel.analysis.facts import MEMORY_ORDER
 from autoparallel.cost_model.simulator.actions import Action
 from autoparallel.cost_model.simulator.timeline import Event
 from autoparallel.html.charts import BOTTOM, FAR, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Tick
 from autoparallel.html.scales import Scale, number, ticks
 from autoparallel.options.words import bytes_text, seconds_text
-from autoparallel.report.facts import MEMORY_ORDER
 
 LEAST_SHARE = 0.01
 """Categories of memory below this share of the peak are drawn as one, "other"."""

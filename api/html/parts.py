@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from autoparallel.analysis.facts import merged_splits
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.html.scales import box
 from autoparallel.options.words import names_text, ranks_text, rate_text
@@ -16,7 +17,6 @@ from autoparallel.planner.layout import Layout, Mesh
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import mesh_text
-from autoparallel.report.facts import merged_splits
 
 MOST_STRIPS = 8
 """A weight that is cut into more parts is drawn with so many."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoparallel.analysis.baselines import Baseline
+from autoparallel.analysis.facts import memory_source
 from autoparallel.cost_model.cluster.cluster import Device, Link
 from autoparallel.options.words import (
     bytes_text,
@@ -17,7 +18,6 @@ from autoparallel.options.words import (
 )
 from autoparallel.planner.plan import Plan
 from autoparallel.report.confidence import gap_text
-from autoparallel.report.facts import memory_source
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,14 @@ from rich.console import Console
 from rich.text import Text
 
 from autoparallel.analysis.compare import Item
+from autoparallel.analysis.facts import (
+    MEMORY_ORDER,
+    busiest_rank,
+    fullest_rank,
+    ordered_memory,
+    rank_seconds,
+    usable_bytes,
+)
 from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import (
@@ -21,14 +29,6 @@ from autoparallel.planner.summary import (
     rank_summaries,
     schedule_text,
     strategy_parts,
-)
-from autoparallel.report.facts import (
-    MEMORY_ORDER,
-    busiest_rank,
-    fullest_rank,
-    ordered_memory,
-    rank_seconds,
-    usable_bytes,
 )
 from autoparallel.report.page import device_text, section
 from autoparallel.report.printing import plain_table, printed

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from autoparallel.analysis.facts import memory_source, planning_seconds
 from autoparallel.options.words import percent_text, seconds_text, shares_text
 from autoparallel.planner.plan import Plan
-from autoparallel.report.facts import memory_source, planning_seconds
 
 
 def source_lines(plan: Plan) -> list[Text]:

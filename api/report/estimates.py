@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from autoparallel.analysis.estimate import Estimate
+from autoparallel.analysis.facts import fullest_rank
 from autoparallel.options.words import bytes_text, count_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
-from autoparallel.report.facts import fullest_rank
 from autoparallel.report.page import section
 from autoparallel.report.printing import plain_table, printed
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoparallel.analysis.compare import Item, MeasuredRun
+from autoparallel.analysis.facts import bytes_of
 from autoparallel.analysis.measured_blocks import ComputeError
 from autoparallel.analysis.variants import Explanation
 from autoparallel.analysis.what_if import Changed, terms
@@ -19,7 +20,6 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.comparison import change_text, comparison_json, print_comparison
-from autoparallel.report.facts import bytes_of
 from autoparallel.report.page import section
 from autoparallel.report.printing import plain_table
 

@@ -12,6 +12,20 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from autoparallel.analysis.facts import (
+    AxisUse,
+    KindSplit,
+    axis_uses,
+    busiest_rank,
+    folded_names,
+    fullest_rank,
+    merged_alternatives,
+    merged_communication,
+    merged_splits,
+    ordered_memory,
+    rank_seconds,
+    usable_bytes,
+)
 from autoparallel.options.words import (
     bytes_text,
     count_text,
@@ -35,20 +49,6 @@ from autoparallel.planner.summary import (
 from autoparallel.planning.tf32 import families_text
 from autoparallel.report.confidence import confidence, sureness
 from autoparallel.report.drawing import drawing, legend
-from autoparallel.report.facts import (
-    AxisUse,
-    KindSplit,
-    axis_uses,
-    busiest_rank,
-    folded_names,
-    fullest_rank,
-    merged_alternatives,
-    merged_communication,
-    merged_splits,
-    ordered_memory,
-    rank_seconds,
-    usable_bytes,
-)
 from autoparallel.report.goal import goal_lines, goal_title
 from autoparallel.report.printing import plain_table, printed
 from autoparallel.report.served import server_lines

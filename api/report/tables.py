@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from autoparallel.analysis.facts import merged_splits
 from autoparallel.options.parse import did_you_mean
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import mesh_text, plan_summary
-from autoparallel.report.facts import merged_splits
 
 if TYPE_CHECKING:
     import pandas

@@ -13,13 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autoparallel.options.plan_options import PlanOptions
+from autoparallel.options.plan_options import PlanOptions, without_servers
 from autoparallel.options.progress import Observe
 from autoparallel.planner.errors import AutoparallelError, WorkerError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan_files import load_plan, save_plan
-from autoparallel.planning.served_planning import without_servers
 from autoparallel.planning.sub_clusters import first_hosts
 from autoparallel.profiling.measured_plan import plan_on
 from autoparallel.runtime.launch.membership import num_processes

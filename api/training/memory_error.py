@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from autoparallel.analysis.facts import bytes_of, usable_bytes
 from autoparallel.options.words import bytes_text, seconds_text
 from autoparallel.planner.errors import DeviceMemoryError
 from autoparallel.planner.plan import Plan
-from autoparallel.report.facts import bytes_of, usable_bytes
 from autoparallel.runtime.launch.process import Worker, describe, is_out_of_memory
 
 STATES = {

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 import torch
 
+from autoparallel.analysis.facts import rank_seconds
 from autoparallel.planner.plan import Plan
-from autoparallel.report.facts import rank_seconds
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.runtime.messages.process_mesh import stages_of_rank
 from autoparallel.runtime.profile.stragglers import (

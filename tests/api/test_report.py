@@ -11,8 +11,7 @@ from handmade import GIB, flat_plan, pipeline_plan
 from rich.console import Console
 
 from autoparallel import describe
-from autoparallel.planner.plan import Alternative, GoalReport, Plan, Tried
-from autoparallel.report.facts import (
+from autoparallel.analysis.facts import (
     busiest_rank,
     fullest_rank,
     merged_alternatives,
@@ -20,6 +19,7 @@ from autoparallel.report.facts import (
     rank_seconds,
     stages_of_ranks,
 )
+from autoparallel.planner.plan import Alternative, GoalReport, Plan, Tried
 from autoparallel.report.page import commands
 from autoparallel.report.printing import printed
 from autoparallel.report.stages import shown_stages, stages
