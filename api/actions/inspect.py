@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from autoparallel.actions.terminal import stdout_console
+from autoparallel.analysis.measurement import load_measurement, measured_text
 from autoparallel.analysis.repriced import price_again
 from autoparallel.html import MISSING, Sources, page
 from autoparallel.html.rendering import write_html
@@ -16,7 +17,6 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
 from autoparallel.planning.plan_files import load_plan
 from autoparallel.report import Details, print_report
-from autoparallel.training.measurement import load_measurement, measured_text
 
 
 def inspect(

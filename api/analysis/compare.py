@@ -17,14 +17,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from autoparallel.analysis.configurations import ConfiguredPlans
+from autoparallel.analysis.measurement import WARMUP_STEPS, Measurement, checksum, load_measurement
 from autoparallel.analysis.recaptured import recaptured
 from autoparallel.options.parse import did_you_mean, parse_parallel
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import PLAN, load_plan
-from autoparallel.training.measurement import Measurement, checksum, load_measurement
-from autoparallel.training.step_log import WARMUP_STEPS
 
 if TYPE_CHECKING:
     from autoparallel.cache.plan_cache import Cache

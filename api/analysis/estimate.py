@@ -30,7 +30,6 @@ from autoparallel.planner.errors import (
 from autoparallel.planner.find_plan import COARSE, plan
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planner.precision import check_precision
-from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Goal
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.tables import SharedTables
@@ -53,7 +52,7 @@ DEFAULT_LORA = "r=8,alpha=16"
 COARSE_GAP = 0.1
 """Layouts are refined no further than within this part of the best."""
 
-DENIED = Features(frozenset({"offload", "mixed-stages"}))
+DENIED = ("offload", "mixed-stages")
 """States stay on the devices, and stages have one size. Stages of unlike sizes took as long again
 on RTX 4090s for Llama-3-8B, were 1.5 % faster on 8, and fitted on no fewer."""
 
@@ -249,7 +248,6 @@ class _Search:
                 "AP351", "--lora needs an hf: target", where=self.target.name,
                 fix="leave --lora out, or name a folder with a config.json: hf:PATH",
             )  # fmt: skip
-
         settings = dict(self.target.settings)
         return load_target(self.target.name, {**settings, "lora": self.asked.lora})
 
@@ -262,8 +260,8 @@ class _Search:
             gap=COARSE_GAP,
             time_limit_seconds=self.asked.seconds,
             num_candidates=1,
-            goal=Goal(prices=self.asked.prices),
-            features=DENIED,
+            prices=self.asked.prices,
+            deny=DENIED,
             profile="auto",
         )
 

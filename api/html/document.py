@@ -19,6 +19,7 @@ from autoparallel.analysis.facts import (
     rank_seconds,
     usable_bytes,
 )
+from autoparallel.analysis.measurement import Measurement, checksum
 from autoparallel.analysis.repriced import PricedAgain
 from autoparallel.cost_model.ops.memory import policy
 from autoparallel.cost_model.simulator.timeline import Timeline
@@ -38,7 +39,6 @@ from autoparallel.planner.summary import plan_summary
 from autoparallel.report.confidence import gap_text, simplest_text
 from autoparallel.report.drawing import SAME, timeline_of
 from autoparallel.report.page import axis_lines, configuration_text, device_text, precision_text
-from autoparallel.training.measurement import Measurement, checksum
 
 SECTIONS = {
     "cluster": "Cluster", "model": "Model", "schedule": "Schedule",

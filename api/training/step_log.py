@@ -7,23 +7,33 @@ for a loss in order to print it while there is work to do.
 
 from __future__ import annotations
 
+import json
+import platform
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
 import torch
 
+from autoparallel import __version__
+from autoparallel.analysis.measurement import (
+    MOST_STEPS,
+    WARMUP_STEPS,
+    Measurement,
+    checksum,
+    measured_path,
+)
 from autoparallel.options.words import bytes_text, count_text, seconds_text
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.data.batches import RankInputs
 from autoparallel.runtime.step.training_step import StepResult
 from autoparallel.training.callbacks import Callback, StepRecord
-
-WARMUP_STEPS = 2
-"""Steps that the summary leaves out: allocators and caches fill."""
 
 
 class MemoryMeter:
@@ -201,3 +211,27 @@ def summary(figures: Figures, plan: Plan, num_batches: int = 1) -> str:
 
 def _difference(predicted: float, measured: float) -> str:
     return f"{predicted / measured - 1:+.0%}" if measured > 0 else "nothing measured"
+
+
+def keep_measurement(
+    plan: Plan, figures: Figures, num_batches: int, plan_paths: Sequence[Path]
+) -> None:
+    """Writes what the steps of a run took beside the plan at each of ``plan_paths``.
+
+    A run does not fail where a folder cannot be written: that is printed.
+    """
+
+    measured = outcome(figures, plan, num_batches)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    found = Measurement(
+        checksum(plan), measured["step_seconds"], int(measured["memory_bytes"]),
+        tuple(figures.seconds[-MOST_STEPS:]), len(figures.seconds), num_batches,
+        gpu or platform.processor() or platform.machine(),
+        datetime.now(UTC).isoformat(timespec="seconds"), __version__, torch.__version__,
+    )  # fmt: skip
+    text = json.dumps(asdict(found), indent=1) + "\n"
+    for path in {measured_path(each).resolve() for each in plan_paths}:
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            print(f"what was measured is not kept in {path}: {error.strerror}", flush=True)

@@ -51,12 +51,18 @@ from autoparallel.runtime.verify.verify import verify as run_verification
 from autoparallel.target.target import Target
 from autoparallel.training.data import TrainingData
 from autoparallel.training.elastic_plan import plan_for_ranks
-from autoparallel.training.measurement import keep_measurement
 from autoparallel.training.memory_error import explained_memory_errors
 from autoparallel.training.restart import begin_attempt
 from autoparallel.training.run_setup import open_callbacks, update_options, with_compile_choice
 from autoparallel.training.server_run import check_served_run, train_served
-from autoparallel.training.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
+from autoparallel.training.step_log import (
+    MemoryMeter,
+    StepLog,
+    keep_measurement,
+    outcome,
+    samples_or_tokens,
+    summary,
+)
 from autoparallel.training.steps import RunSaves, Saving, take_steps
 from autoparallel.training.text_data import with_text
 from autoparallel.training.trace import RunTrace

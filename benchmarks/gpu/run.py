@@ -155,8 +155,8 @@ def _steps(cluster: str, *, small: bool) -> Iterator[Part]:
 
 def _read_steps(folder: Path) -> dict[str, Any]:
     """Seconds of the median step after the warm-up and the most bytes, and what was predicted."""
+    from autoparallel.analysis.measurement import WARMUP_STEPS
     from autoparallel.planning.plan_files import load_plan
-    from autoparallel.training.step_log import WARMUP_STEPS
 
     lines = (folder / "steps.jsonl").read_text().splitlines()
     steps, predicted = [json.loads(line) for line in lines], load_plan(folder / "plan.json")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import json
 
 import pytest
 
-from autoparallel.commands.plan import plan
-from autoparallel.commands.profile import profile
-from autoparallel.commands.run import run
-from autoparallel.commands.verify import verify
+from autoparallel.commands.machine import profile
+from autoparallel.commands.planning import plan
+from autoparallel.commands.training import run, verify
+from autoparallel.options.option import parameters
 from autoparallel.options.parse import parse_deadline, parse_prices
-from autoparallel.options.plan_options import SearchOptions, plan_options
+from autoparallel.options.plan_options import (
+    PlanOptions,
+    SearchOptions,
+    plan_options,
+    without_servers,
+)
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.requests.goal import Deadline, Goal
 from autoparallel.planner.requests.pins import parse_pin
@@ -24,7 +30,7 @@ def names(function: object) -> set[str]:
 
 
 def test_every_command_that_plans_takes_the_same_options() -> None:
-    shared = names(plan_options)
+    shared = set(parameters(PlanOptions))
     assert shared <= names(plan)
     assert shared <= names(run)
     assert shared - {"precision", "float32_ops", "tf32"} <= names(verify)
@@ -33,19 +39,26 @@ def test_every_command_that_plans_takes_the_same_options() -> None:
 
 
 def test_python_takes_the_options_of_the_command_line() -> None:
-    assert set(SearchOptions.__annotations__) == names(plan_options) - {"global_batch", "seq"}
+    assert set(SearchOptions.__annotations__) == set(parameters(PlanOptions)) - {
+        "global_batch",
+        "seq",
+    }
 
 
 def test_texts_become_values() -> None:
-    found = options_of(
+    found = plan_options(
         16,
-        None,
-        {
-            "pin": "layers.*.up.weight=S(0)@tp", "stage_at": ["layers.1"], "max_tp": 4,
-            "deny": ["pp,zero3", "gpipe"], "parallel": "dp=2", "memory_limit": "2GB",
-            "objective": "devices", "deadline": "2h/100steps", "price": {"H100": 2.0}, "gap": 0.1,
-        },
-    )  # fmt: skip
+        pin="layers.*.up.weight=S(0)@tp",
+        stage_at=["layers.1"],
+        max_tp=4,
+        deny=["pp,zero3", "gpipe"],
+        parallel="dp=2",
+        memory_limit="2GB",
+        objective="devices",
+        deadline="2h/100steps",
+        price={"H100": 2.0},
+        gap=0.1,
+    )
     assert found.pins == (parse_pin("layers.*.up.weight=S(0)@tp"),)
     assert (found.stage_at, found.max_tp, found.gap) == (("layers.1",), 4, 0.1)
     assert found.features.denied == {"pp", "zero3", "gpipe"}
@@ -53,9 +66,22 @@ def test_texts_become_values() -> None:
     assert found.goal == Goal("devices", {"H100": 2.0}, Deadline(7200.0, 100.0, "steps"))
 
 
-def test_the_command_line_and_python_mean_the_same() -> None:
-    given: SearchOptions = {"allow": ["zero1"], "gap": 0.05}
-    assert plan_options(global_batch=8, seq=4, allow=["zero1"], gap=0.05) == options_of(8, 4, given)
+def test_options_reach_another_process_as_json() -> None:
+    found = plan_options(
+        8, 4, pin="*.up=S(0)@tp", parallel="dp=2", deny="pp", price=2.0, deadline="2h/100steps"
+    )
+    assert PlanOptions.from_json(json.loads(json.dumps(found.to_json()))) == found
+    sliced = plan_options(parallel="schedule=terapipe,slices=auto")
+    assert PlanOptions.from_json(json.loads(json.dumps(sliced.to_json()))) == sliced
+
+
+def test_servers_are_denied_unless_their_number_is_fixed() -> None:
+    allowed = plan_options(allow=["servers,asp"])
+    assert allowed.features.allows_change("servers")
+    assert not without_servers(allowed).features.allows_change("servers")
+    assert without_servers(allowed).features.allows_change("asp")
+    fixed = plan_options(parallel="servers=1")
+    assert without_servers(fixed) == fixed
 
 
 def test_deadlines_and_prices_are_read() -> None:
@@ -78,8 +104,8 @@ def test_a_wrong_price_is_refused(text: str) -> None:
 
 def test_the_fewest_devices_need_a_deadline_and_objectives_are_known() -> None:
     with pytest.raises(UsageError, match="AP189"):
-        plan_options(8, None, **{"objective": "devices"})
+        plan_options(8, objective="devices")
     with pytest.raises(UsageError, match="AP188"):
-        plan_options(8, None, **{"objective": "fame"})  # type: ignore[typeddict-item]
+        plan_options(8, objective="fame")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="AP187"):
-        plan_options(8, None, **{"gap": 1.5})
+        plan_options(8, gap=1.5)

@@ -21,10 +21,10 @@ from test_verification_shares import batch_of, captured, target
 from torch.utils.data import DataLoader, Dataset
 
 from autoparallel import load_plan
+from autoparallel.analysis.measurement import checksum, load_measurement
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.runtime.verify.verify import verify
 from autoparallel.training.data import TrainingData
-from autoparallel.training.measurement import checksum, load_measurement
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 3

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 from handmade import pipeline_plan
 
-from autoparallel.planner.errors import UsageError
-from autoparallel.training.callbacks import StepRecord
-from autoparallel.training.measurement import (
+from autoparallel.analysis.measurement import (
     MOST_STEPS,
-    keep_measurement,
     load_measurement,
     measured_path,
     measured_text,
 )
-from autoparallel.training.step_log import Figures
+from autoparallel.planner.errors import UsageError
+from autoparallel.training.callbacks import StepRecord
+from autoparallel.training.step_log import Figures, keep_measurement
 
 
 def figures(*seconds: float) -> Figures:

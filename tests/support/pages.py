@@ -9,12 +9,12 @@ from handmade import GIB, pipeline_plan
 
 from autoparallel.analysis.baselines import Baseline
 from autoparallel.analysis.compare import Item, MeasuredRun
+from autoparallel.analysis.measurement import Measurement, checksum
 from autoparallel.analysis.repriced import OpWork, PricedAgain
 from autoparallel.cost_model.simulator.actions import COMPUTE
 from autoparallel.html import Sources, page
 from autoparallel.planner.plan import Plan
 from autoparallel.report.drawing import timeline_of
-from autoparallel.training.measurement import Measurement, checksum
 
 SECTIONS = (
     "cluster", "model", "schedule", "communication", "memory", "time", "roofline", "candidates",

@@ -7,26 +7,24 @@ predicted; the checksum of the plan tells them that the plan is still the one th
 
 from __future__ import annotations
 
-import hashlib
 import json
-import platform
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from autoparallel import __version__
 from autoparallel.options.words import bytes_text, seconds_text
-from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.plan_file import dumps
-from autoparallel.training.step_log import outcome
 
 if TYPE_CHECKING:
-    from autoparallel.training.step_log import Figures
+    pass
+import hashlib
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan_file import dumps
+
+if TYPE_CHECKING:
+    pass
 
 SCHEMA = 1
 MOST_STEPS = 1000
@@ -62,30 +60,6 @@ def measured_path(plan_path: str | Path) -> Path:
 def checksum(plan: Plan) -> str:
     """What tells a plan from another one."""
     return hashlib.sha256(dumps(plan).encode()).hexdigest()
-
-
-def keep_measurement(
-    plan: Plan, figures: Figures, num_batches: int, plan_paths: Sequence[Path]
-) -> None:
-    """Writes what the steps of a run took beside the plan at each of ``plan_paths``.
-
-    A run does not fail where a folder cannot be written: that is printed.
-    """
-
-    measured = outcome(figures, plan, num_batches)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    found = Measurement(
-        checksum(plan), measured["step_seconds"], int(measured["memory_bytes"]),
-        tuple(figures.seconds[-MOST_STEPS:]), len(figures.seconds), num_batches,
-        gpu or platform.processor() or platform.machine(),
-        datetime.now(UTC).isoformat(timespec="seconds"), __version__, torch.__version__,
-    )  # fmt: skip
-    text = json.dumps(asdict(found), indent=1) + "\n"
-    for path in {measured_path(each).resolve() for each in plan_paths}:
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            print(f"what was measured is not kept in {path}: {error.strerror}", flush=True)
 
 
 def load_measurement(plan_path: str | Path) -> Measurement | None:
@@ -124,3 +98,7 @@ def measured_text(found: Measurement, plan: Plan) -> str:
         f"measured: step {seconds_text(found.step_seconds)} (predicted {seconds_text(predicted)}), "
         f"memory {bytes_text(found.memory_bytes)} on {found.device}, {found.date[:10]}{other}"
     )
+
+
+WARMUP_STEPS = 2
+"""Steps that the summary leaves out: allocators and caches fill."""
