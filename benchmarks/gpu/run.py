@@ -173,7 +173,7 @@ def has_compile() -> bool:
     """Whether ``autoparallel run`` takes ``--compile``."""
     import inspect
 
-    from autoparallel.commands.run import run
+    from autoparallel.commands.training import run
 
     return "compile" in inspect.signature(run).parameters
 

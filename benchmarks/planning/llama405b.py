@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from autoparallel.commands.simulate_page import simulated
+from autoparallel.actions.simulate_page import simulated
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import progress

@@ -113,7 +113,9 @@ def planned(case: Case, budget: float, folder: Path) -> Any:
     }  # fmt: skip
     cluster = f"cpu:{case.ranks}"
     settings = [f"{name}={value}" for name, value in case.settings]
-    start_profiling(target, settings, cluster, options=options, budget=budget, database=database)
+    start_profiling(
+        target, settings, cluster, options=plan_options(**options), budget=budget, database=database
+    )
     plan = make_plan(
         load_target(target, dict(case.settings)),
         cluster,

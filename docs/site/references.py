@@ -78,7 +78,7 @@ def plan_page() -> str:
 
 def devices_page() -> str:
     """Every preset of a device and a link, each figure with its source."""
-    from autoparallel.commands.cluster import device_figures, link_figures
+    from autoparallel.actions.cluster import device_figures, link_figures
     from autoparallel.cost_model.cluster.link_presets import LINKS
     from autoparallel.cost_model.cluster.presets import PRESETS
 

@@ -97,7 +97,7 @@ def test_the_page_fits_80_columns(
         return found[0]
 
     search = estimating.estimate_target
-    monkeypatch.setattr(estimating, "estimate_target", once)
+    monkeypatch.setattr("autoparallel.actions.estimate.estimate_target", once)
     arguments = [
         "estimate", llama, "--devices", "2xA10G,T4", "--global-batch", "4", "--seq", "128",
         "--tokens", "1B", "--price", "A10G=1.5", "--max-devices", "1", "--lora", "none",

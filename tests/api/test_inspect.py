@@ -14,9 +14,9 @@ from rich.console import Console
 
 from autoparallel import load_plan, save_plan
 from autoparallel.__main__ import run_command
+from autoparallel.actions.inspect import page_sources
 from autoparallel.analysis.baselines import Baseline, baselines, fastest
 from autoparallel.analysis.repriced import PricedAgain, price_again
-from autoparallel.commands.inspect import page_sources
 from autoparallel.cost_model.simulator.actions import COMPUTE
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.memory.stage_memory import memory_by_action

@@ -69,8 +69,8 @@ def test_the_search_goes_on_until_the_final_memory_keeps_the_limit(
         size = found.prediction.peak_memory_bytes
         return needing(size + uncounted[size])
 
-    monkeypatch.setattr("autoparallel.cache.captures.with_kept_memory", kept)
-    monkeypatch.setattr("autoparallel.passes.memory.stage_memory.check_host_memory", lambda *_: ())
+    monkeypatch.setattr("autoparallel.planning.plan.with_kept_memory", kept)
+    monkeypatch.setattr("autoparallel.planning.plan.check_host_memory", lambda *_: ())
     program = SimpleNamespace(graph=None, blocks=None)
 
     def final(limit: int) -> int:
