@@ -40,16 +40,16 @@ def loads(text: str, where: str = "plan") -> Plan:
     """
     table = _parse(text, where)
     schema = table.get("schema")
-    if schema not in range(1, SCHEMA + 1):
+    if schema != SCHEMA:
         raise PlanError(
             "AP502",
-            f"the plan has schema {schema!r}, but this version reads 1 to {SCHEMA}",
+            f"the plan has schema {schema!r}, but this version reads {SCHEMA}",
             where=where,
             fix="plan again",
         )
     written = table.pop(CHECKSUMS, None)
     try:
-        plan: Plan = decode(_upgraded(table), Plan, "")
+        plan: Plan = decode(table, Plan, "")
     except _Damage as damage:
         raise PlanError(
             damage.code, f"the plan is damaged at {damage.key!r}", why=damage.why, where=where,
@@ -66,41 +66,6 @@ def loads(text: str, where: str = "plan") -> Plan:
                 fix="plan again; --parallel fixes choices",
             )
     return plan
-
-
-def _upgraded(table: dict[str, Any]) -> dict[str, Any]:
-    """A plan of an older schema as one of this.
-
-    1 had no profiles, 2 no bound and no goals, 3 no unequal shares of the batch, 4 called
-    ``unsharded_ops`` ``undivided``, 5 left the sums of gradients to the runtime, and had no
-    gradients in half precision, nothing in host memory and no parameter servers.
-    """
-    table = {"unsharded_ops" if key == "undivided" else key: table[key] for key in table}
-    table = {
-        "goal": None, "slices": [], "compiled": False, "gradient_order": "backward",
-        "offload": "none", "servers": None, **table,
-    }  # fmt: skip
-    if isinstance(table.get("model"), dict):
-        table["model"] = {"float32_ops": "none", "gradient_dtype": "master", **table["model"]}
-    schema, prediction, solver = (table.get(key) for key in ("schema", "prediction", "solver"))
-    if isinstance(solver, dict):
-        solver = {
-            "stopped": "", "layouts_gap": None, "simplest": None, "solver": "highs",
-            "is_reused": False, **solver,
-        }  # fmt: skip
-        table = {**table, "solver": solver}
-    if schema == SCHEMA or not isinstance(prediction, dict) or not isinstance(solver, dict):
-        return table
-    new: dict[str, Any] = {"sources_of": {}, "profile": None} if schema == 1 else {}
-    stages = table.get("stages")
-    if isinstance(stages, list):
-        new_of_stage: dict[str, Any] = {"shares": [], "gradient_sums": []}
-        each = [{**new_of_stage, **own} if isinstance(own, dict) else own for own in stages]
-        table = {**table, "stages": each}
-    return {
-        **table, "schema": SCHEMA, "prediction": {**new, **prediction},
-        "solver": {"bound_seconds": 0.0, **solver},
-    }  # fmt: skip
 
 
 class _Damage(Exception):  # noqa: N818 — a signal inside this file, not an error of its own
