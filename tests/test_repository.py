@@ -49,7 +49,10 @@ PLANNER = (
 ``evaluate`` stands before the solvers and the search, so it prices a plan without them.
 """
 
-PASSES = ("ops", "initialization", "programs", "graph_passes", "capture", "local", "memory")
+PASSES = (
+    "ops", "initialization", "programs", "graph_passes", "tracing", "capture", "backward", "local",
+    "memory",
+)  # fmt: skip
 """The folders of passes/, in the same way."""
 
 RUNTIME = (
@@ -61,7 +64,20 @@ RUNTIME = (
 COST_MODEL = ("simulator", "cluster", "collectives", "ops", "profile")
 """The folders of cost_model/, in the same way."""
 
-ORDERS = {"cost_model": COST_MODEL, "planner": PLANNER, "passes": PASSES, "runtime": RUNTIME}
+API = (
+    "options", "target", "calls", "cache", "placers", "planning", "profiling", "analysis", "report",
+    "html", "training", "doctor", "exporting", "systems", "script", "adoption", "launching",
+    "testing", "actions", "commands", "__main__",
+)  # fmt: skip
+"""The folders of api/, in the same way."""
+
+ORDERS = {
+    "cost_model": COST_MODEL,
+    "planner": PLANNER,
+    "passes": PASSES,
+    "runtime": RUNTIME,
+    "api": API,
+}
 
 PUBLIC = {
     "AutoparallelError", "Callback", "CaptureError", "DeviceMemoryError", "HangError",
@@ -104,8 +120,8 @@ def test_units_of_a_package_import_only_what_stands_before_them(
     for path in paths:
         unit = path.relative_to(ROOT / package).with_suffix("").parts[0]
         for module, when in imports(path):
-            root, name, *names = (*module.split("."), "", "")[:3]
-            is_own = (root, name) == ("autoparallel", package) and names[0] in units
+            names = module.split(".")[1 if package == "api" else 2 :]
+            is_own = package_of(module) == package and names and names[0] in units
             if is_own and when != "types" and order.index(names[0]) > order.index(unit):
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert wrong == []

@@ -19,10 +19,10 @@ from test_verification import captured, target
 from autoparallel.cost_model.cluster.resolve import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
-from autoparallel.passes.capture.counter_random import batch_dims
-from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.passes.tracing.counter_random import batch_dims
+from autoparallel.passes.tracing.modes import promote_to_float64
 from autoparallel.planner.asynchronous import check_asynchronous
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan

@@ -22,10 +22,10 @@ from autoparallel.cost_model.cluster.launched_cluster import joined_cluster, own
 from autoparallel.options.plan_options import PlanOptions, without_servers
 from autoparallel.passes.capture.capture_model import NO_LOSS
 from autoparallel.passes.capture.export import held_tensors, with_held
-from autoparallel.passes.capture.python_state import PythonState
 from autoparallel.passes.initialization.deferred_init import Deferred, named_tensors
 from autoparallel.passes.programs.outputs import mean_inputs, mean_of_outputs
 from autoparallel.passes.programs.program import Program
+from autoparallel.passes.tracing.python_state import PythonState
 from autoparallel.planner.errors import AutoparallelError, CaptureError, UsageError
 from autoparallel.planner.parameter_servers import check_not_served
 from autoparallel.planner.plan import Plan

@@ -30,7 +30,7 @@ from autoparallel.calls.modes import as_at_start
 from autoparallel.calls.other_outputs import OtherOutputs, merged
 from autoparallel.calls.refused_gradient import refusal
 from autoparallel.calls.stale_tensors import is_retired, retire
-from autoparallel.passes.capture.modes import unmoved_modules
+from autoparallel.passes.tracing.modes import unmoved_modules
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.data.batches import marked

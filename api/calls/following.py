@@ -23,13 +23,6 @@ from torch import Tensor
 from autoparallel.calls.form import PLANNED, CallForm, Form
 from autoparallel.calls.modes import in_modes_of_training
 from autoparallel.passes.capture.blocks import blocks_like
-from autoparallel.passes.capture.call_trace import CallTrace, tracing_calls
-from autoparallel.passes.capture.python_state import (
-    Generators,
-    PythonState,
-    Reading,
-    Replaced,
-)
 from autoparallel.passes.capture.retrace import (
     LiveProgram,
     capture_live,
@@ -41,6 +34,8 @@ from autoparallel.passes.local.live_numbers import LiveNumbers
 from autoparallel.passes.programs.batch import Batch
 from autoparallel.passes.programs.outputs import OutputForm
 from autoparallel.passes.programs.program import Program
+from autoparallel.passes.tracing.call_trace import CallTrace, tracing_calls
+from autoparallel.passes.tracing.python_state import Generators, PythonState, Reading, Replaced
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Blocks
 from autoparallel.planner.plan import Plan

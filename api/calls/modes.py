@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoparallel.passes.capture.python_state import Generators
+from autoparallel.passes.tracing.python_state import Generators
 
 if TYPE_CHECKING:
     from autoparallel.passes.initialization.deferred_init import Deferred, Init

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from autoparallel.calls.refused_gradient import refusal
-from autoparallel.passes.capture.counter_random import batch_dims, counter_random
 from autoparallel.passes.programs.outputs import OutputForm, output_tensors
+from autoparallel.passes.tracing.counter_random import batch_dims, counter_random
 from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.messages.pending_results import arriving
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 from torch.utils._pytree import tree_flatten, tree_map
 
-from autoparallel.passes.capture.opaque import ANNOTATION
 from autoparallel.passes.ops.torch_ops import forget, path_of
+from autoparallel.passes.tracing.opaque import ANNOTATION
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import OpRule
 from autoparallel.planner.rules.annotation import Pattern, bind, output_shapes, parse

@@ -23,12 +23,12 @@ from autoparallel.calls.form import CallForm
 from autoparallel.calls.modes import say_if_drawn_apart, say_if_rows_are_apart
 from autoparallel.cost_model.cluster.torch_tf32 import set_torch
 from autoparallel.options.run_options import RunOptions
-from autoparallel.passes.capture.counter_random import batch_dims
 from autoparallel.passes.capture.export import call_model, find_loss
-from autoparallel.passes.capture.modes import promote_to_float64
-from autoparallel.passes.capture.python_state import PythonState
 from autoparallel.passes.initialization.deferred_init import Deferred, Init, plain_build
 from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.passes.tracing.counter_random import batch_dims
+from autoparallel.passes.tracing.modes import promote_to_float64
+from autoparallel.passes.tracing.python_state import PythonState
 from autoparallel.planner.asynchronous import described
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision

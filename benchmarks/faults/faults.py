@@ -67,11 +67,11 @@ FAULTS = (
           "rank.held -= num_bytes", "rank.held -= 0",
           "tests/cost_model/test_simulator.py"),
     # the gradient of a bias is a mean
-    Fault("bias-mean", "passes/local/weight_gradients.py",
+    Fault("bias-mean", "passes/backward/weight_gradients.py",
           "bias = rows.sum(0).reshape(shapes[1])", "bias = rows.mean(0).reshape(shapes[1])",
           "tests/runtime/test_split_backward.py"),
     # padding of an embedding gets a gradient
-    Fault("padding-gradient", "passes/local/weight_gradients.py",
+    Fault("padding-gradient", "passes/backward/weight_gradients.py",
           "padding = rest[2] if len(rest) > 2 else -1", "padding = -1",
           "tests/runtime/test_split_backward.py"),
     # all steps draw the same random numbers

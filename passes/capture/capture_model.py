@@ -24,8 +24,8 @@ from ..graph_passes.unfold import Unfold
 from ..initialization.uncollected import uncollected
 from ..programs.batch import Batch, Example
 from ..programs.program import Dtype, Program
+from ..tracing.call_trace import replaces_values
 from .blocks import find_blocks
-from .call_trace import replaces_values
 from .export import PREFIX, Exported, LossFn, export_loss, export_repeats
 from .lower import Lowered, lower
 from .repeat_calls import RepeatError, Repeats

@@ -29,14 +29,13 @@ from ..initialization.deferred_init import named_tensors
 from ..programs.batch import Example, InputPlace
 from ..programs.outputs import OutputForm, output_form, scalar_losses
 from ..programs.program import Dtype
-from .call_trace import traced_if_wanted
-from .counter_random import counter_random
-from .functionalize import functionalize
-from .hf_experts import capturable_experts
-from .inner_gradients import InnerGradientError, inner_gradients, watched_gradients
-from .leaves import LeafError, widen
-from .locate import capture_error, noting_user_frames
-from .modes import (
+from ..tracing.call_trace import traced_if_wanted
+from ..tracing.counter_random import counter_random
+from ..tracing.hf_experts import capturable_experts
+from ..tracing.inner_gradients import InnerGradientError, inner_gradients, watched_gradients
+from ..tracing.leaves import LeafError, widen
+from ..tracing.locate import capture_error, noting_user_frames
+from ..tracing.modes import (
     explicit_ops,
     inference_without_gradients,
     promote_to_float64,
@@ -44,7 +43,8 @@ from .modes import (
     undetected_causal_masks,
     unmoved_modules,
 )
-from .opaque import annotated_modules, opaque_modules, whole_functions
+from ..tracing.opaque import annotated_modules, opaque_modules, whole_functions
+from .functionalize import functionalize
 from .repeat_calls import Repeats
 
 PREFIX = "captured"

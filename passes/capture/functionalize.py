@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
 from ..ops.torch_ops import is_view, mutated_argument, path_of, resolve
-from .grad_regions import Shown, inline_regions, shown_arguments
+from ..tracing.grad_regions import Shown, inline_regions, shown_arguments
 
 _HARMLESS = frozenset({"aten.detach_.default"})
 

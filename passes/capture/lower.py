@@ -29,8 +29,8 @@ from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, BATCH_NORMS, batch_norm_ca
 from ..ops.names import Names, base_name
 from ..ops.torch_ops import draws_by_itself, has_argument, mutated_argument, path_of
 from ..programs.interpret import LITERAL
+from ..tracing.locate import uncounted, user_source
 from .functionalize import functional_path
-from .locate import uncounted, user_source
 
 LITERAL_ELEMENTS = 4096
 """Up to this size a tensor that the model's code makes of numbers is written in the graph."""

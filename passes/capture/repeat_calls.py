@@ -29,7 +29,7 @@ from .call_effects import Result, call_key, call_result, state_of, watched
 from .repeats import Repeat
 
 if TYPE_CHECKING:
-    from .counter_random import counter_random
+    from ..tracing.counter_random import counter_random
 
 REPEATS = ("autoparallel.repeat.default", "autoparallel.repeat_one.default")
 """The ops that stand for a layer: of any number of results, and of one."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .opaque import ANNOTATION
+from ..tracing.opaque import ANNOTATION
 from .tie import find_tied
 
 MIN_ALIKE = 5

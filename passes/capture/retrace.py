@@ -22,7 +22,7 @@ from ...planner.graph import Graph, Node
 from ..programs.batch import Example
 from ..programs.interpret import LITERAL
 from ..programs.program import Dtype, Program
-from .call_trace import CallTrace, Place, tracing_calls
+from ..tracing.call_trace import CallTrace, Place, tracing_calls
 from .export import LossFn, trace_loss
 
 Capture = Callable[[], Program]

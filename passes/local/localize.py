@@ -29,10 +29,10 @@ from ...planner.layout import (
     format_layout,
     local_shape,
 )
+from ..backward.replayed import Replayed
 from ..ops.collectives import Rank, apply_steps, format_steps, local_tensor
 from ..ops.torch_ops import returns_several
 from .local_ops import local_call
-from .replayed import Replayed
 
 MADE_BY = "made by"
 """The key, in the ``meta`` of a local op, of the graph's node that it stands for."""

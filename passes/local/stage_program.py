@@ -20,11 +20,11 @@ from ...planner.layout import INVARIANT, REPLICATE, Layout, Mesh
 from ...planner.plan import Plan, Recompute, StagePlan
 from ...planner.replay import Storages, find_replay
 from ...planner.shares import RowShare, share_of, why_not
+from ..backward.replayed import Replayed
 from ..ops.collectives import Communicator, Rank
 from ..ops.random_ops import Draws
 from .accumulate import Counting, build_counting, counts_used
 from .localize import BlockInterface, localize_block, parse_key, value_key
-from .replayed import Replayed
 from .stage_cut import (
     Boundary,
     boundaries,

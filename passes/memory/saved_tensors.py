@@ -28,9 +28,9 @@ from ...cost_model.ops.memory import policy
 from ...planner.graph import Blocks, Graph
 from ...planner.layout import Layout, Mesh, local_shape
 from ...planner.plan import Plan
-from ..local.recomputing import Recomputing
+from ..backward.recomputing import Recomputing
+from ..backward.weight_gradients import WeightGradients, defer
 from ..local.stage_program import BlockProgram, StageProgram, build_stage
-from ..local.weight_gradients import WeightGradients, defer
 from .state_traffic import (
     GRADIENTS,
     Library,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...passes.local.compiled_runs import Run, compile_runs
+from ...passes.backward.compiled_runs import Run, compile_runs
 from ...planner.errors import AutoparallelError, RunError
 
 Compiled = Callable[..., tuple[Tensor, ...]]

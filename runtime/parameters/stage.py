@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ...cost_model.ops.memory import DEFAULT, StateOptions
+from ...passes.backward.recomputing import Recomputing
+from ...passes.backward.weight_gradients import WeightGradients, defer
 from ...passes.local.localize import held_path
-from ...passes.local.recomputing import Recomputing
-from ...passes.local.weight_gradients import WeightGradients, defer
 from ...passes.ops.collectives import local_tensor
 from ...planner.layout import Region, local_region
 from ...planner.plan import Precision, Recompute

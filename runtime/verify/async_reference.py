@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from ...cost_model.simulator.actions import Weights
-from ...passes.capture.counter_random import counter_random
 from ...passes.ops.random_ops import step_key
+from ...passes.tracing.counter_random import counter_random
 from ..update.optimizer import BuildOptimizer, built
 from .reference import Batch, Reference
 

@@ -16,9 +16,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from ...passes.capture.counter_random import batch_dims, counter_random
 from ...passes.ops.collectives import local_tensor
 from ...passes.ops.random_ops import step_key
+from ...passes.tracing.counter_random import batch_dims, counter_random
 from ...planner.errors import UsageError
 from ...planner.plan import Plan, Precision
 from ..messages.shared_objects import on_first, share_value

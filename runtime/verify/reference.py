@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ...passes.capture.counter_random import counter_random
 from ...passes.ops.random_ops import step_key
+from ...passes.tracing.counter_random import counter_random
 from ..data.rank_batch import microbatch_rows
 from ..data.variants import Variant
 from ..update.optimizer import BuildOptimizer, built

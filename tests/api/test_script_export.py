@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from autoparallel.exporting.plans import export_plan
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
-from autoparallel.passes.capture.counter_random import counter_random
 from autoparallel.passes.capture.export import call_model, find_loss
-from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.ops.random_ops import step_key
+from autoparallel.passes.tracing.counter_random import counter_random
+from autoparallel.passes.tracing.modes import promote_to_float64
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan import ServerPlan
 from autoparallel.planner.plan_file import loads

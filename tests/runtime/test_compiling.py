@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.passes.backward.compiled_runs import Run, compile_runs
+from autoparallel.passes.backward.weight_gradients import WeightGradients
 from autoparallel.passes.capture.capture_model import capture
-from autoparallel.passes.local.compiled_runs import Run, compile_runs
 from autoparallel.passes.local.stage_program import StageProgram, build_stage
-from autoparallel.passes.local.weight_gradients import WeightGradients
 from autoparallel.passes.ops.collectives import Alone
 from autoparallel.passes.ops.eight_bits import eight_bit_linear
 from autoparallel.passes.ops.random_ops import Draws

@@ -11,9 +11,9 @@ from processes import run_processes
 from test_verification import GLOBAL_BATCH, SEQ, build_optimizer, captured, planned, target
 
 from autoparallel.passes.capture.export import call_model, find_loss
-from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.passes.tracing.modes import promote_to_float64
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan_file import loads
 from autoparallel.runtime.messages.watchdog import BETWEEN_STEPS

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.passes.backward.recomputing import COSTLY, Recomputing
+from autoparallel.passes.backward.replayed import MARK, SPARED
 from autoparallel.passes.capture.capture_model import capture
-from autoparallel.passes.local.recomputing import COSTLY, Recomputing
-from autoparallel.passes.local.replayed import MARK, SPARED
 from autoparallel.passes.local.stage_program import BlockProgram, build_stage
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.passes.backward.recomputing import Recomputing
 from autoparallel.passes.capture.capture_model import capture
-from autoparallel.passes.local.recomputing import Recomputing
 from autoparallel.passes.local.stage_program import BlockProgram, build_stage
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan, Recompute

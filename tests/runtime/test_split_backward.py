@@ -26,9 +26,9 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoparallel.cost_model.simulator.actions import Action, Schedule, Table, compute_only
+from autoparallel.passes.backward.weight_gradients import HALVES, WeightGradients, defer
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.local.stage_program import build_stage
-from autoparallel.passes.local.weight_gradients import HALVES, WeightGradients, defer
 from autoparallel.passes.ops.eight_bits import eight_bit_linear
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.program import Program

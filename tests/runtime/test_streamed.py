@@ -10,11 +10,11 @@ from kept_captures import capture_once
 from marks import slow
 from torch import Tensor, nn
 
-from autoparallel.passes.capture.counter_random import batch_dims
 from autoparallel.passes.capture.export import call_model, find_loss
-from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.passes.tracing.counter_random import batch_dims
+from autoparallel.passes.tracing.modes import promote_to_float64
 from autoparallel.runtime.step.streamed_ops import streamed
 from autoparallel.runtime.verify.reference import Batch, Reference, run_reference
 from autoparallel.target.load import load_target

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from autoparallel.passes.capture.export import call_model, find_loss
-from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.program import Program
+from autoparallel.passes.tracing.modes import promote_to_float64
 from autoparallel.runtime.verify.reference import Reference, run_reference
 from autoparallel.target.target import Target
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoparallel.passes.capture.call_trace import (
+from autoparallel.passes.tracing.call_trace import (
     CallTrace,
     replaces_values,
     traced_if_wanted,

@@ -7,14 +7,14 @@ from commands import run_python
 from marks import slow
 from torch import Tensor, nn
 
-from autoparallel.passes.capture.call_trace import tracing_calls
 from autoparallel.passes.capture.capture_model import capture
-from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.capture.tie import find_tied
 from autoparallel.passes.initialization.deferred_init import plain_build, record_build
 from autoparallel.passes.programs.batch import InputPlace
 from autoparallel.passes.programs.interpret import LITERAL, run
 from autoparallel.passes.programs.program import Program
+from autoparallel.passes.tracing.call_trace import tracing_calls
+from autoparallel.passes.tracing.modes import promote_to_float64
 from autoparallel.planner.errors import CaptureError
 
 BUILDS = {

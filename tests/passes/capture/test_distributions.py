@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoparallel.passes.capture.capture_model import capture
-from autoparallel.passes.capture.counter_random import counter_random
-from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build, record_build
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import run
+from autoparallel.passes.tracing.counter_random import counter_random
+from autoparallel.passes.tracing.modes import promote_to_float64
 from autoparallel.planner.errors import CaptureError
 
 N = 100_000

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from capture_models import check_program, program_of
 from torch import Tensor, nn
 
-from autoparallel.passes.capture.counter_random import counter_random
+from autoparallel.passes.tracing.counter_random import counter_random
 from autoparallel.planner.errors import CaptureError
 
 ROWS, WIDTH = 6, 5

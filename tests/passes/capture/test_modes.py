@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoparallel.passes.capture.modes import explicit_ops, promote_to_float64, unmoved_modules
+from autoparallel.passes.tracing.modes import explicit_ops, promote_to_float64, unmoved_modules
 from autoparallel.planner.errors import CaptureError
 
 X = torch.tensor([[0.5, -1.0], [2.0, 3.0], [1.5, 0.25]])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoparallel.passes.capture.python_state import PythonState
+from autoparallel.passes.tracing.python_state import PythonState
 
 
 class Gate:

@@ -3,10 +3,10 @@ from capture_models import hf_batch, small_llama
 from torch import Tensor, nn
 
 from autoparallel.passes.capture.capture_model import capture
-from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build, record_build
 from autoparallel.passes.programs.batch import InputPlace
 from autoparallel.passes.programs.constants import evaluate
+from autoparallel.passes.tracing.modes import promote_to_float64
 
 
 def test_rotary_tables_are_constants_with_the_models_own_values():

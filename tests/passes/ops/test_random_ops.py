@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoparallel.passes.capture.capture_model import capture
-from autoparallel.passes.capture.counter_random import batch_dims, counter_random
-from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build, record_build
 from autoparallel.passes.ops.collectives import Rank
 from autoparallel.passes.ops.random_ops import dropout_part, step_key, uniform_part
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import run
+from autoparallel.passes.tracing.counter_random import batch_dims, counter_random
+from autoparallel.passes.tracing.modes import promote_to_float64
 from autoparallel.planner.layout import Mesh
 
 dropout = torch.ops.autoparallel.counter_dropout
