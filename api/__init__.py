@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autoparallel.adoption.parallelize import parallelize, plan
     from autoparallel.adoption.step import Step
     from autoparallel.exporting.weights import export
-    from autoparallel.html.notebook import compare, estimate, load_plan
+    from autoparallel.html.notebooks import compare, estimate, load_plan
     from autoparallel.options.environment import one_process, own_folder
     from autoparallel.planner.errors import (
         AutoparallelError,
@@ -97,13 +97,13 @@ _HOMES = {
     "Step": "autoparallel.adoption.step",
     "TensorBoard": "autoparallel.training.metrics",
     "WeightsAndBiases": "autoparallel.training.metrics",
-    "compare": "autoparallel.html.notebook",
+    "compare": "autoparallel.html.notebooks",
     "describe": "autoparallel.report",
     "load": "autoparallel.adoption.checkpoints",
-    "estimate": "autoparallel.html.notebook",
+    "estimate": "autoparallel.html.notebooks",
     "export": "autoparallel.exporting.weights",
     "distribute": "autoparallel.adoption.data_loader",
-    "load_plan": "autoparallel.html.notebook",
+    "load_plan": "autoparallel.html.notebooks",
     "one_process": "autoparallel.options.environment",
     "own_folder": "autoparallel.options.environment",
     "parallelize": "autoparallel.adoption.parallelize",

@@ -20,6 +20,9 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 GradientOrder = Literal["backward", "priority"]
 """In which order gradients are summed: as the backward makes them, or as the next forward needs
 their parameters."""
+Mode = Literal["auto", "measured", "analytic"]
+"""``auto``: measured, else interpolated, else from specifications; ``measured``: every op that
+the search asks for must have been measured; ``analytic``: specifications alone."""
 Float32Ops = Literal["autocast", "none"]
 """The ops that compute in float32 in a half-precision model: those of autocast's list, or none."""
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from autoparallel.actions.simulate_page import show, simulated
+from autoparallel.actions.simulate_page import show
 from autoparallel.actions.terminal import with_lora
 from autoparallel.actions.trained_as import trained_as
+from autoparallel.analysis.configurations import simulated
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.options.parse import parse_parallel, parse_settings
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import progress
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import ModelInfo
 from autoparallel.planner.precision import check_precision
 from autoparallel.planner.requests.options import check_degrees, fix_of_split
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planner.schedules.schedules import ALIASES, SCHEDULES, ScheduleInfo
-from autoparallel.planning.capture import capture_target
+from autoparallel.planning.capture import capture_target, captured_seq
 from autoparallel.planning.plan import basis_for, find_cluster
 from autoparallel.planning.tf32 import with_choice
 from autoparallel.target.load import load_target
@@ -67,13 +69,16 @@ def simulate(
     with progress() as observe:
         program = capture_target(loaded, options, observe)
         observe("simulate", 0, 1)
-        basis = basis_for(found, options, loaded)
-        basis = replace(basis, assumptions=trained.assumptions)
-        pins = options.pins
-        step = simulated(program, found, configuration, options.seq, basis=basis, pins=pins)
-        step = replace(step, priced_as=trained.name)
+        basis = replace(basis_for(found, options, loaded), assumptions=trained.assumptions)
+        seq = options.seq if options.seq is not None else captured_seq(program)
+        model = ModelInfo(
+            loaded.name, loaded.settings, "", 0, 0, seq, options.precision, options.optimizer
+        )
+        priced, plan = simulated(
+            program, found, configuration, model, basis=basis, pins=options.pins
+        )
         observe("simulate", 1, 1)
-    show(step, loaded.name, trace, is_json=json)
+    show(priced, plan, trained, trace, is_json=json)
 
 
 def split_parallel(text: str) -> tuple[dict[str, str], str]:

@@ -29,7 +29,7 @@ from autoparallel.adoption.job import Job
 from autoparallel.adoption.module import adopt, parallel_class
 from autoparallel.adoption.step import Step
 from autoparallel.calls.modes import say_if_drawn_apart
-from autoparallel.html.notebook import ShownPlan, shown
+from autoparallel.html.notebooks import ShownPlan, shown
 from autoparallel.options.environment import under_torchrun
 from autoparallel.options.plan_options import SearchOptions, plan_options
 from autoparallel.options.progress import shown_to_callers

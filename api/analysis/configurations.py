@@ -8,22 +8,39 @@ and full recomputation; if nothing fits, the one that needs the least.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from autoparallel.cache.captures import with_kept_memory
-from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
+from autoparallel.cache.plan_cache import Cache
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.ops.compute import least_seconds
+from autoparallel.cost_model.ops.memory import policy
+from autoparallel.passes.programs.program import Program
+from autoparallel.planner.configured.configuration import (
+    Configuration,
+    ConfigurationPricer,
+    PricedStep,
+)
+from autoparallel.planner.configured.layers import find_layers
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import Staged
-from autoparallel.planner.plan import Plan, Prediction, SolverInfo, StagePlan
-
-if TYPE_CHECKING:
-    from autoparallel.cache.plan_cache import Cache
-    from autoparallel.passes.programs.program import Program
-    from autoparallel.planner.plan import Recompute
-    from autoparallel.planner.pricing.basis import Basis
-    from autoparallel.planner.requests.request import Forced
+from autoparallel.planner.graph import Graph
+from autoparallel.planner.plan import (
+    ModelInfo,
+    Plan,
+    Prediction,
+    Recompute,
+    SolverInfo,
+    StagePlan,
+)
+from autoparallel.planner.pricing.basis import DEFAULT, Basis
+from autoparallel.planner.pricing.choices import input_specs
+from autoparallel.planner.requests.pins import Pin
+from autoparallel.planner.requests.request import Forced
+from autoparallel.planner.rules import work
+from autoparallel.planner.schedules.schedules import parts_of_ranks
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -117,3 +134,81 @@ def _plan_of(staged: Staged, like: Plan) -> Plan:
         staged.plan, model=like.model, stages=stages, prediction=prediction, alternatives=(),
         solver=SolverInfo(1.0, 0, {}), version=like.version, torch_version=like.torch_version,
     )  # fmt: skip
+
+
+def simulated(
+    program: Program,
+    cluster: Cluster,
+    configuration: Configuration,
+    model: ModelInfo,
+    *,
+    basis: Basis = DEFAULT,
+    pins: tuple[Pin, ...] = (),
+) -> tuple[PricedStep, Plan]:
+    """Price and simulate a configuration, and return its step and its plan.
+
+    The plan has the name, settings and sequence length of ``model``, and the step's figures; the
+    bytes of a pipeline rank are those of its first stage. Raises ``UsageError`` where the
+    configuration does not fit the model or the cluster.
+    """
+    configuration = with_rows(program.graph, configuration)
+    check_layers(program, configuration)
+    pricer = ConfigurationPricer(program.graph, program.blocks, basis, pins)
+    staged = pricer.staged(cluster, configuration)
+    priced = pricer.step(configuration, staged, staged.costs)
+    timeline = replace(priced.timeline, replicas=(configuration.mesh.size,) * configuration.pp)
+    priced = replace(priced, timeline=timeline)
+    held: list[dict[str, int]] = [{} for _ in priced.stages]
+    ranks = parts_of_ranks(configuration.schedule, configuration.pp, configuration.num_chunks)
+    for parts, own in zip(ranks, priced.memory_bytes, strict=True):
+        held[parts[0]] = {name: round(size) for name, size in own.items()}
+    evaluated = staged.evaluation().stages
+    stages = tuple(
+        replace(stage, prediction=replace(own, memory_bytes=memory))
+        for stage, own, memory in zip(priced.plan.stages, evaluated, held, strict=True)
+    )
+    rows = configuration.microbatch_size
+    graph = program.graph.with_batch_size(rows) if program.graph.batch_dims else program.graph
+    flops = model_flops(graph, configuration.num_microbatches)
+    dtype = policy(configuration.precision, configuration.optimizer).compute_dtype
+    prediction = Prediction(
+        timeline.step_seconds,
+        timeline.bubble_fraction,
+        priced.plan.model.global_batch * (model.seq or 1) / timeline.step_seconds,
+        least_seconds(cluster, flops, dtype) / timeline.step_seconds,
+        round(priced.peak_bytes),
+        {},
+    )
+    found = replace(priced.plan.model, target=model.target, settings=model.settings, seq=model.seq)
+    return priced, replace(priced.plan, model=found, stages=stages, prediction=prediction)
+
+
+def with_rows(graph: Graph, configuration: Configuration) -> Configuration:
+    """Return the configuration, with one micro-batch if the rows of the model cannot be split."""
+    if graph.batch_dims:
+        return configuration
+    rows = configuration.microbatch_size * configuration.num_microbatches
+    return replace(configuration, microbatch_size=rows, num_microbatches=1)
+
+
+def check_layers(program: Program, configuration: Configuration) -> None:
+    """Raise ``UsageError`` AP128 where layers, divided evenly, leave a stage without any."""
+    stages, count = configuration.num_stages, len(find_layers(program.blocks))
+    if configuration.layers is None and count < stages:
+        raise UsageError(
+            "AP128",
+            f"{stages} stages need at least one layer each, but the model has {count} layers",
+            fix=f"pp × chunks of at most {count}, with degrees whose product is "
+            f"{configuration.num_devices}",
+        )
+
+
+def model_flops(graph: Graph, num_microbatches: int) -> Mapping[str, float]:
+    """Count the FLOPs forward and backward of micro-batches by family, nothing recomputed."""
+    total = Counter[str]()
+    for node in graph.nodes:
+        if node.kind == "op":
+            found = work(node, input_specs(node, graph), node.outputs)
+            flops = found.flops_forward + found.flops_backward
+            total[found.family] += num_microbatches * flops
+    return total

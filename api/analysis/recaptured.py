@@ -22,7 +22,8 @@ from autoparallel.target.trust import check_trusted
 if TYPE_CHECKING:
     from autoparallel.passes.programs.program import Program
     from autoparallel.planner.graph import Graph
-    from autoparallel.planner.pricing.basis import Basis, Mode
+    from autoparallel.planner.plan import Mode
+    from autoparallel.planner.pricing.basis import Basis
     from autoparallel.target.target import Target
 
 

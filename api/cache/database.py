@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autoparallel.cost_model.profile.database import Database
     from autoparallel.cost_model.profile.environment import Environment
     from autoparallel.cost_model.profile.lookup import Profile
-    from autoparallel.planner.pricing.basis import Mode
+    from autoparallel.planner.plan import Mode
 
 MODES: tuple[Mode, ...] = ("auto", "measured", "analytic")
 

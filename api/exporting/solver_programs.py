@@ -12,7 +12,7 @@ from autoparallel.planner.search.stage_program import stage_program
 from autoparallel.planning.plan_files import load_plan
 
 if TYPE_CHECKING:
-    from autoparallel.planner.pricing.basis import Mode
+    from autoparallel.planner.plan import Mode
     from autoparallel.planner.search.stage_program import Minimized, StageProgram
 
 FORMATS = (".lp", ".mps")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -50,6 +51,7 @@ def option(default: Any, help: str, **how: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+@cache
 def declared(owner: type) -> dict[str, tuple[Field[Any], Option]]:
     """Return the options of a dataclass by their names, with the fields that they fill."""
     found = {}
@@ -89,6 +91,7 @@ def check_choices(options: Any) -> None:
             raise UsageError(how.code, f"{name} {value!r} is not one of {', '.join(how.choices)}")
 
 
+@cache
 def parameters(owner: type) -> dict[str, inspect.Parameter]:
     """Return the parameters of a command for a dataclass of options, by name."""
     hints = get_type_hints(owner)

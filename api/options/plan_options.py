@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypedDict, Unpack, get_args, get_type_hints
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypedDict, Unpack, get_args
 
 from autoparallel.cost_model.cluster.tf32 import FAMILIES, Tf32
 from autoparallel.cost_model.ops.memory import GradientDtype
@@ -19,10 +19,7 @@ from autoparallel.options.parse import (
     texts,
 )
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.intra_op.pulp_solver import find_solver
-from autoparallel.planner.plan import Float32Ops, Precision
-from autoparallel.planner.plan_file import decode, encode
-from autoparallel.planner.pricing.basis import Mode
+from autoparallel.planner.plan import Float32Ops, Mode, Precision
 from autoparallel.planner.requests.features import Features, features_of
 from autoparallel.planner.requests.goal import Deadline, Goal, Objective
 from autoparallel.planner.requests.pins import Pin, parse_pin
@@ -253,6 +250,8 @@ class PlanOptions:
     goal: Goal = field(init=False)
 
     def __post_init__(self) -> None:
+        from autoparallel.planner.intra_op.pulp_solver import find_solver  # imports numpy
+
         schedules = (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)
         goal = Goal(self.objective, self.prices, self.deadline)
         object.__setattr__(self, "goal", goal)
@@ -273,16 +272,6 @@ class PlanOptions:
     def autocasts(self) -> bool:
         """Whether ops of autocast's float32 list compute in float32 in a half-precision model."""
         return self.precision in HALF_PRECISIONS and self.float32_ops == "autocast"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the options as JSON values, for another process."""
-        return {own.name: encode(getattr(self, own.name)) for own in fields(self) if own.init}
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> PlanOptions:
-        """Return the options that ``to_json`` gave."""
-        hints = get_type_hints(PlanOptions)
-        return PlanOptions(**{name: decode(value, hints[name]) for name, value in values.items()})
 
 
 class SearchOptions(TypedDict, total=False):

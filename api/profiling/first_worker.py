@@ -18,6 +18,7 @@ from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import Observe, ticking
 from autoparallel.planner.errors import AutoparallelError, InfeasibleError, TimeLimitError
 from autoparallel.planning.capture import capture_target
+from autoparallel.profiling.start import options_from_json, options_to_json
 from autoparallel.profiling.work_list import Leader, measure_together
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.membership import join_as
@@ -43,7 +44,7 @@ def start_measuring(
         "target": target.name,
         "settings": dict(target.settings),
         "cluster": to_dict(cluster),
-        "options": options.to_json(),
+        "options": options_to_json(options),
         "began": time.time(),
     }
     try:
@@ -70,7 +71,7 @@ def measure(
     """Inside each process. Collective."""
     loaded = load_target(target, settings)
     on = from_dict(dict(cluster), "cluster")
-    chosen = PlanOptions.from_json(options)
+    chosen = options_from_json(options)
     device = join_as(worker, on)
     leader = None
     if worker.rank == 0:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -15,6 +16,7 @@ from autoparallel.cost_model.cluster.cluster_file import to_dict
 from autoparallel.options.parse import parse_settings
 from autoparallel.options.plan_options import PlanOptions, plan_options
 from autoparallel.options.progress import in_notebook, shown_to_callers, ticking
+from autoparallel.planner.plan_file import decode, encode
 from autoparallel.planning.plan import find_cluster
 from autoparallel.runtime.launch.launch import is_launched, launch
 from autoparallel.target.load import load_target
@@ -78,7 +80,7 @@ def start_profiling(
             "target": target,
             "settings": list(settings),
             "cluster": to_dict(found),
-            "options": options.to_json(),
+            "options": options_to_json(options),
             "budget": budget,
             "database": str(database.resolve()),
             "quiet": quiet,
@@ -93,3 +95,14 @@ def _own_processes(cluster: str) -> str:
     if cluster == "local" and is_launched(os.environ) and not torch.cuda.is_available():
         return f"cpu:{os.environ['WORLD_SIZE']}"
     return cluster
+
+
+def options_to_json(options: PlanOptions) -> dict[str, Any]:
+    """Return options as JSON values, for another process."""
+    return {own.name: encode(getattr(options, own.name)) for own in fields(options) if own.init}
+
+
+def options_from_json(values: Mapping[str, Any]) -> PlanOptions:
+    """Return the options of which ``options_to_json`` made ``values``."""
+    hints = get_type_hints(PlanOptions)
+    return PlanOptions(**{name: decode(value, hints[name]) for name, value in values.items()})

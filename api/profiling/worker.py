@@ -43,6 +43,7 @@ from autoparallel.planning.plan import own_update, request_of
 from autoparallel.planning.tf32 import with_choice
 from autoparallel.profiling.blocks import BlockTodo, measure_blocks, todo_of
 from autoparallel.profiling.progress import Shown, shown_progress
+from autoparallel.profiling.start import options_from_json
 from autoparallel.profiling.transfers import LinkTodo, sizes_to
 from autoparallel.runtime.launch.membership import join_as
 from autoparallel.runtime.launch.process import Worker
@@ -132,7 +133,7 @@ def profile(
             stack.enter_context(explained(Path(database)))
             opened = stack.enter_context(Database(database))
             shown = stack.enter_context(shown_progress(budget, quiet=quiet))
-            chosen = PlanOptions.from_json(options)
+            chosen = options_from_json(options)
             on = with_choice(on, chosen.tf32)
             leader = _Leader(worker, loaded, on, chosen, opened, shown, budget)
         for _ in range(MOST_ROUNDS):

@@ -12,7 +12,6 @@ from math import isclose
 from autoparallel.cost_model.simulator.simulator import simulate
 from autoparallel.cost_model.simulator.stage_costs import Buckets, StageCosts
 from autoparallel.cost_model.simulator.timeline import Timeline
-from autoparallel.cost_model.simulator.timeline_text import draw
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.step import message_seconds
 from autoparallel.planner.schedules.schedules import build_schedule
@@ -21,12 +20,6 @@ MOST_ACTIONS = 100_000
 """Stages times micro-batches that are still simulated for a drawing."""
 
 SAME = 0.01
-
-
-def drawing(plan: Plan, width: int, *, limit: int = 16) -> str | None:
-    """A line per pipeline rank, ``width`` characters of time wide; see ``draw``."""
-    timeline = timeline_of(plan)
-    return None if timeline is None else "\n".join(draw(timeline, width, limit=limit))
 
 
 MEANINGS = {

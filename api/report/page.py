@@ -26,6 +26,8 @@ from autoparallel.analysis.facts import (
     rank_seconds,
     usable_bytes,
 )
+from autoparallel.cost_model.simulator.timeline import Timeline
+from autoparallel.cost_model.simulator.timeline_text import draw
 from autoparallel.options.words import (
     bytes_text,
     count_text,
@@ -48,7 +50,7 @@ from autoparallel.planner.summary import (
 )
 from autoparallel.planning.tf32 import families_text
 from autoparallel.report.confidence import confidence, sureness
-from autoparallel.report.drawing import drawing, legend
+from autoparallel.report.drawing import legend, timeline_of
 from autoparallel.report.goal import goal_lines, goal_title
 from autoparallel.report.printing import plain_table, printed
 from autoparallel.report.served import server_lines
@@ -98,13 +100,17 @@ def print_report(
     *,
     next_steps: Sequence[tuple[str, str]] = (),
     measured: str = "",
+    notes: Sequence[str] = (),
+    timeline: Timeline | None = None,
 ) -> None:
-    """Prints the report: what, where, how fast, how sure, what next.
+    """Print the report: what, where, how fast, how sure, what next.
 
-    ``next_steps`` are commands and what they do; ``measured`` says what a run measured.
+    ``next_steps`` are commands and what they do; ``measured`` says what a run measured; ``notes``
+    stand under the headline. ``timeline`` is drawn in place of the one that the plan tells.
     """
     width = min(console.width, MAX_WIDTH)
     parts: list[RenderableType] = [header(plan), headline(plan)]
+    parts += [Text(note, style="yellow") for note in notes]
     if plan.goal is not None:
         parts.append(section(goal_title(plan.goal), goal_lines(plan)))
     if plan.servers is not None:
@@ -118,13 +124,14 @@ def print_report(
         title = "Communication of a step, hidden and exposed"
         parts.append(section(title, communications(plan)))
     most = len(plan.stages) if details.stages else SHORT_RANKS
-    drawn = drawing(plan, width - DRAWING_MARGIN, limit=min(most, MOST_RANKS))
-    if drawn is not None:
+    timeline = timeline if timeline is not None else timeline_of(plan)
+    if timeline is not None:
+        drawn = "\n".join(draw(timeline, width - DRAWING_MARGIN, limit=min(most, MOST_RANKS)))
         shown = Group(Text(drawn), Text(legend(drawn), style="dim"))
         parts.append(section("Timeline of a step (F forward, B backward)", shown))
     if details.sources:
         parts.append(section("Confidence", confidence(plan)))
-    else:
+    elif plan.prediction.sources:
         parts.append(section("How sure", sureness(plan)))
     if measured:
         parts.append(Padding(Text(measured), (0, 0, 0, INDENT)))

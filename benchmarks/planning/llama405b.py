@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from autoparallel.actions.simulate_page import simulated
+from autoparallel.analysis.configurations import simulated
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import progress
 from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.plan import ModelInfo
 from autoparallel.planner.pricing.basis import DEFAULT, RUNTIME, Basis
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import find_cluster, plan_program
@@ -97,18 +98,19 @@ def configurations() -> Iterator[tuple[str, Configuration, Basis]]:
 def priced(program: Program, cluster: Cluster) -> Iterator[Row]:
     """The published configuration's rows."""
     for name, configuration, basis in configurations():
-        step = simulated(program, cluster, configuration, CASE.seq, basis=basis)
-        slowest = max(step.priced.stages, key=lambda cost: cost.seconds.forward_compute)
+        model = ModelInfo("", {}, "", 0, 0, CASE.seq, configuration.precision, "adamw")
+        step, plan = simulated(program, cluster, configuration, model, basis=basis)
+        slowest = max(step.stages, key=lambda cost: cost.seconds.forward_compute)
         own = slowest.seconds
         communication = own.forward_communication + own.backward_communication
-        fullest = max(step.priced.memory_bytes, key=lambda rank: sum(rank.values()))
+        fullest = max(step.memory_bytes, key=lambda rank: sum(rank.values()))
         held = ", ".join(f"{name} {size / GIB:.1f}" for name, size in fullest.items())
         yield Row(
             f"tp={TP} pp={PP} dp={DP}, {name}",
             step.timeline.step_seconds,
-            step.model_flops_utilization,
-            step.priced.peak_bytes,
-            step.priced.usable_bytes,
+            plan.prediction.model_flops_utilization,
+            step.peak_bytes,
+            step.usable_bytes,
             step.timeline.bubble_fraction,
             f"a stage's micro-batch: compute {own.forward_compute + own.backward_compute:.3f} s, "
             f"collectives {communication:.3f} s; per step: gradients {own.gradient_sync:.3f} s, "

@@ -17,6 +17,7 @@ from ...cost_model.ops.memory import PrecisionPolicy
 from ...cost_model.profile.case import OpCase
 from ...cost_model.profile.lookup import Profile
 from ..graph import Blocks
+from ..plan import Mode
 from ..precision import EIGHT_BITS
 from ..replay import RecomputedPart
 from ..rules.expert_traffic import ExpertKernels
@@ -190,10 +191,6 @@ class CostAssumptions:
 
 RUNTIME = CostAssumptions()
 """This package's own runtime."""
-
-Mode = Literal["auto", "measured", "analytic"]
-"""``auto``: measured, else interpolated, else from specifications; ``measured``: every op that
-the search asks for must have been measured; ``analytic``: specifications alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.requests.goal import Deadline, Goal
 from autoparallel.planner.requests.pins import parse_pin
 from autoparallel.planner.requests.request import Forced
+from autoparallel.profiling.start import options_from_json, options_to_json
 
 
 def names(function: object) -> set[str]:
@@ -70,9 +71,9 @@ def test_options_reach_another_process_as_json() -> None:
     found = plan_options(
         8, 4, pin="*.up=S(0)@tp", parallel="dp=2", deny="pp", price=2.0, deadline="2h/100steps"
     )
-    assert PlanOptions.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert options_from_json(json.loads(json.dumps(options_to_json(found)))) == found
     sliced = plan_options(parallel="schedule=terapipe,slices=auto")
-    assert PlanOptions.from_json(json.loads(json.dumps(sliced.to_json()))) == sliced
+    assert options_from_json(json.loads(json.dumps(options_to_json(sliced)))) == sliced
 
 
 def test_servers_are_denied_unless_their_number_is_fixed() -> None:

@@ -13,7 +13,7 @@ from pages import GIB, Outline, compared_items, drawn_plan
 
 from autoparallel.analysis.compare import Item
 from autoparallel.html.compared import SECTIONS, compared_notebook, compared_page
-from autoparallel.html.notebook import Comparison
+from autoparallel.html.notebooks import Comparison
 
 WHAT = """
 const table = doc.querySelector("#figures table"), heads = [...table.tHead.rows[0].cells];

@@ -11,7 +11,7 @@ from handmade import pipeline_plan
 from torch import Tensor, nn
 
 import autoparallel
-from autoparallel.adoption.parallelize import plan_options
+from autoparallel.options.plan_options import plan_options
 from autoparallel.planner.errors import CaptureError, UsageError
 from autoparallel.target.from_python import batch_function, make_target
 
@@ -64,9 +64,7 @@ def test_a_wrong_option_is_refused_where_it_is_given() -> None:
 
 
 def test_options_are_those_of_the_command_line() -> None:
-    options = plan_options(
-        64, None, {"memory_limit": "40GiB", "parallel": "tp=2", "num_candidates": 3}
-    )
+    options = plan_options(64, memory_limit="40GiB", parallel="tp=2", num_candidates=3)
     assert options.memory_limit_bytes == 40 * 2**30
     assert options.forced.tp == 2
     assert options.num_candidates == 3

@@ -12,7 +12,7 @@ import pytest
 from handmade import GIB, pipeline_plan
 
 import autoparallel
-from autoparallel.html.notebook import ShownPlan, shown
+from autoparallel.html.notebooks import ShownPlan, shown
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan_file import dumps
 from autoparallel.report.tables import TABLES

@@ -73,7 +73,7 @@ def test_the_page_fits_80_columns_and_draws_a_line_per_pipeline_rank(
     assert "tp=2 pp=4 · ZeRO 0 · 1F1B · 16 micro-batches of 4" in out
     drawn = [line.split() for line in out.splitlines() if line.startswith("  rank ")]
     assert [words[1] for words in drawn] == ["0", "1", "2", "3"]
-    assert {len(words[2]) for words in drawn} == {66}
+    assert {len(words[2]) for words in drawn} == {68}
     assert drawn[0][2].startswith("F")
     assert drawn[3][2].startswith(".")
 
