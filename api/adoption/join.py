@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel.adoption.job import Job
+from autoparallel.cache.database import database_path
 from autoparallel.calls.following import Following, followed
 from autoparallel.calls.form import CallForm
 from autoparallel.calls.modes import as_at_start, say_if_rows_are_apart
@@ -36,7 +37,7 @@ from autoparallel.planning.plan import find_cluster, plan_program
 from autoparallel.planning.tf32 import tell_difference, with_choice
 from autoparallel.profiling.progress import shown_progress
 from autoparallel.profiling.work_list import (
-    Leader,
+    PlanWork,
     is_wanted,
     measure_together,
     under_torchrun_here,
@@ -244,7 +245,8 @@ def _planned(
     with ExitStack() as shown:
         if cluster is not None and is_wanted(options, cluster) and under_torchrun_here(cluster):
             bar = shown.enter_context(shown_progress(options.measure_seconds))
-            leader = Leader(program, target, cluster, options, bar.advance)
+            path = database_path(options.database)
+            leader = PlanWork(program, target, cluster, options, path, bar.advance)
         if agree(leader is not None, device):
             measure_together(leader, device=device, build=target.build_optimizer)
 

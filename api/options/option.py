@@ -51,8 +51,7 @@ def option(default: Any, help: str, **how: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-@cache
-def declared(owner: type) -> dict[str, tuple[Field[Any], Option]]:
+def declared(owner: Any) -> dict[str, tuple[Field[Any], Option]]:
     """Return the options of a dataclass by their names, with the fields that they fill."""
     found = {}
     for each in fields(owner):
@@ -92,7 +91,7 @@ def check_choices(options: Any) -> None:
 
 
 @cache
-def parameters(owner: type) -> dict[str, inspect.Parameter]:
+def parameters(owner: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a command for a dataclass of options, by name."""
     hints = get_type_hints(owner)
     return {name: _parameter(name, own, how, hints[own.name])

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from autoparallel.cache.database import database_path
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.cluster_file import from_dict, to_dict
 from autoparallel.options.plan_options import PlanOptions
@@ -19,7 +20,7 @@ from autoparallel.options.progress import Observe, ticking
 from autoparallel.planner.errors import AutoparallelError, InfeasibleError, TimeLimitError
 from autoparallel.planning.capture import capture_target
 from autoparallel.profiling.start import options_from_json, options_to_json
-from autoparallel.profiling.work_list import Leader, measure_together
+from autoparallel.profiling.work_list import PlanWork, measure_together
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.membership import join_as
 from autoparallel.runtime.launch.process import Worker
@@ -73,10 +74,11 @@ def measure(
     on = from_dict(dict(cluster), "cluster")
     chosen = options_from_json(options)
     device = join_as(worker, on)
-    leader = None
+    work = None
     if worker.rank == 0:
         worker.watchdog.progress("capturing the model")
-        leader = Leader(capture_target(loaded, chosen), loaded, on, chosen, began=began)
+        program, path = capture_target(loaded, chosen), database_path(chosen.database)
+        work = PlanWork(program, loaded, on, chosen, path, began=began)
     measure_together(
-        leader, device=device, build=loaded.build_optimizer, tell=worker.watchdog.progress
+        work, device=device, build=loaded.build_optimizer, tell=worker.watchdog.progress
     )

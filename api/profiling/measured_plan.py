@@ -1,30 +1,26 @@
-"""TODO."""
+"""Plans for this machine, once the times that they ask for are measured."""
 
 from __future__ import annotations
 
 import os
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from autoparallel.cache.database import database_path
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.options.collection import rare_collections
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import Observe, ignore
+from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan
 from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import find_cluster, plan_program, within_limit
 from autoparallel.planning.tf32 import with_choice
 from autoparallel.profiling.first_worker import start_measuring
-from autoparallel.profiling.work_list import Leader, is_wanted
+from autoparallel.profiling.work_list import PlanWork, is_wanted
 from autoparallel.runtime.launch.launch import is_launched
-from autoparallel.target.target import (
-    Target,
-)
-
-if TYPE_CHECKING:
-    from autoparallel.cost_model.cluster.cluster import Cluster
-    from autoparallel.passes.programs.program import Program
-from autoparallel.planning.plan import find_cluster, plan_program, within_limit
+from autoparallel.target.target import Target
 
 
 @rare_collections()
@@ -94,10 +90,10 @@ def _plan_measured(
 
     if not is_wanted(options, cluster) or is_launched(os.environ):
         return plan_program(program, target, cluster, options, observe, cache)
-    leader = Leader(program, target, cluster, options)
-    if leader.known()[0].num_ops:
+    work = PlanWork(program, target, cluster, options, database_path(options.database))
+    if work.known()[0].num_ops:
         found = plan_program(program, target, cluster, options, observe, cache)
-        if not leader.is_worth_starting(found):
+        if not work.is_worth_starting(found):
             return found
     start_measuring(target, cluster, options, observe)
     return plan_program(program, target, cluster, options, observe, cache)

@@ -1,14 +1,16 @@
-"""What the best plan asks for, measured before it is chosen.
+"""Lists of measurements that plans ask for, and the loop that makes them.
 
 In: a captured program, this machine's processes, seconds. Out: measurements in the profile
-database. A plan is made with what is known; its blocks in one piece at the rows of a rank, its
-collectives and messages, and the optimizer's step are measured where the database lacks them,
-what takes most of the predicted step first. With that another plan may be the best, which is
-looked at in the same way, until nothing is missing or the seconds are used up. Blocks that are
-left out are scaled as those that were measured (``planner.pricing.whole_block``).
+database. Rank 0 has a list (``WorkList``) that it makes of a plan or a search with what is known by
+then; all ranks measure its tasks together, as training runs them, and rank 0 keeps each result at
+once. With that another plan may be the best, which may ask for more: the list is made anew, until
+nothing is missing or the seconds are used up.
 
-Every process of the plan measures at the same time, as training runs them: those that torchrun
-started, or one per device that are started for it (``first_worker``).
+``PlanWork`` is the list before planning for this machine: the blocks of the best plan in one piece
+at the rows of a rank, its collectives and messages, and the optimizer's step, as far as the
+database lacks them; most of the predicted step first. Blocks that are left out are scaled as those
+that were measured (``planner.pricing.whole_block``). ``autoparallel profile`` has another list
+(``worker``), of all that a search asks for.
 """
 
 from __future__ import annotations
@@ -17,29 +19,30 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
-from autoparallel.cache.database import database_path, explained, measuring_environment
+from autoparallel.cache.database import explained, measuring_environment
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.detect import MAX_CPU_DEVICES, match_gpu_name
 from autoparallel.cost_model.cluster.torch_tf32 import torch_computing
 from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.cost_model.profile.database import Database
+from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile, level_of
+from autoparallel.cost_model.profile.measure import Budget
 from autoparallel.cost_model.profile.records import Measurement, Transfer
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.graph import Block, Graph
+from autoparallel.planner.graph import Block, Blocks, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.precision import with_precision
 from autoparallel.planner.pricing.basis import Asked, Basis
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, update_kind
 from autoparallel.planner.pricing.whole_block import block_case, seconds_by_ops
 from autoparallel.planning.plan import own_update, plan_program
-from autoparallel.profiling.blocks import blocks_of
-from autoparallel.profiling.transfers import LinkTodo, sizes_to
 from autoparallel.runtime.messages.shared_objects import share_value
 from autoparallel.runtime.profile.blocks import measure_everywhere
 from autoparallel.runtime.profile.links import (
@@ -50,6 +53,7 @@ from autoparallel.runtime.profile.links import (
     measure_links,
     partition_of,
 )
+from autoparallel.runtime.profile.ops import OpTime, measure_ops
 from autoparallel.runtime.profile.update import SIZES, measure_updates
 from autoparallel.runtime.update.optimizer import BuildOptimizer
 from autoparallel.target.target import Target
@@ -80,11 +84,13 @@ but blocks come before it."""
 SLOWER = 2.0
 """A block that was not measured may take so many times what its ops are priced at."""
 
-BlockSeconds = tuple[OpCase, Measurement | str]
+LEAST_BYTES, MOST_BYTES, STEP = 1 << 10, 1 << 28, 4
+"""Sizes of transfers: from the first to the second, as far as is asked, each ``STEP`` times the one
+before."""
 
 
 @dataclass(frozen=True, slots=True)
-class BlockTodo:
+class BlockTask:
     """A block to measure in one piece, with the graph at the rows that it is measured at."""
 
     graph: Graph
@@ -98,20 +104,105 @@ class BlockTodo:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateTodo:
-    """An optimizer's step to measure, of parameters of these bytes."""
+class LinkTask:
+    """Transfers to measure, and the place in the database where they belong.
 
-    optimizer: str
-    num_bytes: tuple[int, ...]
+    ``is_asked``: the search asked for them; others are measured where time is left.
+    """
+
+    links: Links
+    level: str
+    library: str
+    num_hosts: int
+    is_asked: bool
+
+    def transfer(self, found: LinkTime) -> Transfer:
+        """Return a measured transfer with its place."""
+        return Transfer(*self.place, found.num_bytes, found.seconds, found.repeats)
+
+    @property
+    def place(self) -> tuple[str, str, str, int, int]:
+        ranks = len(self.links.partition[0])
+        return (self.level, self.library, self.links.kind, ranks, self.num_hosts)
 
 
 @dataclass(frozen=True, slots=True)
-class Todo:
-    """One thing to measure: ``weight`` seconds of the predicted step hang on it."""
+class UpdateTask:
+    """An optimizer's step to measure, of parameters of these bytes."""
 
-    what: BlockTodo | LinkTodo | UpdateTodo
-    weight: float
+    optimizer: str
+    num_bytes: tuple[int, ...] = SIZES
+
+
+@dataclass(frozen=True, slots=True)
+class OpsTask:
+    """Ops to measure, one after the other."""
+
+    cases: tuple[OpCase, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something to measure: ``weight`` seconds of the predicted step depend on it.
+
+    Each of its blocks, ops or sizes is measured for ``seconds``.
+    """
+
+    what: BlockTask | LinkTask | UpdateTask | OpsTask
     seconds: float = LEAST_SECONDS
+    weight: float = 0.0
+
+    @property
+    def key(self) -> object:
+        """The identity of the measurement, which is tried once."""
+        if isinstance(self.what, BlockTask):
+            return self.what.case
+        if isinstance(self.what, LinkTask):
+            return self.what.place, self.what.links.num_bytes
+        return self.what
+
+    @property
+    def name(self) -> str:
+        """The name that users read while it is measured."""
+        if isinstance(self.what, BlockTask):
+            return self.what.block.name
+        if isinstance(self.what, LinkTask):
+            return f"{self.what.links.kind} of {len(self.what.links.partition[0])} ranks"
+        if isinstance(self.what, UpdateTask):
+            return f"the step of {self.what.optimizer.split()[0]}"
+        return "ops"
+
+
+Found = OpTime | Transfer
+"""The result of a measurement."""
+
+
+def sizes_to(most_bytes: float, step: int = STEP) -> tuple[int, ...]:
+    """Return the sizes to measure for transfers of up to ``most_bytes``.
+
+    >>> sizes_to(20_000)
+    (1024, 4096, 16384, 65536)
+    """
+    sizes = [LEAST_BYTES]
+    while sizes[-1] < min(most_bytes, MOST_BYTES):
+        sizes.append(sizes[-1] * step)
+    return tuple(sizes)
+
+
+def blocks_of(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[tuple[Graph, Block], ...]:
+    """Return each kind of block of a plan, with the graph at the rows that one rank has of it."""
+    found: dict[tuple[str, int], tuple[Graph, Block]] = {}
+    position = 0
+    for stage in plan.stages:
+        shards = stage.mesh.shape[0] if stage.mesh.axes[0] == "dp" else 1
+        rows = max(1, plan.microbatch_size // shards)
+        can = bool(graph.batch_dims) or rows == graph.batch_size
+        for _ in stage.blocks:
+            kind = blocks.blocks[position].kind
+            if can and (kind, rows) not in found:
+                found[kind, rows] = (graph.with_batch_size(rows), blocks.kinds[kind])
+            position += 1
+    return tuple(found.values())
 
 
 def is_at_hand(cluster: Cluster) -> bool:
@@ -143,35 +234,32 @@ def under_torchrun_here(cluster: Cluster, environment: Mapping[str, str] = os.en
 
 
 @dataclass
-class Leader:
-    """Rank 0: what is known and what is missing.
-
-    ``began`` is when the user's wait began (``time.time``): starting processes and planning
-    count, but half of the seconds are for measuring however long those take.
-    """
+class WorkList:
+    """Rank 0's list of measurements: what is known, and what is missing."""
 
     program: Program
     target: Target
     cluster: Cluster
     options: PlanOptions
-    advance: Callable[[str], None] = lambda what: None
-    began: float = field(default_factory=time.time)
+    path: Path
+    advance: Callable[[str], None] = lambda name: None
     measured_seconds: float = 0.0
     tried: set[object] = field(default_factory=set)
+    environment: Environment = field(init=False)
 
     def __post_init__(self) -> None:
-        self.path = database_path(self.options.database)
         self.environment = measuring_environment(self.cluster)
 
-    @property
-    def left_seconds(self) -> float:
-        """What is left to measure in."""
-        all_seconds = self.options.measure_seconds
-        waited = time.time() - self.began
-        return max(all_seconds - waited, MEASURING_SHARE * all_seconds - self.measured_seconds)
+    def tasks(self) -> tuple[Task, ...]:
+        """Return the next tasks; none where nothing is missing, or the time is up."""
+        raise NotImplementedError
+
+    def left_seconds(self, task: Task) -> float:
+        """Return the seconds that are left for a task."""
+        raise NotImplementedError
 
     def known(self) -> tuple[Profile, Mapping[str, str]]:
-        """What was measured in exactly this environment, and what cannot be."""
+        """Return the measurements in exactly this environment, and the reasons of failed ones."""
         if not self.path.exists():
             return Profile(self.environment, {}), {}
         with explained(self.path), Database(self.path) as opened:
@@ -182,29 +270,65 @@ class Leader:
                 update=own_update(self.target),
             ), opened.failures(self.environment)
 
-    def todo(self) -> tuple[Todo, ...]:
-        """What the best plan asks for and is not known, the weightiest first."""
-        if self.left_seconds <= 0:
+    def keep(self, found: Found) -> None:
+        """Write a measurement to the database, or the reason why there is none."""
+        with explained(self.path), Database(self.path) as opened:
+            if isinstance(found, Transfer):
+                opened.put_transfer(self.environment, found)
+            elif found.measurement is not None:
+                opened.put(self.environment, found.case, found.measurement)
+            else:
+                opened.put_failure(self.environment, found.case, found.reason)
+
+    @staticmethod
+    def reached(known: Profile) -> Mapping[object, int]:
+        """Return the largest measured size of each kind of transfer, by its place."""
+        most: dict[object, int] = {}
+        for each in known.transfers:
+            place = (each.level, each.library, each.kind, each.num_ranks, each.num_hosts)
+            most[place] = max(each.num_bytes, most.get(place, 0))
+        return most
+
+
+@dataclass
+class PlanWork(WorkList):
+    """The measurements that the best plan lacks.
+
+    ``began`` is when the user's wait began (``time.time``): starting processes and planning count,
+    but half of the seconds are for measuring however long those take.
+    """
+
+    began: float = field(default_factory=time.time)
+
+    def left_seconds(self, task: Task | None = None) -> float:
+        """Return the seconds that are left to measure in."""
+        all_seconds = self.options.measure_seconds
+        waited = time.time() - self.began
+        return max(all_seconds - waited, MEASURING_SHARE * all_seconds - self.measured_seconds)
+
+    def tasks(self) -> tuple[Task, ...]:
+        """Return the tasks of the best plan, the weightiest first."""
+        if self.left_seconds() <= 0:
             return ()
         return self.missing(plan_program(self.program, self.target, self.cluster, self.options))
 
     def is_worth_starting(self, plan: Plan) -> bool:
-        """Whether enough of a plan's step hangs on what is not known."""
+        """Return whether enough of a plan's step depends on what is not known."""
         weight = sum(each.weight for each in self.missing(plan))
         return weight > WORTH_STARTING * plan.prediction.step_seconds
 
-    def missing(self, plan: Plan) -> tuple[Todo, ...]:
-        """What a plan asks for and is not known, the weightiest first, each once."""
+    def missing(self, plan: Plan) -> tuple[Task, ...]:
+        """Return the measurements that a plan lacks, the weightiest first, each once."""
         known, failures = self.known()
         found = [
             *self._update(plan, known), *self._links(plan, known),
             *self._blocks(plan, known, failures),
         ]  # fmt: skip
-        found = [each for each in found if _key(each) not in self.tried]
-        self.tried.update(map(_key, found))
+        found = [each for each in found if each.key not in self.tried]
+        self.tried.update(each.key for each in found)
         return tuple(sorted(found, key=lambda each: -each.weight))
 
-    def _blocks(self, plan: Plan, known: Profile, failures: Mapping[str, str]) -> Iterator[Todo]:
+    def _blocks(self, plan: Plan, known: Profile, failures: Mapping[str, str]) -> Iterator[Task]:
         """The blocks of a plan at its rows, or at fewer where those would take too long."""
         graph = with_precision(self.program.graph, plan.model.precision)
         counts: dict[str, int] = {}
@@ -216,41 +340,38 @@ class Leader:
                 continue
             seconds = sum(seconds_by_ops(at, block, self.cluster, known))
             weight = seconds * counts[block.kind] * plan.num_microbatches
-            share = BLOCK_SHARE * self.left_seconds
+            share = BLOCK_SHARE * self.left_seconds()
             rows = at.batch_size
             while BLOCK_ROUNDS * SLOWER * seconds > share and rows % 2 == 0 and graph.batch_dims:
                 rows, seconds = rows // 2, seconds / 2
             part = at.with_batch_size(rows) if rows != at.batch_size else at
-            todo = BlockTodo(part, block, plan.num_microbatches > 1, tf32)
-            if todo.case in known.ops or todo.case.key() in failures:
+            task = BlockTask(part, block, plan.num_microbatches > 1, tf32)
+            if task.case in known.ops or task.case.key() in failures:
                 continue
             wanted = max(BLOCK_ROUNDS * SLOWER * seconds, share / len(counts))
-            yield Todo(todo, weight, max(LEAST_SECONDS, min(MOST_SECONDS, wanted)))
+            yield Task(task, max(LEAST_SECONDS, min(MOST_SECONDS, wanted)), weight)
 
-    def _links(self, plan: Plan, known: Profile) -> Iterator[Todo]:
+    def _links(self, plan: Plan, known: Profile) -> Iterator[Task]:
         """The collectives and messages of a plan, up to the sizes that it asks for."""
         asked = Asked()
         basis = Basis(known, asked=asked)
         evaluate(self.program.graph, self.program.blocks, plan, self.cluster, basis=basis)
-        reached: dict[object, int] = {}
-        for has in known.transfers:
-            place = (has.level, has.library, has.kind, has.num_ranks, has.num_hosts)
-            reached[place] = max(has.num_bytes, reached.get(place, 0))
+        reached = self.reached(known)
         for each in asked.transfers.values():
             group = each.group
             partition = partition_of(self.cluster, each.kind, group, each.partition)
             if not partition:
                 continue
             links = Links(each.kind, partition, sizes_to(each.most_bytes, LINK_STEP))
-            todo = LinkTodo(links, level_of(group), group.library, group.num_hosts, True)
-            most = reached.get(todo.place, 0)
+            task = LinkTask(links, level_of(group), group.library, group.num_hosts, True)
+            most = reached.get(task.place, 0)
             sizes = tuple(size for size in links.num_bytes if size > 2 * most)
             if sizes:
-                todo = replace(todo, links=replace(links, num_bytes=sizes))
-                seconds = max(LEAST_SECONDS, LINK_SHARE * self.left_seconds)
-                yield Todo(todo, each.seconds, seconds)
+                task = replace(task, links=replace(links, num_bytes=sizes))
+                seconds = max(LEAST_SECONDS, LINK_SHARE * self.left_seconds())
+                yield Task(task, seconds, each.seconds)
 
-    def _update(self, plan: Plan, known: Profile) -> Iterator[Todo]:
+    def _update(self, plan: Plan, known: Profile) -> Iterator[Task]:
         """The optimizer's step, of parameters as large as the plan's."""
         optimizer = own_update(self.target) or plan.model.optimizer
         if update_curve(known, optimizer) is None:
@@ -260,27 +381,17 @@ class Leader:
             sizes = [size for size in SIZES if size < largest]
             sizes += [size for size in SIZES if size >= largest][:1]
             weight = UPDATE_SHARE * plan.prediction.step_seconds
-            yield Todo(UpdateTodo(optimizer, tuple(sizes)), weight)
-
-    def keep(self, found: BlockSeconds | Transfer) -> None:
-        """Writes a time at once, or why there is none."""
-        with explained(self.path), Database(self.path) as opened:
-            if isinstance(found, Transfer):
-                opened.put_transfer(self.environment, found)
-            elif isinstance(found[1], Measurement):
-                opened.put(self.environment, found[0], found[1])
-            else:
-                opened.put_failure(self.environment, found[0], found[1])
+            yield Task(UpdateTask(optimizer, tuple(sizes)), weight=weight)
 
 
 def measure_together(
-    leader: Leader | None,
+    work: WorkList | None,
     *,
     device: torch.device,
     build: BuildOptimizer | None,
-    tell: Callable[[str], None] = lambda what: None,
+    tell: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Measures what rank 0's ``leader`` asks for, on every rank. Collective over all ranks.
+    """Measure the tasks of rank 0's list, on every rank. Collective over all ranks.
 
     Random numbers that a script draws afterwards are those that it would have drawn without.
     """
@@ -288,74 +399,64 @@ def measure_together(
     with torch.random.fork_rng(devices):
         for _ in range(MOST_ROUNDS):
             tell("waiting for what to measure")
-            todos = share_value(None if leader is None else leader.todo())
-            if not todos:
+            tasks = share_value(None if work is None else work.tasks())
+            if not tasks:
                 break
-            for todo in todos:
-                if not agree(leader is None or leader.left_seconds > 0, device):
-                    break
+            for task in tasks:
+                if not agree(work is None or work.left_seconds(task) > 0, device):
+                    continue
                 began = time.perf_counter()
-                tell(f"measuring {_name(todo)}")
-                if leader is not None:
-                    leader.advance(_name(todo))
-                ends = began + (0.0 if leader is None else leader.left_seconds)
-                for found in _measured(todo, ends, device=device, build=build):
-                    if leader is not None:
-                        leader.keep(found)
-                if leader is not None:
-                    leader.measured_seconds += time.perf_counter() - began
+                tell(f"measuring {task.name}")
+                if work is not None:
+                    work.advance(task.name)
+                ends = began + (0.0 if work is None else work.left_seconds(task))
+                for found in _measured(task, ends, device=device, build=build):
+                    if isinstance(found, OpTime):
+                        tell(f"measuring {found.case.op}")
+                    if work is not None:
+                        work.keep(found)
+                if work is not None:
+                    work.measured_seconds += time.perf_counter() - began
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _measured(
-    todo: Todo, ends: float, *, device: torch.device, build: BuildOptimizer | None
-) -> Iterator[BlockSeconds | Transfer]:
-    """The times of one thing. Sizes end at ``ends`` of rank 0's ``perf_counter``."""
-    what, seconds = todo.what, todo.seconds
+    task: Task, ends: float, *, device: torch.device, build: BuildOptimizer | None
+) -> Iterator[Found]:
+    """Measure a task until ``ends`` of rank 0's ``perf_counter``, result by result."""
+    what, seconds = task.what, task.seconds
 
     def is_late() -> bool:
         return time.perf_counter() > ends
 
-    if isinstance(what, BlockTodo):
+    if isinstance(what, BlockTask):
         with torch_computing(what.tf32):
-            found = measure_everywhere(
+            block = measure_everywhere(
                 what.graph, what.block, device=device, accumulates=what.accumulates, seconds=seconds
             )
-        yield what.case, found
-    elif isinstance(what, LinkTodo):
+        if isinstance(block, Measurement):
+            yield OpTime(what.case, block)
+        else:
+            yield OpTime(what.case, None, block)
+    elif isinstance(what, LinkTask):
         meshes = Meshes(device)
         for each in measure_links(
             what.links, device=device, case_seconds=seconds, until=is_late, meshes=meshes
         ):
             yield what.transfer(each)
         meshes.close()
+    elif isinstance(what, OpsTask):
+        budget = Budget(case_seconds=seconds)
+        yield from measure_ops(what.cases, device=device, budget=budget, until=is_late)
     else:
         for each in measure_updates(
-            what.optimizer, what.num_bytes, device=device, case_seconds=seconds, until=is_late,
+            what.optimizer,
+            what.num_bytes,
+            device=device,
+            case_seconds=seconds,
+            until=is_late,
             build=build,
-        ):  # fmt: skip
-            yield _update_time(what.optimizer, each)
-
-
-def _update_time(optimizer: str, found: LinkTime) -> Transfer:
-    kind = update_kind(optimizer)
-    return Transfer(LEVEL, LIBRARY, kind, 1, 1, found.num_bytes, found.seconds, found.repeats)
-
-
-def _name(todo: Todo) -> str:
-    what = todo.what
-    if isinstance(what, BlockTodo):
-        return what.block.name
-    if isinstance(what, LinkTodo):
-        return f"{what.links.kind} of {len(what.links.partition[0])} ranks"
-    return f"the step of {what.optimizer.split()[0]}"
-
-
-def _key(todo: Todo) -> object:
-    what = todo.what
-    if isinstance(what, BlockTodo):
-        return what.case
-    if isinstance(what, LinkTodo):
-        return what.place, what.links.num_bytes
-    return what
+        ):
+            kind = update_kind(what.optimizer)
+            yield Transfer(LEVEL, LIBRARY, kind, 1, 1, each.num_bytes, each.seconds, each.repeats)

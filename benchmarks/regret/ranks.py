@@ -27,7 +27,7 @@ from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import loads
 from autoparallel.planning.capture import capture_target, record_target
-from autoparallel.profiling.transfers import LinkTodo
+from autoparallel.profiling.work_list import LinkTask
 from autoparallel.runtime.profile.links import (
     COLLECTIVES,
     STATES,
@@ -152,7 +152,7 @@ def measure_network(rank: int, emulated: Emulated) -> list[Transfer]:
         for kind, partition in todo:
             group = group_of(cluster, partition[0])
             links = Links(kind, partition, SIZES)
-            place = LinkTodo(links, level_of(group), group.library, group.num_hosts, True)
+            place = LinkTask(links, level_of(group), group.library, group.num_hosts, True)
             times = measure_links(
                 links, device=CPU, case_seconds=CASE_SECONDS, until=lambda: False, meshes=meshes
             )
