@@ -45,7 +45,7 @@ def cluster(*, text: str, json: bool) -> None:
 
 
 def show_measured(cluster: Cluster, console: Console) -> None:
-    """What the user's database holds for the cluster's devices, if anything."""
+    """Print the contents of the user's database for the cluster's devices, if there are any."""
 
     profile = find_profile(cluster, "auto", None)
     if profile is None:

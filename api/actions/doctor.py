@@ -37,7 +37,7 @@ def doctor(*, plan: str | None, cluster: str | None, timeout: float, json: bool)
 
 
 def _wanted(plan: str | None, cluster: str | None) -> Wanted:
-    """What the machine is to do. Raises UsageError AP380 where both options are given."""
+    """Return the task that the machine is checked for. Raises UsageError AP380 for both options."""
 
     if plan is not None and cluster is not None:
         raise UsageError(
@@ -50,7 +50,7 @@ def _wanted(plan: str | None, cluster: str | None) -> Wanted:
 
 
 def _examined(wanted: Wanted, timeout: float) -> list[Finding]:
-    """What the ranks of the cluster find: those of torchrun, or processes of this machine."""
+    """Collect the findings of the cluster's ranks: torchrun's, or processes of this machine."""
 
     assert wanted.cluster is not None
     found: list[dict[str, Any]] = launch(

@@ -8,7 +8,7 @@ from autoparallel.actions.terminal import print_json, stdout_console
 from autoparallel.analysis.compare import read_run
 from autoparallel.analysis.explain import explain as explained
 from autoparallel.analysis.measured_blocks import compute_errors
-from autoparallel.analysis.recaptured import recaptured
+from autoparallel.analysis.plan_model import load_plan_model
 from autoparallel.analysis.what_if import what_if as changed
 from autoparallel.analysis.what_if import why_not as forced_plan
 from autoparallel.cache.database import find_profile
@@ -46,7 +46,7 @@ def explain(
         return
 
     with plan_cache() as cache:
-        model = recaptured(loaded, plan, trust=trust, cache=cache.values)
+        model = load_plan_model(loaded, plan, trust=trust, cache=cache.values)
         if why_not is not None:
             other = forced_plan(model, why_not, time_limit, cache.values)
             if json:
@@ -70,12 +70,12 @@ def explain(
 def _measured(
     plan: Plan, path: str, measured: str, database: str | None, *, trust: bool, json: bool
 ) -> None:
-    """What was predicted beside a run, and beside the blocks that were measured, if any."""
+    """Print predictions beside a run, and beside the blocks that were measured, if any."""
 
     run, blocks = read_run(Path(measured)), None
     if find_profile(plan.cluster, "auto", database) is not None:
         with plan_cache() as cache:
-            model = recaptured(plan, path, trust=trust, profile="analytic", cache=cache.values)
+            model = load_plan_model(plan, path, trust=trust, profile="analytic", cache=cache.values)
             blocks = compute_errors(model, database)
     if json:
         print_json(measured_json(plan, run, blocks))

@@ -54,7 +54,7 @@ def inspect(
 
 
 def next_steps(plan_path: str) -> list[tuple[str, str]]:
-    """What to do with a plan: commands, and what they are for."""
+    """List the next commands for a plan, each with its purpose."""
     page = Path(plan_path).with_suffix(".html").name
     return [
         (f"autoparallel inspect {plan_path} --html {page}", "the report as a page"),
@@ -75,8 +75,8 @@ def write_page(
 
 
 def page_sources(plan: Plan, plan_path: str, *, loads_target: bool, trust: bool = False) -> Sources:
-    """What a page shows besides the plan: what a run measured, and the plan priced again, or why
-    its model could not be loaded."""
+    """Collect a page's sources besides the plan: a run's measurement, and the plan priced again or
+    the reason why its model could not be loaded."""
 
     measured = load_measurement(plan_path)
     if not loads_target:

@@ -88,7 +88,7 @@ def schedules(
 
 
 def facts(info: ScheduleInfo) -> dict[str, Any]:
-    """What there is to say about a schedule."""
+    """Return the facts about a schedule as JSON values."""
 
     executed = {find_schedule(name).name for name in FORCED_SCHEDULES}
     return {

@@ -77,7 +77,7 @@ def hand_out(path: Path, to: str) -> None:
 
 
 def show(outcome: Mapping[str, Any], path: Path, console: Console) -> None:
-    """What was measured and skipped, how well the rest is interpolated, and where it is."""
+    """Print the measured and skipped ops, the errors of interpolation, and the database's path."""
 
     console.print(f"[bold]{outcome['environment']}[/]")
     skipped = outcome["skipped"]
@@ -98,7 +98,7 @@ def show(outcome: Mapping[str, Any], path: Path, console: Console) -> None:
 
 
 def show_database(path: Path, *, json: bool) -> None:
-    """For every environment how many ops and transfers are known."""
+    """Print the numbers of known ops and transfers of every environment."""
 
     counts = database_counts(path)
     if json:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from autoparallel.analysis.configurations import configuration_summary
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.ops.memory import policy, state_bytes
 from autoparallel.planner.configured.configuration import (
@@ -28,7 +29,6 @@ from autoparallel.planner.configured.configuration import (
 from autoparallel.planner.configured.layers import find_layers
 from autoparallel.planner.errors import AutoparallelError, UsageError
 from autoparallel.planner.plan import Plan, Recompute
-from autoparallel.planner.summary import RankSummary, schedule_text, summary_text
 
 NUM_REFINED = 3
 """So many of the fastest 3-D configurations are also tried with other micro-batches and chunks."""
@@ -119,10 +119,15 @@ class _Pricing:
             else min(self._others, key=lambda step: step.peak_bytes)
         )
         return Baseline(
-            name, configuration_text(best.configuration), best.step_seconds, best.peak_bytes,
-            best.fits, priced, self._is_cut_short,
+            name,
+            configuration_summary(best.configuration, self._layers),
+            best.step_seconds,
+            best.peak_bytes,
+            best.fits,
+            priced,
+            self._is_cut_short,
             "" if best.fits else "none fits; this one exceeds the memory least",
-        )  # fmt: skip
+        )
 
     def data_parallel(self, *, zero: int) -> None:
         """All devices on one axis."""
@@ -160,7 +165,7 @@ class _Pricing:
         return max(0.0, self._until - time.process_time())
 
     def _may_fit(self, tp: int, pp: int) -> bool:
-        """Whether the states of an even part of the parameters fit a device, under ZeRO 1."""
+        """Tell whether the states of an even part of the parameters fit a device, under ZeRO 1."""
         model, dp = self._plan.model, self._cluster.num_devices // (tp * pp)
         rules = policy(model.precision, model.optimizer)
         own = state_bytes(model.num_parameters // (tp * pp), rules, 1, dp).total
@@ -184,8 +189,9 @@ class _Pricing:
     def _configuration(
         self, dp: int, tp: int, pp: int, zero: int, samples: int, mode: Recompute
     ) -> Configuration | None:
-        """With so many ``samples`` per data-parallel rank in a micro-batch; None where the batch
-        has no such micro-batches."""
+        """Return the configuration of micro-batches with ``samples`` per data-parallel rank.
+
+        None where the batch cannot be divided so."""
         model, rows = self._plan.model, dp * samples
         if rows > model.global_batch or model.global_batch % rows:
             self._reason = (
@@ -210,15 +216,7 @@ class _Pricing:
             self._reason = error.what
             return None
         except AutoparallelError as error:
-            self._reason = f"{configuration_text(configuration)}: {error.what}"
+            self._reason = f"{configuration_summary(configuration, self._layers)}: {error.what}"
             return None
         (self._fitting if step.fits else self._others).append(step)
         return step
-
-
-def configuration_text(own: Configuration) -> str:
-    """A configuration in one line, as plans are (``planner.summary``)."""
-    full, selective = own.recompute == "full", own.recompute == "selective"
-    rank = RankSummary(own.mesh, own.zero, 1, int(full), int(selective))
-    schedule = schedule_text(own.schedule, own.num_chunks, own.num_slices)
-    return summary_text([rank] * own.pp, schedule, own.num_microbatches, own.microbatch_size)

@@ -16,9 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from autoparallel.analysis.configurations import ConfiguredPlans
 from autoparallel.analysis.measurement import WARMUP_STEPS, Measurement, checksum, load_measurement
-from autoparallel.analysis.recaptured import recaptured
+from autoparallel.analysis.plan_model import load_plan_model
 from autoparallel.options.parse import did_you_mean, parse_parallel
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.planner.errors import UsageError
@@ -96,12 +95,11 @@ def load_items(
             fix="name a plan file too: its model and cluster are those of the baselines",
         )  # fmt: skip
 
-    model = recaptured(first.plan, first.name, trust=trust, cache=cache, observe=observe)
-    plans = ConfiguredPlans(first.plan, model.program, model.basis, cache)
+    model = load_plan_model(first.plan, first.name, trust=trust, cache=cache, observe=observe)
     found: list[Item] = []
     for word, item in zip(words, made, strict=True):
         observe("baselines", len(found), len(made))
-        found.append(item if isinstance(item, Item) else Item(str(word), plans.plan(item)))
+        found.append(item if isinstance(item, Item) else Item(str(word), model.configured(item)))
     observe("baselines", len(made), len(made))
     return tuple(found)
 

@@ -9,11 +9,9 @@ and full recomputation; if nothing fits, the one that needs the least.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from autoparallel.cache.captures import with_kept_memory
-from autoparallel.cache.plan_cache import Cache
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.ops.compute import least_seconds
 from autoparallel.cost_model.ops.memory import policy
@@ -41,51 +39,13 @@ from autoparallel.planner.requests.pins import Pin
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planner.rules import work
 from autoparallel.planner.schedules.schedules import parts_of_ranks
+from autoparallel.planner.summary import RankSummary, schedule_text, summary_text
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
-@dataclass(frozen=True)
-class ConfiguredPlans:
-    """Makes plans of configurations for the model, batch and cluster of ``like``."""
-
-    like: Plan
-    program: Program
-    basis: Basis
-    cache: Cache
-
-    def plan(self, degrees: Forced) -> Plan:
-        """The plan of some degrees; ``dp`` takes the devices that are left.
-
-        Raises UsageError (AP124, AP127, AP128) where they do not fit the model or the cluster.
-        """
-        return self.best(configurations(self.like, degrees))[1]
-
-    def best(self, candidates: Iterable[Configuration]) -> tuple[Configuration, Plan]:
-        """The fastest of some configurations that fit, or the one that needs the least memory.
-
-        Raises as ``plan``.
-        """
-        pricer = ConfigurationPricer(self.program.graph, self.program.blocks, self.basis)
-        priced = [(each, self._priced(pricer, each)) for each in candidates]
-        limit = self.like.cluster.usable_memory_bytes
-        fitting = [each for each in priced if each[1].prediction.peak_memory_bytes <= limit]
-        for own, found in sorted(fitting, key=lambda each: each[1].prediction.step_seconds):
-            kept = self._finished(found)
-            if kept.prediction.peak_memory_bytes <= limit:
-                return own, kept
-        own, found = min(priced, key=lambda each: each[1].prediction.peak_memory_bytes)
-        return own, self._finished(found)
-
-    def _priced(self, pricer: ConfigurationPricer, configuration: Configuration) -> Plan:
-        return _plan_of(pricer.staged(self.like.cluster, configuration), self.like)
-
-    def _finished(self, plan: Plan) -> Plan:
-        return with_kept_memory(plan, self.program, self.cache)
-
-
 def configurations(like: Plan, degrees: Forced) -> Iterator[Configuration]:
-    """The configurations that degrees leave open, for the batch and cluster of a plan."""
+    """Yield the configurations that degrees leave open, for the batch and cluster of a plan."""
     total = like.cluster.num_devices
     tp, pp, cp, ep = (getattr(degrees, name) or 1 for name in ("tp", "pp", "cp", "ep"))
     dp = degrees.dp or max(1, total // (tp * pp * cp))
@@ -116,8 +76,8 @@ def _counts(batch: int, parts: int) -> list[int]:
     return [batch // size for size in rows if size <= batch and batch % size == 0]
 
 
-def _plan_of(staged: Staged, like: Plan) -> Plan:
-    """A staged configuration with its prices, under the name of the model that it is for."""
+def configured_plan(staged: Staged, like: Plan) -> Plan:
+    """Return a staged configuration as a plan with its prices, for the model of ``like``."""
     found = staged.evaluation()
     stages: tuple[StagePlan, ...] = tuple(
         replace(stage, prediction=own)
@@ -212,3 +172,22 @@ def model_flops(graph: Graph, num_microbatches: int) -> Mapping[str, float]:
             flops = found.flops_forward + found.flops_backward
             total[found.family] += num_microbatches * flops
     return total
+
+
+def configuration_summary(own: Configuration, num_layers: int) -> str:
+    """Return a configuration of a model with ``num_layers`` layers in one line, as plans are.
+
+    >>> configuration_summary(Configuration(dp=4, tp=2, zero=1, microbatch_size=8), 4)
+    'dp=4 tp=2 · ZeRO 1 · 1 × 8'
+    """
+    recomputed = round(num_layers * own.recompute_share)
+    ranks = [
+        RankSummary(
+            own.mesh, own.zero, num_layers if rank == 0 else 0,
+            num_full=recomputed * (own.recompute == "full" and rank == 0),
+            num_selective=recomputed * (own.recompute == "selective" and rank == 0),
+        )
+        for rank in range(own.pp)
+    ]  # fmt: skip
+    schedule = schedule_text(own.schedule, own.num_chunks, own.num_slices)
+    return summary_text(ranks, schedule, own.num_microbatches, own.microbatch_size, own.offload)

@@ -96,14 +96,14 @@ class Estimate:
 
     @property
     def days(self) -> float | None:
-        """For the tokens; of samples where the model has no sequences."""
+        """Training time in days for the tokens (samples, if the model has no sequences)."""
         if self.plan is None or self.tokens is None:
             return None
         return self.tokens / self.plan.prediction.tokens_per_second / 86400
 
     @property
     def dollars(self) -> float | None:
-        """For the tokens, of all devices, where they have a price."""
+        """Cost of the training on all devices; None where they have no price."""
         if self.days is None or self.dollars_per_hour is None:
             return None
         return self.days * 24 * self.dollars_per_hour
@@ -173,9 +173,9 @@ def counts(most: int) -> Iterator[int]:
 def estimate_target(
     target: Target, asked: Asked, observe: Observe = ignore, cache: Cache = NO_CACHE
 ) -> tuple[Estimate, ...]:
-    """An estimate per device and way to train, in the order of the devices.
+    """Return an estimate per device and way to train, in the order of the devices.
 
-    Raises what capturing raises, UsageError AP351 for LoRA of a target that is no ``hf:`` target.
+    Raises the errors of capturing, UsageError AP351 for LoRA of a target that is no ``hf:`` target.
     """
     methods: tuple[Method, ...] = ("full",) if asked.lora is None else ("full", "lora")
     tasks = [(device, method) for device in asked.devices for method in methods]
@@ -189,7 +189,7 @@ def estimate_target(
 
 
 def has_lora(target: Target) -> bool:
-    """Whether LoRA's adapters can be given to a target."""
+    """Return whether a target can have LoRA's adapters."""
     return target.name.startswith("hf:")
 
 
@@ -226,7 +226,7 @@ class _Search:
         self.tables = SharedTables()
 
     def precision(self, device: str) -> Precision:
-        """What is computed in: bf16 where every device has units for it."""
+        """Return the precision of the training: bf16 where every device has units for it."""
         if self.asked.precision is not None:
             return self.asked.precision
         cluster = next(clusters_of(device, 1))
@@ -313,7 +313,7 @@ class _Search:
             )
 
         def again(limit_bytes: int) -> Plan:
-            """With less memory: with micro-batches of the size that was best, if any fit."""
+            """Plan again with less memory: with micro-batches of the best size, if any fit."""
             less = replace(request, memory_limit_bytes=limit_bytes)
             try:
                 count = first.num_microbatches

@@ -1,7 +1,7 @@
 """Why a plan is as it is: what else it could have chosen at one place, priced.
 
-In: a plan with its model (``recaptured``), and a name: of a tensor, op or module, of a block, of a
-stage (``stage 0``), or ``zero``, ``recompute``, ``schedule``, ``microbatches``. Out: every
+In: a plan with its model, and a name: of a tensor, op or module, of a block, of a stage
+(``stage 0``), or ``zero``, ``recompute``, ``schedule``, ``microbatches``. Out: every
 alternative at that place with the step and the fullest device's bytes of the plan that has it, and
 its standing. The rest of the plan stays as it is, as far as an alternative's notes do not say else.
 """
@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoparallel.analysis.explained_tensor import explained_tensor
-from autoparallel.analysis.recaptured import Recaptured
-from autoparallel.analysis.variants import MODES, Alternative, Explanation, Variants
+from autoparallel.analysis.plan_model import MODES, Alternative, Explanation, PlanModel
 from autoparallel.planner.errors import AutoparallelError, UsageError
 from autoparallel.planner.inter_op.submesh import meshes, restriction
 from autoparallel.planner.layout import Mesh
@@ -30,18 +29,17 @@ _AS_PLANNED = "layouts, cuts and all else as in the plan"
 _CHUNKED = "several stages per rank cut the model otherwise: see inspect's alternatives"
 
 
-def explain(model: Recaptured, name: str) -> Explanation:
+def explain(model: PlanModel, name: str) -> Explanation:
     """The alternatives at a place of a plan. Raises UsageError AP357 for a name that is none."""
-    return _Explainer(Variants(model)).explained(name)
+    return _Explainer(model).explained(name)
 
 
 @dataclass
 class _Explainer:
-    variants: Variants
+    model: PlanModel
 
     def __post_init__(self) -> None:
-        self.model, self.plan = self.variants.model, self.variants.plan
-        self.priced = self.variants.priced
+        self.plan, self.priced = self.model.plan, self.model.variant
 
     def explained(self, name: str) -> Explanation:
         """See ``explain``."""
@@ -58,9 +56,9 @@ class _Explainer:
         blocks = [block.name for stage in self.plan.stages for block in stage.blocks]
         if word in blocks:
             return self._block(word)
-        known = paths(self.variants.structure.graph)
+        known = paths(self.model.structure.graph)
         if word in known:
-            return explained_tensor(self.variants, word, known[word])
+            return explained_tensor(self.model, word, known[word])
         raise UsageError(
             "AP357", f"the plan has no tensor, op, block or stage named {name!r}",
             fix=self._stages_text() if word.startswith("stage") else ""
@@ -189,7 +187,7 @@ class _Explainer:
         stage = self.plan.stages[index]
         found = []
         for zero in range(4):
-            variant = self.variants.at(index, replace(stage, zero=zero))
+            variant = self.model.at(index, replace(stage, zero=zero))
             found.append(self.priced(f"ZeRO {zero}", variant, is_chosen=zero == stage.zero))
         names = {block.name for block in stage.blocks}
         for mode in MODES:
@@ -212,12 +210,12 @@ class _Explainer:
         limited = restriction(mesh, Forced())
         stage = replace(self.plan.stages[index], mesh=mesh, shares=(), gradient_sums=())
         try:
-            layouts = self.variants.solved(index, stage, limited)
+            layouts = self.model.solved(index, stage, limited)
         except AutoparallelError as error:
             return Alternative(name, "NOT OFFERED", why=error.what)
         if layouts is None:
             return Alternative(name, "NOT OFFERED", why="no layouts agree on this mesh")
-        return self.priced(name, self.variants.at(index, replace(stage, layouts=layouts)))
+        return self.priced(name, self.model.at(index, replace(stage, layouts=layouts)))
 
 
 def undivided(plan: Plan, rows: int) -> Mesh | None:

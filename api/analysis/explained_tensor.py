@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autoparallel.analysis.variants import Alternative, Explanation, Variants
+from autoparallel.analysis.plan_model import Alternative, Explanation, PlanModel
 from autoparallel.options.words import held_text
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Node
@@ -28,28 +28,28 @@ from autoparallel.planner.requests.pins import Pin, nearest, paths
 from autoparallel.planner.summary import mesh_text
 
 
-def explained_tensor(variants: Variants, path: str, name: str) -> Explanation:
+def explained_tensor(model: PlanModel, path: str, name: str) -> Explanation:
     """The alternatives of the node ``name``, which was called ``path``.
 
     Raises UsageError AP357 for one without a layout in the plan.
     """
-    graph, blocks = variants.structure.graph, variants.structure.blocks
+    graph, blocks = model.structure.graph, model.structure.blocks
     template = blocks.template.get(name, name)
-    index = _stage_of(variants, name)
-    stage, node = variants.plan.stages[index], graph[name]
+    index = _stage_of(model, name)
+    stage, node = model.plan.stages[index], graph[name]
     own = stage.layouts.get(name) or stage.layouts.get(template)
     if own is None:
         raise UsageError(
             "AP357", f"{path} has no layout of its own in the plan", where=f"stage {index}",
             fix=nearest(path, paths(graph), is_pattern=False),
         )  # fmt: skip
-    limited, prices = variants.restriction(index), variants.prices(stage)
+    limited, prices = model.restriction(index), model.prices(stage)
     if node.kind == "parameter":
         offered = held_layouts(graph[template], graph, prices, limited)
     else:
         found = ways(graph[template], graph, prices, limited)
         offered = tuple(way.layout.outputs[0] for way in found)
-    alternatives = list(_layouts(variants, index, template, own, (offered, limited)))
+    alternatives = list(_layouts(model, index, template, own, (offered, limited)))
     known = [*offered, own.outputs[0]]
     alternatives += _not_offered(node, stage.mesh, known, limited)
     kinds = [blocks.kinds[block.kind] for block in stage.blocks]
@@ -63,9 +63,9 @@ def explained_tensor(variants: Variants, path: str, name: str) -> Explanation:
     return Explanation(subject, where, tuple(alternatives), (note,))
 
 
-def _stage_of(variants: Variants, name: str) -> int:
-    blocks = {block.name: block for block in variants.structure.blocks.blocks}
-    for index, stage in enumerate(variants.plan.stages):
+def _stage_of(model: PlanModel, name: str) -> int:
+    blocks = {block.name: block for block in model.structure.blocks.blocks}
+    for index, stage in enumerate(model.plan.stages):
         for block in stage.blocks:
             own = blocks[block.name]
             if name in own.nodes or name in own.parameters:
@@ -77,12 +77,12 @@ def _stage_of(variants: Variants, name: str) -> int:
 
 
 def _layouts(
-    variants: Variants, index: int, template: str, own: NodeLayout,
+    model: PlanModel, index: int, template: str, own: NodeLayout,
     choice: tuple[Sequence[Layout], Restriction],
 ) -> Iterator[Alternative]:  # fmt: skip
     """Each layout of a node that is offered, the others of its stage solved for it."""
     offered, limited = choice
-    stage = variants.plan.stages[index]
+    stage = model.plan.stages[index]
     seen: set[tuple[str, ...]] = set()
     for layout in (own.outputs[0], *offered):
         key = _plain(layout)
@@ -91,15 +91,15 @@ def _layouts(
         seen.add(key)
         name = layout_text(layout, stage.mesh)
         if layout == own.outputs[0]:
-            yield variants.priced(name, variants.plan, is_chosen=True)
+            yield model.variant(name, model.plan, is_chosen=True)
             continue
         axes = zip(stage.mesh.axes, layout, stage.mesh.shape, strict=True)
         pins = tuple(Pin(template, each, axis) for axis, each, size in axes if size > 1)
-        layouts = variants.solved(index, stage, replace(limited, pins={template: pins}))
+        layouts = model.solved(index, stage, replace(limited, pins={template: pins}))
         if layouts is None or _plain(layouts[template].outputs[0]) != key:
             yield Alternative(name, "NOT OFFERED", why="no layouts of its neighbours agree with it")
         else:
-            yield variants.priced(name, variants.at(index, replace(stage, layouts=layouts)))
+            yield model.variant(name, model.at(index, replace(stage, layouts=layouts)))
 
 
 def _plain(layout: Layout) -> tuple[str, ...]:

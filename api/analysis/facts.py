@@ -22,7 +22,7 @@ MEMORY_ORDER = (
 
 
 def memory_source(plan: Plan) -> str:
-    """How the bytes of the stages were found."""
+    """Describe how the bytes of the stages were found."""
     held = [stage.prediction.memory_bytes for stage in plan.stages]
     if not all("communicators" in own for own in held):
         return "estimated by the rules of the ops"
@@ -32,9 +32,9 @@ def memory_source(plan: Plan) -> str:
 
 
 def fullest_rank(plan: Plan) -> tuple[tuple[int, ...], dict[str, int]]:
-    """The stages of the pipeline rank that needs the most memory, and its bytes by category.
+    """Return the stages of the fullest pipeline rank, and its bytes by category.
 
-    What is transient counts once. Replicas of Chimera hold fewer activations at once than the
+    Transient bytes count once. Replicas of Chimera hold fewer activations at once than the
     two stages would alone: as many as are left of the predicted peak.
     """
     ranks = [(stages, bytes_of(plan, stages)) for stages in stages_of_ranks(plan)]
@@ -51,19 +51,19 @@ def bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
 
 
 def ordered_memory(held: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by category in the order of reports, without what is 0."""
+    """Return bytes by category in the order of reports, without empty categories."""
     names = [name for name in MEMORY_ORDER if name in held]
     names += [name for name in held if name not in MEMORY_ORDER]
     return {name: held[name] for name in names if held[name]}
 
 
 def usable_bytes(plan: Plan, stage: StagePlan) -> int:
-    """What a process may allocate on the smallest device of ``stage``."""
+    """Return the bytes that a process may allocate on the smallest device of ``stage``."""
     return min(plan.cluster.device(rank).usable_memory_bytes for rank in stage.devices)
 
 
 def rank_seconds(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
-    """Where a rank that runs ``stages`` spends a step, in seconds; what is left is waiting.
+    """Return the seconds of a step by purpose, on a rank that runs ``stages``; the rest is waiting.
 
     ``prediction.seconds`` counts compute, communication and send per micro-batch, and
     exposed_sync and optimizer per update.
@@ -146,7 +146,7 @@ def merged_communication(plan: Plan) -> list[tuple[tuple[int, ...], Communicatio
 
 
 def _num_runs(plan: Plan) -> float:
-    """How many micro-batches a rank runs through each of its stages; of two replicas, half."""
+    """Return the number of micro-batches that a rank runs through each stage; half for Chimera."""
     is_both_ways = plan.schedule == "chimera" and plan.has_pipeline
     return plan.num_microbatches / (2 if is_both_ways else 1)
 
@@ -176,7 +176,7 @@ class KindSplit:
 
 
 def kind_splits(plan: Plan, stage: StagePlan) -> tuple[tuple[KindSplit, ...], KindSplit]:
-    """For each kind of block in ``stage`` its parameters' layouts, and the rest.
+    """Return the layouts of parameters by the kind of block in ``stage``, and those of the rest.
 
     A kind's layouts are given under the names of its first block in the whole model. The
     rest are the blocks that no parameter is named after, and the parameters of no other block.
@@ -260,7 +260,7 @@ class AxisUse:
 
 
 def axis_uses(stage: StagePlan) -> tuple[AxisUse, ...]:
-    """For each axis of more than one rank: how many ops run split on it and make partial sums."""
+    """Return the numbers of split ops and partial sums on each axis of more than one rank."""
     ops = [node for node in stage.layouts.values() if node.inputs]
     return tuple(
         AxisUse(
@@ -335,7 +335,7 @@ def merged_alternatives(alternatives: Sequence[Alternative]) -> list[Alternative
 
 
 def _joins(merged: list[list[str]], parts: Sequence[str]) -> bool:
-    """Whether ``parts`` differ in one place at most; what differs is added to the options there."""
+    """Merge ``parts`` if they differ in one place at most, whose words become options."""
     if len(merged) != len(parts):
         return False
     new = [at for at, options in enumerate(merged) if parts[at] not in options]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoparallel.analysis.recaptured import Recaptured
+from autoparallel.analysis.plan_model import PlanModel
 from autoparallel.cache.database import find_profile
 from autoparallel.options.words import names_text
 from autoparallel.planner.evaluate import at_microbatch, walked_stages
@@ -34,10 +34,10 @@ class ComputeError:
 
 
 def compute_errors(
-    model: Recaptured, database: str | None = None
+    model: PlanModel, database: str | None = None
 ) -> tuple[tuple[ComputeError, ...], tuple[ComputeError, ...]] | None:
-    """Of blocks and of stages, the most wrong first; None where nothing was measured for the
-    plan's cluster. Raises UsageError AP171 and AP172 for a database that cannot be used."""
+    """Return the errors of blocks and of stages, the largest first; None without measurements for
+    the plan's cluster. Raises UsageError AP171 and AP172 for a database that cannot be used."""
     if find_profile(model.plan.cluster, "auto", database) is None:
         return None
     options = replace(model.options, profile="auto", database=database)
@@ -62,8 +62,8 @@ def _ordered(found: Sequence[ComputeError]) -> tuple[ComputeError, ...]:
     return tuple(sorted(known, key=lambda each: -abs(each.error)))
 
 
-def _compute_seconds(model: Recaptured, basis: Basis) -> list[list[float]]:
-    """Of each stage the compute of each of its blocks, recomputation in it."""
+def _compute_seconds(model: PlanModel, basis: Basis) -> list[list[float]]:
+    """Return the compute seconds of each block of each stage, with recomputation."""
     graph = at_microbatch(model.graph, model.plan)
     walks = walked_stages(graph, model.program.blocks, model.plan, basis)
     return [

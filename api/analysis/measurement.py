@@ -58,12 +58,12 @@ def measured_path(plan_path: str | Path) -> Path:
 
 
 def checksum(plan: Plan) -> str:
-    """What tells a plan from another one."""
+    """Return a hash of a plan."""
     return hashlib.sha256(dumps(plan).encode()).hexdigest()
 
 
 def load_measurement(plan_path: str | Path) -> Measurement | None:
-    """What was measured beside the plan at ``plan_path``; None where nothing was.
+    """Load the measurement beside the plan at ``plan_path``; None where there is none.
 
     Raises UsageError AP342 where the file is damaged or of a later version.
     """
@@ -91,7 +91,7 @@ def load_measurement(plan_path: str | Path) -> Measurement | None:
 
 
 def measured_text(found: Measurement, plan: Plan) -> str:
-    """What was measured beside what was predicted, in a line."""
+    """Describe a measurement and the plan's prediction in a line."""
     predicted = plan.prediction.step_seconds * found.num_batches
     other = "" if found.plan == checksum(plan) else ", of another plan: the file has changed since"
     return (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from autoparallel.analysis.baselines import Baseline, baselines
 from autoparallel.analysis.facts import fullest_rank
-from autoparallel.analysis.recaptured import recaptured
+from autoparallel.analysis.plan_model import load_plan_model
 from autoparallel.cost_model.simulator.actions import Action
 from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.options.progress import Observe, ignore
@@ -76,10 +76,10 @@ def price_again(
 ) -> PricedAgain:
     """Loads the plan's target and prices the plan, its ops and the baselines.
 
-    Raises as ``recaptured`` does.
+    Raises as ``load_plan_model`` does.
     """
 
-    made = recaptured(plan, plan_path, trust=trust, observe=observe)
+    made = load_plan_model(plan, plan_path, trust=trust, observe=observe)
     program, graph, basis = made.program, made.graph, made.basis
     observe("pricing", 0, 1)
     blocks = program.blocks

@@ -15,8 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from autoparallel.analysis.facts import busiest_rank, rank_seconds
-from autoparallel.analysis.recaptured import Recaptured
-from autoparallel.analysis.variants import EQUAL
+from autoparallel.analysis.plan_model import EQUAL, PlanModel
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Link
 from autoparallel.cost_model.cluster.quantity import parse_bytes, parse_rate
@@ -46,18 +45,18 @@ class Changed:
 
     @property
     def stays(self) -> bool:
-        """Whether the plan remains the best that was found there, or ties with it."""
+        """Tells whether the plan remains the best on the changed cluster, or ties with it."""
         least = self.found.prediction.step_seconds * (1 + EQUAL)
         return self.excess_bytes(self.same) <= 0 and self.same.prediction.step_seconds <= least
 
     def excess_bytes(self, plan: Plan) -> float:
-        """By how much a plan is over the memory of the changed cluster's devices."""
+        """Return the bytes by which a plan exceeds the changed cluster's devices."""
         return plan.prediction.peak_memory_bytes - self.same.cluster.usable_memory_bytes
 
 
-def why_not(model: Recaptured, parallel: str, seconds: float, cache: Cache = NO_CACHE) -> Plan:
-    """The plan with ``parallel`` forced. Raises UsageError AP112, and what planning raises where
-    there is none: AP301 names the memory that it would need."""
+def why_not(model: PlanModel, parallel: str, seconds: float, cache: Cache = NO_CACHE) -> Plan:
+    """Plan with ``parallel`` forced. Raises UsageError AP112, and the errors of planning where
+    there is no such plan: AP301 names the memory that it would need."""
     options = replace(
         model.options, forced=parse_parallel(parallel), time_limit_seconds=seconds
     )  # fmt: skip
@@ -65,10 +64,11 @@ def why_not(model: Recaptured, parallel: str, seconds: float, cache: Cache = NO_
 
 
 def what_if(
-    model: Recaptured, changes: Sequence[str], seconds: float, cache: Cache = NO_CACHE
+    model: PlanModel, changes: Sequence[str], seconds: float, cache: Cache = NO_CACHE
 ) -> Changed:
-    """The plan on a changed cluster. Raises UsageError AP358 and AP359 for a bad change, and what
-    planning raises.
+    """Plan for a changed cluster.
+
+    Raises UsageError AP358 and AP359 for a bad change, and the errors of planning.
 
     A change of a device is priced from specifications, as measured times do not follow it.
     """
@@ -81,7 +81,7 @@ def what_if(
     return Changed(now, same, _planned(model, cluster, options, cache))
 
 
-def _planned(model: Recaptured, cluster: Cluster, options: Any, cache: Cache) -> Plan:
+def _planned(model: PlanModel, cluster: Cluster, options: Any, cache: Cache) -> Plan:
     limit = cluster.usable_memory_bytes
 
     def search(limit_bytes: int | None) -> Plan:
@@ -92,8 +92,8 @@ def _planned(model: Recaptured, cluster: Cluster, options: Any, cache: Cache) ->
     return replace(found, model=model.plan.model)
 
 
-def _repriced(model: Recaptured, cluster: Cluster, options: Any) -> Plan:
-    """The plan on a cluster; what its memory has beside the search's figure stays."""
+def _repriced(model: PlanModel, cluster: Cluster, options: Any) -> Plan:
+    """Price the plan on a cluster; its memory stays as predicted."""
     plan = model.plan
     graph, basis = priced(model.program, model.target, cluster, options)
     evaluator = Evaluator(graph, model.program.blocks, basis=basis)
@@ -114,7 +114,7 @@ def _repriced(model: Recaptured, cluster: Cluster, options: Any) -> Plan:
 
 
 def terms(plan: Plan) -> Mapping[str, float]:
-    """Seconds of the busiest rank by what they are for."""
+    """Return the seconds of the busiest rank by purpose."""
     return rank_seconds(plan, busiest_rank(plan))
 
 
@@ -213,7 +213,7 @@ def _link(link: Link, name: str, text: str) -> Link:
 
 
 def _value(before: float, text: str, name: str) -> float:
-    """A number, one with a unit, or a factor of what there was."""
+    """Parse a number, a number with a unit, or a factor of the old value."""
     value = -1.0
     for parse in (float, parse_rate, parse_bytes):
         try:

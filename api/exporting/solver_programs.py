@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from autoparallel.analysis.recaptured import recaptured
+from autoparallel.analysis.plan_model import load_plan_model
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.search.stage_program import stage_program
 from autoparallel.planning.plan_files import load_plan
@@ -72,7 +72,7 @@ def plan_program(
     """
 
     plan = load_plan(plan_path)
-    made = recaptured(
+    made = load_plan_model(
         plan, plan_path, trust=trust, profile=cast("Mode", profile), database=database
     )
     return stage_program(

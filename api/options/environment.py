@@ -89,7 +89,7 @@ def as_launched() -> Iterator[None]:
 
 
 def under_torchrun() -> bool:
-    """Whether this process was started by torchrun."""
+    """Return whether torchrun started this process."""
     return any(
         f"{prefix}RANK" in os.environ and f"{prefix}WORLD_SIZE" in os.environ
         for prefix in ("", _HIDDEN)

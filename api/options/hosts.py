@@ -38,7 +38,7 @@ def asked_hosts(options: HostOptions, source: str) -> Hosts | None:
 def parse_hosts(
     nnodes: str | None, endpoint: str | None, *, join_seconds: float = 600.0, elastic: bool = False
 ) -> Hosts | None:
-    """What the options ask for; None without ``nnodes``. Raises UsageError AP156.
+    """Return the hosts that the options ask for; None without ``nnodes``. Raises UsageError AP156.
 
     >>> parse_hosts("2", "10.0.0.1:29400").most
     2
@@ -71,8 +71,9 @@ def parse_hosts(
 
 
 def ranks_per_host(plan: Plan, hosts: Hosts) -> int:
-    """How many ranks each of the hosts starts. Raises UsageError AP156 where the plan is not for
-    as many hosts, or they are not alike."""
+    """Return the number of ranks that each host starts.
+
+    Raises UsageError AP156 where the plan is for another number of hosts, or they are not alike."""
     planned = plan.cluster.hosts
     if len(planned) != hosts.most:
         raise UsageError(

@@ -64,7 +64,7 @@ def declared(owner: Any) -> dict[str, tuple[Field[Any], Option]]:
 def read_options(owner: type[Options], given: Mapping[str, Any]) -> Options:
     """Make a dataclass of options of arguments by name, each as users write it.
 
-    Raises UsageError AP141 for an unknown name, and what reading a value raises.
+    Raises UsageError AP141 for an unknown name, and the errors of reading a value.
     """
     known = declared(owner)
     for name in given:

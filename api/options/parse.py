@@ -83,7 +83,7 @@ def _literal(text: str) -> Any:
 
 
 def parse_parallel(text: str | None) -> Forced:
-    """The degrees and choices that ``--parallel`` forces; what it leaves out is searched.
+    """Parse the degrees and choices that ``--parallel`` forces; the search decides all others.
 
     >>> forced = parse_parallel("dp=2,microbatches=4,schedule=1f1b")
     >>> forced.dp, forced.tp, forced.num_microbatches, forced.schedule

@@ -270,7 +270,7 @@ class PlanOptions:
 
     @property
     def autocasts(self) -> bool:
-        """Whether ops of autocast's float32 list compute in float32 in a half-precision model."""
+        """Tells whether autocast's float32 ops compute in float32 in a half-precision model."""
         return self.precision in HALF_PRECISIONS and self.float32_ops == "autocast"
 
 

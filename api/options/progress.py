@@ -45,7 +45,7 @@ def progress(*, quiet: bool = False) -> Iterator[Observe]:
 
 @contextmanager
 def shown_to_callers(wanted: bool = True) -> Iterator[Observe]:
-    """What functions of the Python API show: bars where someone watches, nothing in logs."""
+    """Show the progress of functions of the Python API: bars on a terminal, nothing in logs."""
     from autoparallel.options.environment import under_torchrun
 
     is_watched = in_notebook() or sys.stderr.isatty()
@@ -54,7 +54,7 @@ def shown_to_callers(wanted: bool = True) -> Iterator[Observe]:
 
 
 def in_notebook() -> bool:
-    """Whether this is the kernel of a notebook: Jupyter's, VS Code's, Colab's."""
+    """Return whether this is the kernel of a notebook: Jupyter's, VS Code's, Colab's."""
     if "ipykernel" not in sys.modules:
         return False
     from rich.console import Console
@@ -112,9 +112,9 @@ def _observer(shown: Progress) -> Observe:
 
 
 def _cell() -> Iterator[Observe]:
-    """Bars in the output of a notebook's cell, and in their place one line when all has ended.
+    """Show bars in the output of a notebook's cell, and one line in their place at the end.
 
-    The front end is asked to replace what it shows, by a display's id, which needs no widgets: so
+    The front end is asked to replace its output, by a display's id, which needs no widgets: so
     a saved notebook has the last state only, and no front end needs an extension.
     """
     from IPython.display import display

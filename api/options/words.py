@@ -79,7 +79,7 @@ SOURCE_WORDS = {
 
 
 def shares_text(shares: Mapping[str, float], error: float = 0.0) -> str:
-    """Shares of time by source; ``error`` is the relative one of what is interpolated.
+    """Describe shares of time by source; ``error`` is the relative error of interpolated times.
 
     >>> shares_text({"measured": 0.71, "interpolated": 0.22, "spec": 0.07}, 0.06)
     '71 % measured, 22 % interpolated (±6.0 %), 7.0 % from specifications'
@@ -118,7 +118,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def held_text(layout: Layout, mesh: Mesh) -> str:
-    """How a parameter lies on a mesh.
+    """Describe the layout of a parameter on a mesh.
 
     >>> from autoparallel.planner.layout import REPLICATE, shard
     >>> held_text((REPLICATE, shard(0)), Mesh(("dp", "tp"), (2, 2)))

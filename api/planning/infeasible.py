@@ -121,14 +121,14 @@ def _fullest(plan: Plan) -> tuple[str, StagePlan]:
 
 
 def _binding(plan: Plan) -> str:
-    """What the fullest device holds, the most first."""
+    """Describe the bytes of the fullest device by category, the largest first."""
     found = _fullest(plan)[1].prediction.memory_bytes
     ordered = sorted(found.items(), key=lambda each: -each[1])
     return ", ".join(f"{name} {_text(size)}" for name, size in ordered if size)
 
 
 def _choices(request: Request) -> str:
-    """What was fixed and may bind."""
+    """Yield the fixed choices that may make a plan impossible."""
     forced = {name: getattr(request.forced, name) for name in Forced.__dataclass_fields__}
     said = [f"{name}={value}" for name, value in forced.items() if value is not None]
     if request.microbatch_size is not None:

@@ -52,10 +52,11 @@ def plan_for(
     graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, *, processes: int = 1,
     **options: Any,
 ) -> Plan:  # fmt: skip
-    """The best plan by the request's goal. With ``processes`` 2 or more, two search. ``options``
-    are those of ``find_plan.plan``.
+    """Find the best plan by the request's goal.
 
-    Raises what ``find_plan.plan`` raises, AP301 with the nearest change that fits; AP126 for bf16
+    With ``processes`` 2 or more, two search. ``options`` are those of ``find_plan.plan``.
+
+    Raises as ``find_plan.plan`` does, AP301 with the nearest change that fits; AP126 for bf16
     on a GPU without it, AP188 where a device has no price, AP302 where nothing meets the deadline.
     """
     check_precision(cluster, request.precision)

@@ -113,7 +113,7 @@ def plan_program(
 def priced(
     program: Program, target: Target, cluster: Cluster, options: PlanOptions
 ) -> tuple[Graph, Basis]:
-    """A program's graph as it is priced, and what was measured for it."""
+    """Return a program's graph as it is priced, and the measurements for it."""
 
     graph = priced_graph(program, compiled=options.compiled)
     basis = basis_for(cluster, options, target)
@@ -123,15 +123,15 @@ def priced(
 
 
 def priced_graph(program: Program, *, compiled: bool | None) -> Graph:
-    """A program's graph as it is priced: where blocks are compiled, with what that fuses."""
+    """Return a program's graph as it is priced: with fused ops where blocks are compiled."""
 
     return with_fusion(program.graph, program.blocks) if compiled else program.graph
 
 
 def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
-    """What was measured for the cluster, as the options want it used.
+    """Return the measurements for the cluster, to be used as the options say.
 
-    Raises UsageError AP170 where times must be measured and nothing is.
+    Raises UsageError AP170 where times must be measured and none is.
     """
 
     profile = find_profile(cluster, options.profile, options.database)

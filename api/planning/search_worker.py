@@ -60,7 +60,7 @@ class Beside:
             raise LostError from error
 
     def answer(self, context: SearchContext) -> Any:
-        """What was returned, until shortly after the time limit; ``context`` gets what it took.
+        """Wait for the result until shortly after the time limit; ``context`` gets its seconds.
 
         Raises ``LostError``.
         """
@@ -137,7 +137,7 @@ class SearchProcesses:
         return found
 
     def end(self) -> None:
-        """Ends the process; what it has not answered is done here when it is asked for."""
+        """End the process; tasks that it has not answered are done here when they are asked for."""
         if self.beside is not None:
             self.beside.end()
         self.beside = None

@@ -12,8 +12,11 @@ from autoparallel.target.target import Target
 
 
 def can_be_served(program: Program, target: Target, cluster: Cluster) -> bool:
-    """Whether parameter servers run the target: no scheduler, and an optimizer that steps each
-    element by itself. Its ``build_optimizer`` is called with parameters that have no memory."""
+    """Return whether parameter servers can run the target: it has no scheduler, and an optimizer
+    that steps each element by itself.
+
+    Its ``build_optimizer`` is called with parameters that have no memory.
+    """
     if target.build_scheduler is not None or any(h.device.kind != "cpu" for h in cluster.hosts):
         return False
     if target.build_optimizer is None:

@@ -70,7 +70,7 @@ def counted(number: int) -> tuple[int, ...]:
 
 
 def _kinds(cluster: Cluster) -> list[list[int]]:
-    """Which hosts are alike, in the order in which they come."""
+    """Group the hosts that are alike, in the cluster's order."""
     found: dict[tuple[object, ...], list[int]] = {}
     for index, host in enumerate(cluster.hosts):
         device = host.device

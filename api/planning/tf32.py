@@ -83,6 +83,6 @@ def tell_difference(plan: Plan, rank: int) -> None:
 
 
 def _planned(plan: Plan, rank: int) -> tuple[str, ...] | None:
-    """What a plan says of a rank's device; None where that has no TF32."""
+    """Return the families of a rank's device that a plan has in TF32; None for one without TF32."""
     device = plan.cluster.device(min(rank, plan.cluster.num_devices - 1))
     return device.tf32 if has_tf32(device) else None

@@ -33,10 +33,10 @@ PHASE = "measuring"
 def start_measuring(
     target: Target, cluster: Cluster, options: PlanOptions, observe: Observe
 ) -> None:
-    """Measures with one process per device what planning ``target`` asks for.
+    """Measure the times that planning ``target`` asks for, with one process per device.
 
     Where that fails, planning goes on without, and stderr says why. A ``KeyboardInterrupt``
-    goes through; what was measured until then is kept.
+    goes through; earlier measurements are kept.
     """
     if sys.path[0] != os.getcwd():
         sys.path.insert(0, os.getcwd())

@@ -80,9 +80,9 @@ def _plan_measured(
     observe: Observe,
     cache: Cache,
 ) -> Plan:
-    """The best plan found, once what it asks for was measured where that is wanted.
+    """Find the best plan, after measuring the times that it asks for where that is wanted.
 
-    Under torchrun, and of a target that other processes cannot load, only what is known counts.
+    Nothing is measured under torchrun, or for a target that other processes cannot load.
     """
 
     if options.profile != "auto" or options.measure_seconds <= 0 or not target.is_named:

@@ -51,7 +51,7 @@ class Shown:
 
     @property
     def left_seconds(self) -> float:
-        """What is left of the budget, or less: what the rest takes at the pace so far."""
+        """The seconds that are left of the budget, or fewer, at the pace so far."""
         spent = time.perf_counter() - self.began
         pace = spent / max(self.done, 1) * (self.total - self.done)
         return max(0.0, min(self.budget_seconds - spent, pace))

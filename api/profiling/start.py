@@ -32,13 +32,13 @@ def profile(
     progress: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
-    """Measures on this machine what planning ``target`` asks for, in ``budget`` seconds at most.
+    """Measure on this machine the times that planning ``target`` asks for, in ``budget`` seconds.
 
     As ``autoparallel profile``: ``settings`` are those of ``--set``, ``options`` those of ``plan``
     (``global_batch``, ``precision``, ...). The measurements are kept in the database, where
-    planning finds them; what was done comes back. In a notebook a bar shows the seconds.
+    planning finds them; a summary comes back. In a notebook a bar shows the seconds.
 
-    Raises UsageError AP141 for an unknown option, and what loading and measuring raise.
+    Raises UsageError AP141 for an unknown option, and the errors of loading and measuring.
     """
     asked = plan_options(**options)
     # on a terminal the measuring process shows what it measures
@@ -63,10 +63,10 @@ def start_profiling(
     database: Path,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Measures with one process per device of ``cluster``; what was done, on rank 0.
+    """Measure with one process per device of ``cluster``, and return rank 0's summary.
 
-    ``quiet`` workers show no progress. A
-    ``KeyboardInterrupt`` goes through; what was measured until then is in the database.
+    ``quiet`` workers show no progress. A ``KeyboardInterrupt`` goes through; the database has all
+    earlier measurements.
     """
     load_target(target, parse_settings(settings))
     found = find_cluster(_own_processes(cluster))

@@ -206,7 +206,7 @@ def blocks_of(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[tuple[Graph, Bl
 
 
 def is_at_hand(cluster: Cluster) -> bool:
-    """Whether a cluster is this machine: processes of its CPU, or GPUs that it has."""
+    """Return whether a cluster is this machine: processes of its CPU, or its GPUs."""
     if len(cluster.hosts) != 1:
         return False
     (host,) = cluster.hosts
@@ -222,12 +222,12 @@ def is_at_hand(cluster: Cluster) -> bool:
 
 
 def is_wanted(options: PlanOptions, cluster: Cluster) -> bool:
-    """Whether anything is measured before planning for a cluster."""
+    """Return whether anything is measured before planning for a cluster."""
     return options.profile == "auto" and options.measure_seconds > 0 and is_at_hand(cluster)
 
 
 def under_torchrun_here(cluster: Cluster, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun has started the processes of a cluster, all on this machine."""
+    """Return whether torchrun started the processes of a cluster, all on this machine."""
     started = environment.get("WORLD_SIZE", "")
     is_one_host = environment.get("LOCAL_WORLD_SIZE", started) == started
     return is_one_host and started == str(cluster.num_devices)
@@ -313,7 +313,7 @@ class PlanWork(WorkList):
         return self.missing(plan_program(self.program, self.target, self.cluster, self.options))
 
     def is_worth_starting(self, plan: Plan) -> bool:
-        """Return whether enough of a plan's step depends on what is not known."""
+        """Return whether enough of a plan's step depends on unmeasured times."""
         weight = sum(each.weight for each in self.missing(plan))
         return weight > WORTH_STARTING * plan.prediction.step_seconds
 

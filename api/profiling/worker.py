@@ -81,7 +81,7 @@ def profile(
 ) -> dict[str, Any]:
     """Measure the times that planning ``target`` with these options asks for. Collective.
 
-    Rank 0 returns what was done.
+    Rank 0 returns a summary.
     """
     loaded = load_target(target, parse_settings(settings))
     on = from_dict(dict(cluster), "cluster")
@@ -263,7 +263,7 @@ class SearchWork(WorkList):
         self.measured += 1
 
     def outcome(self) -> dict[str, Any]:
-        """Return what was done, as plain data."""
+        """Return a summary of the measurements, as plain data."""
         known, _ = self.known()
         families = sorted({case.family for case in known.ops})
         return {

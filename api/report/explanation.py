@@ -13,7 +13,7 @@ from rich.text import Text
 from autoparallel.analysis.compare import Item, MeasuredRun
 from autoparallel.analysis.facts import bytes_of
 from autoparallel.analysis.measured_blocks import ComputeError
-from autoparallel.analysis.variants import Explanation
+from autoparallel.analysis.plan_model import Explanation
 from autoparallel.analysis.what_if import Changed, terms
 from autoparallel.options.words import bytes_text, percent_text, seconds_text
 from autoparallel.planner.plan import Plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from autoparallel.analysis.recaptured import Recaptured, recaptured
+from autoparallel.analysis.plan_model import PlanModel, load_plan_model
 from autoparallel.cost_model.simulator.actions import (
     COMPUTE,
     RECEIVES,
@@ -39,7 +39,7 @@ class Exported:
     ``rows`` is the schedule without steps, each row's receives in the order of its senders.
     """
 
-    made: Recaptured
+    made: PlanModel
     variant: Variant
     stages: tuple[StagePlan, ...]
     programs: tuple[StageProgram, ...]
@@ -65,9 +65,12 @@ class _Place(Alone):
 
 
 def exported(plan: Plan, plan_path: str, *, trust: bool) -> Exported:
-    """Raises PlanError AP366 where a script cannot do what the plan says, and as ``recaptured``."""
+    """Return a plan as a script writes it.
+
+    Raises PlanError AP366 where a script cannot do what the plan says, and as ``load_plan_model``.
+    """
     check_writable(plan)
-    made = recaptured(plan, plan_path, trust=trust)
+    made = load_plan_model(plan, plan_path, trust=trust)
     variant = variant_of(made.program, plan)
     if made.program.returned or variant.program.graph.updates.keys() & set(made.program.literals):
         raise _refused("the model returns no loss", "a script trains models that do")

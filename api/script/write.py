@@ -46,7 +46,7 @@ def write_script(
 ) -> WrittenPlan:
     """Writes the script of ``plan`` into ``folder``, which will be called ``place``.
 
-    Raises PlanError AP366 to AP369 where it cannot be written, and as ``recaptured`` does.
+    Raises PlanError AP366 to AP369 where it cannot be written, and as ``load_plan_model`` does.
     """
     found = exported(plan, str(plan_path), trust=trust)
     model = model_text(found, plan_path, folder)

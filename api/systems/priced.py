@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoparallel.analysis.configurations import ConfiguredPlans
-from autoparallel.analysis.recaptured import recaptured
+from autoparallel.analysis.plan_model import load_plan_model
 from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.options.progress import progress
 from autoparallel.planner.configured.configuration import Configuration
@@ -38,12 +37,11 @@ def price(
 
     try:
         with plan_cache() as cache, progress() as observe:
-            model = recaptured(
+            model = load_plan_model(
                 plan, str(plan_path), trust=trust, cache=cache.values, observe=observe
             )
             observe("prices", 0, 0)
-            plans = ConfiguredPlans(plan, model.program, model.basis, cache.values)
-            chosen, found = plans.best(candidates)
+            chosen, found = model.best_configuration(candidates)
     except AutoparallelError as error:
         return Priced(candidates[0], reason=f"{error.what} ({error.code})")
     peak = found.prediction.peak_memory_bytes

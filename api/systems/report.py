@@ -6,14 +6,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autoparallel.analysis.configurations import configuration_summary
 from autoparallel.options.words import bytes_text, seconds_text
-from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import (
-    RankSummary,
     plan_summary,
-    schedule_text,
-    summary_text,
 )
 from autoparallel.report.comparison import change_text
 from autoparallel.systems.degrees import layers_of
@@ -35,7 +32,7 @@ def report_text(
 ) -> str:
     """The two configurations with their prices, what is lost, and what is left to do."""
     num_layers = sum(len(layers_of(plan, stage)) for stage in plan.stages)
-    lines = [f"{system}: {configuration_text(cost.configuration, num_layers)}"]
+    lines = [f"{system}: {configuration_summary(cost.configuration, num_layers)}"]
     lines += [f"the plan: {plan_summary(plan)}", *price_lines(plan, cost), ""]
     if lost:
         lines.append("What it cannot express")
@@ -62,25 +59,6 @@ def price_lines(plan: Plan, cost: Priced) -> Iterator[str]:
     )
     if not cost.fits:
         yield "DOES NOT FIT: no configuration that this system has was found to fit"
-
-
-def configuration_text(own: Configuration, num_layers: int) -> str:
-    """A configuration of a model with so many layers in one line.
-
-    >>> configuration_text(Configuration(dp=4, tp=2, zero=1, microbatch_size=8), 4)
-    'dp=4 tp=2 · ZeRO 1 · 1 × 8'
-    """
-    recomputed = round(num_layers * own.recompute_share)
-    ranks = [
-        RankSummary(
-            own.mesh, own.zero, num_layers if rank == 0 else 0,
-            num_full=recomputed * (own.recompute == "full" and rank == 0),
-            num_selective=recomputed * (own.recompute == "selective" and rank == 0),
-        )
-        for rank in range(own.pp)
-    ]  # fmt: skip
-    schedule = schedule_text(own.schedule, own.num_chunks, own.num_slices)
-    return summary_text(ranks, schedule, own.num_microbatches, own.microbatch_size, own.offload)
 
 
 def _wrapped(lines: Sequence[str]) -> Iterator[str]:

@@ -11,6 +11,7 @@ import pytest
 import autoparallel
 from autoparallel.__main__ import run_command
 from autoparallel.analysis.compare import baseline, load_items, read_run
+from autoparallel.cache.plan_cache import NO_CACHE
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 
@@ -110,17 +111,14 @@ def test_a_baseline_is_the_fastest_of_what_its_name_leaves_open(
 
 
 def test_a_baseline_that_fits_is_taken_before_a_faster_one_that_does_not(folder: Path) -> None:
-    from autoparallel.analysis.configurations import ConfiguredPlans
-    from autoparallel.analysis.recaptured import recaptured
-    from autoparallel.cache.plan_cache import NO_CACHE
+    from autoparallel.analysis.plan_model import load_plan_model
 
     plan = autoparallel.load_plan(folder / "plan.json")
     plan = replace(plan, model=replace(plan.model, global_batch=2**16))
-    model = recaptured(plan, str(folder / "plan.json"), trust=True)
+    model = load_plan_model(plan, str(folder / "plan.json"), trust=True)
 
     def best(like: Plan) -> Plan:
-        plans = ConfiguredPlans(like, model.program, model.basis, NO_CACHE)
-        return plans.plan(baseline("fsdp:microbatches=1"))
+        return replace(model, plan=like).configured(baseline("fsdp:microbatches=1"))
 
     free = best(plan)
     limit = free.prediction.peak_memory_bytes - 1
@@ -176,7 +174,6 @@ def test_words_that_name_nothing_are_refused(
 ) -> None:
     (folder / "empty.jsonl").write_text("{}\n")
     named = {"PLAN": str(folder / "plan.json"), "EMPTY": str(folder / "empty.jsonl")}
-    from autoparallel.cache.plan_cache import NO_CACHE
 
     with pytest.raises(UsageError) as raised:
         load_items([named.get(word, word) for word in words], NO_CACHE, trust=True)

@@ -11,8 +11,7 @@ import pytest
 import autoparallel
 from autoparallel.__main__ import run_command
 from autoparallel.analysis.explain import explain, undivided
-from autoparallel.analysis.recaptured import Recaptured, recaptured
-from autoparallel.analysis.variants import Alternative
+from autoparallel.analysis.plan_model import Alternative, PlanModel, load_plan_model
 from autoparallel.analysis.what_if import Changed, changed_cluster, what_if, why_not
 from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.errors import UsageError
@@ -76,22 +75,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def model_of(folder: Path, name: str) -> Recaptured:
+def model_of(folder: Path, name: str) -> PlanModel:
     path = folder / f"{name}.json"
-    return recaptured(autoparallel.load_plan(path), str(path), trust=True)
+    return load_plan_model(autoparallel.load_plan(path), str(path), trust=True)
 
 
 @pytest.fixture(scope="module")
-def models(folder: Path) -> dict[str, Recaptured]:
+def models(folder: Path) -> dict[str, PlanModel]:
     return {name: model_of(folder, name) for name in ("dp", "tp", "pp")}
 
 
-def forced(model: Recaptured, parallel: str) -> Recaptured:
+def forced(model: PlanModel, parallel: str) -> PlanModel:
     """Another search for it has few choices left."""
     return replace(model, options=replace(model.options, forced=parse_parallel(parallel)))
 
 
-def by_name(model: Recaptured, name: str) -> dict[str, Alternative]:
+def by_name(model: PlanModel, name: str) -> dict[str, Alternative]:
     return {each.name: each for each in explain(model, name).alternatives}
 
 
@@ -114,7 +113,7 @@ def by_name(model: Recaptured, name: str) -> dict[str, Alternative]:
     ],
 )
 def test_an_alternative_costs_what_a_plan_with_it_costs(
-    models: dict[str, Recaptured], folder: Path, name: str, alternative: str, parallel: str
+    models: dict[str, PlanModel], folder: Path, name: str, alternative: str, parallel: str
 ) -> None:
     """With data parallelism alone no layout depends on these choices."""
     forced = autoparallel.plan(str(folder / "deep.py"), parallel=parallel, **SETTING)
@@ -122,7 +121,7 @@ def test_an_alternative_costs_what_a_plan_with_it_costs(
     assert found.step_seconds == pytest.approx(forced.prediction.step_seconds, rel=1e-6)
 
 
-def test_the_chosen_alternative_has_the_plans_own_figures(models: dict[str, Recaptured]) -> None:
+def test_the_chosen_alternative_has_the_plans_own_figures(models: dict[str, PlanModel]) -> None:
     plan = models["dp"].plan
     for name in ("zero", "recompute", "microbatches", "schedule", "layers.0.up.weight"):
         chosen = [e for e in explain(models["dp"], name).alternatives if e.standing == "CHOSEN"]
@@ -131,7 +130,7 @@ def test_the_chosen_alternative_has_the_plans_own_figures(models: dict[str, Reca
 
 
 def test_a_layout_costs_no_more_than_the_plan_that_is_pinned_to_it(
-    models: dict[str, Recaptured], folder: Path
+    models: dict[str, PlanModel], folder: Path
 ) -> None:
     """``up`` split by rows needs no sum before the nonlinearity; by columns it does."""
     found = by_name(models["tp"], "layers.0.up.weight")
@@ -146,7 +145,7 @@ def test_a_layout_costs_no_more_than_the_plan_that_is_pinned_to_it(
     assert chosen < other.step_seconds <= pinned.prediction.step_seconds * (1 + 1e-6)
 
 
-def test_what_cannot_be_split_is_not_offered_and_says_why(models: dict[str, Recaptured]) -> None:
+def test_what_cannot_be_split_is_not_offered_and_says_why(models: dict[str, PlanModel]) -> None:
     found = by_name(models["tp"], "layers.1.narrow.weight")["dim 0 sharded over tp"]
     assert (found.standing, found.why) == ("NOT OFFERED", "6 is not divisible by tp=4")
     found = by_name(models["dp"], "microbatches")["2048 × 2"]
@@ -156,7 +155,7 @@ def test_what_cannot_be_split_is_not_offered_and_says_why(models: dict[str, Reca
 
 
 @pytest.mark.runs_stages
-def test_what_is_cheaper_and_too_large_says_so(models: dict[str, Recaptured], folder: Path) -> None:
+def test_what_is_cheaper_and_too_large_says_so(models: dict[str, PlanModel], folder: Path) -> None:
     """A plan with recomputation on devices that have just what it needs."""
     wide = autoparallel.plan(
         str(folder / "deep.py"), parallel="dp=4,zero=1,microbatches=2,recompute=full", **SETTING
@@ -176,7 +175,7 @@ def test_what_is_cheaper_and_too_large_says_so(models: dict[str, Recaptured], fo
 
 
 def test_what_is_cheaper_names_no_reason_that_the_plan_does_not_hold(
-    models: dict[str, Recaptured],
+    models: dict[str, PlanModel],
 ) -> None:
     """Two micro-batches were fixed where one is faster."""
     found = by_name(models["dp"], "microbatches")["1 × 4096"]
@@ -188,7 +187,7 @@ def test_what_is_cheaper_names_no_reason_that_the_plan_does_not_hold(
     assert found.why == "the search was ended by its time limit"
 
 
-def test_blocks_and_stages_have_alternatives(models: dict[str, Recaptured]) -> None:
+def test_blocks_and_stages_have_alternatives(models: dict[str, PlanModel]) -> None:
     found = by_name(models["pp"], "stage 1")
     assert found["ZeRO 1"].standing == "CHOSEN"
     assert {"ZeRO 3", "recompute full", "tp=2"} <= set(found)
@@ -210,7 +209,7 @@ def test_blocks_and_stages_have_alternatives(models: dict[str, Recaptured]) -> N
     ],
 )
 def test_an_unknown_name_gets_similar_ones(
-    models: dict[str, Recaptured], name: str, similar: str
+    models: dict[str, PlanModel], name: str, similar: str
 ) -> None:
     with pytest.raises(UsageError) as raised:
         explain(models["dp"], name)
@@ -233,7 +232,7 @@ def test_what_was_not_chosen_is_planned_and_its_terms_add_up(
 
 
 def test_a_slower_link_costs_a_plan_what_planning_for_it_says(
-    models: dict[str, Recaptured],
+    models: dict[str, PlanModel],
 ) -> None:
     model = forced(models["tp"], FORCED)
     found = what_if(model, ["link.intra.bytes_per_second=*0.01"], 20.0)
@@ -244,7 +243,7 @@ def test_a_slower_link_costs_a_plan_what_planning_for_it_says(
     assert not found.stays
     assert found.found.prediction.step_seconds < found.same.prediction.step_seconds
     again = why_not(
-        Recaptured(
+        PlanModel(
             found.same, models["tp"].target, models["tp"].program, models["tp"].options,
             models["tp"].graph, models["tp"].basis,
         ),
@@ -255,7 +254,7 @@ def test_a_slower_link_costs_a_plan_what_planning_for_it_says(
 
 @pytest.mark.slow
 def test_a_change_that_nothing_fits_names_no_plan_as_the_answer(
-    models: dict[str, Recaptured],
+    models: dict[str, PlanModel],
 ) -> None:
     """NCCL alone takes more than is left, which no plan changes."""
     model = forced(models["tp"], "microbatches=64,recompute=full")
@@ -264,7 +263,7 @@ def test_a_change_that_nothing_fits_names_no_plan_as_the_answer(
     assert "no plan was found that fits" in changed_text(found)
 
 
-def test_a_plan_that_ties_with_the_one_that_is_found_stays(models: dict[str, Recaptured]) -> None:
+def test_a_plan_that_ties_with_the_one_that_is_found_stays(models: dict[str, PlanModel]) -> None:
     plan = models["tp"].plan
     faster = replace(
         plan,
@@ -275,7 +274,7 @@ def test_a_plan_that_ties_with_the_one_that_is_found_stays(models: dict[str, Rec
 
 
 def test_what_cannot_be_split_names_the_mesh_that_does_not_divide_it(
-    models: dict[str, Recaptured],
+    models: dict[str, PlanModel],
 ) -> None:
     """Of stages on meshes of two kinds it is the second that splits samples."""
     plan = models["pp"].plan
@@ -286,7 +285,7 @@ def test_what_cannot_be_split_names_the_mesh_that_does_not_divide_it(
 
 
 def test_figures_of_a_cluster_change_by_value_unit_and_factor(
-    models: dict[str, Recaptured],
+    models: dict[str, PlanModel],
 ) -> None:
     cluster = models["dp"].plan.cluster
     device = (
@@ -313,7 +312,7 @@ def test_figures_of_a_cluster_change_by_value_unit_and_factor(
     ],
 )
 def test_changes_that_are_none_are_refused(
-    models: dict[str, Recaptured], change: str, code: str, fix: str
+    models: dict[str, PlanModel], change: str, code: str, fix: str
 ) -> None:
     with pytest.raises(UsageError) as raised:
         changed_cluster(models["dp"].plan.cluster, [change])

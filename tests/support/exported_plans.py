@@ -12,9 +12,7 @@ from typing import Any
 import transformers
 
 import autoparallel
-from autoparallel.analysis.configurations import ConfiguredPlans
-from autoparallel.analysis.recaptured import recaptured
-from autoparallel.cache.plan_cache import NO_CACHE
+from autoparallel.analysis.plan_model import PlanModel, load_plan_model
 from autoparallel.exporting.plans import WrittenPlan, export_plan
 from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
 from autoparallel.planner.plan import Plan
@@ -42,15 +40,14 @@ def save_decoder(folder: Path, kind: str) -> Path:
 
 
 @functools.cache
-def plans(kind: str = "llama") -> ConfiguredPlans:
+def plans(kind: str = "llama") -> PlanModel:
     """What prices configurations of a decoder on 8 H100s."""
     folder = save_decoder(Path(tempfile.mkdtemp()) / kind, kind)
     like = autoparallel.plan(
         f"hf:{folder}", cluster="8xH100", global_batch=BATCH, seq=SEQ, precision="bf16",
         parallel="dp=8,zero=1,recompute=none,microbatches=2",
     )  # fmt: skip
-    model = recaptured(like, str(folder / "plan.json"))
-    return ConfiguredPlans(like, model.program, model.basis, NO_CACHE)
+    return load_plan_model(like, str(folder / "plan.json"))
 
 
 def configured(kind: str = "llama", **choices: Any) -> Configuration:
@@ -72,7 +69,7 @@ def pricer(kind: str) -> ConfigurationPricer:
 
 def plan_of(configuration: Configuration, kind: str = "llama") -> Plan:
     """The plan of a configuration, with the model and the predictions of ``plans``."""
-    like = plans(kind).like
+    like = plans(kind).plan
     made = pricer(kind).plan(like.cluster, configuration)
     return replace(made, model=like.model, prediction=like.prediction)
 

@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 def lines(name: str, folder: Path, *, with_model: bool = False) -> list[str]:
     plan = case(name)
     if with_model:
-        model = replace(plan.model, target=plans(CASES[name][0]).like.model.target)
+        model = replace(plan.model, target=plans(CASES[name][0]).plan.model.target)
         plan = replace(plan, model=model)
     written(plan, "megatron", folder)
     return (folder / "out" / "args.txt").read_text().splitlines()
@@ -154,7 +154,7 @@ def test_positions_that_megatron_scales_otherwise_are_said(
     }  # fmt: skip
     config = transformers.LlamaConfig(rope_scaling=scaling, max_position_embeddings=8192)
     config.save_pretrained(tmp_path / "llama")
-    model = replace(plans().like.model, target=f"hf:{tmp_path / 'llama'}")
+    model = replace(plans().plan.model, target=f"hf:{tmp_path / 'llama'}")
     wrote = written(replace(case("fsdp"), model=model), "megatron", tmp_path)
     found = (tmp_path / "out" / "args.txt").read_text()
     assert ("--use-rope-scaling" in found) == is_written

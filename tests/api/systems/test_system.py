@@ -103,7 +103,7 @@ def test_too_few_samples_become_tensor_parallelism_where_a_system_has_it() -> No
 @pytest.mark.slow
 def test_a_plan_whose_model_is_there_is_priced(tmp_path: Path) -> None:
     """The configuration of a plan that fits its devices is priced beside it."""
-    plan = replace(case("zero 1"), model=plans().like.model)
+    plan = replace(case("zero 1"), model=plans().plan.model)
     facts = written(plan, "deepspeed", tmp_path).facts
     assert facts["not_priced"] == ""
     assert facts["step_seconds"] > 0
@@ -123,7 +123,7 @@ def test_selective_recomputation_that_keeps_more_is_written_where_all_that_is_ke
     system: str, file: str, text: str, tmp_path: Path
 ) -> None:
     """80 GB are enough for a small model without any recomputation, which is how it is priced."""
-    plan = replace(case("selective"), model=plans().like.model)
+    plan = replace(case("selective"), model=plans().plan.model)
     facts = written(plan, system, tmp_path).facts
     assert (facts["recompute"], facts["fits"]) == ("selective", True)
     assert text in (tmp_path / "out" / file).read_text()

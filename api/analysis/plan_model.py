@@ -1,0 +1,262 @@
+"""A plan with its model, captured again and priced as it was planned.
+
+In: a plan and where its file lies. Out: the target, its program, the graph as it is priced, and the
+measurements for it; with these the plan's figures, those of its variants, and plans of other
+configurations of the same model. Loading a target runs its file, so it has to be trusted.
+
+A variant is the plan with another choice at one place. Where the layouts of a stage must follow the
+change, they are solved anew. A configuration is written by hand: its layouts are solved, its step
+and memory priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from autoparallel.analysis.configurations import configurations, configured_plan
+from autoparallel.cache.captures import with_kept_memory
+from autoparallel.cache.plan_cache import NO_CACHE, Cache
+from autoparallel.options.plan_options import PlanOptions
+from autoparallel.options.progress import Observe, ignore
+from autoparallel.passes.programs.program import Program
+from autoparallel.planner import rules as default_rules
+from autoparallel.planner.budget import Budget
+from autoparallel.planner.configured.configuration import (
+    Configuration,
+    ConfigurationPricer,
+)
+from autoparallel.planner.errors import AutoparallelError
+from autoparallel.planner.evaluate import Evaluation, Evaluator, at_microbatch
+from autoparallel.planner.graph import Graph
+from autoparallel.planner.intra_op.intra_op import IntraOp, Limits
+from autoparallel.planner.layout import NodeLayout
+from autoparallel.planner.plan import (
+    Mode,
+    Plan,
+    Recompute,
+    StagePlan,
+)
+from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.pricing.branches import stage_starts
+from autoparallel.planner.pricing.choices import Restriction
+from autoparallel.planner.pricing.price_cache import PriceCache
+from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.pricing.stage_model import StageModel
+from autoparallel.planner.pricing.structure import Run, Structure
+from autoparallel.planner.requests.request import Forced
+from autoparallel.planner.search.report_plan import stage_layouts
+from autoparallel.planner.search.stage_program import assembly_of
+from autoparallel.planning.capture import capture_target
+from autoparallel.planning.plan import priced
+from autoparallel.planning.plan_files import batch_seq, load_plan_target
+from autoparallel.runtime.launch.membership import check_model
+from autoparallel.target.target import Target
+from autoparallel.target.trust import check_trusted
+
+Standing = Literal[
+    "CHOSEN", "TIE", "SLOWER", "CHEAPER", "CHEAPER BUT DOES NOT FIT", "DOES NOT FIT", "NOT OFFERED"
+]
+"""TIE: within ``EQUAL`` of the plan. CHEAPER: the plan is not the best here; see ``why``."""
+
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+EQUAL = 1e-3
+"""Steps that differ by less than this part are a tie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One choice: the step and the bytes of the fullest device with it, None if not offered."""
+
+    name: str
+    standing: Standing
+    step_seconds: float | None = None
+    memory_bytes: int | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What was explained, where it applies, and the alternatives, the chosen one among them."""
+
+    subject: str
+    where: str
+    alternatives: tuple[Alternative, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlanModel:
+    """A plan with its model; ``options`` are those of planning, as far as it says."""
+
+    plan: Plan
+    target: Target
+    program: Program
+    options: PlanOptions
+    graph: Graph
+    basis: Basis
+    cache: Cache = NO_CACHE
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        return Evaluator(self.graph, self.program.blocks, basis=self.basis)
+
+    def evaluate(self, plan: Plan) -> Evaluation:
+        """Price a plan of this model."""
+        return self.evaluator.evaluation(plan, plan.cluster)
+
+    @cached_property
+    def base(self) -> Evaluation:
+        """The plan's own figures."""
+        return self.evaluate(self.plan)
+
+    @cached_property
+    def structure(self) -> Structure:
+        return Structure(at_microbatch(self.graph, self.plan), self.program.blocks)
+
+    def variant(self, name: str, plan: Plan, *, is_chosen: bool = False) -> Alternative:
+        """Price a variant of the plan as an alternative."""
+        if is_chosen:
+            own, held = self.plan.prediction.step_seconds, self.plan.prediction.peak_memory_bytes
+            return Alternative(name, "CHOSEN", own, held)
+        try:
+            found = self.evaluate(plan)
+        except AutoparallelError as error:
+            return Alternative(name, "NOT OFFERED", why=error.what)
+        except ValueError as error:
+            return Alternative(name, "NOT OFFERED", why=str(error))
+        ratio = found.step_seconds / self.base.step_seconds
+        held = self.plan.prediction.peak_memory_bytes
+        held += found.peak_memory_bytes - self.base.peak_memory_bytes
+        standing, why = self._standing(ratio, held)
+        return Alternative(name, standing, self.plan.prediction.step_seconds * ratio, held, why)
+
+    def _standing(self, ratio: float, held_bytes: int) -> tuple[Standing, str]:
+        usable = self.plan.cluster.usable_memory_bytes
+        if held_bytes > usable:
+            over = f"{(held_bytes - usable) / 2**30:.3g} GiB too much"
+            is_cheaper = ratio < 1 - EQUAL
+            return ("CHEAPER BUT DOES NOT FIT" if is_cheaper else "DOES NOT FIT"), over
+        if abs(ratio - 1) <= EQUAL:
+            return "TIE", ""
+        if ratio > 1:
+            return "SLOWER", ""
+        simplest = self.plan.solver.simplest
+        if simplest is not None and 1 - ratio <= simplest.tolerance:
+            why = f"within {simplest.tolerance:.0%} of the fastest the simplest plan was chosen"
+        elif self.plan.solver.stopped:
+            why = f"the search was ended by {self.plan.solver.stopped}"
+        else:
+            why = "fixed otherwise, denied, or not searched for"
+        return "CHEAPER", why
+
+    def at(self, index: int, stage: StagePlan) -> Plan:
+        """Return the plan with another stage at ``index``."""
+        stages = list(self.plan.stages)
+        stages[index] = stage
+        return replace(self.plan, stages=tuple(stages))
+
+    def prices(self, stage: StagePlan) -> Prices:
+        """Return the prices of ops on a stage's devices."""
+        plan, basis = self.plan, self.basis
+        return Prices(
+            stage.mesh, plan.cluster, stage.devices, plan.model.precision, plan.model.optimizer,
+            default_rules, PriceCache(), profile=basis.used, assumptions=basis.assumptions,
+        )  # fmt: skip
+
+    def run(self, index: int) -> Run:
+        """Return the blocks of a stage as a run of the structure."""
+        start = stage_starts(self.plan)[index]
+        return self.structure.run(start, start + len(self.plan.stages[index].blocks))
+
+    def restriction(self, index: int) -> Restriction:
+        """Return the uses of a stage's axes, as in the search that made the plan."""
+        stage = self.plan.stages[index]
+        assembly, _ = assembly_of(
+            self.structure, self.run(index), stage, self.plan, default_rules, self.basis
+        )
+        return assembly.model.restriction
+
+    def solved(
+        self, index: int, stage: StagePlan, limited: Restriction
+    ) -> Mapping[str, NodeLayout] | None:
+        """Find the fastest layouts of a stage under a restriction, at its ZeRO stage."""
+        devices = stage.devices
+        link = self.plan.cluster.entry_link(devices[0], len(devices))
+        model = StageModel(self.structure, self.prices(stage), limited, link)
+        modes = [block.recompute for block in stage.blocks]
+        mode = max(MODES, key=modes.count)
+        limits = Limits(float("inf"), (stage.zero,), mode)
+        run = self.run(index)
+        answer = IntraOp(model, limits, Budget.of(float("inf"))).best(
+            run, self.plan.num_microbatches, 1
+        )
+        if answer is None:
+            return None
+        start = stage_starts(self.plan)[index]
+        return stage_layouts(self.structure, model, answer, (start, start + len(stage.blocks)))
+
+    def configured(self, degrees: Forced) -> Plan:
+        """Return the plan of some degrees; ``dp`` takes the devices that are left.
+
+        Raises UsageError (AP124, AP127, AP128) where they do not fit the model or the cluster.
+        """
+        return self.best_configuration(configurations(self.plan, degrees))[1]
+
+    def best_configuration(self, candidates: Iterable[Configuration]) -> tuple[Configuration, Plan]:
+        """Return the fastest of some configurations that fit, or that with the least memory.
+
+        Raises as ``configured``.
+        """
+        pricer = ConfigurationPricer(self.program.graph, self.program.blocks, self.basis)
+        priced = [
+            (each, configured_plan(pricer.staged(self.plan.cluster, each), self.plan))
+            for each in candidates
+        ]
+        limit = self.plan.cluster.usable_memory_bytes
+        fitting = [each for each in priced if each[1].prediction.peak_memory_bytes <= limit]
+        for own, found in sorted(fitting, key=lambda each: each[1].prediction.step_seconds):
+            kept = with_kept_memory(found, self.program, self.cache)
+            if kept.prediction.peak_memory_bytes <= limit:
+                return own, kept
+        own, found = min(priced, key=lambda each: each[1].prediction.peak_memory_bytes)
+        return own, with_kept_memory(found, self.program, self.cache)
+
+
+def load_plan_model(
+    plan: Plan,
+    plan_path: str,
+    *,
+    trust: bool = False,
+    profile: Mode | None = None,
+    database: str | None = None,
+    cache: Cache = NO_CACHE,
+    observe: Observe = ignore,
+) -> PlanModel:
+    """Load the model of a plan. ``profile`` None uses measured times where the plan did.
+
+    Raises as ``check_trusted``, loading and capturing do, and PlanError AP550 where the model is
+    not the plan's any more.
+    """
+
+    check_trusted(plan, plan_path, trust=trust)
+    target = load_plan_target(plan, plan_path)
+    was_measured = plan.prediction.profile is not None
+    options = PlanOptions(
+        global_batch=plan.model.global_batch,
+        seq=batch_seq(plan, target),
+        precision=plan.model.precision,
+        float32_ops=plan.model.float32_ops,
+        gradient_dtype=plan.model.gradient_dtype,
+        compiled=plan.compiled,
+        optimizer=plan.model.optimizer,
+        profile=profile or ("auto" if was_measured else "analytic"),
+        database=database,
+    )
+    program = capture_target(target, options, observe, cache)
+    check_model(program, plan)
+    graph, basis = priced(program, target, plan.cluster, options)
+    return PlanModel(plan, target, program, options, graph, basis, cache)
