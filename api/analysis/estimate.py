@@ -34,8 +34,8 @@ from autoparallel.planner.requests.goal import Goal
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.tables import SharedTables
 from autoparallel.planning.capture import capture_target
-from autoparallel.planning.objectives import CANNOT
 from autoparallel.planning.plan import find_cluster, priced, request_of, stamped, within_limit
+from autoparallel.planning.repeated_search import CANNOT
 from autoparallel.planning.tf32 import with_choice
 from autoparallel.target.load import load_target
 from autoparallel.target.target import Target

@@ -10,16 +10,15 @@ micro-batches there is one.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.planner.errors import AutoparallelError, InfeasibleError
+from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.plan import Plan, StagePlan
 from autoparallel.planner.requests.request import Forced, Request, divisors
+from autoparallel.planning.repeated_search import RepeatedSearch, Search
 
-Search = Callable[[Cluster, Request], Plan]
 Change = tuple[str, Cluster, Request]
 """In words, and what is planned instead."""
 
@@ -52,18 +51,17 @@ def with_nearest_change(
 
     ``mixing``: a node in which rows see each other, if there is one.
     """
-    until = time.perf_counter() + min(MOST_SECONDS, request.time_limit_seconds)
-    found = _more_microbatches(cluster, request, search, until, mixing) if mixing else []
+    runs = RepeatedSearch(search, min(MOST_SECONDS, request.time_limit_seconds), ignores=True)
+    found = _more_microbatches(cluster, request, runs, mixing) if mixing else []
     for words, on, asked in changes(cluster, request):
-        left = until - time.perf_counter()
-        if left <= 0 or len(found) == ENOUGH:
+        if runs.left <= 0 or len(found) == ENOUGH:
             break
-        plan = _tried(search, on, replace(asked, time_limit_seconds=left))
+        plan = runs.run(on, asked)
         if plan is not None:
             found.append(f"{words} ({_figures(plan)})")
     if len(found) < ENOUGH:
-        found += _more_devices(cluster, request, search, until)
-    nearest = _nearest(cluster, request, search, until)
+        found += _more_devices(cluster, request, runs)
+    nearest = _nearest(cluster, request, runs)
     fix = "these changes were tried and fit: " + "; ".join(found) if found else error.fix
     if nearest is None:
         return InfeasibleError(error.code, error.what, why=error.why, where=error.where, fix=fix)
@@ -79,7 +77,7 @@ def with_nearest_change(
     )
 
 
-def _nearest(cluster: Cluster, request: Request, search: Search, until: float) -> Plan | None:
+def _nearest(cluster: Cluster, request: Request, runs: RepeatedSearch) -> Plan | None:
     """The plan for the least of a few larger limits that gives one.
 
     The one without a limit comes first and has its own time, so that there is a plan to name
@@ -87,21 +85,19 @@ def _nearest(cluster: Cluster, request: Request, search: Search, until: float) -
     """
     limit = _limit_bytes(cluster, request)
 
-    def plan(factor: float, seconds: float) -> Plan | None:
-        more = replace(request, memory_limit_bytes=int(limit * factor))
-        return _tried(search, cluster, replace(more, time_limit_seconds=seconds))
+    def plan(factor: float, own: RepeatedSearch) -> Plan | None:
+        return own.run(cluster, replace(request, memory_limit_bytes=int(limit * factor)))
 
-    most = plan(UNLIMITED, EXTRA_SECONDS)
+    most = plan(UNLIMITED, runs.anew(EXTRA_SECONDS))
     if most is None:
         return None
-    until = max(until, time.perf_counter()) + EXTRA_SECONDS
+    nearer = runs.anew(max(runs.left, 0.0) + EXTRA_SECONDS)
     for factor in FACTORS:
-        left = until - time.perf_counter()
-        if left <= 0 or limit * factor >= most.prediction.peak_memory_bytes:
+        if nearer.left <= 0 or limit * factor >= most.prediction.peak_memory_bytes:
             break
-        nearer = plan(factor, left)
-        if nearer is not None:
-            return nearer
+        found = plan(factor, nearer)
+        if found is not None:
+            return found
     return most
 
 
@@ -148,13 +144,6 @@ def _text(num_bytes: float) -> str:
     """
     unit, size = ("GB", 1e9) if num_bytes >= 1e8 else ("MB", 1e6)
     return f"{num_bytes / size:.2f} {unit}"
-
-
-def _tried(search: Search, cluster: Cluster, request: Request) -> Plan | None:
-    try:
-        return search(cluster, request)
-    except AutoparallelError:
-        return None
 
 
 def _figures(plan: Plan) -> str:
@@ -204,7 +193,7 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
 
 
 def _more_microbatches(
-    cluster: Cluster, request: Request, search: Search, until: float, mixing: str
+    cluster: Cluster, request: Request, runs: RepeatedSearch, mixing: str
 ) -> list[str]:
     """The fewest micro-batches, of those about twice as many each time, that give a plan."""
     forced = request.forced
@@ -212,30 +201,28 @@ def _more_microbatches(
         return []
     least = 2
     for count in divisors(request.global_batch):
-        left = min(until - time.perf_counter(), MICROBATCH_SECONDS)
-        if count < least or left <= 0:
+        if count < least or runs.left <= 0:
             continue
         least = 2 * count
         asked = replace(request, forced=replace(forced, num_microbatches=count))
-        plan = _tried(search, cluster, replace(asked, time_limit_seconds=left))
+        plan = runs.anew(min(runs.left, MICROBATCH_SECONDS)).run(cluster, asked)
         if plan is not None:
             words = f"--parallel microbatches={count}, each of which {mixing} then sees for itself"
             return [f"{words} ({_figures(plan)})"]
     return []
 
 
-def _more_devices(cluster: Cluster, request: Request, search: Search, until: float) -> list[str]:
+def _more_devices(cluster: Cluster, request: Request, runs: RepeatedSearch) -> list[str]:
     """The first multiple of the cluster on which there is a plan: more of its hosts."""
     times = 2
     forced = request.forced
     if forced.dp is not None and forced.tp is not None and forced.pp is not None:
         request = replace(request, forced=replace(forced, dp=None))
     while times <= MOST_TIMES:
-        left = until - time.perf_counter()
-        if left <= 0:
+        if runs.left <= 0:
             break
         larger = replace(cluster, name=f"{times} × {cluster.name}", hosts=cluster.hosts * times)
-        found = _tried(search, larger, replace(request, time_limit_seconds=left))
+        found = runs.run(larger, request)
         if found is not None:
             return [f"{larger.num_devices} devices, {larger.name} ({_figures(found)})"]
         times *= 2

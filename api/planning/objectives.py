@@ -9,7 +9,6 @@ share of the time limit that is left. A deadline counts for every objective.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +18,6 @@ from autoparallel.planner.batch import BATCH_NORMS
 from autoparallel.planner.errors import (
     AutoparallelError,
     InfeasibleError,
-    TimeLimitError,
     UsageError,
 )
 from autoparallel.planner.find_plan import SearchMethod, plan
@@ -30,13 +28,9 @@ from autoparallel.planner.requests.request import Request
 from autoparallel.planner.rules.table import packet
 from autoparallel.planner.search.workers import serial
 from autoparallel.planning.infeasible import with_nearest_change
+from autoparallel.planning.repeated_search import RepeatedSearch, Search
 from autoparallel.planning.search_worker import two_processes
 from autoparallel.planning.sub_clusters import sub_clusters
-
-Search = Callable[[Cluster, Request], Plan]
-
-CANNOT = ("AP124", "AP127", "AP128", "AP183", "AP184")
-"""What a part of a cluster may be too small for, where the whole is not."""
 
 LINEAR = 16
 """Up to so many parts are tried one by one; of more, the fewest that do are found by halving."""
@@ -90,9 +84,11 @@ class _Job:
     cluster: Cluster
     request: Request
     search: Search
-    began: float = field(default_factory=time.perf_counter)
     tried: list[Tried] = field(default_factory=list)
-    failures: list[AutoparallelError] = field(default_factory=list)
+    runs: RepeatedSearch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runs = RepeatedSearch(self.search, self.request.time_limit_seconds)
 
     def found(self) -> Plan:
         """The plan for the goal."""
@@ -133,28 +129,24 @@ class _Job:
     def _is_in_time(self, found: Plan) -> bool:
         return found.prediction.step_seconds <= self._limit_seconds
 
-    def _share(self, left: int) -> Request:
-        """The request with its share of the time that is left."""
-        passed = time.perf_counter() - self.began
-        rest = max(self.request.time_limit_seconds - passed, 0.0)
-        return replace(self.request, time_limit_seconds=max(rest / max(left, 1), 0.1))
-
-    def _try(self, cluster: Cluster, left: int) -> Plan | None:
-        """The fastest plan on a part, None where there is none."""
-        try:
-            found = self.search(cluster, self._share(left))
-        except (InfeasibleError, TimeLimitError, UsageError) as error:
-            if isinstance(error, UsageError) and error.code not in CANNOT:
-                raise
-            self.failures.append(error)
-            self.tried.append(Tried(cluster.name, cluster.num_devices, 0.0, None, error.what))
-            return None
-        reason = "" if self._is_in_time(found) else "misses the deadline"
-        seconds = found.prediction.step_seconds
-        self.tried.append(
-            Tried(cluster.name, cluster.num_devices, seconds, self._value(found), reason)
-        )
+    def _try(
+        self, name: str, cluster: Cluster, request: Request, left: int,
+        value: Callable[[Plan], float | None],
+    ) -> Plan | None:  # fmt: skip
+        """Plan with a part of the time that is left, and note what came of it with its value."""
+        found = self.runs.run(cluster, request, parts=left)
+        seconds, number, reason = 0.0, None, ""
+        if found is None:
+            reason = self.runs.error.what if self.runs.error is not None else ""
+        else:
+            seconds, number = found.prediction.step_seconds, value(found)
+            reason = "" if self._is_in_time(found) else "misses the deadline"
+        self.tried.append(Tried(name, cluster.num_devices, seconds, number, reason))
         return found
+
+    def _try_part(self, part: Cluster, left: int) -> Plan | None:
+        """Find the fastest plan on a part of the cluster; None where there is none."""
+        return self._try(part.name, part, self.request, left, self._value)
 
     def _value(self, found: Plan) -> float | None:
         """Tokens per dollar, where there are prices."""
@@ -165,7 +157,7 @@ class _Job:
 
     def _cheapest(self) -> Plan:
         parts = sub_clusters(self.cluster)
-        found = [self._try(part, len(parts) - index) for index, part in enumerate(parts)]
+        found = [self._try_part(part, len(parts) - index) for index, part in enumerate(parts)]
         plans = [each for each in found if each is not None]
         meeting = [each for each in plans if self._is_in_time(each)]
         if not meeting:
@@ -190,7 +182,7 @@ class _Job:
 
         def meets(index: int) -> bool:
             if index not in known:
-                known[index] = self._try(parts[index], min(len(parts) - index, LINEAR))
+                known[index] = self._try_part(parts[index], min(len(parts) - index, LINEAR))
             found = known[index]
             return found is not None and self._is_in_time(found)
 
@@ -199,7 +191,7 @@ class _Job:
         before = -1
         for index in order:
             if meets(index):
-                best = index if len(parts) <= LINEAR else halved(before, index, meets)
+                best = index if len(parts) <= LINEAR else first_meeting(before, index, meets)
                 found = known[best]
                 assert found is not None
                 return self._reported(found, self._part_of(found))
@@ -208,19 +200,24 @@ class _Job:
 
     def _thriftiest(self) -> Plan:
         """The fastest plan under the least limit of memory that any plan was found for."""
-        best = self.search(self.cluster, self._share(3))
+        best = self.search(self.cluster, self.runs.share(self.request, 3))
         if not self._is_in_time(best):
             raise self._too_late([best])
         low, left = 0.0, MOST_LIMITS
-        while left and self._rest > 0:
+        while left and self.runs.left > 0:
             high = float(best.prediction.peak_memory_bytes)
             if high - low <= TOLERANCE * high:
                 break
             limit = int((low + high) / 2)
-            request = replace(self._share(left), memory_limit_bytes=limit)
+            found = self._try(
+                f"at most {limit / 2**30:.3g} GiB",
+                self.cluster,
+                replace(self.request, memory_limit_bytes=limit),
+                left,
+                lambda plan: float(plan.prediction.peak_memory_bytes),
+            )
             left -= 1
-            found = self._below(request, limit)
-            if found is None:
+            if found is None or not self._is_in_time(found):
                 low = float(limit)
             else:
                 best = found
@@ -228,28 +225,11 @@ class _Job:
         words = f"{peak / 2**30:.3g} GiB; no plan was found for {low / 2**30:.3g} GiB"
         return self._reported(best, words)
 
-    @property
-    def _rest(self) -> float:
-        return self.request.time_limit_seconds - (time.perf_counter() - self.began)
-
-    def _below(self, request: Request, limit: int) -> Plan | None:
-        name = f"at most {limit / 2**30:.3g} GiB"
-        number = self.cluster.num_devices
-        try:
-            found = self.search(self.cluster, request)
-        except (InfeasibleError, TimeLimitError) as error:
-            self.tried.append(Tried(name, number, 0.0, None, error.what))
-            return None
-        late = not self._is_in_time(found)
-        seconds = found.prediction.step_seconds
-        peak = float(found.prediction.peak_memory_bytes)
-        self.tried.append(Tried(name, number, seconds, peak, "misses the deadline" if late else ""))
-        return None if late else found
-
     def _too_late(self, plans: list[Plan]) -> AutoparallelError:
         """AP302, or why there is no plan at all."""
         if not plans:
-            return self.failures[-1]
+            assert self.runs.error is not None
+            return self.runs.error
         fastest = min(plans, key=lambda each: each.prediction.step_seconds)
         seconds = fastest.prediction.step_seconds
         return InfeasibleError(
@@ -268,7 +248,7 @@ class _Job:
         report = GoalReport(
             goal.objective, chosen, price, self._value(found), limit, tuple(self.tried)
         )
-        seconds = {**found.solver.seconds, "total": time.perf_counter() - self.began}
+        seconds = {**found.solver.seconds, "total": self.runs.seconds - self.runs.left}
         return replace(found, goal=report, solver=replace(found.solver, seconds=seconds))
 
 
@@ -285,10 +265,10 @@ def doublings(last: int) -> Iterator[int]:
     yield last
 
 
-def halved(below: int, meeting: int, meets: Callable[[int], bool]) -> int:
-    """The first index that meets, if all after one that does do too.
+def first_meeting(below: int, meeting: int, meets: Callable[[int], bool]) -> int:
+    """Find the first index for which ``meets`` is true by bisection; it is true from there on.
 
-    >>> halved(7, 15, lambda index: index >= 11)
+    >>> first_meeting(7, 15, lambda index: index >= 11)
     11
     """
     while meeting - below > 1:

@@ -25,7 +25,9 @@ def test_a_plan_that_is_nearest_is_named_though_the_changes_took_all_the_time(
     plan = pipeline_plan()
     peak = plan.prediction.peak_memory_bytes
     clock = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(nearest_change.time, "perf_counter", lambda: clock.seconds)
+    monkeypatch.setattr(
+        "autoparallel.planning.repeated_search.time.perf_counter", lambda: clock.seconds
+    )
 
     def search(cluster: Cluster, request: Request) -> Plan:
         clock.seconds += 1000.0

@@ -1,0 +1,67 @@
+"""A search that is run again and again, with one budget of time for all of its runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.planner.errors import (
+    AutoparallelError,
+    InfeasibleError,
+    TimeLimitError,
+    UsageError,
+)
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.requests.request import Request
+
+Search = Callable[[Cluster, Request], Plan]
+
+CANNOT = ("AP124", "AP127", "AP128", "AP183", "AP184")
+"""Codes of usage errors that a part of a cluster or another request may raise where the whole does
+not."""
+
+LEAST_SECONDS = 0.1
+"""Least time of one search."""
+
+
+@dataclass
+class RepeatedSearch:
+    """A search with the seconds for all of its runs; ``error`` is that of the last failed run."""
+
+    search: Search
+    seconds: float
+    ignores: bool = False
+    """Whether any error of planning counts as no plan."""
+    began: float = field(default_factory=lambda: time.perf_counter())
+    error: AutoparallelError | None = None
+
+    def anew(self, seconds: float) -> RepeatedSearch:
+        """Return the same search with other seconds, from now on."""
+        return RepeatedSearch(self.search, seconds, self.ignores)
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left."""
+        return self.seconds - (time.perf_counter() - self.began)
+
+    def share(self, request: Request, parts: int = 1) -> Request:
+        """Return a request whose time limit is an equal part of the seconds that are left."""
+        seconds = max(max(self.left, 0.0) / max(parts, 1), LEAST_SECONDS)
+        return replace(request, time_limit_seconds=seconds)
+
+    def run(self, cluster: Cluster, request: Request, *, parts: int = 1) -> Plan | None:
+        """Plan within a part of the time that is left; None where that gives no plan.
+
+        Raises UsageError for other codes than ``CANNOT``.
+        """
+        try:
+            return self.search(cluster, self.share(request, parts))
+        except AutoparallelError as error:
+            is_expected = isinstance(error, InfeasibleError | TimeLimitError)
+            is_expected |= isinstance(error, UsageError) and error.code in CANNOT
+            if not (self.ignores or is_expected):
+                raise
+            self.error = error
+            return None
