@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from autoparallel.cache.captures import with_kept_memory
+from autoparallel.cache.captures import with_cached_memory
 from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import Staged
@@ -64,7 +64,7 @@ class ConfiguredPlans:
         return _plan_of(pricer.staged(self.like.cluster, configuration), self.like)
 
     def _finished(self, plan: Plan) -> Plan:
-        return with_kept_memory(plan, self.program, self.cache)
+        return with_cached_memory(plan, self.program, self.cache)
 
 
 def configurations(like: Plan, degrees: Forced) -> Iterator[Configuration]:
