@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoparallel.actions.terminal import print_json, stdout_console
-from autoparallel.cache.plan_cache import clear_cache, contents
+from autoparallel.cache.plan_cache import clear_cache, read_contents
 from autoparallel.cost_model.simulator.actions import format_table
 from autoparallel.cost_model.simulator.schedule_text import draw_schedule
 from autoparallel.cost_model.simulator.simulator import StageCosts, simulate
@@ -173,7 +173,7 @@ def cache(*, action: Literal["show", "clear"], json: bool) -> None:
         freed = clear_cache()
         typer.echo(f"{freed / 1e6:.1f} MB removed")
         return
-    found = contents()
+    found = read_contents()
     if json:
         print_json({**asdict(found), "path": str(found.path)})
         return

@@ -11,7 +11,12 @@ import typer
 from rich.console import Console
 
 from autoparallel.actions.terminal import print_json, stdout_console
-from autoparallel.cache.database import database_counts, database_path, existing, explained
+from autoparallel.cache.database import (
+    check_exists,
+    database_counts,
+    database_path,
+    explain_database_errors,
+)
 from autoparallel.cost_model.profile.database import Database
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.words import percent_text, seconds_text
@@ -59,7 +64,7 @@ def profile(
 def take_over(path: Path, source: str) -> None:
     """Imports an exported file into the database."""
 
-    with explained(Path(source)), Database(path) as opened:
+    with explain_database_errors(Path(source)), Database(path) as opened:
         counts = opened.import_file(source)
     typer.echo(
         f"imported {source} into {path}: {counts.added} new, {counts.replaced} replaced,"
@@ -71,7 +76,7 @@ def take_over(path: Path, source: str) -> None:
 def hand_out(path: Path, to: str) -> None:
     """Exports the database to a file."""
 
-    with explained(path), Database(existing(path), read_only=True) as opened:
+    with explain_database_errors(path), Database(check_exists(path), read_only=True) as opened:
         count = opened.export_file(to)
     typer.echo(f"{count} measurements written to {to}", err=True)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from autoparallel.runtime.step.trainer import Trainer
 
 _WRITERS: WeakKeyDictionary[nn.Module, CheckpointWriter] = WeakKeyDictionary()
-"""Of plain modules; a trainer has its own."""
+"""Checkpoint writers of plain modules; a trainer has its own writer."""
 
 
 def save(
@@ -48,25 +48,24 @@ def save(
 
     ``model`` is a module or its ``Step``, which brings its optimizer; in a loop of your own give
     the ``optimizer``. ``extras`` are objects with ``state_dict`` and ``load_state_dict``: a
-    scheduler, a gradient scaler, a data loader. ``keep`` is how many checkpoints stay in
+    scheduler, a gradient scaler, a data loader. ``keep`` is the number of checkpoints that stay in
     ``path``. ``asynchronous`` copies everything to CPU memory and writes in the background:
-    ``wait()`` on the result, the next save or the end of the process waits, and raises what
-    went wrong.
+    ``wait()`` on the result, the next save or the end of the process waits, and raises its error.
 
-    Raises UsageError (AP882, AP883, AP887, AP890) for what cannot be saved and MachineError
-    (AP886) where writing fails; earlier checkpoints stay.
+    Raises UsageError (AP882, AP883, AP887, AP890) for objects that cannot be saved and MachineError
+    (AP886) if writing fails; earlier checkpoints stay.
     """
     if keep is not None and keep < 1:
         raise UsageError("AP890", f"keep={keep} would keep no checkpoint", fix="keep=1 or more")
-    module, optimizer, parts = _given(model, optimizer, extras)
-    trainer = _trainer(module)
+    module, optimizer, parts = _unpack_arguments(model, optimizer, extras)
+    trainer = _trainer_of(module)
     if trainer is None:
         writer = _WRITERS.setdefault(module, CheckpointWriter())
         return save_checkpoint(
             path, module_state(module, optimizer, parts), writer,
             step=step, keep=keep, asynchronous=asynchronous,
         )  # fmt: skip
-    with _watched(f"writing the checkpoint of step {step}"):
+    with _report_action(f"writing the checkpoint of step {step}"):
         return trainer.save(
             path, step=step, optimizer=optimizer, parts=parts, keep=keep,
             asynchronous=asynchronous,
@@ -79,35 +78,35 @@ def load(
     optimizer: Optimizer | None = None,
     **extras: Any,
 ) -> int:
-    """Go on from a checkpoint; returns its step. Collective over all ranks.
+    """Load a checkpoint and return its step. Collective over all ranks.
 
-    ``path`` is a checkpoint, or a folder of them, whose newest complete one is taken; it may
-    have been written under any plan of the model, or by one process. ``model``, ``optimizer``
-    and ``extras`` are as in ``save``; make a scheduler before its state is loaded.
+    ``path`` is a checkpoint, or a folder of checkpoints, whose newest complete one is taken; it may
+    have been written under any plan of the model, or by one process. ``model``, ``optimizer`` and
+    ``extras`` are as in ``save``; make a scheduler before its state is loaded.
 
     Raises UsageError: AP132 no checkpoint, AP880 damaged, AP881 files on another host, AP884,
     AP887 to AP889 an optimizer or extras that do not fit, AP885 another model.
     """
-    module, optimizer, parts = _given(model, optimizer, extras)
-    trainer = _trainer(module)
+    module, optimizer, parts = _unpack_arguments(model, optimizer, extras)
+    trainer = _trainer_of(module)
     if trainer is None:
         if module in _WRITERS:
             _WRITERS[module].wait()
         return load_checkpoint(path, module_state(module, optimizer, parts)).step
-    with _watched("reading a checkpoint"):
+    with _report_action("reading a checkpoint"):
         step = trainer.load(path, optimizer=optimizer, parts=parts)
         if isinstance(module, ParallelModule):
             module.take_untrained()
     return step
 
 
-def _given(
+def _unpack_arguments(
     model: nn.Module | Step, optimizer: Optimizer | None, extras: dict[str, Any]
 ) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:
-    """The module, its optimizer and the parts. Raises UsageError AP890."""
+    """Return the module, its optimizer and the parts. Raises UsageError AP890."""
     if isinstance(model, Step):
         optimizer = model.optimizer if optimizer is None else optimizer
-        return _given(model.model, optimizer, {"update": model, **extras})
+        return _unpack_arguments(model.model, optimizer, {"update": model, **extras})
     if not isinstance(model, nn.Module):
         raise UsageError(
             "AP890", f"a {type(model).__name__} has no weights to save or load",
@@ -127,8 +126,8 @@ def _given(
     return model, optimizer, extras
 
 
-def _trainer(module: nn.Module) -> Trainer | None:
-    """The trainer of a module that ``parallelize`` made; None for a plain one.
+def _trainer_of(module: nn.Module) -> Trainer | None:
+    """Return the trainer of a module that ``parallelize`` made; None for a plain module.
 
     Raises UsageError AP148 for a plain module under torchrun.
     """
@@ -148,8 +147,8 @@ def _trainer(module: nn.Module) -> Trainer | None:
 
 
 @contextmanager
-def _watched(what: str) -> Iterator[None]:
-    """Tell the watchdog of the script ``what`` is under way."""
+def _report_action(what: str) -> Iterator[None]:
+    """Report an action to the script's watchdog while it runs."""
 
     with as_launched():
         tell = watch_script(os.environ).watchdog.progress

@@ -1,4 +1,4 @@
-"""``distribute``: a torch DataLoader of which each rank loads its own rows of every global batch.
+"""``distribute``: make a torch DataLoader load each rank's own rows of every global batch.
 
 In: a DataLoader of global batches, the parallel model. Out: a loader of this rank's rows, in the
 order in which its plan reads them, so that all ranks together have the batches of the DataLoader.
@@ -32,18 +32,18 @@ _PART_SEED = 1_000_003
 
 
 def distribute(dataloader: Any, model: nn.Module | None = None) -> Any:
-    """A loader of this rank's rows of the batches of ``dataloader``, a torch DataLoader.
+    """Return a loader of this rank's rows of the batches of ``dataloader``, a torch DataLoader.
 
-    ``dataloader`` is written as for one device: its batches are the global ones, and it has no
-    DistributedSampler. ``model`` is one that ``parallelize`` made; it is planned now, if it has
-    no plan yet. Without it the process's only model with a plan is taken. The batches are for
-    ``Step`` or the model as they come; a rank whose stages read no inputs gets empty ones. Of an
-    IterableDataset every rank goes through all samples and keeps its own. Collective over all
-    ranks. Outside of torchrun the batches are ``dataloader``'s own; the loader only knows its place
-    among them, so that a checkpoint can hold it.
+    ``dataloader`` is written as for one device: its batches are global, and it has no
+    DistributedSampler. ``model`` comes from ``parallelize``; it is planned now, if it has no plan
+    yet. Without it the process's only model with a plan is taken. The batches are for ``Step`` or
+    the model as they come; a rank whose stages read no inputs gets empty batches. Every rank reads
+    all samples of an IterableDataset and keeps its own. Collective over all ranks. Outside of
+    torchrun the batches are ``dataloader``'s own; the loader only knows its place among them, so
+    that a checkpoint can hold it.
 
-    Raises UsageError AP832 for a DistributedSampler, AP833 for what is no DataLoader of global
-    batches, AP834 where ``model`` is missing.
+    Raises UsageError AP832 for a DistributedSampler, AP833 for anything but a DataLoader of global
+    batches, AP834 if ``model`` is missing.
     """
     _check_loader(dataloader)
     if not under_torchrun():
@@ -104,7 +104,7 @@ def _parallel_model(model: nn.Module | None) -> Any:
 
 
 class DistributedLoader:
-    """A rank's loader, as ``distribute`` makes it; other attributes are the DataLoader's own."""
+    """Loader of a rank, as ``distribute`` makes it; other attributes are the DataLoader's own."""
 
     def __init__(self, loader: DataLoader[Any], batches: StepBatches | _AllRows) -> None:
         self._loader, self._batches = loader, batches
@@ -119,14 +119,14 @@ class DistributedLoader:
         self._loader_state: Any = None
 
     def __len__(self) -> int:
-        """The number of global batches of an epoch."""
+        """Return the number of global batches of an epoch."""
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        """An epoch; the first one is collective over all ranks."""
+        """Iterate over an epoch; the first is collective over all ranks."""
         self._order.begin()
         start, self._start = self._start, 0
         self._epoch += 1
@@ -137,14 +137,14 @@ class DistributedLoader:
             place = self._batches.place
             part = place[0] if place is not None else 0
             self._workers.manual_seed((seed + part * _PART_SEED) % 2**63)
-            return self._tagged(self._by_row(start))
+            return self._tag_batches(self._by_row(start))
         self._workers.manual_seed(seed % 2**63)
         if self._loader.batch_size is None:
-            return self._counted(islice(self._order.drawing(self._loader), start, None))
-        return self._tagged(self._kept(start))
+            return self._count_batches(islice(self._order.draw_items(self._loader), start, None))
+        return self._tag_batches(self._keep_rows(start))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: the epoch, the batches of it that were given, and their order.
+        """Return the loader's position: the epoch, the number of its batches read, and their order.
 
         It is the same on all ranks, and for plans of any number of ranks.
         """
@@ -155,35 +155,35 @@ class DistributedLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on where ``state`` was made, on every rank."""
+        """Continue the next iteration at the position ``state``, on every rank."""
         if state["epoch"] < 0:
-            return  # of before the first epoch
+            return  # saved before the first epoch
         self._epoch = int(state["epoch"]) - 1
         self._start = int(state["batches"])
         self._order.restore(state["order"])
         self._loader_state = state.get("loader")
 
-    def _tagged(self, batches: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+    def _tag_batches(self, batches: Iterator[tuple[int, Any]]) -> Iterator[Any]:
         for rows, batch in batches:
             self._position += 1
             self._batches.announce(rows)
-            yield tagged(batch, rows)
+            yield tag_rows(batch, rows)
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _count_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self._position += 1
             yield batch
 
-    def _held(self, rows: int) -> tuple[int, ...]:
+    def _held_rows(self, rows: int) -> tuple[int, ...]:
         held = self._batches.held(rows)
         return () if held is None else held.indices()
 
     def _by_row(self, start: int) -> Iterator[tuple[int, Any]]:
-        """Loads the rows that this rank needs, from batch ``start`` on."""
-        if not self._held(self._batches.global_rows):
+        """Load the rows that this rank needs, from batch ``start`` on."""
+        if not self._held_rows(self._batches.global_rows):
             for indices in islice(self._order.batches(), start, None):
-                rows = [indices[row] for row in self._held(len(indices))]
-                yield len(indices), self._loaded(rows) if rows else {}
+                rows = [indices[row] for row in self._held_rows(len(indices))]
+                yield len(indices), self._load_rows(rows) if rows else {}
             return
         self._rows.clear()
         if self._inner is None:
@@ -193,37 +193,37 @@ class DistributedLoader:
             yield self._rows.popleft(), batch
 
     def sampled(self) -> Iterator[list[int]]:
-        """The rows of each batch that this rank loads."""
+        """Return the rows of each batch that this rank loads."""
         for indices in islice(self._order.batches(), self._skipped, None):
             self._rows.append(len(indices))
-            yield [indices[row] for row in self._held(len(indices))]
+            yield [indices[row] for row in self._held_rows(len(indices))]
 
-    def _loaded(self, rows: Sequence[int]) -> Any:
+    def _load_rows(self, rows: Sequence[int]) -> Any:
         dataset = self._loader.dataset
         return self._loader.collate_fn([dataset[row] for row in rows])
 
-    def _kept(self, start: int) -> Iterator[tuple[int, Any]]:
-        """Of an iterable dataset all samples are made, and this rank's are collated."""
+    def _keep_rows(self, start: int) -> Iterator[tuple[int, Any]]:
+        """Read all samples of an iterable dataset and collate this rank's."""
         loader, planned = self._loader, self._batches.global_rows
         if self._inner is None:
             self._inner = type(loader)(
                 loader.dataset, batch_size=loader.batch_size, drop_last=loader.drop_last,
-                collate_fn=_KeepRows(loader.collate_fn, self._held(planned), planned),
+                collate_fn=_KeepRows(loader.collate_fn, self._held_rows(planned), planned),
                 generator=self._workers, **copied_options(loader),
             )  # fmt: skip
         if self._loader_state is not None and hasattr(self._inner, "load_state_dict"):
             self._inner.load_state_dict(self._loader_state)
             self._loader_state, start = None, 0
-        for rows, batch in islice(self._order.drawing(self._inner), start, None):
+        for rows, batch in islice(self._order.draw_items(self._inner), start, None):
             if rows != planned:
-                own = [batch[row] for row in self._held(rows)]
+                own = [batch[row] for row in self._held_rows(rows)]
                 yield rows, loader.collate_fn(own) if own else {}
             else:
                 yield rows, batch
 
 
 class _AllRows:
-    """The batches of a process without others, as ``StepBatches`` are those of a rank."""
+    """Stand-in for ``StepBatches`` in a process that runs alone: it needs all rows."""
 
     place = (0, 1)
 
@@ -231,17 +231,17 @@ class _AllRows:
         self.global_rows = loader.batch_size or 1
 
     def announce(self, rows: int) -> None:
-        """Nobody else is told."""
+        """Do nothing: no other rank needs the number of rows."""
 
     def held(self, rows: int) -> HeldRows:
         return HeldRows(first=0, rows=rows, total=rows, num_microbatches=1)
 
 
 class LoneLoader(DistributedLoader):
-    """The loader of a process without others, whose batches are the DataLoader's own.
+    """Loader of a process that runs alone; its batches are the DataLoader's own.
 
-    It draws what the DataLoader draws. Only an epoch that begins in its middle, after
-    ``load_state_dict``, has an order of its own, that of the epoch that was broken off.
+    It draws the DataLoader's random numbers. Only an epoch that starts in its middle, after
+    ``load_state_dict``, repeats the order of the interrupted epoch.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -255,14 +255,14 @@ class LoneLoader(DistributedLoader):
         self._epoch += 1
         self._position = 0
         self._order.follow()
-        return self._counted(iter(self._loader))
+        return self._count_batches(iter(self._loader))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._is_restored = state["epoch"] >= 0
 
-    def _tagged(self, batches: Iterator[tuple[int, Any]]) -> Iterator[Any]:
-        return self._counted(batch for _, batch in batches)
+    def _tag_batches(self, batches: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+        return self._count_batches(batch for _, batch in batches)
 
 
 class _RowSampler:
@@ -279,9 +279,9 @@ class _RowSampler:
 
 
 class _KeepRows:
-    """Collates those samples of a batch that a rank needs; gives the number of all with them.
+    """Collate function that returns a rank's samples of a batch, with the number of all samples.
 
-    Of a batch of another size than planned it gives the samples: which are needed is not known.
+    A batch of another size than planned stays uncollated: the needed samples are unknown.
     """
 
     def __init__(self, collate: Callable[[Any], Any], rows: Sequence[int], planned: int) -> None:
@@ -295,7 +295,7 @@ class _KeepRows:
 
 
 class _Order:
-    """The random order of a DataLoader, the same on every rank and that of one device.
+    """Random order of a DataLoader, on every rank the same as on one device.
 
     A sampler draws from the generators that it or the loader was given, or from torch's own. The
     former are set to rank 0's state. For the latter there is a stream of random numbers that
@@ -312,7 +312,7 @@ class _Order:
         self._began: list[Tensor] = []
 
     def begin(self) -> None:
-        """Before an epoch; the first time collective over all ranks."""
+        """Begin an epoch's order; the first call is collective over all ranks."""
         if self._stream is None:
             for generator in self._generators:
                 generator.set_state(share_tensor(generator.get_state()))
@@ -320,26 +320,26 @@ class _Order:
         self._began = [self._stream, *(each.get_state() for each in self._generators)]
 
     def follow(self) -> None:
-        """Before an epoch that draws from torch's generator: its state is only noted."""
+        """Record torch's generator state before an epoch that draws from it."""
         self._began = [torch.get_rng_state(), *(each.get_state() for each in self._generators)]
 
     def worker_seed(self) -> int:
-        """What a DataLoader draws for its workers before it asks its sampler."""
-        with self._streaming():
+        """Draw the seed that a DataLoader draws for its workers before it asks its sampler."""
+        with self._draw_from_stream():
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         return int(drawn)
 
     def batches(self) -> Iterator[Sequence[int]]:
-        """The indices of each global batch."""
+        """Return the indices of each global batch."""
         assert self._loader.batch_sampler is not None
-        return self.drawing(self._loader.batch_sampler)
+        return self.draw_items(self._loader.batch_sampler)
 
-    def drawing(self, source: Any) -> Iterator[Any]:
-        """What ``source`` gives, which draws from the stream."""
-        with self._streaming():
+    def draw_items(self, source: Any) -> Iterator[Any]:
+        """Yield the items of ``source``, which draws from the stream."""
+        with self._draw_from_stream():
             iterator = iter(source)
         while True:
-            with self._streaming():
+            with self._draw_from_stream():
                 try:
                     value = next(iterator)
                 except StopIteration:
@@ -347,11 +347,11 @@ class _Order:
             yield value
 
     def state(self) -> list[str]:
-        """The state at the beginning of the epoch."""
+        """Return the generator states at the beginning of the epoch."""
         return [base64.b64encode(bytes(each.tolist())).decode() for each in self._began]
 
     def restore(self, states: Sequence[str]) -> None:
-        """Takes a ``state``; the epoch is then to begin again."""
+        """Restore a ``state``; its epoch begins again."""
         tensors = [torch.tensor(list(base64.b64decode(each)), dtype=torch.uint8) for each in states]
         if len(tensors) != 1 + len(self._generators):
             raise UsageError(
@@ -366,8 +366,8 @@ class _Order:
             generator.set_state(state)
 
     @contextmanager
-    def _streaming(self) -> Iterator[None]:
-        """While inside, torch's own generator draws from the stream."""
+    def _draw_from_stream(self) -> Iterator[None]:
+        """Make torch's own generator draw from the stream inside the context."""
         assert self._stream is not None
         outside = torch.get_rng_state()
         torch.set_rng_state(self._stream)
@@ -379,7 +379,7 @@ class _Order:
 
 
 class _Dict(dict[Any, Any]):
-    """A rank's rows by name; ``global_rows`` is the number of rows of the batch they are of."""
+    """A rank's rows by name; ``global_rows`` is the number of rows of the whole batch."""
 
     global_rows: int
 
@@ -390,8 +390,8 @@ class _Tuple(tuple[Any, ...]):
     global_rows: int
 
 
-def tagged(batch: Any, rows: int) -> Any:
-    """A rank's part of a batch of ``rows``, which says so: the batch, and each tensor in it."""
+def tag_rows(batch: Any, rows: int) -> Any:
+    """Attach ``rows``, the size of the global batch, to a rank's part of it and to each tensor."""
     made: Any = _Dict(batch) if isinstance(batch, Mapping) else batch
     made = _Tuple(batch) if isinstance(batch, tuple | list) else made
     made.global_rows = rows

@@ -1,8 +1,8 @@
-"""What a plan's program computes by is as it was when the model was planned, or an error.
+"""Errors for changes of a planned model that its program would ignore.
 
 In: a model whose parameters are this rank's shards. Out: ``check``, before each forward of the
-program: it raises where the script has since changed a mode, a module, a parameter's place, a hook
-or a setting that the program has built in. Without that the change would do nothing, silently.
+program: it raises if the script has since changed a mode, a module, a parameter's place, a hook or
+a setting that the program has built in. Without that the change would do nothing, silently.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from autoparallel.planner.plan import Precision
 from autoparallel.runtime.parameters.parameters import COMPUTE_DTYPES, StageParameter, precision_of
 
 
-class Unchanged:
-    """``modes`` are the modules' when planned; ``slots`` where each parameter belongs."""
+class ModelGuard:
+    """Guard of a planned model: its modules' ``modes`` when planned, its parameters' ``slots``."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class Unchanged:
             if name in parameters
             for module, attribute in places
         ]
-        self._storages = [(name, p.master, _storage(p.master)) for name, p in parameters.items()]
+        self._storages = [(name, p.master, _storage_id(p.master)) for name, p in parameters.items()]
 
     def check(self) -> None:
-        """Raise UsageError AP922, AP923, AP929 or AP936 for what the program knows nothing of."""
+        """Raise UsageError AP922, AP923, AP929 or AP936 for changes that the program ignores."""
         self._check_places()
         self.check_data()
         for module, mode in self._modules:
@@ -76,26 +76,26 @@ class Unchanged:
     def check_data(self) -> None:
         """Raise UsageError AP936 for a parameter whose ``data`` was assigned.
 
-        Of a DTensor that replaces what no one reads: its values stay in its local tensor.
+        A DTensor may get new ``data``: its values stay in its local tensor.
         """
         for name, master, storage in self._storages:
-            if _storage(master) != storage:
+            if _storage_id(master) != storage:
                 raise UsageError(
                     "AP936",
                     f"the data of {name} was assigned after the model was planned",
                     why="a shard's memory cannot be replaced, so the values are lost",
-                    fix=_write(name),
+                    fix=_write_fix(name),
                 )
 
     def _check_places(self) -> None:
         for module, children in self._children:
             if [*module._modules.values()][: len(children)] != children:  # by identity
-                raise _changed(f"a module in {self._path(module)}", "of the one before")
+                raise _change_error(f"a module in {self._path(module)}", "of the one before")
         for module, attribute, master in self._held:
             if module._parameters.get(attribute) is not master:
                 path = self._path(module)
                 name = attribute if module is self._model else f"{path}.{attribute}"
-                raise _changed(f"{attribute} of {path}", "of the one before", _write(name))
+                raise _change_error(f"{attribute} of {path}", "of the one before", _write_fix(name))
 
     def _count_hooks(self) -> int:
         return sum(
@@ -147,7 +147,7 @@ def check_backward_hooks(model: nn.Module) -> None:
 
 
 def check_autocast(device: torch.device, precision: Precision) -> None:
-    """Raise UsageError AP941 where autocast asks for another format than the plan computes in."""
+    """Raise UsageError AP941 if autocast asks for another format than the plan's."""
     if not torch.is_autocast_enabled(device.type):
         return
     dtype = torch.get_autocast_dtype(device.type)
@@ -162,17 +162,17 @@ def check_autocast(device: torch.device, precision: Precision) -> None:
     )
 
 
-def _storage(parameter: nn.Parameter) -> int:
-    """What tells memory that a parameter was given from the memory that it had."""
+def _storage_id(parameter: nn.Parameter) -> int:
+    """Return the identity of a parameter's memory."""
     identity: int = parameter.untyped_storage()._cdata
     return identity
 
 
-def _write(name: str) -> str:
+def _write_fix(name: str) -> str:
     return f"write whole values: model.load_state_dict({{{name!r}: values}}, strict=False)"
 
 
-def _changed(
+def _change_error(
     what: str,
     planned: str,
     fix: str = "change it before parallelize, or store the changing value in a buffer and write to "

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The input of planning a script's model, with its initial weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What a model is planned from.
+class PlanJob:
+    """Input of planning a model.
 
-    ``deferred`` is a recorded build of it, whose weights are yet to be made; without it the model
-    has its weights. ``weights`` is a file or folder of its initial weights (see
+    ``deferred`` is a recorded build of a model without weights; None for a model that has its
+    weights. ``weights`` is a file or folder of its initial weights (see
     ``runtime.parameters.pretrained``).
     """
 

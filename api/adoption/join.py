@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoparallel.adoption.job import Job
+from autoparallel.adoption.job import PlanJob
 from autoparallel.cache.database import database_path
 from autoparallel.calls.following import Following, followed
 from autoparallel.calls.form import CallForm
@@ -62,7 +62,7 @@ from autoparallel.training.run_setup import with_compile_choice
 def join_training(
     model: nn.Module,
     forward: Callable[..., Any],
-    job: Job,
+    job: PlanJob,
     plan: Plan | None,
     progress: Callable[..., None] | None = None,
     buckets: Sequence[int] = (),
@@ -72,12 +72,11 @@ def join_training(
 
     Collective over all ranks.
 
-    Without ``plan`` rank 0 makes one for the processes that torchrun started, and all use it.
-    Initial weights are rank 0's: its model's, or those that its generator's state makes. So
-    are the random numbers of the forward: they follow rank 0's ``torch.manual_seed``. Tensors
-    that no stage holds (parameters that the loss does not reach, buffers that training leaves
-    alone) have their values in ``model`` afterwards. ``progress`` is told the next action of a
-    step; ``buckets``: see ``Trainer``.
+    Without ``plan`` rank 0 makes a plan for the processes that torchrun started, and all use it.
+    Initial weights are rank 0's: its model's, or drawn from its generator's state. Random numbers
+    of the forward follow rank 0's ``torch.manual_seed``. Tensors that no stage holds (parameters
+    that the loss does not reach, buffers that training leaves alone) have their values in ``model``
+    afterwards. ``progress`` receives the next action of a step; ``buckets``: see ``Trainer``.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,17 +96,17 @@ def join_training(
     call = CallForm(forward)
     target = replace(target, example_batch=call.examples(target.example_batch))
     held = held_tensors(model)
-    again = partial(_captured_again, model, target, options, held)
+    again = partial(_capture_again, model, target, options, held)
     state = PythonState(model, target.loss_fn)
     with state.repeated():
-        program = _captured(model, target, options)
+        program = _capture_outputs(model, target, options)
     program = replace(program, recapture=again)
     if program.returned:
         _check_is_whole(options.forced if plan is None else plan)
         forced = replace(options.forced, num_microbatches=1, pp=1)
         options = replace(options, forced=forced)
     if plan is None:
-        plan = _planned(program, target, _cluster(job.cluster, device), options, device)
+        plan = _plan_together(program, target, _cluster(job.cluster, device), options, device)
     check_not_served(plan)
     if not job.allow_idle:
         check_none_idle(plan)
@@ -129,7 +128,7 @@ def join_training(
     traced = replace(target, loss_fn=mean_of_outputs) if program.returned else target
     following = followed(
         trainer, state, traced, options.seq, again, partial(with_held, model, held),
-        partial(_planned_again, target, options, plan, device), call,
+        partial(_plan_again, target, options, plan, device), call,
     )  # fmt: skip
     if not isinstance(weights, Mapping):
         _fill_the_rest(model, weights, program, device)
@@ -137,7 +136,8 @@ def join_training(
 
 
 def _cluster(name: str, device: torch.device) -> Cluster | None:
-    """On rank 0 the cluster to plan for: ``local`` is what the launcher joined. Collective."""
+    """Return the cluster to plan for on rank 0; ``local`` is the launcher's processes.
+    Collective."""
     is_joined = name == "local"
     devices = gather_values(own_process_device(device.index)) if is_joined else []
 
@@ -152,8 +152,8 @@ def _cluster(name: str, device: torch.device) -> Cluster | None:
     return on_first(found)
 
 
-def _initial_weights(model: nn.Module, job: Job) -> Weights:
-    """What every rank starts with: rank 0's weights, in the model's own memory."""
+def _initial_weights(model: nn.Module, job: PlanJob) -> Weights:
+    """Return the initial weights of every rank: rank 0's, in the model's own memory."""
     if job.deferred is not None:
         assert isinstance(job.deferred.seed, Tensor)
         drawn = replace(job.deferred, seed=share_tensor(job.deferred.seed))
@@ -167,7 +167,7 @@ def _initial_weights(model: nn.Module, job: Job) -> Weights:
     return weights
 
 
-def _captured_again(
+def _capture_again(
     model: nn.Module,
     target: Target,
     options: PlanOptions,
@@ -175,14 +175,14 @@ def _captured_again(
     rows: int,
     change: Change = unchanged,
 ) -> Program:
-    """The program of a model that trains already, for a global batch of ``rows``."""
+    """Capture a model in training again, for a global batch of ``rows``."""
     with as_at_start(), with_held(model, held):
         asked = replace(options, global_batch=rows)
-        return _captured(model, changed_target(target, change), asked)
+        return _capture_outputs(model, changed_target(target, change), asked)
 
 
-def _captured(model: nn.Module, target: Target, options: PlanOptions) -> Program:
-    """The model and its loss as a graph; of a model that gives none, with its outputs returned.
+def _capture_outputs(model: nn.Module, target: Target, options: PlanOptions) -> Program:
+    """Capture the model with its loss, or with its outputs returned if it has no loss.
 
     The script then computes the loss from them.
     """
@@ -227,16 +227,16 @@ def _fill_the_rest(
         put(name, value)
 
 
-def _planned(
+def _plan_together(
     program: Program,
     target: Target,
     cluster: Cluster | None,
     options: PlanOptions,
     device: torch.device,
 ) -> Plan:
-    """Rank 0's plan for ``cluster``, which it alone knows, on every rank. Collective.
+    """Plan for ``cluster`` on rank 0, which alone knows it, and share the plan. Collective.
 
-    Before that all ranks measure what it asks for, where torchrun started just the cluster's
+    Before that all ranks measure the costs it needs, if torchrun started just the cluster's
     processes, on one machine.
     """
     leader = None
@@ -260,12 +260,12 @@ def _planned(
     return loads(share_text(on_first(planned)))
 
 
-def _planned_again(
+def _plan_again(
     target: Target, options: PlanOptions, plan: Plan, device: torch.device, program: Program
 ) -> Plan | None:
     """Return a plan of the devices and degrees of ``plan`` for another program of its model.
 
-    None where it has stages of several meshes, or nothing can be planned so. Collective.
+    None if it has stages of several meshes, or if no such plan exists. Collective.
     """
     meshes = {stage.mesh for stage in plan.stages}
     degrees = dict(zip(plan.stages[0].mesh.axes, plan.stages[0].mesh.shape, strict=True))
@@ -280,7 +280,7 @@ def _planned_again(
     )  # fmt: skip
     asked = replace(options, forced=forced, measure_seconds=0.0)
     try:
-        return _planned(program, target, plan.cluster, asked, device)
+        return _plan_together(program, target, plan.cluster, asked, device)
     except AutoparallelError:
         return None
 

@@ -1,10 +1,9 @@
-"""A model that trains by a plan: what ``parallelize`` makes of an ``nn.Module`` under torchrun.
+"""``parallelize``'s model: an ``nn.Module`` that trains by a plan under torchrun.
 
 It stays an object of the model's own class. Its parameters become this rank's shards under their
 own names, DTensors where a plan splits any, so that optimizers, clipping and checkpoints are the
-stock ones. In
-training it is called as the model is and returns what the model returns; in evaluation the
-model's own code runs, with whole weights (``adoption.unsharded``).
+stock classes. In training it has the calls and results of the model; in evaluation the model's own
+code runs, with whole weights (``adoption.unsharded``).
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel.adoption.guards import WEIGHT_HOOKS
-from autoparallel.adoption.job import Job
-from autoparallel.adoption.state import Adopted
+from autoparallel.adoption.job import PlanJob
+from autoparallel.adoption.state import ParallelState
 from autoparallel.calls.methods import check_methods, has_forward, whole_method
 from autoparallel.options.environment import as_launched
 from autoparallel.planner.errors import UsageError
@@ -41,7 +40,7 @@ JOINED: WeakSet[ParallelModule] = WeakSet()
 """The modules of this process that have a plan."""
 
 _STATE = "_autoparallel"
-"""The attribute that holds a model's ``Adopted``."""
+"""The attribute that holds a model's ``ParallelState``."""
 
 
 class ParallelModule(nn.Module):
@@ -70,10 +69,10 @@ class ParallelModule(nn.Module):
 
         From then on the process is watched: see ``runtime.launch.watched_script``.
 
-        Raises UsageError AP145 where a module that has a plan is given another or a loss.
+        Raises UsageError AP145 if a module that has a plan gets another plan or a loss.
         """
 
-        adopted = _adopted(self)
+        adopted = _state_of(self)
         with as_launched():
             watchdog = watch_script(os.environ, timeout_seconds).watchdog
         adopted.tell, adopted.timeout_seconds = watchdog.progress, watchdog.timeout_seconds
@@ -101,50 +100,50 @@ class ParallelModule(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The plan that this module trains by."""
+        """The plan of this module's training."""
         return self.join().plan
 
     @contextmanager
     def unsharded(
         self, rank: int | None = None, *, device: torch.device | str | None = None
     ) -> Iterator[nn.Module]:
-        """While inside, the model is the plain one with whole weights, for generation or export.
+        """Put whole weights into the plain model inside the context, for generation or export.
 
         ``rank`` names the only rank that gets them; the others have none meanwhile. ``device``
-        is where they are put (default: the plan's). Weights have the optimizer's dtype.
-        Collective over all ranks.
+        holds them (default: the plan's). Weights have the optimizer's dtype. Collective over all
+        ranks.
 
-        Raises UsageError AP926 where the weights were changed inside: that would be lost.
+        Raises UsageError AP926 if the weights were changed inside: the change would be lost.
         """
         self.join()
-        with _adopted(self).unsharded(self, rank, device):
+        with _state_of(self).unsharded(self, rank, device):
             yield self
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Does nothing: gradients are summed over ranks in every backward, and add up."""
+        """Do nothing: gradients are summed over ranks in every backward, and add up."""
         yield
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards, under the model's own names."""
+        """Return this rank's shards, under the model's own names."""
         self._join_once()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's shards, for ``torch.distributed.checkpoint``.
+        """Return this rank's shards, for ``torch.distributed.checkpoint``.
 
         Inside of ``autoparallel.one_process()`` the whole tensors, on the CPU of every rank.
         """
         self._join_once()
-        if are_whole() and not _adopted(self).is_plain:
+        if are_whole() and not _state_of(self).is_plain:
             with self.unsharded(device="cpu"):
                 return super().state_dict(*args, **kwargs)
-        _adopted(self).keep_buffers()
+        _state_of(self).keep_buffers()
         return super().state_dict(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parts of the buffers that training changes, and the others."""
-        _adopted(self).keep_buffers()
+        """Return this rank's parts of the buffers that training changes, and the others."""
+        _state_of(self).keep_buffers()
         return super().named_buffers(*args, **kwargs)
 
     def load_state_dict(
@@ -157,21 +156,22 @@ class ParallelModule(nn.Module):
         if assign:
             _refuse_move("load_state_dict(assign=True)", "the tensors would replace its shards")
         self._join_once()
-        adopted = _adopted(self)
+        adopted = _state_of(self)
         if not adopted.is_plain:
             state_dict = adopted.own_part(state_dict)
         return super().load_state_dict(state_dict, strict=strict)
 
     def take_untrained(self) -> None:
-        """Give what training leaves alone the values of the trainer's last load. Collective."""
-        _adopted(self).take_untrained(self)
+        """Copy the trainer's last loaded values into tensors that training leaves alone.
+        Collective."""
+        _state_of(self).take_untrained(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; see ``Adopted.leaves_own_hooks``.
+        """Call the model; see ``ParallelState.leaves_own_hooks``.
 
         Hooks of torch that compute a weight before each forward are a part of the model.
         """
-        if not _adopted(self).leaves_own_hooks:
+        if not _state_of(self).leaves_own_hooks:
             return super().__call__(*args, **kwargs)
         for hook in self._forward_pre_hooks.values():
             if isinstance(hook, WEIGHT_HOOKS):
@@ -179,14 +179,14 @@ class ParallelModule(nn.Module):
         return self.forward(*args, **kwargs)
 
     def _join_once(self) -> None:
-        adopted = _adopted(self)
+        adopted = _state_of(self)
         if adopted.trainer is None and not adopted.is_joining:
             adopted.plans_for_loop()
             self.join()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """``to``, ``cuda``, ``half`` and the like: where and in what dtype is the plan's to say."""
-        adopted = _adopted(self)
+        """Refuse moves and casts (``to``, ``cuda``, ``half``): the plan sets devices and dtypes."""
+        adopted = _state_of(self)
         if adopted.is_joining or adopted.is_plain:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, tensor in (*super().named_parameters(), *self.named_buffers()):
@@ -208,12 +208,12 @@ class ParallelModule(nn.Module):
 
 
 def loss_of(module: ParallelModule) -> LossFn | None:
-    """The loss function that the module was given with its plan, or None."""
-    return _adopted(module).job.target.loss_fn
+    """Return the loss function that the module got with its plan, or None."""
+    return _state_of(module).job.target.loss_fn
 
 
-def _adopted(module: nn.Module) -> Adopted:
-    found: Adopted = module.__dict__[_STATE]
+def _state_of(module: nn.Module) -> ParallelState:
+    found: ParallelState = module.__dict__[_STATE]
     return found
 
 
@@ -227,20 +227,20 @@ def _refuse_move(what: str, why: str) -> NoReturn:
     )
 
 
-def adopt(
-    model: nn.Module, job: Job, cls: type[nn.Module] | None = None, methods: Sequence[str] = ()
+def make_parallel(
+    model: nn.Module, job: PlanJob, cls: type[nn.Module] | None = None, methods: Sequence[str] = ()
 ) -> nn.Module:
-    """Make ``model`` itself parallel: its class becomes ``cls``, a subclass of what it was.
+    """Make ``model`` itself parallel: its class becomes ``cls``, a subclass of its own.
 
-    ``methods`` beside ``forward`` compute with whole weights; of a class without a forward the
-    first of them is planned in its place.
+    ``methods`` beside ``forward`` compute with whole weights; in a class without a forward the
+    first method is planned in its place.
     """
     original = type(model)
     # A script may have put a forward of its own into the object: the class's would not be called.
     main = "forward" if has_forward(original) or not methods else methods[0]
     forward = model.__dict__.pop("forward", None) or getattr(original, main).__get__(model)
     model.__class__ = cls or parallel_class(original, methods=methods)
-    model.__dict__[_STATE] = Adopted(job, forward)
+    model.__dict__[_STATE] = ParallelState(job, forward)
     return model
 
 
@@ -249,20 +249,20 @@ def parallel_class(
     make: Callable[..., nn.Module] | None = None,
     methods: Sequence[str] = (),
 ) -> type[nn.Module]:
-    """A class with the name, methods and signatures of ``original`` that is a ``ParallelModule``.
+    """Make a ``ParallelModule`` class with the name, methods and signatures of ``original``.
 
-    ``make(cls, ...)`` is what a call of the class does instead of building the model; ``methods``
-    are as of ``adopt``.
+    A call of the class runs ``make(cls, ...)`` instead of building the model; ``methods`` as in
+    ``make_parallel``.
     """
     check_methods(original, methods)
     planned = ["forward"] if has_forward(original) or not methods else ["forward", methods[0]]
 
     @functools.wraps(getattr(original, planned[-1]))
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _adopted(self).call(self, args, kwargs)
+        return _state_of(self).call(self, args, kwargs)
 
     namespace: dict[str, Any] = {
-        **{name: whole_method(name, _adopted) for name in methods},
+        **{name: whole_method(name, _state_of) for name in methods},
         **dict.fromkeys(planned, torch.compiler.disable(forward)),  # type: ignore[no-untyped-call]
         "__doc__": original.__doc__,
         "__module__": original.__module__,
@@ -275,4 +275,4 @@ def parallel_class(
 
 
 def _init_nothing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """``__new__`` has built the model."""
+    """Do nothing: ``__new__`` has built the model."""

@@ -9,9 +9,9 @@
     for batch in data:
         loss = step(batch)          # the true loss of the global batch, on every rank
 
-Alone, ``Net()`` is the plain module. Under torchrun it is a ``ParallelModule``, planned for
-the machines that torchrun joined; ``step`` trains by that plan, pipelines included, and the
-ordinary ``loss.backward()`` loop works where there is none.
+Alone, ``Net()`` is the plain module. Under torchrun it is a ``ParallelModule``, planned for the
+machines that torchrun joined; ``step`` trains by that plan, pipelines included, and the ordinary
+``loss.backward()`` loop works without pipelines.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import torch
 from torch import nn
 
-from autoparallel.adoption.job import Job
-from autoparallel.adoption.module import adopt, parallel_class
+from autoparallel.adoption.job import PlanJob
+from autoparallel.adoption.module import make_parallel, parallel_class
 from autoparallel.adoption.step import Step
 from autoparallel.calls.modes import say_if_drawn_apart
 from autoparallel.html.notebooks import ShownPlan, shown
@@ -51,7 +51,7 @@ ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
 
 @dataclass(frozen=True, slots=True)
 class ParallelOptions:
-    """What ``parallelize`` was told."""
+    """Arguments of ``parallelize``."""
 
     example_batch: Any = None
     cluster: str = "local"
@@ -79,7 +79,7 @@ def plan(
     progress: bool = True,
     **options: Unpack[SearchOptions],
 ) -> ShownPlan:
-    """The fastest plan found for training ``model`` on ``cluster``; needs no process group.
+    """Return the fastest plan found for training ``model`` on ``cluster``; needs no process group.
 
     ``model`` is a module, a function that builds one, or the text of a target
     (``"model.py"``). ``example_batch`` is a batch of global shapes (meta tensors welcome), or
@@ -87,8 +87,8 @@ def plan(
     ``global_batch`` defaults to the rows of the batch, and to 32 for a function. On a terminal
     and in a notebook bars show the progress; ``progress=False`` shows none.
 
-    Raises UsageError (AP140, AP141) for arguments of the wrong kind, and what planning
-    raises: CaptureError, InfeasibleError, TimeLimitError.
+    Raises UsageError (AP140, AP141) for arguments of the wrong kind, and errors of planning:
+    CaptureError, InfeasibleError, TimeLimitError.
     """
     target = make_target(model, example_batch, loss_fn, global_batch)
     rows = global_batch if global_batch is not None else batch_rows(example_batch)
@@ -152,45 +152,45 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
     methods: Sequence[str] = (),
     **options: Unpack[SearchOptions],
 ) -> Any:
-    """An ``nn.Module`` class (as a decorator) or instance that trains by a plan.
+    """Make an ``nn.Module`` class (as a decorator) or instance train by a plan.
 
-    Outside torchrun the class or instance comes back as it was, and trains as ever. Under
-    torchrun an instance becomes a ``ParallelModule``, and so does what the class makes; a
-    model that the class makes is never whole in memory. Plans are for one global batch;
-    without ``loss_fn(outputs, batch)`` the model returns the loss, or ``Step`` brings the function.
+    Outside torchrun the class or instance comes back as it was, and trains as ever. Under torchrun
+    an instance becomes a ``ParallelModule``, and so do the class's models, which are never whole in
+    memory. Plans are for one global batch; without ``loss_fn(outputs, batch)`` the model returns
+    the loss, or ``Step`` brings the function.
 
     ``example_batch`` is a global batch in the form of the calls: the arguments of ``forward`` in a
     tuple or, by name, in a dict, whose other entries are for ``loss_fn``; or a function
     ``(global_batch, seq)`` that makes one.
 
-    ``weights`` is a file or folder of initial weights, or a checkpoint; of it each rank reads
-    what it holds. With ``weights_partial`` names may be in it or in the model alone.
+    ``weights`` is a file or folder of initial weights, or a checkpoint; each rank reads only its
+    shards. With ``weights_partial`` names may be in it or in the model alone.
 
     The default ``cluster`` is the processes that the launcher joined, on all their hosts. A plan
     that leaves some of them nothing to do is refused (MachineError AP412) without ``allow_idle``,
     which takes ``Step``.
 
-    Weights that a class's constructor draws are, by ``init="exact"``, those of the plain class, bit
+    With ``init="exact"`` the weights that a class's constructor draws equal the plain class's, bit
     for bit, and torch's generator goes on as after it; each rank then draws the whole model's
-    numbers. By ``init="sharded"`` each rank draws what it holds: the same for every plan,
-    distributed as the constructor says, but not those of the plain class. The default is exact
-    where that takes a rank less than 10 s (a billion numbers); else rank 0 says so.
+    numbers. With ``init="sharded"`` each rank draws only its shards: the same for every plan,
+    distributed as the constructor says, but unlike the plain class's. The default is exact if that
+    takes a rank less than 10 s (a billion numbers); else rank 0 says so.
 
     The first step is compared with that of the model alone, on the batch that runs: the loss and
-    the norm of each gradient; UsageError AP943 names what differs. ``check_first_step`` False
-    turns that off; True compares also where one device needs more than 10 s for the step.
+    the norm of each gradient; UsageError AP943 names the difference. ``check_first_step`` False
+    turns that off; True compares even if one device needs more than 10 s for the step.
 
     ``loss=None`` says that the model returns no loss, though a scalar is among its outputs: all are
     differentiated as the script does. ``methods`` names methods beside ``forward`` that the script
-    calls; they compute with whole weights, in training on every rank. Of a class without a
+    calls; they compute with whole weights, in training on every rank. In a class without a
     ``forward`` the first of them is planned.
 
     Without ``precision`` the plan computes in the dtype of the model's floating parameters, if all
     have the same, else in float32.
 
-    Raises UsageError AP850 for another ``init``, AP140 unless ``model`` is an nn.Module or a
-    class of them, AP948 for a name that is no method, and AP860 to AP862 where the weights cannot
-    be read or are not the model's.
+    Raises UsageError AP850 for another ``init``, AP140 unless ``model`` is an nn.Module or a class
+    of them, AP948 for a name that is no method, and AP860 to AP862 if the weights cannot be read or
+    are not the model's.
     """
     plan_options(global_batch or 1, seq, **options)
     given = ParallelOptions(
@@ -211,12 +211,14 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
 
     def mark(thing: Any) -> Any:
         if inspect.isclass(thing) and issubclass(thing, nn.Module):
-            return _parallel_class(thing, given) if under_torchrun() else _loaded(thing, given)
+            return (
+                _parallel_class(thing, given) if under_torchrun() else _with_weights(thing, given)
+            )
         if isinstance(thing, nn.Module):
             if weights is not None:
                 load_pretrained(weights, thing, partial=weights_partial)
             return (
-                adopt(thing, _job(lambda: thing, given), methods=methods)
+                make_parallel(thing, _job(lambda: thing, given), methods=methods)
                 if under_torchrun()
                 else thing
             )
@@ -228,8 +230,8 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
     return mark if model is None else mark(model)
 
 
-def _loaded(original: type[nn.Module], given: ParallelOptions) -> type[nn.Module]:
-    """The class itself, or with ``weights`` one whose instances start from them."""
+def _with_weights(original: type[nn.Module], given: ParallelOptions) -> type[nn.Module]:
+    """Return the class itself, or with ``weights`` a subclass whose instances start from them."""
     place = given.weights
     if place is None:
         return original
@@ -243,7 +245,7 @@ def _loaded(original: type[nn.Module], given: ParallelOptions) -> type[nn.Module
 
 
 def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[nn.Module]:
-    """A class of the same name whose calls build a parallel model, without its weights."""
+    """Make a class of the same name whose calls build a parallel model, without its weights."""
 
     def make(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
         _check_class(cls, original)
@@ -255,13 +257,13 @@ def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[n
             torch.set_rng_state(after)
         say_if_drawn_apart(deferred, given.init)
         job = _job(lambda: deferred.model, given, deferred)
-        return adopt(deferred.model, job, cls, given.methods)
+        return make_parallel(deferred.model, job, cls, given.methods)
 
     return parallel_class(original, make, given.methods)
 
 
 def _check_class(cls: type[nn.Module], original: type[nn.Module]) -> None:
-    """Raise UsageError AP938 for a class that a parallel one cannot build."""
+    """Raise UsageError AP938 for a class that a parallel class cannot build."""
     name = original.__name__
     if "__new__" not in cls.__dict__:
         raise UsageError(
@@ -283,7 +285,7 @@ def _check_class(cls: type[nn.Module], original: type[nn.Module]) -> None:
 def _precision_of(model: nn.Module) -> SearchOptions:
     """Return the options with which a plan computes in the dtype of the model's parameters.
 
-    None are needed for float32, or where the floating parameters have several dtypes.
+    Empty for float32, and if the floating parameters have several dtypes.
     """
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     precision = precision_of(dtypes.pop()) if len(dtypes) == 1 else None
@@ -294,12 +296,12 @@ def _precision_of(model: nn.Module) -> SearchOptions:
 
 def _job(
     build: Callable[[], nn.Module], given: ParallelOptions, deferred: Deferred | None = None
-) -> Job:
+) -> PlanJob:
     search = given.search or {}
     if "precision" not in search:
         search = {**_precision_of(build()), **search}
     rows = given.global_batch or batch_rows(given.example_batch)
-    return Job(
+    return PlanJob(
         target=replace(
             make_target(build, given.example_batch, given.loss_fn, given.global_batch),
             returns_loss=given.loss is not None,
@@ -315,7 +317,7 @@ def _job(
 
 
 def __getattr__(name: str) -> Any:
-    """``Step``, which is at home in ``autoparallel.adoption.step``."""
+    """Import ``Step`` from ``autoparallel.adoption.step`` at its first use."""
     if name != "Step":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,9 +1,9 @@
-"""The state of a model that trains by a plan, and what its calls do.
+"""State of a model that trains by a plan, and its calls.
 
-In: a model, what it is planned from, and calls as a script makes them. Out: in training the
-results of the plan's program in the form of the model's own outputs; in evaluation what the
-model's own code computes with whole weights. What would silently differ from the model alone is
-refused, with what to do instead.
+In: a model, the input of its planning, and calls as a script makes them. Out: in training the
+results of the plan's program in the form of the model's own outputs; in evaluation the results of
+the model's own code with whole weights. A call whose result would silently differ from the plain
+model's is refused, with a fix.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from autoparallel.adoption.guards import Unchanged, check_autocast, check_backward_hooks
-from autoparallel.adoption.job import Job
+from autoparallel.adoption.guards import ModelGuard, check_autocast, check_backward_hooks
+from autoparallel.adoption.job import PlanJob
 from autoparallel.adoption.join import join_training
 from autoparallel.adoption.unsharded import WholeModule
 from autoparallel.calls.arguments import CallArguments
@@ -48,7 +48,7 @@ from autoparallel.runtime.step.whole_weights import WholeWeights
 from autoparallel.runtime.update.chosen_gradients import differentiate_chosen
 
 OTHER_FORMS = ("AP130", "AP836", "AP920", "AP940")
-"""Errors of calls that the plan's program cannot compute; without gradients the model's own forward
+"""Codes of calls that the plan's program cannot compute; without gradients the model's own forward
 does."""
 
 if TYPE_CHECKING:
@@ -56,14 +56,14 @@ if TYPE_CHECKING:
     from autoparallel.runtime.step.trainer import Trainer
 
 
-class Adopted:
-    """One model's state. ``trainer`` is None until all ranks have joined.
+class ParallelState:
+    """State of a model. ``trainer`` is None until all ranks have joined.
 
-    ``is_joining``: the model is being planned, and is used as the plain one. ``is_plain``: it
+    ``is_joining``: the model is being planned, and is used as the plain model. ``is_plain``: it
     holds whole weights for a while (``unsharded``).
     """
 
-    def __init__(self, job: Job, forward: Callable[..., Any]) -> None:
+    def __init__(self, job: PlanJob, forward: Callable[..., Any]) -> None:
         self.job = job
         self._forward = forward
         self.trainer: Trainer | None = None
@@ -86,13 +86,13 @@ class Adopted:
 
     @property
     def computes_plainly(self) -> bool:
-        """Tell whether the model is used as the plain one now."""
+        """Return whether the model is used as the plain model now."""
         is_own = self.is_joining or self.is_plain or self._is_gathered
         return is_own or torch.compiler.is_exporting()
 
     @property
     def leaves_own_hooks(self) -> bool:
-        """Tell whether a call of the model runs without the hooks that a script put on it.
+        """Return whether a call of the model runs without the hooks that a script put on it.
 
         They, and a ``__call__`` of its class, run around the program, captured without them.
         """
@@ -109,10 +109,12 @@ class Adopted:
             self.job = replace(self.job, options=replace(options, forced=forced))
 
     def device_of(self, tensor: Tensor) -> torch.device:
-        """Where a tensor is, or will be where the model has no weights yet."""
+        """Return the device of a tensor; the CPU for a tensor without memory."""
         return torch.device("cpu") if tensor.is_meta else tensor.device
 
-    def join(self, model: nn.Module, job: Job, plan: Plan | None, buckets: Sequence[int]) -> None:
+    def join(
+        self, model: nn.Module, job: PlanJob, plan: Plan | None, buckets: Sequence[int]
+    ) -> None:
         """Plan the model and put this rank's shards in the place of its weights. Collective."""
 
         check_backward_hooks(model)
@@ -159,7 +161,7 @@ class Adopted:
             for name, parameter in model.named_parameters()
             if tied.get(name, name) not in self._whole.slots
         )
-        self._unchanged = Unchanged(model, modes, trainer.model.parameters, self._whole.slots)
+        self._guard = ModelGuard(model, modes, trainer.model.parameters, self._whole.slots)
         trainer.runner.captures = self._capture_now
         compare_first_step(
             trainer, self._following, lambda: model,
@@ -168,13 +170,13 @@ class Adopted:
         )  # fmt: skip
 
     def _capture_now(self, rows: int) -> int:
-        """The number of the capture that a batch is computed by, as the model is now."""
-        self._unchanged.check()
+        """Return the number of the capture that computes a batch, of the model as it is now."""
+        self._guard.check()
         return self._following(rows, self._form)
 
     @contextmanager
     def as_plain(self) -> Iterator[None]:
-        """While inside, calls of the model are its own forward."""
+        """Make calls of the model run its own forward inside the context."""
         before, self.is_plain = self.is_plain, True
         try:
             yield
@@ -190,7 +192,7 @@ class Adopted:
         return loss.detach()
 
     def _put_shards(self, model: nn.Module) -> None:
-        """The masters in the places of the model's parameters, changing buffers in theirs."""
+        """Put masters in the places of the model's parameters, and changing buffers in theirs."""
         trainer = self.joined
         buffers = trainer.model.changing_buffers()
         for name, slots in self._whole.slots.items():
@@ -200,7 +202,7 @@ class Adopted:
                 old = getattr(module, attribute)
                 setattr(module, attribute, value)
                 is_replaced = isinstance(old, Tensor) and old is not value
-                if is_replaced and not is_retired(old):  # a tied one is seen under each name
+                if is_replaced and not is_retired(old):  # a tied parameter is seen under each name
                     if isinstance(value, nn.Parameter):
                         _take_over(value, old)
                     retire(old, f"{type(model).__name__}.{name}")
@@ -216,7 +218,7 @@ class Adopted:
                 share_in_place(tensor.data)
 
     def own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict with whole tensors cut to this rank's shards, without other stages'."""
+        """Cut a state dict's whole tensors to this rank's shards; drop other stages' tensors."""
         tied = self.joined.program.graph.tied
         own: dict[str, Any] = OrderedDict()
         if hasattr(state, "_metadata"):
@@ -231,7 +233,7 @@ class Adopted:
         return own
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A call of the model, as its own ``forward`` is called."""
+        """Call the model as its own ``forward`` is called."""
         if self.computes_plainly:
             return self._forward(*args, **kwargs)
         args, kwargs = tree_map_only(Tensor, whole, (args, dict(kwargs)))
@@ -248,7 +250,7 @@ class Adopted:
             return self.run_own(args, kwargs)
 
     def _check_unwritten(self, model: nn.Module) -> None:
-        """Raise where a script wrote to weights that are yet to be made: that did nothing."""
+        """Raise if a script wrote to weights that are yet to be made: the write was lost."""
         tensors = (*nn.Module.named_parameters(model), *model.named_buffers())
         for name, tensor in tensors if self.job.deferred is not None else ():
             if not tensor.is_meta or tensor._version:
@@ -260,13 +262,13 @@ class Adopted:
                 )
 
     def keep_buffers(self) -> None:
-        """Have buffers as the last forward left them, though its backward is yet to come."""
+        """Write the last forward's buffers into the model, though its backward is yet to come."""
         if self.trainer is not None:
             for stage in self.trainer.model.stages.values():
                 stage.keep_buffers()
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The plan's program on a batch: the loss, or the outputs that the caller's loss takes."""
+        """Run the plan's program on a batch; return the loss, or outputs for the caller's loss."""
         trainer = self.joined
         if self.calls is None:
             raise UsageError(
@@ -280,7 +282,7 @@ class Adopted:
         self._take_buffers()
         read, fixed = self._arguments.read(args, kwargs)
         given = marked(read)
-        differentiated = self._differentiated(given)
+        differentiated = self._inputs_with_gradients(given)
         places, planned = trainer.program.inputs, trainer.program.graph
         self._form = Form(
             frozenset(places[n].path for n in differentiated if not planned[n].spec.requires_grad),
@@ -312,10 +314,10 @@ class Adopted:
             return form.build(made, lambda position: made)
         return form.build(made, OtherOutputs(self, args, kwargs, is_share=is_share).leaf)
 
-    def _differentiated(self, inputs: Mapping[str, Tensor]) -> list[str]:
-        """The inputs whose gradients the script asks for.
+    def _inputs_with_gradients(self, inputs: Mapping[str, Tensor]) -> list[str]:
+        """Return the inputs whose gradients the script asks for.
 
-        Raises UsageError AP933 where micro-batches would lose them.
+        Raises UsageError AP933 if micro-batches would lose them.
         """
         count = self.joined.plan.num_microbatches
         if not torch.is_grad_enabled():
@@ -333,8 +335,8 @@ class Adopted:
         return found
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The model's own forward, with the weights of each layer gathered for it."""
-        self._unchanged.check_data()
+        """Run the model's own forward, with the weights of each layer gathered for it."""
+        self._guard.check_data()
         self.keep_buffers()
         outputs = self.run_own(args, kwargs)
         if not torch.is_grad_enabled():
@@ -388,9 +390,9 @@ class Adopted:
 
     @contextmanager
     def trained_whole(self) -> Iterator[None]:
-        """While inside, the model is the plain one, whose gradients go to this rank's shards.
+        """Make the model plain inside the context; its gradients go to this rank's shards.
 
-        Raises UsageError AP146 where no rank has the weights of all stages.
+        Raises UsageError AP146 if no rank has the weights of all stages.
         """
         plan = self.joined.plan
         if plan.has_pipeline:
@@ -437,7 +439,7 @@ class Adopted:
             )
 
     def _changed_in_place(self) -> list[str]:
-        """The names of whole tensors in the model that differ from this rank's shards."""
+        """Return the names of whole tensors in the model that differ from this rank's shards."""
         changed = []
         for name, slots in self._whole.slots.items():
             for module, attribute in slots:
@@ -447,7 +449,7 @@ class Adopted:
         return changed
 
     def _take_buffers(self) -> None:
-        """Have the program compute with the buffers' values as the script has left them.
+        """Give the program the values that the script has left in buffers.
 
         Training does not change them, but a script may: by writing to them, by putting another
         tensor in their place, by loading a state dict.

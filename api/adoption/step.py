@@ -1,7 +1,7 @@
 """One training step, the same call for every plan and for a plain module on one device.
 
-In: a model, what to do with its gradients, a global batch. Out: the loss of the batch; the
-weights are stepped.
+In: a model, options of its updates, a global batch. Out: the loss of the batch; the weights are
+updated.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Step:
         timeout_seconds: float | None = None,
         buckets: Sequence[int] = (),
     ) -> None:
-        """``model`` is one that ``parallelize`` made, or, outside torchrun, a plain module.
+        """Prepare training of ``model``: made by ``parallelize`` or, outside torchrun, a plain
+        module.
 
         ``loss_fn(outputs, batch)`` gives the loss of a model that returns none. The optimizer is
         ``build_optimizer(parameters)``, or the plan's by name, or AdamW. If
@@ -72,19 +73,18 @@ class Step:
         (``"ignore"``), skipped on every rank (``"skip"``), or skipped and followed by RunError
         AP910, which names the first block that made such a value (``"stop"``).
 
-        ``callbacks()`` is called on rank 0. What it returns, such as ``[JsonLines(path)]``, is told
-        of each update when the next one has been started or ``finish`` is called.
+        ``callbacks()`` is called on rank 0. Its callbacks, such as ``[JsonLines(path)]``, receive
+        each update when the next has been started or ``finish`` is called.
 
         Under torchrun a rank that makes no progress in a step for ``timeout_seconds`` (600), or
-        that dies, ends every rank: each says what it was doing and which rank failed to come.
+        that dies, ends every rank: each reports its own action and the missing rank.
 
-        ``buckets`` are lengths of sequences below the planned one, in ascending order: a step
+        ``buckets`` are lengths of sequences below the planned length, in ascending order: a step
         with a shorter batch runs at the shortest length that it fits, padded to that.
 
-        Raises UsageError AP142 where a plan with several devices is given outside torchrun,
-        AP148 for a plain module under torchrun, AP900 for a bad option, AP901 for options that
-        an asynchronous schedule does not have, AP907 for
-        callbacks that are none, AP902 to AP904 where ``build_scheduler`` or
+        Raises UsageError AP142 for a plan with several devices outside torchrun, AP148 for a plain
+        module under torchrun, AP900 for a bad option, AP901 for options that an asynchronous
+        schedule does not have, AP907 for bad callbacks, AP902 to AP904 if ``build_scheduler`` or
         ``build_optimizer`` return something else.
         """
         options = UpdateOptions(max_norm, max_value, accumulate, on_nan, scaler)
@@ -125,9 +125,9 @@ class Step:
         )
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Trains on the global ``batch``; returns its loss, a scalar without a graph.
+        """Train on the global ``batch`` and return its loss, a scalar without a graph.
 
-        With ``accumulate`` the weights are updated in every so-manieth call.
+        With ``accumulate=n`` every n-th call updates the weights.
         """
         if self._callback is not None and self._log is None:
             self._log = self._begin_log(self._callback, batch)
@@ -145,8 +145,8 @@ class Step:
         return result.losses[-1]
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """The loss of a batch of any size: no dropout, no gradients, running statistics kept."""
-        with _evaluating(self.model), torch.no_grad():
+        """Return the loss of a batch of any size, without dropout, gradients or new statistics."""
+        with _evaluation_mode(self.model), torch.no_grad():
             return self._loss(batch).detach()
 
     @property
@@ -157,7 +157,7 @@ class Step:
 
     @property
     def scheduler(self) -> Any:
-        """What ``build_scheduler`` made, or None."""
+        """The scheduler that ``build_scheduler`` made, or None."""
         return self._steps.update.scheduler
 
     @property
@@ -171,12 +171,12 @@ class Step:
 
     @property
     def skipped_steps(self) -> int:
-        """How many updates were skipped; waits for the last one."""
+        """The number of skipped updates; waits for the last update."""
         return int(self._steps.update.skipped)
 
     def finish(self) -> None:
-        """Ends the training: waits for the last step, which is checked and told as the others
-        were, and closes the callbacks."""
+        """End the training: wait for the last step, check and report it, and close the
+        callbacks."""
         self._steps.finish()
         if self._callback is None:
             return
@@ -187,9 +187,9 @@ class Step:
         self._callback = self._log = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Scheduler, loss scale and counters, as plain data; weights are the model's.
+        """Return scheduler, loss scale and counters as plain data; weights are the model's.
 
-        Take it between updates: gradients that are yet to be used are not in it.
+        Take it between updates: pending gradients are not in it.
         """
         counters = {
             "batches_begun": self._steps.trainable.batches_begun,
@@ -198,7 +198,7 @@ class Step:
         return {**self._steps.update.state_dict(), **counters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a ``state_dict``, of any plan."""
+        """Restore a ``state_dict``, of any plan."""
         self._steps.update.load_state_dict(state)
         self._steps.trainable.batches_begun = state.get("batches_begun", 0)
         self._num_updates = state.get("updates", 0)
@@ -229,8 +229,8 @@ class Step:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """While inside, the model is in evaluation mode; then each module is as it was."""
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode inside the context, then restore each module's mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -241,7 +241,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _num_rows(batch: Batch) -> int:
-    """The rows of a batch, by the first of its tensors that has any."""
+    """Return the number of rows of a batch, from its first tensor that has any."""
     values = (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
     return next((len(value) for value in values if value.dim()), 1)
 

@@ -1,9 +1,9 @@
-"""A parallel model's own modules with whole weights in them, for a while.
+"""Contexts that put whole weights into a parallel model's own modules.
 
-In: a model whose parameters are this rank's shards, and what gathers them
-(``runtime.step.whole_weights``). Out: contexts inside which the model's own code runs: with all
-weights in place (``all_in_place``), or with each repeated layer's gathered when the layer is called
-and freed after it (``gathered_by_layer``), as fully sharded data parallelism does.
+In: a model whose parameters are this rank's shards, and ``runtime.step.whole_weights``, which
+gathers them. Out: contexts inside which the model's own code runs: with all weights in place
+(``all_in_place``), or with each repeated layer's gathered when the layer is called and freed after
+it (``gathered_by_layer``), as fully sharded data parallelism does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Slot = tuple[nn.Module, str]
 
 
 class WholeModule:
-    """Puts whole tensors into a model's modules. Every context is collective over all ranks.
+    """Contexts with whole tensors in a model's modules. Each is collective over all ranks.
 
     ``tied`` maps further names of a tied parameter to its first.
     """
@@ -40,15 +40,15 @@ class WholeModule:
                 if first in known:
                     self._slots.setdefault(first, []).append((module, attribute))
         self._name_of = {slot: name for name, slots in self._slots.items() for slot in slots}
-        self._layers, self._around = self._divided(model)
+        self._layers, self._around = self._split_names(model)
 
     @property
     def slots(self) -> Mapping[str, list[Slot]]:
-        """Where each tensor that is spread over ranks belongs in the model."""
+        """Places in the model of each tensor that is spread over ranks."""
         return self._slots
 
-    def _divided(self, model: nn.Module) -> tuple[dict[nn.Module, list[str]], list[str]]:
-        """The names of each repeated layer's own tensors, and of all others, in order."""
+    def _split_names(self, model: nn.Module) -> tuple[dict[nn.Module, list[str]], list[str]]:
+        """Return the names of each repeated layer's own tensors, and of all others, in order."""
         layer_of = {module: layer for layer in _layers(model) for module in layer.modules()}
         layers: dict[nn.Module, list[str]] = {}
         around: list[str] = []
@@ -63,7 +63,7 @@ class WholeModule:
 
     @contextmanager
     def all_in_place(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """While inside, the model holds ``tensors``, and nothing where they lack a name."""
+        """Put ``tensors`` into the model inside the context, and None in the other places."""
         held = self._put(self._slots, tensors)
         try:
             yield
@@ -72,9 +72,9 @@ class WholeModule:
 
     @contextmanager
     def gathered_by_layer(self, *, keeps_buffers: bool) -> Iterator[None]:
-        """While inside, a forward of the model computes with whole weights.
+        """Gather each layer's whole weights for forwards inside the context.
 
-        Buffers are copies; ``keeps_buffers`` says that what a forward writes to them stays.
+        Buffers are copies; with ``keeps_buffers`` a forward's writes to them stay.
         """
         gathered: dict[nn.Module, list[tuple[Slot, Any]]] = {}
 
@@ -107,7 +107,7 @@ class WholeModule:
             _restore(elsewhere)
 
     def _put_stand_ins(self) -> list[tuple[Slot, Tensor | None]]:
-        """Put tensors that have a shape and a dtype alone in the places of other ranks' tensors."""
+        """Put tensors without memory in the places of other ranks' tensors."""
         held: list[tuple[Slot, Tensor | None]] = []
         for name in (name for names in self._layers.values() for name in names):
             if self._weights.is_elsewhere(name):
@@ -122,7 +122,7 @@ class WholeModule:
 
     @contextmanager
     def trained_whole(self, dtype: torch.dtype) -> Iterator[None]:
-        """While inside, the model computes with whole weights whose gradients go to the shards.
+        """Compute with whole weights inside the context; their gradients go to the shards.
 
         Writes to buffers stay.
         """
@@ -133,7 +133,7 @@ class WholeModule:
             for name, slots in self._slots.items():
                 if not self._is_buffer(name):
                     masters += [(m, attribute, m._parameters[attribute]) for m, attribute in slots]
-            made = {id(master): _whole(master, dtype) for _, _, master in masters}
+            made = {id(master): _gather_whole(master, dtype) for _, _, master in masters}
             for module, attribute, master in masters:
                 _compute_with(module, attribute, made[id(master)])
             yield
@@ -144,7 +144,7 @@ class WholeModule:
             _restore(held)
 
     def _keep_buffers(self, held: Sequence[tuple[Slot, Any]]) -> None:
-        """Take over what a forward has written to the buffers that are in place."""
+        """Keep the values that a forward has written to the buffers in place."""
         for (module, attribute), old in held:
             value = module._buffers.get(attribute)
             if value is not None and value is not old:
@@ -163,7 +163,7 @@ class WholeModule:
     def _put(
         self, names: Iterable[str], tensors: Mapping[str, Tensor]
     ) -> list[tuple[Slot, Tensor | None]]:
-        """Put tensors in their places; what was there before."""
+        """Put tensors in their places; return the previous tensors."""
         before: list[tuple[Slot, Tensor | None]] = []
         for name in names:
             value = tensors.get(name)
@@ -179,7 +179,7 @@ class WholeModule:
 
 
 def _restore(held: Sequence[tuple[Slot, Tensor | None]]) -> None:
-    """Undo ``_put``; last first, as a module that has two names was changed twice."""
+    """Undo ``_put``, last first: a module that has two names was changed twice."""
     for (module, attribute), value in reversed(held):
         if attribute in module._parameters and not isinstance(value, nn.Parameter | None):
             _compute_with(module, attribute, value)
@@ -187,8 +187,8 @@ def _restore(held: Sequence[tuple[Slot, Tensor | None]]) -> None:
             setattr(module, attribute, value)
 
 
-def _whole(master: Any, dtype: torch.dtype) -> Tensor:
-    """A parameter of all ranks' shards, in the dtype that the plan computes in."""
+def _gather_whole(master: Any, dtype: torch.dtype) -> Tensor:
+    """Gather a parameter from all ranks' shards, in the plan's compute dtype."""
     found = whole(master)
     return found.to(dtype) if found.is_floating_point() else found
 
@@ -201,7 +201,7 @@ def _compute_with(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules in lists of modules: a model's repeated layers."""
+    """Return the outermost modules in lists of modules: a model's repeated layers."""
     lists = nn.ModuleList | nn.ModuleDict
     for child in model.children():
         if isinstance(child, lists | nn.Sequential):

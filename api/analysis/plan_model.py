@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Literal
 
 from autoparallel.analysis.configurations import configurations, configured_plan
-from autoparallel.cache.captures import with_kept_memory
+from autoparallel.cache.captures import with_cached_memory
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import Observe, ignore
@@ -219,11 +219,11 @@ class PlanModel:
         limit = self.plan.cluster.usable_memory_bytes
         fitting = [each for each in priced if each[1].prediction.peak_memory_bytes <= limit]
         for own, found in sorted(fitting, key=lambda each: each[1].prediction.step_seconds):
-            kept = with_kept_memory(found, self.program, self.cache)
+            kept = with_cached_memory(found, self.program, self.cache)
             if kept.prediction.peak_memory_bytes <= limit:
                 return own, kept
         own, found = min(priced, key=lambda each: each[1].prediction.peak_memory_bytes)
-        return own, with_kept_memory(found, self.program, self.cache)
+        return own, with_cached_memory(found, self.program, self.cache)
 
 
 def load_plan_model(

@@ -1,12 +1,12 @@
-"""Whole plans, kept between commands.
+"""Plans kept between commands.
 
-In: what a search takes, a cache, the search. Out: the plan of an earlier search of exactly the
-same, or of this one. The key holds the graph with the lines that its nodes come from, the blocks,
-the cluster, the request, and the measurements with the way in which they are used.
+In: the arguments of a search, a cache, the search. Out: the plan of an earlier search with equal
+arguments, or of this one. The key holds the graph with the source lines of its nodes, the blocks,
+the cluster, the request, and the measurements with their use.
 
-Kept are plans of searches that ended by themselves. A search for another objective than time is
-several searches that share the time limit, so its plan is not kept; nor is one of a placer, which
-learns for as long as it may.
+Only plans of searches that ended by themselves are kept. A search for another objective than time
+is several searches that share the time limit, so its plan is not kept; nor is a placer's plan,
+because a placer uses all its time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLAN = "plan"
 
 @dataclass(frozen=True)
 class PlanCodec(Codec):
-    """Writes plans as the text of their files."""
+    """Codec of plans: the text of their files."""
 
     classes: tuple[type, ...] = ()
 
@@ -38,7 +38,7 @@ class PlanCodec(Codec):
         return Codec.encode(self, dumps(value))
 
     def decode(self, blob: bytes) -> Plan:
-        """The plan. Raises ``CodecError``."""
+        """Parse a plan. Raises ``CodecError``."""
         text = Codec.decode(self, blob)
         if not isinstance(text, str):
             raise CodecError("no plan")
@@ -48,7 +48,7 @@ class PlanCodec(Codec):
             raise CodecError(str(error)) from error
 
 
-def kept_plan(
+def reuse_or_search(
     cache: Cache,
     graph: Graph,
     blocks: Blocks,
@@ -58,7 +58,7 @@ def kept_plan(
     basis: Basis,
     search: Callable[[], Plan],
 ) -> Plan:
-    """The plan of an earlier search of the same, marked as reused; else that of ``search``."""
+    """Return an earlier plan of an equal search, marked as reused, or search."""
     if cache.shelf is None or request.placer is not None or request.goal.objective != "time":
         return search()
     try:
@@ -76,9 +76,9 @@ def kept_plan(
 
 
 def plan_key(graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, basis: Basis) -> str:
-    """A hash of everything that a plan follows from.
+    """Return a hash of all inputs of a plan.
 
-    Raises ``UnkeyedError`` where the work of an op is given by a function.
+    Raises ``UnkeyedError`` if a function gives the work of an op.
     """
     used = basis.used
     return digest(

@@ -1,7 +1,7 @@
 """Captured models, and the memory of plans on fake tensors, kept between commands.
 
-In: a target, what it is captured at, a cache. Out: its ``Program``. The model is always built
-anew, without weights: what it is made of is part of the key. The key holds
+In: a target, the options of its capture, a cache. Out: its ``Program``. The model is always built
+anew, without weights, because its parts belong to the key. The key holds
 
 - the sources of every module of the user's that is loaded, and the versions of the packages
   that the model's classes come from;
@@ -9,8 +9,8 @@ anew, without weights: what it is made of is part of the key. The key holds
   numbers, texts or configurations;
 - the shapes of the example batch, the number format, and the user's registered ops.
 
-Not seen is what a forward reads from elsewhere as it runs (an environment variable, a file). A
-plan made of a graph that no longer holds is refused by ``run``, which captures the model itself.
+Values that a forward reads while it runs (an environment variable, a file) are not seen. ``run``
+captures the model itself, and refuses a plan of an outdated graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoparallel.cache.codec import Codec, Named
+from autoparallel.cache.codec import Codec, NamedType
 from autoparallel.cache.plan_cache import MISSING, Cache, UnkeyedError, graph_digest
 from autoparallel.passes.memory.stage_memory import runs_stages, with_memory, with_stage_memory
 from autoparallel.passes.programs.batch import InputPlace
@@ -60,7 +60,7 @@ CAPTURE, MEMORY = "capture", "memory"
 
 
 @dataclass(frozen=True)
-class KeptProgram:
+class StoredProgram:
     """A ``Program`` without its model. A literal is (dtype, shape, values)."""
 
     graph: Graph
@@ -71,13 +71,13 @@ class KeptProgram:
     unused: tuple[str, ...]
 
 
-_CLASSES = (KeptProgram, Graph, Blocks, Block, Node, Ref, TensorSpec, Accumulation, OpRule)
+_CLASSES = (StoredProgram, Graph, Blocks, Block, Node, Ref, TensorSpec, Accumulation, OpRule)
 _MEMORY = Codec(())
 
 
 @once
-def _programs() -> Codec:
-    """For captures: ops have torch's dtypes, devices and formats among their arguments."""
+def _program_codec() -> Codec:
+    """Return the codec of captures: ops have torch's dtypes, devices and formats as arguments."""
 
     def find(kind: type) -> Callable[[str], Any]:
         def found(text: str) -> Any:
@@ -89,31 +89,31 @@ def _programs() -> Codec:
         return found
 
     enumerated = (torch.dtype, torch.layout, torch.memory_format)
-    names = [Named(kind, str, find(kind)) for kind in enumerated]
-    return Codec(_CLASSES, (*names, Named(torch.device, str, torch.device)))
+    names = [NamedType(kind, str, find(kind)) for kind in enumerated]
+    return Codec(_CLASSES, (*names, NamedType(torch.device, str, torch.device)))
 
 
-def kept_program(
+def cached_program(
     cache: Cache,
     target: Target,
     model: nn.Module,
     options: PlanOptions,
     capture: Callable[[], Program],
 ) -> Program:
-    """The captured ``model``: as it was kept, or as ``capture`` makes it.
+    """Return the kept capture of ``model``, or capture it.
 
-    Only captures that can be rescaled to any batch are kept, and none with functions in it.
+    Only captures that can be rescaled to any batch and hold no functions are kept.
     """
 
     if cache.shelf is None:
         return capture()
     example, _ = example_batches(target, options.global_batch, options.seq)
     key = program_key(target, model, example, options)
-    found = cache.get(CAPTURE, _programs(), *key)
+    found = cache.get(CAPTURE, _program_codec(), *key)
     if found is MISSING:
         program = capture()
         if program.graph.batch_dims:
-            cache.put(_packed(program), CAPTURE, _programs(), *key)
+            cache.put(_pack(program), CAPTURE, _program_codec(), *key)
         return program
     return Program(
         found.graph, found.blocks, model, found.dtype,
@@ -123,13 +123,13 @@ def kept_program(
     )  # fmt: skip
 
 
-def _packed(program: Program) -> KeptProgram:
+def _pack(program: Program) -> StoredProgram:
     literals = {
         name: (str(value.dtype).removeprefix("torch."), tuple(value.shape),
                tuple(value.flatten().tolist()))
         for name, value in program.literals.items()
     }  # fmt: skip
-    return KeptProgram(
+    return StoredProgram(
         program.graph, program.blocks, program.dtype,
         {name: (place.path, place.dim) for name, place in program.inputs.items()}, literals,
         program.unused,
@@ -145,7 +145,7 @@ def _literal(kept: tuple[str, tuple[int, ...], tuple[Any, ...]]) -> Any:
 def program_key(
     target: Target, model: nn.Module, example: Example, options: PlanOptions
 ) -> tuple[object, ...]:
-    """Everything that a capture follows from, as far as it can be seen."""
+    """Return all visible inputs of a capture."""
 
     return (
         target.name, sorted(target.settings.items()), options.precision, options.global_batch,
@@ -156,7 +156,7 @@ def program_key(
 
 
 def model_text(model: nn.Module) -> str:
-    """A hash of what a model on ``meta`` consists of."""
+    """Return a hash of the contents of a model on ``meta``."""
     made, known = hashlib.sha256(), dict[int, str]()
     for name, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
@@ -172,7 +172,7 @@ def model_text(model: nn.Module) -> str:
             f"{key}:{tuple(each.shape)}{each.dtype}{each.requires_grad}{id(each) in known}"
             for key, each in own
         ]
-        known |= {id(each): "" for _, each in own}  # one met before is tied
+        known |= {id(each): "" for _, each in own}  # a repeated tensor is tied
         made.update("\0".join(parts).encode())
     return made.hexdigest()
 
@@ -191,7 +191,7 @@ def _example_text(example: Example) -> tuple[str, ...]:
 
 
 def user_sources() -> str:
-    """A hash of the sources of all loaded modules that no distribution and no library has."""
+    """Return a hash of the sources of all loaded modules outside of distributions and libraries."""
     made = hashlib.sha256()
     for file in sorted(_user_files()):
         try:
@@ -216,7 +216,7 @@ def _user_files() -> Iterator[Path]:
 
 
 def _versions(packages: set[str]) -> tuple[str, ...]:
-    """The versions of packages by the names under which they are imported, "" if not installed."""
+    """Return the versions of packages by import name, "" if not installed."""
     return tuple(f"{name} {_version(name)}" for name in sorted(packages))
 
 
@@ -229,8 +229,8 @@ def _version(package: str) -> str:
         return ", ".join(f"{owner} {metadata.version(owner)}" for owner in sorted(set(owners)))
 
 
-def with_kept_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
-    """``stage_memory.with_stage_memory``, cached where running the stages takes long."""
+def with_cached_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
+    """Run ``stage_memory.with_stage_memory``, cached because running stages takes long."""
 
     graph, blocks = program.graph, program.blocks
     if not runs_stages(plan, blocks):

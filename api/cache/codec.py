@@ -1,10 +1,10 @@
-"""Values of the cache as bytes and back, without pickle.
+"""Values of the cache as bytes, without pickle.
 
 In: frozen dataclasses and named tuples of a given list, tuples, lists, dicts, numpy arrays of
-numbers, texts, numbers. Out: bytes; ``decode`` gives an equal value back, every float bit for
-bit. What is read can hold numbers and texts in classes of the list and nothing else, so a file
-that someone else wrote can make a wrong value but run no code; a damaged one is told by zlib's
-checksum, by JSON or by a class that it does not fit.
+numbers, texts, numbers. Out: bytes; ``decode`` gives an equal value back, every float bit for bit.
+A decoded value holds only numbers and texts in classes of the list, so a foreign file can make a
+wrong value but run no code; zlib's checksum, JSON or a class that does not fit reveal a damaged
+file.
 
 Objects are written once however often a value holds them, and are shared again when read.
 """
@@ -20,19 +20,20 @@ from typing import Any
 import numpy as np
 
 FASTEST = 1
-"""zlib's level: three quarters of what the best one saves, in a tenth of the time."""
+"""Level of zlib: three quarters of the best level's savings, in a tenth of its time."""
 
 PLAIN = (str, int, float, bool, type(None))
 DTYPES = ("<f8", "<i8", "|b1")
 
 
 class CodecError(Exception):
-    """A value that cannot be written, or bytes that are no value; no user sees this error."""
+    """Error for values that cannot be written and bytes that cannot be read; never shown to
+    users."""
 
 
 @dataclass(frozen=True)
-class Named:
-    """A type whose values have names: how to name one, and to find it (raises if there is none)."""
+class NamedType:
+    """Type whose values have names: ``name`` names a value, ``find`` finds it (or raises)."""
 
     type: type
     name: Callable[[Any], str]
@@ -41,11 +42,10 @@ class Named:
 
 @dataclass(frozen=True)
 class Codec:
-    """Writes and reads values made of ``classes``, which are known by their names, and of what
-    has ``names`` of its own."""
+    """Codec of values made of ``classes``, which are written by name, and of ``names``' types."""
 
     classes: tuple[type, ...]
-    names: tuple[Named, ...] = ()
+    names: tuple[NamedType, ...] = ()
     _numbers: dict[type, int] = field(init=False, repr=False)
     _fields: tuple[tuple[str, ...], ...] = field(init=False, repr=False)
 
@@ -54,8 +54,8 @@ class Codec:
         object.__setattr__(self, "_fields", tuple(_fields_of(each) for each in self.classes))
 
     def encode(self, value: Any) -> bytes:
-        """Raises ``CodecError`` for a value that holds what is not in the list."""
-        writing = _Writing(self._numbers, self._fields, self.names)
+        """Write a value as bytes."""
+        writing = _Writer(self._numbers, self._fields, self.names)
         root = writing.form(value)
         shape = [list(self._names), writing.objects, writing.shapes, root]
         text = json.dumps(shape, separators=(",", ":"), check_circular=False).encode()
@@ -63,7 +63,7 @@ class Codec:
         return zlib.compress(b"".join((head, text, *writing.parts)), FASTEST)
 
     def decode(self, blob: bytes) -> Any:
-        """The value that ``encode`` was given. Raises ``CodecError``."""
+        """Read the value that ``encode`` wrote. Raises ``CodecError``."""
         try:
             data = zlib.decompress(blob)
             size = int.from_bytes(data[:8], "little")
@@ -71,7 +71,7 @@ class Codec:
             if names != list(self._names):
                 raise CodecError("written for other classes")
             arrays = _arrays(shapes, data, 8 + size)
-            reading = _Reading(_makers(self.classes), arrays, self.names)
+            reading = _Reader(_constructors(self.classes), arrays, self.names)
             for number, parts in objects:
                 reading.add(number, parts)
             return reading.value(root)
@@ -86,21 +86,21 @@ class Codec:
 
 
 def _fields_of(owner: type) -> tuple[str, ...]:
-    """What a class is made from: the fields that its ``__init__`` takes."""
+    """Return the arguments that make a class: the fields of its ``__init__``."""
     if is_dataclass(owner):
         return tuple(each.name for each in fields(owner) if each.init)
     named: tuple[str, ...] = owner._fields  # type: ignore[attr-defined]
     return named
 
 
-class _Writing:
-    """Objects in the order in which they can be made again; arrays beside them."""
+class _Writer:
+    """Writer: objects in the order in which they can be made again; arrays beside them."""
 
     def __init__(
         self,
         numbers: Mapping[type, int],
         fields_of: Sequence[tuple[str, ...]],
-        names: Sequence[Named],
+        names: Sequence[NamedType],
     ) -> None:
         self.numbers, self.fields_of = numbers, fields_of
         self.named = {each.type: (at, each) for at, each in enumerate(names)}
@@ -111,7 +111,7 @@ class _Writing:
         self.held: list[Any] = []
 
     def form(self, value: Any) -> Any:
-        """A value for JSON: plain as it is, a tuple as ``[…]``, others as ``{kind: …}``."""
+        """Return a value for JSON: plain as it is, a tuple as ``[…]``, others as ``{kind: …}``."""
         kind = type(value)
         if kind in PLAIN:
             return value
@@ -151,11 +151,11 @@ class _Writing:
         return len(self.shapes) - 1
 
 
-class _Reading:
-    """Makes the objects one after the other."""
+class _Reader:
+    """Reader: makes the objects in order."""
 
     def __init__(
-        self, makers: Sequence[Callable[..., Any]], arrays: list[Any], names: Sequence[Named]
+        self, makers: Sequence[Callable[..., Any]], arrays: list[Any], names: Sequence[NamedType]
     ) -> None:
         self.makers, self.arrays, self.names = makers, arrays, names
         self.objects: list[Any] = []
@@ -185,12 +185,12 @@ class _Reading:
         raise CodecError(f"an unknown form {what!r}")
 
 
-def _makers(classes: Sequence[type]) -> list[Callable[..., Any]]:
-    return [_maker(each) for each in classes]
+def _constructors(classes: Sequence[type]) -> list[Callable[..., Any]]:
+    return [_constructor(each) for each in classes]
 
 
-def _maker(owner: type) -> Callable[..., Any]:
-    """A class by its fields in order, keyword-only ones included."""
+def _constructor(owner: type) -> Callable[..., Any]:
+    """Return a function that makes a class from its fields in order, also keyword-only fields."""
     if is_dataclass(owner) and any(each.kw_only for each in fields(owner)):
         names = _fields_of(owner)
         return lambda *parts: owner(**dict(zip(names, parts, strict=True)))
@@ -198,7 +198,7 @@ def _maker(owner: type) -> Callable[..., Any]:
 
 
 def _arrays(shapes: Sequence[Any], data: bytes, start: int) -> list[Any]:
-    """The arrays that lie one after the other from ``start`` on."""
+    """Read the arrays that follow each other from ``start`` on."""
     found = []
     for name, shape in shapes:
         if name not in DTYPES:

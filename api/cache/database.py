@@ -1,4 +1,4 @@
-"""The profile database: where it is, and which of its measurements count for a cluster."""
+"""The profile database: its place, and the measurements that count for a cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODES: tuple[Mode, ...] = ("auto", "measured", "analytic")
 def default_database(
     environment: Mapping[str, str] = os.environ, platform: str = sys.platform
 ) -> Path:
-    """The user's own database: in the folder where the system keeps users' data.
+    """Return the user's own database, in the system's folder for user data.
 
     >>> str(default_database({"XDG_DATA_HOME": "/data"}, "linux"))
     '/data/autoparallel/profile.sqlite'
@@ -47,12 +47,12 @@ def default_database(
 
 
 def database_path(text: str | None) -> Path:
-    """The file that ``--database`` names, or the user's own."""
+    """Return the file that ``--database`` names, or the user's own."""
     return default_database() if text is None else Path(text)
 
 
 def environment_for(cluster: Cluster) -> Environment | None:
-    """The environment whose measurements count for ``cluster``; None if its devices differ.
+    """Return the environment whose measurements count for ``cluster``; None if its devices differ.
 
     Processes of one CPU share its memory and cores, so their number is part of the name.
     """
@@ -68,9 +68,9 @@ def environment_for(cluster: Cluster) -> Environment | None:
 
 
 def measuring_environment(cluster: Cluster) -> Environment:
-    """The environment of this process as a device of ``cluster``.
+    """Return the environment of this process as a device of ``cluster``.
 
-    Raises UsageError AP174 where the cluster's devices differ from each other.
+    Raises UsageError AP174 if the cluster's devices differ from each other.
     """
 
     found = environment_for(cluster)
@@ -84,20 +84,20 @@ def measuring_environment(cluster: Cluster) -> Environment:
 
 
 def find_profile(cluster: Cluster, mode: Mode, database: str | None) -> Profile | None:
-    """What was measured for the devices of ``cluster``, or what ships for them; None if nothing.
+    """Return measurements for the devices of ``cluster``, own or shipped; None if there are none.
 
-    Raises UsageError AP171 where ``database`` is given and there is no such file, AP172 where
-    a database cannot be read.
+    Raises UsageError AP171 if the given ``database`` does not exist, AP172 if a database cannot be
+    read.
     """
 
     if mode == "analytic":
         return None
-    path = database_path(database) if database is None else existing(Path(database))
+    path = database_path(database) if database is None else check_exists(Path(database))
     environment = environment_for(cluster)
     if environment is None:
         return None
     if path.exists():
-        with explained(path), Database(path, read_only=True) as opened:
+        with explain_database_errors(path), Database(path, read_only=True) as opened:
             found = _load(opened, environment, cluster.hosts[0].device)
         if found is not None:
             return found
@@ -105,7 +105,7 @@ def find_profile(cluster: Cluster, mode: Mode, database: str | None) -> Profile 
 
 
 def _load(database: Database, environment: Environment, device: Device) -> Profile | None:
-    """By the device's name, else by the preset that a measured GPU's name stands for."""
+    """Load measurements by the device's name, else by the preset of a measured GPU's name."""
 
     found = load_profile(database, environment)
     if found is not None or environment.kind == "cpu":
@@ -118,8 +118,8 @@ def _load(database: Database, environment: Environment, device: Device) -> Profi
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turns what a profile database complains about into UsageError AP172."""
+def explain_database_errors(path: Path) -> Iterator[None]:
+    """Turn a profile database's errors into UsageError AP172."""
 
     try:
         yield
@@ -132,8 +132,8 @@ def explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def existing(path: Path) -> Path:
-    """``path``, where there is such a file; else UsageError AP171."""
+def check_exists(path: Path) -> Path:
+    """Return ``path`` if the file exists; else raise UsageError AP171."""
     if not path.exists():
         raise UsageError(
             "AP171", f"there is no profile database {path}",
@@ -145,9 +145,9 @@ def existing(path: Path) -> Path:
 
 
 def database_counts(path: Path) -> list[tuple[Environment, int, int]]:
-    """For each environment in a database its ops and transfers. Raises UsageError AP171, AP172."""
+    """Count ops and transfers of each environment in a database. Raises UsageError AP171, AP172."""
 
-    with explained(path), Database(existing(path), read_only=True) as opened:
+    with explain_database_errors(path), Database(check_exists(path), read_only=True) as opened:
         return [
             (where, len(opened.all(where)), len(opened.all_transfers(where)))
             for where in opened.environments()

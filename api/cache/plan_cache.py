@@ -1,16 +1,16 @@
 """The cache of this user: captured models, plans, and the memory of plans.
 
-In: what a value follows from, and the value or how to make it. Out: the value, from the file where
-it is there. The file is in the user's folder for caches, or in ``AUTOPARALLEL_CACHE``. A key is
-SHA-256 of the text of everything that the value follows from, so nothing has to be invalidated: a
-value that was kept for something else is not found.
+In: the inputs of a value, and the value or a function that makes it. Out: the value, from the file
+if it is there. The file is in the user's folder for caches, or in ``AUTOPARALLEL_CACHE``. A key is
+SHA-256 of the text of all inputs, so values of other inputs are not found, and nothing has to be
+invalidated.
 
-Values are bytes that ``codec`` writes: JSON and arrays of numbers. Pickle would be shorter
-here but runs whatever a file says, and caches lie in shared folders and travel in images.
+Values are bytes that ``codec`` writes: JSON and arrays of numbers. Pickle would be shorter here but
+runs code from the file, and caches lie in shared folders and travel in images.
 
-Every key holds the version of what made the value: a hash of the package's own files, torch, the
-libraries that solve, Python. Values of another version are therefore never found; the command
-reports how many there are, and they are removed as the file reaches its limit.
+Every key holds the version of the code: a hash of the package's own files, torch, the libraries
+that solve, Python. Values of another version are therefore never found; the command reports their
+number, and they are removed when the file reaches its limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import autoparallel
 from autoparallel import cost_model, passes, planner, runtime
 from autoparallel.cache.codec import Codec, CodecError
-from autoparallel.cache.store import FileShelf, clear
+from autoparallel.cache.store import SqliteStore, clear
 from autoparallel.planner.errors import MachineError
 from autoparallel.planner.graph import Blocks, Graph, Node, TensorSpec
 
@@ -42,21 +42,21 @@ MOST_BYTES = 512 * 2**20
 """The file's limit: some hundreds of models."""
 
 LIBRARIES = ("numpy", "highspy")
-"""What computes and solves besides this package and torch."""
+"""Libraries that compute and solve, besides this package and torch."""
 
 ORDER = ("capture", "plan", "memory")
-"""What is kept, in the order in which a command needs it."""
+"""Kinds of values, in the order in which a command needs them."""
 
 MISSING: Any = object()
-"""What ``Cache.get`` returns where nothing is kept; None is a value."""
+"""Result of ``Cache.get`` for a missing value; None is a value."""
 
 
 class UnkeyedError(Exception):
-    """A key would hold what has no text of its own (a function); no user sees this error."""
+    """Error for a key with a part that has no text (a function); never shown to users."""
 
 
 def digest(*parts: object) -> str:
-    """A hash of the parts' texts. Raises ``UnkeyedError``.
+    """Return a hash of the parts' texts. Raises ``UnkeyedError``.
 
     >>> digest(1, "a") == digest(1, "a"), digest(1, "a") == digest("1", "a")
     (True, False)
@@ -75,10 +75,10 @@ def _hash(texts: Iterable[str]) -> str:
 
 
 def graph_digest(graph: Graph, blocks: Blocks) -> str:
-    """A hash of everything in a graph that a price can depend on, and of its blocks.
+    """Return a hash of a graph, as far as prices depend on it, and of its blocks.
 
-    Left out is where in the user's files a node was written. Raises ``UnkeyedError`` where an
-    op's work is given by a function of the user's.
+    The source lines of nodes are left out. Raises ``UnkeyedError`` if a user's function gives an
+    op's work.
     """
     specs: dict[tuple[TensorSpec, ...], str] = {}
 
@@ -100,17 +100,17 @@ def graph_digest(graph: Graph, blocks: Blocks) -> str:
 class Cache:
     """Values by key in a file.
 
-    ``base`` is what all of them depend on. Values are counted by their names (``ORDER``).
+    ``base`` is the input of all values. Values are counted by kind (``ORDER``).
     """
 
-    shelf: FileShelf | None = None
+    shelf: SqliteStore | None = None
     base: str = ""
     reused: Counter[str] = field(default_factory=Counter, compare=False)
     made: Counter[str] = field(default_factory=Counter, compare=False)
     faults: Counter[str] = field(default_factory=Counter, compare=False)
 
     def get(self, what: str, codec: Codec, *parts: object) -> Any:
-        """What is kept, or ``MISSING``. Bytes that are damaged count as not there."""
+        """Return the kept value, or ``MISSING``. Damaged bytes count as missing."""
         if self.shelf is None:
             return MISSING
         blob = self.shelf.get(digest(self.base, what, *parts))
@@ -126,7 +126,7 @@ class Cache:
         return MISSING
 
     def put(self, value: Any, what: str, codec: Codec, *parts: object) -> None:
-        """Keeps a value, unless it holds what cannot be written."""
+        """Keep a value if it can be written."""
         if self.shelf is None:
             return
         try:
@@ -135,7 +135,7 @@ class Cache:
             self.faults["unwritable"] += 1
 
     def kept(self, make: Callable[[], Any], what: str, codec: Codec, *parts: object) -> Any:
-        """What is kept; else what ``make`` makes, which then is."""
+        """Return the kept value; if there is none, make and keep it."""
         found = self.get(what, codec, *parts)
         if found is MISSING:
             found = make()
@@ -144,11 +144,11 @@ class Cache:
 
 
 NO_CACHE = Cache()
-"""Keeps nothing."""
+"""Cache that keeps nothing."""
 
 
 def default_folder(environment: Mapping[str, str] = os.environ, system: str = sys.platform) -> Path:
-    """``AUTOPARALLEL_CACHE``, or the folder where the system keeps users' caches.
+    """Return ``AUTOPARALLEL_CACHE``, or the system's folder for users' caches.
 
     >>> str(default_folder({"XDG_CACHE_HOME": "/tmp/cache"}, "linux"))
     '/tmp/cache/autoparallel'
@@ -170,7 +170,7 @@ def cache_file() -> Path:
 
 @once
 def code_digest() -> str:
-    """A hash of the package's own files: code, and the data that prices come from."""
+    """Return a hash of the package's own files: code, and data of prices."""
 
     made = hashlib.sha256()
     roots = [Path(place) for place in autoparallel.__path__]
@@ -191,8 +191,8 @@ def _is_code(file: Path) -> bool:
     return file.is_file() and "__pycache__" not in file.parts and file.suffix != ".pyc"
 
 
-def version() -> str:
-    """What makes values here, in words; equal for equal code."""
+def code_version() -> str:
+    """Describe the versions that make values here; equal for equal code."""
     own = [f"autoparallel {code_digest()}", f"torch {metadata.version('torch')}"]
     own += [f"{name} {_version(name)}" for name in LIBRARIES]
     return ", ".join([*own, f"python {platform.python_version()}"])
@@ -207,48 +207,48 @@ def _version(name: str) -> str:
 
 @dataclass
 class PlanCache:
-    """The cache of one command. ``values`` is what ``make_plan`` takes."""
+    """The cache of one command. ``values`` goes to ``make_plan``."""
 
     values: Cache = NO_CACHE
-    shelf: FileShelf | None = None
+    shelf: SqliteStore | None = None
 
     def report(self) -> str:
-        """What was reused, ignored and faulty, in a line; empty where nothing is to be said."""
+        """Report reused, ignored and faulty values in a line, "" if there are none."""
         if self.shelf is None:
             return ""
-        parts = [self._reused(), self._ignored()]
+        parts = [self._describe_reused(), self._describe_ignored()]
         faults = self.shelf.faults + self.values.faults
-        parts += [text for text in map(_fault, faults.items()) if text]
+        parts += [text for text in map(_describe_fault, faults.items()) if text]
         return "; ".join(part for part in parts if part)
 
-    def _reused(self) -> str:
+    def _describe_reused(self) -> str:
         reused, made = self.values.reused, self.values.made
         named = [name for name in ORDER if reused[name]]
         counts = [f"{reused[name]:,} of {reused[name] + made[name]:,} {name}" for name in named]
         return f"reused {', '.join(counts)}" if counts else ""
 
-    def _ignored(self) -> str:
-        """How many values other versions left, where this one has none yet."""
+    def _describe_ignored(self) -> str:
+        """Report the number of other versions' values if this version has none."""
         assert self.shelf is not None
         others = self.shelf.origins()
         if not others or self.shelf.origin in others:
             return ""
         (latest, *_), number = others, sum(others.values())
-        return f"a cache of another version ignored ({number:,} values; {_change(latest)})"
+        return f"a cache of another version ignored ({number:,} values; {_describe_change(latest)})"
 
 
-def _change(other: str) -> str:
-    """What differs from another version, by name.
+def _describe_change(other: str) -> str:
+    """Name the differences from another version.
 
     >>> _change("none")
     'unlike autoparallel, torch, numpy, highspy, python'
     """
     theirs = dict(part.rpartition(" ")[::2] for part in other.split(", "))
-    own = dict(part.rpartition(" ")[::2] for part in version().split(", "))
+    own = dict(part.rpartition(" ")[::2] for part in code_version().split(", "))
     return "unlike " + ", ".join(name for name in own if theirs.get(name) != own[name])
 
 
-def _fault(item: tuple[str, int]) -> str:
+def _describe_fault(item: tuple[str, int]) -> str:
     reason, count = item
     known = {
         "damaged": f"{count} damaged values ignored",
@@ -261,14 +261,14 @@ def _fault(item: tuple[str, int]) -> str:
 
 @contextmanager
 def plan_cache(wanted: bool = True, most_bytes: int = MOST_BYTES) -> Iterator[PlanCache]:
-    """The user's cache for one command; what is found is written when the block ends.
+    """Open the user's cache for a command; new values are written when the block ends.
 
-    It is written too where the block ends in an error or is interrupted: all of it is right.
+    They are written also after an error or an interrupt, because all of them are right.
     """
     if not wanted:
         yield PlanCache()
         return
-    shelf = FileShelf(cache_file(), version(), most_bytes)
+    shelf = SqliteStore(cache_file(), code_version(), most_bytes)
     made = PlanCache(Cache(shelf, digest(shelf.origin)), shelf)
     try:
         yield made
@@ -277,8 +277,8 @@ def plan_cache(wanted: bool = True, most_bytes: int = MOST_BYTES) -> Iterator[Pl
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """What a cache's file holds. ``values`` are by version, this one's name is ``own``."""
+class CacheContents:
+    """Contents of a cache's file. ``values`` counts by version; ``own`` is this version."""
 
     path: Path
     num_bytes: int
@@ -287,17 +287,17 @@ class Contents:
     faults: Counter[str]
 
 
-def contents() -> Contents:
-    """What the user's cache holds."""
-    shelf = FileShelf(cache_file(), version(), MOST_BYTES)
+def read_contents() -> CacheContents:
+    """Return the contents of the user's cache."""
+    shelf = SqliteStore(cache_file(), code_version(), MOST_BYTES)
     values = shelf.origins()
     size = shelf.num_bytes()
     shelf.close()
-    return Contents(shelf.path, size, values, shelf.origin, shelf.faults)
+    return CacheContents(shelf.path, size, values, shelf.origin, shelf.faults)
 
 
 def clear_cache() -> int:
-    """Removes the user's cache; the bytes that it had. Raises MachineError AP710."""
+    """Remove the user's cache and return its size in bytes. Raises MachineError AP710."""
 
     try:
         return clear(cache_file())

@@ -1,10 +1,10 @@
 """The cache's file: bytes by key in SQLite, for several processes at once.
 
-In: a path, what made the values (versions), a size limit. Out: a shelf for ``cache.Cache``.
-What is put stays in memory until ``close`` writes it in one transaction, so a reader sees all of
-a run's values or none, and an interrupted run leaves the file as it was. Every row has a checksum
-of its own; a file that is none of ours is put aside. Values not read for longest go first where
-the file would grow beyond its limit.
+In: a path, the versions that make the values, a size limit. Out: a shelf for ``cache.Cache``. New
+values stay in memory until ``close`` writes them in one transaction, so a reader sees all of a
+run's values or none, and an interrupted run leaves the file as it was. Every row has its own
+checksum; a file of another format is put aside. If the file would exceed its limit, the values that
+were not read for longest are removed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 
 FORMAT = 1
 LOCK_SECONDS = 10.0
-"""How long to wait for another process's transaction."""
+"""Time to wait for another process's transaction."""
 
 KEPT_SHARE = 0.8
-"""Of the limit what is left where values are removed, so that it is not done every time."""
+"""Share of the limit that remains after a removal, so that not every write removes values."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entry (
@@ -36,10 +36,10 @@ CREATE TABLE IF NOT EXISTS entry (
 
 
 @dataclass
-class FileShelf:
+class SqliteStore:
     """Values in ``path``. ``origin`` names the versions that make them now.
 
-    ``faults`` counts what could not be used, by reason.
+    ``faults`` counts unusable files and values by reason.
     """
 
     path: Path
@@ -54,12 +54,12 @@ class FileShelf:
     _is_closed: bool = False
 
     def get(self, key: str) -> bytes | None:
-        """The bytes, None where there are none or they are damaged."""
+        """Return the bytes of a key; None if they are missing or damaged."""
         if key in self._new:
             return self._new[key]
         row = None
-        with self._guarded():
-            reader = self._opened()
+        with self._count_faults():
+            reader = self._open_reader()
             query = "SELECT value, checksum FROM entry WHERE key = ?"
             row = reader.execute(query, (key,)).fetchone() if reader is not None else None
         if row is None:
@@ -75,25 +75,25 @@ class FileShelf:
         self._new[key] = value
 
     def origins(self) -> Mapping[str, int]:
-        """How many values there are by the versions that made them, the latest used first."""
+        """Count the values by the versions that made them, the latest used first."""
         found: dict[str, int] = {}
-        with self._guarded():
-            reader = self._opened()
+        with self._count_faults():
+            reader = self._open_reader()
             query = "SELECT origin, COUNT(*) FROM entry GROUP BY origin ORDER BY MAX(used) DESC"
             found = dict(reader.execute(query).fetchall()) if reader is not None else {}
         return found
 
     def num_bytes(self) -> int:
-        """Bytes of all values."""
+        """Return the bytes of all values."""
         total = 0
-        with self._guarded():
-            reader = self._opened()
+        with self._count_faults():
+            reader = self._open_reader()
             if reader is not None:
                 total = reader.execute("SELECT COALESCE(SUM(bytes), 0) FROM entry").fetchone()[0]
         return total
 
     def close(self) -> None:
-        """Writes what is new, notes what was read, and keeps to the limit."""
+        """Write new values, note which were read, and keep to the limit."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -102,7 +102,7 @@ class FileShelf:
             self._reader = None
         if not self._new and not self._read:
             return
-        with self._guarded(), contextlib.closing(_writer(self.path)) as writer:
+        with self._count_faults(), contextlib.closing(_writer(self.path)) as writer:
             now = time.time()
             rows = [
                 (key, value, _checksum(value), self.origin, len(value), now)
@@ -116,8 +116,8 @@ class FileShelf:
                 )
                 _shrink(writer, self.most_bytes)
 
-    def _opened(self) -> sqlite3.Connection | None:
-        """A connection for reading, None where there is no file.
+    def _open_reader(self) -> sqlite3.Connection | None:
+        """Return a connection for reading; None without a file.
 
         A connection must not be used in a fork of the process that opened it, nor closed there.
         """
@@ -125,14 +125,14 @@ class FileShelf:
             self._inherited += [self._reader] if self._reader is not None else []
             self._reader, self._process = None, os.getpid()
         if self._reader is None and self.path.exists():
-            self._reader = _connected(self.path)
+            self._reader = _connect(self.path)
         return self._reader
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """A file that cannot be used counts as a fault, and stops nobody.
+    def _count_faults(self) -> Iterator[None]:
+        """Count a file that cannot be used as a fault, and go on.
 
-        One that is no database is put aside; it may not be ours to delete.
+        A file that is no database is put aside; it may not be ours to delete.
         """
         try:
             yield
@@ -153,8 +153,8 @@ def _checksum(value: bytes) -> str:
     return hashlib.blake2b(value, digest_size=8).hexdigest()
 
 
-def _connected(path: Path) -> sqlite3.Connection:
-    """A connection to a file of this format. Raises ``sqlite3.DatabaseError``."""
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open a connection to a file of this format. Raises ``sqlite3.DatabaseError``."""
     connection = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None)
     try:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -173,11 +173,11 @@ def _connected(path: Path) -> sqlite3.Connection:
 
 def _writer(path: Path) -> sqlite3.Connection:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return _connected(path)
+    return _connect(path)
 
 
 def _shrink(writer: sqlite3.Connection, most_bytes: int) -> None:
-    """Removes what was not used for longest, if there is more than may be."""
+    """Remove the values that were not used for longest, if the file exceeds its limit."""
     total = writer.execute("SELECT COALESCE(SUM(bytes), 0) FROM entry").fetchone()[0]
     if total <= most_bytes:
         return
@@ -191,7 +191,7 @@ def _shrink(writer: sqlite3.Connection, most_bytes: int) -> None:
 
 
 def clear(path: Path) -> int:
-    """Removes the file; how many bytes it had. Raises ``OSError``."""
+    """Remove the file and return its size in bytes. Raises ``OSError``."""
     size = path.stat().st_size if path.exists() else 0
     path.unlink(missing_ok=True)
     return size

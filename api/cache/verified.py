@@ -1,6 +1,6 @@
-"""Which plans were verified on this machine, told when a run by one begins.
+"""Marks of plans that were verified on this machine, reported when a run begins.
 
-In: a plan. Out: a mark in the user's folder for caches, under a hash of what the plan computes.
+In: a plan. Out: a mark in the user's folder for caches, under a hash of the plan's computation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autoparallel.planner.plan import Plan
 
 
 def mark_verified(plan: Plan) -> None:
-    """Remember that ``plan`` was verified; nothing where the folder cannot be written."""
+    """Record that ``plan`` was verified, if the folder can be written."""
     with suppress(OSError):
         path = _path(plan)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,7 +22,7 @@ def mark_verified(plan: Plan) -> None:
 
 
 def verification_text(plan: Plan) -> str:
-    """Return whether ``plan`` was verified, in words for the start of a run."""
+    """Tell whether ``plan`` was verified, for the start of a run."""
     with suppress(OSError):
         if _path(plan).exists():
             return "this plan of this model was verified against one device"
@@ -30,7 +30,7 @@ def verification_text(plan: Plan) -> str:
 
 
 def _path(plan: Plan) -> Path:
-    """Where the mark of a plan is: by its model, layouts, stages and schedule."""
+    """Return the place of a plan's mark: by its model, layouts, stages and schedule."""
     stages = [
         (
             stage.devices,

@@ -1,1 +1,1 @@
-"""Calls of a planned model: which forms they may have, and that nothing else is computed."""
+"""Calls of a planned model: their accepted forms, and guards against any other computation."""

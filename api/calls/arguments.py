@@ -1,4 +1,4 @@
-"""What a model is called with: a script's arguments as the inputs of the captured program.
+"""A script's arguments as the inputs of the captured program.
 
 In: the signature of the model's ``forward``, the example batch that it was captured with, the
 program's inputs. Out: for each call the tensors by input name. Arguments may be given by
@@ -28,7 +28,7 @@ from autoparallel.planner.errors import UsageError
 
 
 class _Absent:
-    """Stands for an argument that a call does not give."""
+    """Mark of an argument that a call does not give."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -38,10 +38,9 @@ _ABSENT = _Absent()
 
 
 class CallArguments:
-    """How calls of one model are read.
+    """Reader of a model's calls.
 
-    ``extra`` says that a batch may have entries which ``forward`` does not take: they are for
-    the loss.
+    With ``extra`` a batch may have entries for the loss, which ``forward`` does not take.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class CallArguments:
     def read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[dict[str, Any], tuple[tuple[LeafPath, type, Any], ...]]:
-        """The program's inputs of a call, and the simple arguments that differ from the example's.
+        """Return a call's program inputs, and the simple arguments that differ from the example's.
 
         Raises TypeError as the model itself would for arguments that it does not take, and
         UsageError AP920 for a call in another form than the example batch's.
@@ -86,12 +85,12 @@ class CallArguments:
         return inputs, tuple(changed)
 
     def _may_be(self, path: LeafPath, leaf: Any) -> bool:
-        """Tell whether an argument may stand where the example batch has no tensor."""
+        """Return whether an argument may stand where the example batch has no tensor."""
         is_simple = isinstance(leaf, SIMPLE) and self._can_change(str(path[0]))
         return is_simple or (not isinstance(leaf, Tensor) and self._is_planned(path, leaf))
 
     def _can_change(self, name: str) -> bool:
-        """Tell whether a batch can give ``forward`` this argument."""
+        """Return whether a batch can give ``forward`` this argument."""
         known = self._signature.parameters.get(name)
         if known is None:
             is_further = self._is_variadic(name)
@@ -100,25 +99,25 @@ class CallArguments:
         return is_named and (self._is_dict or known.kind == known.POSITIONAL_OR_KEYWORD)
 
     def _is_variadic(self, name: str) -> bool:
-        """Tell whether an argument, as ``_named`` calls it, is one of ``*args`` or ``**kwargs``."""
+        """Return whether an argument, as ``_named`` calls it, is of ``*args`` or ``**kwargs``."""
         return name not in self._signature.parameters and (self._takes_all or "[" in name)
 
     def _is_planned(self, path: LeafPath, leaf: Any) -> bool:
-        """Tell whether an argument that is no tensor is that of the example batch."""
+        """Return whether an argument that is no tensor equals the example batch's."""
         planned = self._leaves.get(path, _ABSENT)
         return type(leaf) is type(planned) and is_same(leaf, planned)
 
     def text(self, name: str) -> str:
-        """The argument that an input is, as code writes it."""
+        """Return an input's argument, as code writes it."""
         return path_text(self._path(name))
 
     def _path(self, name: str) -> LeafPath:
-        """The path of an input from the name of its argument."""
+        """Return the path of an input from the name of its argument."""
         path = self._inputs[name].path
         return self._name_of[path[0]], *path[1:]
 
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Every argument of a call by name, those for the loss and defaults included."""
+        """Return every argument of a call by name, also defaults and arguments of the loss."""
         parameters = self._signature.parameters
         is_taken = self._takes_all or not self._has_extra
         taken = {name: kwargs[name] for name in kwargs if is_taken or name in parameters}
@@ -126,7 +125,7 @@ class CallArguments:
         return {**rest, **self._named(args, taken)}
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of ``forward`` by name, defaults included; ``*args`` by their number."""
+        """Return arguments of ``forward`` by name, with defaults; ``*args`` by their number."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         named: dict[str, Any] = {}
@@ -141,10 +140,10 @@ class CallArguments:
         return named
 
     def _checked(self, name: str, arguments: Mapping[str, Any]) -> dict[LeafPath, Any]:
-        """The leaves of an argument by their paths.
+        """Return the leaves of an argument by their paths.
 
-        Raises UsageError AP920 where it has another form than in the example batch, or another
-        value that is neither a tensor nor simple.
+        Raises UsageError AP920 if it has another form than in the example batch, or another value
+        that is neither a tensor nor simple.
         """
         # A forward can tell None among *args or **kwargs from an argument that is not there.
         absent = _ABSENT if self._is_variadic(name) else None

@@ -1,7 +1,7 @@
-"""The comparison of a run's first step with the model alone: when and how it is made.
+"""Comparison of a run's first step with the model alone.
 
-In: a trainer before its first step, and the model. Out: a check in front of the first batch. Where
-it was asked for and nothing can be compared, rank 0 says why.
+In: a trainer before its first step, and the model. Out: a check in front of the first batch. If it
+was asked for and is impossible, rank 0 says why.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoparallel.target.target import Batch
 
 VARIABLE = "AUTOPARALLEL_CHECK_FIRST_STEP"
-"""The environment variable that turns the comparison on (1) or off (0) where no option does."""
+"""Environment variable that turns the comparison on (1) or off (0) without an option."""
 
 
 def compare_first_step(
@@ -47,11 +47,11 @@ def compare_first_step(
     as_plain: Callable[[], AbstractContextManager[Any]] = nullcontext,
     done: Callable[[], None] = lambda: None,
 ) -> None:
-    """Have a trainer's first step compared with that of ``model()``, a model with other weights.
+    """Compare a trainer's first step with ``model()``'s, a model with other weights.
 
-    ``run`` runs a step by the plan and returns the loss; ``form`` is that of its call; in the
+    ``run`` runs a step by the plan and returns the loss; ``form`` is its call's form; in the
     context of ``as_plain`` a call of the model is its own forward. ``done`` is called after a
-    comparison. Where nothing was ``asked``, a step is compared that one device takes in 10 s.
+    comparison. If ``asked`` is None, only a step that takes one device at most 10 s is compared.
     Collective over all ranks.
     """
     if asked is None and VARIABLE in os.environ:
@@ -69,8 +69,8 @@ def compare_first_step(
         elif whole is None:
             why = "the batch has fewer rows than planned"
         else:
-            # A loss is compared on the rows that each rank has, outputs on all rows: those of a
-            # rank's own rows would be differentiated by a loss of these alone.
+            # A loss is compared on the rows that each rank has, but outputs on all rows: a loss of
+            # a rank's own outputs would have other gradients.
             step = partial(trainer.runner.backward, inputs) if run is None else partial(run, whole)
             with in_modes_of_training(), following.undone():
                 why = check_first_step(

@@ -1,10 +1,10 @@
-"""Training computes what the model's code is now, not what it was when the model was planned.
+"""Captures that follow the model's code as it is now, not as it was when planned.
 
-In: a model that trains by a plan, and before each batch what its code reads of Python
-(``python_state``). Out: the number of the capture that the batch is computed by. Where a value has
-changed, or the forward draws random numbers of Python or NumPy, the forward's calls are traced
-again: the same calls with other numbers are the same program with these, and other calls are
-another capture, if the plan's layouts hold for it.
+In: a model that trains by a plan, and before each batch the Python values that its code reads
+(``python_state``). Out: the number of the capture that computes the batch. If a value has changed,
+or the forward draws random numbers of Python or NumPy, the forward's calls are traced again: equal
+calls with other numbers run the same program with these numbers, and other calls need another
+capture, if the plan's layouts hold for it.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_CAPTURES = 16
-"""Captures of a model that are kept for batches of one size."""
+"""Maximum number of captures that are kept for batches of one size."""
 
 
 @dataclass
 class _Kept:
-    """A capture with its number; ``numbers`` are those that its programs read."""
+    """A capture with its number; ``numbers`` are the numbers that its programs read."""
 
     capture: int
     live: LiveProgram
@@ -72,11 +72,11 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Sources:
-    """How a model is traced and captured for a global batch of so many rows.
+    """Functions that trace and capture a model for a global batch of so many rows.
 
     ``trace(rows, before, watched)`` calls ``before`` in front of the forward and notes the source
-    of the call number ``watched``. ``plan`` makes a plan of another program of the model that is
-    like the one it trains by, with the same number of devices of each kind; None where it cannot.
+    of the call number ``watched``. ``plan`` plans another program of the model like the current
+    plan, with the same number of devices of each kind, or returns None.
     """
 
     trace: Callable[[int, Callable[[], None], int | None], CallTrace]
@@ -89,7 +89,7 @@ class Sources:
 class Following:
     """The captures of one model on this rank, and its loss.
 
-    ``outputs`` is the form of what the model returns in the call that runs.
+    ``outputs`` is the form of the model's outputs in the current call.
     """
 
     def __init__(self, trainer: Trainer, state: PythonState, sources: Sources) -> None:
@@ -116,15 +116,15 @@ class Following:
         self._draws, self._moves = draws, bool(state.changes(self._read, state.read()))
         self._return_to(self._read, drawn)
         if trace is not None and not (self._draws or self._moves):
-            # else the planned numbers are of no step
+            # else no step has the planned numbers
             planned = LiveProgram(trainer.program, trace, {}, {})
             self._kept[_Call(rows)].append(_Kept(0, planned, LiveNumbers(frozenset())))
         for each in self._kept_tensors:
             each.put_back()
 
     def _first_trace(self, rows: int) -> CallTrace | None:
-        """Trace the planned batch; None for code that runs on no fake tensors, as that of a
-        module which is kept whole."""
+        """Trace the planned batch; None for code that cannot run on fake tensors, such as a module
+        that is kept whole."""
         try:
             return self._sources.trace(rows, lambda: None, None)
         except Exception:  # noqa: BLE001 - of the model's code, which was captured all the same
@@ -132,11 +132,11 @@ class Following:
             return None
 
     def __call__(self, rows: int, form: Form = PLANNED) -> int:
-        """Return the number of the capture that a batch of ``rows`` is computed by.
+        """Return the number of the capture that computes a batch of ``rows`` rows.
 
-        Collective where values or the form of the call have changed. Raises UsageError AP936 where
-        the plan has no layouts for the model as it is now, AP942 where it differs between ranks,
-        AP920 and AP933 where it has none for the form.
+        Collective if values or the form of the call have changed. Raises UsageError AP936 if the
+        plan has no layouts for the model as it is now, AP942 if it differs between ranks, AP920 and
+        AP933 if the plan has no layouts for the form.
         """
         self._sources.call.form = form
         try:
@@ -146,13 +146,12 @@ class Following:
             self._sources.call.form = PLANNED
 
     def as_called(self, batch: Batch, form: Form) -> Batch:
-        """Return a batch of the planned form with what a call has of its own."""
+        """Return a batch of the planned form with a call's own arguments."""
         return self._sources.call.applied(batch, form)
 
     @contextmanager
     def own_forward(self) -> Iterator[None]:
-        """While inside, the model's own forward runs: tensors that it keeps on the model for later
-        calls change nothing that training computes."""
+        """Run the model's own forward inside the context without effect on training."""
         for each in self._kept_tensors:
             if each.is_there():
                 each.take_away()
@@ -167,9 +166,9 @@ class Following:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Put back, afterwards, all that forwards inside have changed or drawn.
+        """Undo all changes and random draws of forwards inside the context.
 
-        What they add to containers stays, and counts as no change.
+        Additions to containers stay, and count as no change.
         """
         with self._without_caches():
             reading, drawn = self._state.read(), Generators.now()
@@ -181,7 +180,7 @@ class Following:
                     self._read = self._state.read()
 
     def once(self, call: Callable[P, T]) -> Callable[P, T]:
-        """Return a function that changes and draws nothing for good."""
+        """Return a function whose changes and random draws are undone."""
 
         @functools.wraps(call)
         def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -313,10 +312,10 @@ class Following:
         return found
 
     def _add(self, call: _Call, live: LiveProgram) -> _Kept | None:
-        """Have batches run by another capture; None where the plan does not fit it. Collective.
+        """Run batches by another capture; return None if the plan does not fit it. Collective.
 
         A capture with other numbers alone has the planned blocks, though its layers differ. Blocks
-        of other parameters than planned are cut into such of the same.
+        of other parameters than planned are cut into blocks of the same parameters.
         """
         planned, program = self._trainer.program, live.program
         graph = program.graph
@@ -408,7 +407,7 @@ def followed(
     plan: Callable[[Program], Plan | None],
     call: CallForm,
 ) -> Following:
-    """Follow a target's model, which is traced in the context that ``ready`` gives.
+    """Follow a target's model, which is traced in the context of ``ready``.
 
     ``target`` and ``capture`` make batches of the form of ``call``.
     """
@@ -461,7 +460,7 @@ def _unfollowed(changed: Collection[str], why: str, source: str, form: Form) -> 
 
 
 def _check_equal(trace: CallTrace, changed: Collection[str]) -> None:
-    """Raise UsageError AP942 where ranks would compute with different values. Collective."""
+    """Raise UsageError AP942 if ranks would compute with different values. Collective."""
     parts = hashlib.sha256(repr(sorted(trace.numbers.items())).encode())
     parts.update(str(len(trace.calls)).encode())
     for tensor in trace.tensors:

@@ -1,7 +1,7 @@
-"""How a call differs from the example batch: its numbers and flags, and gradients of its inputs.
+"""Differences of a call from the example batch: numbers, flags, gradients of inputs.
 
-In: the differences of the call that is about to run. Out: example batches that have them, at which
-the model is captured for such calls.
+In: the differences of the call that is about to run. Out: example batches with these differences,
+for a capture.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from autoparallel.passes.programs.batch import Batch, LeafPath, filled, leaf_at, path_text
 
 SIMPLE = bool | int | float | str | None
-"""The arguments that may differ between calls, beside tensors."""
+"""Types of arguments that may differ between calls, beside tensors."""
 
 
 class Form(NamedTuple):
-    """The inputs whose gradients are asked for, and the arguments that differ from the example's.
+    """Inputs whose gradients are asked for, and arguments that differ from the example's.
 
     Both by their paths; an argument with its type, as True is not 1.
     """
@@ -29,7 +29,7 @@ class Form(NamedTuple):
     fixed: tuple[tuple[LeafPath, type, SIMPLE], ...] = ()
 
     def text(self) -> str:
-        """The call as code writes it."""
+        """Return the call as code writes it."""
         fixed = [f"{path_text(path)}={value!r}" for path, _, value in self.fixed]
         return ", ".join([*fixed, *sorted(f"a gradient of {path_text(p)}" for p in self.wanted)])
 
@@ -39,7 +39,7 @@ PLANNED = Form()
 
 @dataclass
 class CallForm:
-    """The form of the call that is about to run of a ``forward``."""
+    """Form of the next call of a ``forward``."""
 
     forward: Callable[..., Any]
     form: Form = PLANNED
@@ -76,6 +76,6 @@ class CallForm:
 
 
 def _position(names: list[str], name: str) -> int:
-    """Return the position of an argument. That of ``args[2]`` is 2 after that of ``*args``."""
+    """Return the position of an argument. ``args[2]`` is 2 after ``*args``."""
     first, _, after = name.partition("[")
     return names.index(first) + int(after.rstrip("]") or 0)

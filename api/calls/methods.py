@@ -1,8 +1,8 @@
 """Methods beside ``forward`` of a model that trains by a plan.
 
-In: the names that ``parallelize(methods=…)`` was given. Out: functions that do what the model's
-own methods do with whole weights. Without gradients these are gathered as for a forward in
-evaluation; with gradients every rank computes the whole, since no plan is made for methods.
+In: the names that ``parallelize(methods=…)`` was given. Out: functions that run the model's own
+methods with whole weights. Without gradients these are gathered as for a forward in evaluation;
+with gradients every rank computes the whole, because methods have no plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.parameters.global_values import whole
 
 if TYPE_CHECKING:
-    from autoparallel.adoption.state import Adopted
+    from autoparallel.adoption.state import ParallelState
 
 
 def has_forward(kind: type[nn.Module]) -> bool:
@@ -48,7 +48,7 @@ def check_methods(kind: type[nn.Module], names: Sequence[str]) -> None:
             )
 
 
-def whole_method(name: str, adopted_of: Callable[[nn.Module], Adopted]) -> Callable[..., Any]:
+def whole_method(name: str, adopted_of: Callable[[nn.Module], ParallelState]) -> Callable[..., Any]:
     """Return a method that runs the method ``name`` of the class with whole weights."""
     told: set[int] = set()
 

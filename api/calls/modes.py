@@ -1,4 +1,4 @@
-"""The modes and random numbers that a model is planned with, whatever is around its first use."""
+"""Modes and random numbers of planning, independent of the surroundings of a model's first use."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def as_at_start() -> Iterator[None]:
-    """Planning neither depends on the modes around a model's first use nor draws random numbers.
+    """Plan in training modes inside the context, and draw no random numbers.
 
-    All ranks go on with the random numbers that they had: a script that draws its batches draws
-    the same ones on every rank, and those that it draws alone.
+    All ranks keep their random states, so a script draws the same batches on every rank and alone.
     """
     generators = Generators.now()
     try:
@@ -47,7 +46,7 @@ def in_modes_of_training() -> Iterator[None]:
 
 
 def say_if_rows_are_apart(program: Program, plan: Plan, rank: int) -> None:
-    """Say on rank 0 that micro-batches do not see each other where one device's rows do."""
+    """Warn on rank 0 that micro-batches do not see each other as one device's rows do."""
     mixing = program.graph.accumulation.mixing
     if mixing and plan.num_microbatches > 1 and rank == 0:
         where = program.graph[mixing[0]].module or mixing[0]
@@ -60,7 +59,7 @@ def say_if_rows_are_apart(program: Program, plan: Plan, rank: int) -> None:
 
 
 def say_if_drawn_apart(deferred: Deferred, asked: Init, rank: int | None = None) -> None:
-    """Say on rank 0 that each rank draws its own shards, where nobody asked for that."""
+    """Warn on rank 0 that each rank draws its own shards, unless asked for."""
     own = int(os.environ.get("RANK", "0")) if rank is None else rank
     if asked == "auto" and deferred.init == "sharded" and own == 0:
         sys.stderr.write(

@@ -1,4 +1,4 @@
-"""Outputs of a model that its plan's program does not compute: made when they are used.
+"""Outputs that the plan's program does not compute: made when they are used.
 
 In: a call of a model that trains by a plan. Out: tensors that the model's own forward makes, with
 the random numbers of the program's last forward, when they are read.
@@ -22,13 +22,13 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.messages.pending_results import arriving
 
 if TYPE_CHECKING:
-    from autoparallel.adoption.state import Adopted
+    from autoparallel.adoption.state import ParallelState
 
 
 def merged(
     made: Sequence[Tensor], form: OutputForm, again: OtherOutputs
 ) -> Callable[[int], Tensor]:
-    """The outputs that were ``made``; those that have no gradient are made when they are used."""
+    """Return the outputs that were ``made``; outputs without gradient are made when used."""
     tensors = [leaf for leaf in form.leaves if leaf.kind == "tensor"]
     places = [at for at, leaf in enumerate(tensors) if leaf.is_differentiable]
     found = dict(zip(places, made, strict=True))
@@ -36,14 +36,19 @@ def merged(
 
 
 class OtherOutputs:
-    """Outputs besides the loss: made when somebody uses one, by the model's own forward.
+    """Outputs besides the loss: made at first use, by the model's own forward.
 
-    That draws the same random numbers as the last forward of the plan's program. It must come
+    It draws the random numbers of the last forward of the plan's program. The first use must come
     before the weights or the call's arguments change.
     """
 
     def __init__(
-        self, adopted: Adopted, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_share: bool
+        self,
+        adopted: ParallelState,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        is_share: bool,
     ) -> None:
         assert adopted.calls is not None
         assert adopted.outputs is not None
@@ -55,7 +60,7 @@ class OtherOutputs:
         self._made: list[Tensor] | None = None
 
     def leaf(self, position: int) -> Tensor:
-        """The tensor at ``position`` among the outputs besides the loss."""
+        """Return the tensor at ``position`` among the outputs besides the loss."""
         return arriving(_Leaf(self, position), torch.empty(0))
 
     def value(self, position: int) -> Tensor:
@@ -64,7 +69,7 @@ class OtherOutputs:
         return self._made[position]
 
     def _weight_versions(self) -> list[int]:
-        """Counts of changes: of the weights, and of the call's arguments."""
+        """Return the counts of changes of the weights and of the call's arguments."""
         parameters = self._adopted.joined.model.parameters.values()
         given = tree_flatten((self._args, self._kwargs))[0]
         return [

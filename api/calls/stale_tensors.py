@@ -1,8 +1,8 @@
 """Parameters and buffers from before a model was planned, which train no longer.
 
-Planning puts this rank's shards in the place of a model's tensors. A script may hold the old ones:
-in an optimizer, in a list for clipping, in a term of its loss. They get no gradients and never
-change, so each use of one raises.
+Planning puts this rank's shards in the place of a model's tensors. A script may hold the old
+tensors: in an optimizer, in a list for clipping, in a term of its loss. They get no gradients and
+never change, so each use of one raises.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _STILL_TRUE = {
         for name in ("shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad")
     ),
 }  # fmt: skip
-"""What an old tensor still says of itself as the new one does."""
+"""Properties that an old tensor still shares with the new."""
 
 
 def retire(tensor: Tensor, name: str) -> None:
-    """Free the memory of a tensor that a shard has replaced, and have each use of it raise AP925.
+    """Free the memory of a tensor that a shard has replaced, and make each use raise AP925.
 
-    A gradient that goes to it raises too.
+    A gradient of it raises too.
     """
     if tensor.requires_grad and tensor.is_leaf:
         tensor._backward_hooks = None  # the shard has them

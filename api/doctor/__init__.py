@@ -1,1 +1,1 @@
-"""What ``autoparallel doctor`` finds: facts of a machine, checks of them, and of a cluster."""
+"""``autoparallel doctor``: facts of a machine, checks of them, and of a cluster."""

@@ -1,7 +1,7 @@
 """Checks of one machine: facts in, findings out. No rendezvous is needed.
 
-Each check is a function of the facts and of what is planned for; ``CHECKS`` is the list of them in
-the order of the page. A finding that is not OK says how to mend it.
+Each check is a function of the facts and of the planned use; ``CHECKS`` lists them in the order of
+the page. A finding that is not OK has a fix.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Level = Literal["OK", "WARN", "FAIL"]
 
 GIB = 2**30
 LEAST_SHARED_BYTES = 1 * GIB
-"""Of /dev/shm: what NVIDIA's manuals give a container (--shm-size=1g)."""
+"""Minimum of /dev/shm: NVIDIA's manuals give a container as much (--shm-size=1g)."""
 LEAST_OPEN_FILES, FEW_OPEN_FILES = 256, 4096
 LEAST_MEMORY_BYTES = 2 * GIB
-"""Of host memory for one process: what importing torch, a capture and NCCL take."""
+"""Minimum of host memory for a process: importing torch, a capture and NCCL take as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the page. ``fix`` is empty where all is well."""
+    """One line of the page. ``fix`` is empty if all is well."""
 
     level: Level
     name: str
@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the machine is to do: be part of ``cluster``, with so much memory on each device.
+    """Planned use of the machine: its part of ``cluster``, with so much memory on each device.
 
     ``memory_bytes`` is the plan's prediction for its fullest device, 0 without a plan.
     """
@@ -67,7 +67,7 @@ class Wanted:
 
     @property
     def most_devices(self) -> int:
-        """The most devices that a host has."""
+        """The largest number of devices of a host."""
         return max((host.num_devices for host in self.cluster.hosts), default=1) \
             if self.cluster else 1  # fmt: skip
 
@@ -77,7 +77,7 @@ Check = Callable[[Facts, Wanted], Findings]
 
 
 def check_machine(facts: Facts, wanted: Wanted) -> tuple[Finding, ...]:
-    """All findings of one machine."""
+    """Return all findings of a machine."""
     return tuple(finding for check in CHECKS for finding in check(facts, wanted))
 
 
@@ -102,7 +102,7 @@ def _torch(facts: Facts, wanted: Wanted) -> Findings:
 
 
 def _triton(facts: Facts, wanted: Wanted) -> Findings:
-    """Whether torch.compile has the triton that it was built for."""
+    """Check that torch.compile has the triton that it was built for."""
     found = facts.extras.get("triton", "")
     if facts.triton and numbers(found)[:2] != numbers(facts.triton)[:2]:
         yield Finding(
@@ -113,7 +113,7 @@ def _triton(facts: Facts, wanted: Wanted) -> Findings:
 
 
 def _nccl(facts: Facts, wanted: Wanted) -> Findings:
-    """Versions of NCCL with faults that others found."""
+    """Check NCCL for versions with known faults."""
     version = numbers(facts.nccl)
     for known in BAD_NCCL:
         if known.first <= version < known.fixed and known.machine in ("", facts.machine):
@@ -136,7 +136,7 @@ def _kernel(facts: Facts, wanted: Wanted) -> Findings:
 
 
 def _driver(facts: Facts, wanted: Wanted) -> Findings:
-    """Whether torch can use the GPUs, and the driver is new enough for its CUDA."""
+    """Check that torch can use the GPUs, and that the driver is new enough for its CUDA."""
     if not facts.gpus and not facts.has_cuda:
         if wanted.uses_gpus:
             yield Finding("FAIL", "GPUs", "the plan needs GPUs, and this machine shows none",
@@ -169,7 +169,7 @@ def _driver(facts: Facts, wanted: Wanted) -> Findings:
 
 
 def _architecture(facts: Facts, wanted: Wanted) -> Findings:
-    """Whether torch has kernels for the GPUs: those of the same major version run, too."""
+    """Check that torch has kernels for the GPUs; kernels of the same major version count."""
     majors = {numbers(name.rpartition("_")[2])[0] // 10 for name in facts.architectures
               if numbers(name.rpartition("_")[2])}  # fmt: skip
     for index, (major, minor) in enumerate(facts.capabilities):
@@ -182,7 +182,7 @@ def _architecture(facts: Facts, wanted: Wanted) -> Findings:
 
 
 def _gpus(facts: Facts, wanted: Wanted) -> Findings:
-    """Errors, clocks, memory and partitions of each GPU."""
+    """Check errors, clocks, memory and partitions of each GPU."""
     for gpu in facts.gpus:
         name = f"GPU {gpu.index}"
         bad: list[Finding] = []
@@ -214,7 +214,7 @@ def _gpus(facts: Facts, wanted: Wanted) -> Findings:
 
 
 def _memory_of(name: str, total: int, used: int, wanted: Wanted) -> Findings:
-    """Whether other processes leave a GPU enough memory."""
+    """Check that other processes leave a GPU enough memory."""
     free, needed = total - used, wanted.memory_bytes
     fix = "end the processes that nvidia-smi shows"
     if needed > total:
@@ -229,7 +229,7 @@ def _memory_of(name: str, total: int, used: int, wanted: Wanted) -> Findings:
 
 
 def _peers(facts: Facts, wanted: Wanted) -> Findings:
-    """Whether GPUs reach each other's memory."""
+    """Check that GPUs reach each other's memory."""
     if facts.peers:
         pairs = ", ".join(f"{one}→{other}" for one, other in facts.peers[:4])
         more = f" and {len(facts.peers) - 4} more" if len(facts.peers) > 4 else ""
@@ -243,7 +243,7 @@ def _peers(facts: Facts, wanted: Wanted) -> Findings:
 
 
 def _limits(facts: Facts, wanted: Wanted) -> Findings:
-    """Limits of the process and of the container."""
+    """Check limits of the process and of the container."""
     if facts.open_files < FEW_OPEN_FILES:
         level: Level = "FAIL" if facts.open_files < LEAST_OPEN_FILES else "WARN"
         yield Finding(
@@ -286,7 +286,7 @@ def _host_memory(facts: Facts, wanted: Wanted) -> Findings:
 
 
 def _network(facts: Facts, wanted: Wanted) -> Findings:
-    """Interfaces and addresses, as far as several hosts need them."""
+    """Check interfaces and addresses for the needs of several hosts."""
     own = [each for each in facts.interfaces if not each.is_loopback and not each.is_virtual]
     usable = [each for each in own if each.has_ipv4 or each.has_ipv6]
     yield from _named_interfaces(facts)
@@ -314,7 +314,7 @@ def _network(facts: Facts, wanted: Wanted) -> Findings:
 
 
 def _named_interfaces(facts: Facts) -> Findings:
-    """Variables that name interfaces which are not there. ``^`` and ``=`` are NCCL's."""
+    """Find variables that name missing interfaces. ``^`` and ``=`` are NCCL's."""
     known = [each.name for each in facts.interfaces]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         text = facts.environment.get(variable, "")
@@ -347,7 +347,7 @@ def _families(facts: Facts, usable: list[Interface]) -> Findings:
 
 
 def _environment(facts: Facts, wanted: Wanted) -> Findings:
-    """Variables that make a run slow or hang."""
+    """Find variables that make a run slow or hang."""
     found = False
     for variable, known in HURTFUL_VARIABLES.items():
         value = facts.environment.get(variable)

@@ -1,7 +1,7 @@
 """Checks of a cluster that is running: measured links and devices against its description.
 
-In: the cluster as it is described, what each rank is and what each pair of ranks took. Out:
-findings. A level's rate is the median of its pairs'; what is much slower than that is named.
+In: the cluster as described, the facts of each rank and the times of each pair of ranks. Out:
+findings. A level's rate is the median of its pairs'; much slower pairs are named.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from autoparallel.options.words import ranks_text, rate_text, seconds_text
 from autoparallel.runtime.profile.pairs import Pair, PairTime, RankFacts
 
 WARN_SHARE, FAIL_SHARE = 0.8, 0.5
-"""Of the described rate: what a level must reach not to be named, and not to fail."""
+"""Shares of the described rate below which a level gets a warning, and fails."""
 SLOW_PAIR, SLOW_DEVICE = 1.5, 1.3
-"""How much longer than the median a pair's message or a rank's product may take."""
+"""Limits of a pair's message and a rank's product, as multiples of the median time."""
 
 
 def check_cluster(
     cluster: Cluster, ranks: Sequence[RankFacts], times: Sequence[PairTime]
 ) -> tuple[Finding, ...]:
-    """All findings of a running cluster."""
+    """Return all findings of a running cluster."""
     return (*_places(cluster, ranks), *_versions(ranks), *_devices(cluster, ranks),
             *_links(cluster, ranks, times))  # fmt: skip
 
@@ -35,7 +35,7 @@ Findings = Iterator[Finding]
 
 
 def _places(cluster: Cluster, ranks: Sequence[RankFacts]) -> Findings:
-    """Whether the ranks are on hosts and devices as described."""
+    """Check that the ranks are on hosts and devices as described."""
     names: list[str] = []
     for index, host in enumerate(cluster.hosts):
         start = cluster.first_ranks[index]
@@ -81,7 +81,7 @@ def _versions(ranks: Sequence[RankFacts]) -> Findings:
 
 
 def _devices(cluster: Cluster, ranks: Sequence[RankFacts]) -> Findings:
-    """Ranks that compute more slowly than others with the same device."""
+    """Find ranks that compute more slowly than others with the same device."""
     for name in dict.fromkeys(host.device.name for host in cluster.hosts):
         own = {
             rank: facts.product_seconds for rank, facts in enumerate(ranks)
@@ -112,7 +112,7 @@ def _links(cluster: Cluster, ranks: Sequence[RankFacts], times: Sequence[PairTim
 
 
 def _level(cluster: Cluster, link: Link, pairs: Mapping[Pair, Sequence[PairTime]]) -> Findings:
-    """One level of links: its rate against the described one, and its slow pairs."""
+    """Compare the rate of a level of links with the described rate, and find its slow pairs."""
     fits = {
         pair: fit_link([LinkPoint(1, each.num_bytes, each.seconds) for each in own])
         for pair, own in pairs.items()
@@ -138,12 +138,12 @@ def _slow_pairs(
     link: Link,
     pairs: Mapping[Pair, Sequence[PairTime]],
 ) -> Findings:
-    """A host is named if all its pairs with other hosts are slow and others' are not, else a rank
-    whose pairs all are, else the pairs."""
+    """Name hosts whose pairs with other hosts are all slow, while others' are not; else ranks whose
+    pairs are all slow; else pairs."""
     largest = {pair: max(own, key=lambda each: each.num_bytes) for pair, own in pairs.items()}
     between = cluster.joins_hosts(link)
     ordered = sorted(each.seconds for each in largest.values())
-    # of three hosts a slow one makes two thirds of all pairs slow
+    # a slow host of three makes two thirds of all pairs slow
     usual = ordered[len(ordered) // 4] if between else median(ordered)
     slow = {pair for pair, each in largest.items() if each.seconds > SLOW_PAIR * usual}
     blamed: set[int] = set()
@@ -176,7 +176,7 @@ def _slow_pairs(
 
 
 def _always_in(pairs: Iterable[Pair], slow: Set[Pair], owner: Sequence[int]) -> list[int]:
-    """Whose pairs, with two others or more, are all slow; ``owner`` of each rank."""
+    """Return owners of two or more pairs with others that are all slow; ``owner`` is by rank."""
     members: dict[int, dict[Pair, int]] = defaultdict(dict)
     for one, two in pairs:
         members[owner[one]][one, two] = owner[two]

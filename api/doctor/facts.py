@@ -1,6 +1,6 @@
-"""What a machine is like, for ``checks``: software, GPUs, limits, network, environment.
+"""Facts of a machine, for ``checks``: software, GPUs, limits, network, environment.
 
-Nothing is judged here. What cannot be found out is None, 0 or empty, and is not checked.
+Nothing is judged here. Unknown facts are None, 0 or empty, and are not checked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VARIABLES = (
     "NCCL_", "TORCH_NCCL_", "GLOO_", "CUDA_", "MALLOC_", "PYTORCH_", "TORCH_DISTRIBUTED_",
     "OMP_", "LD_PRELOAD",
 )  # fmt: skip
-"""The variables of the environment that are looked at begin so."""
+"""Prefixes of the environment variables that are read."""
 
 _GPU_FIELDS = (
     "index", "name", "driver_version", "memory.total", "memory.used", "mig.mode.current",
@@ -36,7 +36,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What nvidia-smi says of a GPU. ``throttle`` has its bits of reasons for a lower clock."""
+    """A GPU as nvidia-smi reports it. ``throttle`` has its bits of reasons for a lower clock."""
 
     index: int
     name: str
@@ -54,7 +54,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """A network interface that is up; ``is_virtual`` where it joins containers or guests."""
+    """A network interface that is up; ``is_virtual`` if it joins containers or guests."""
 
     name: str
     has_ipv4: bool
@@ -65,12 +65,11 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Of one host. ``architectures`` are those that torch has kernels for (``sm_90``), and
-    ``capabilities`` those of the GPUs; ``peers`` the pairs of GPUs without direct access.
-    ``addresses`` are what the host's name stands for; ``limit_bytes`` is the container's limit of
-    memory, 0 for none. ``infiniband`` has each port's name and state; ``machine`` is the kind of
-    processor (``x86_64``), ``triton`` the version that torch asks for, "" for none.
-    """
+    """Facts of a host. ``architectures`` are torch's kernels (``sm_90``), ``capabilities`` the
+    GPUs'; ``peers`` are the pairs of GPUs without direct access. ``addresses`` are the host name's;
+    ``limit_bytes`` is the container's limit of memory, 0 for none. ``infiniband`` has each port's
+    name and state; ``machine`` is the kind of processor (``x86_64``), ``triton`` the version that
+    torch asks for, "" for none."""
 
     host: str
     kernel: str
@@ -101,7 +100,7 @@ class Facts:
 
 
 def machine_facts() -> Facts:
-    """The facts of this machine."""
+    """Return the facts of this machine."""
     import torch
 
     has_cuda = torch.cuda.is_available()
@@ -142,9 +141,9 @@ def machine_facts() -> Facts:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """The GPUs in what nvidia-smi prints for ``_GPU_FIELDS``, as CSV without units.
+    """Parse the GPUs that nvidia-smi prints for ``_GPU_FIELDS``, as CSV without units.
 
-    What a GPU does not have ("[N/A]", "[Not Supported]") counts as 0.
+    Missing values ("[N/A]", "[Not Supported]") count as 0.
     """
     found = []
     for line in text.splitlines():
@@ -198,7 +197,7 @@ def _shared_bytes() -> int:
 
 
 def _memory_limit() -> int:
-    """The limit of this process' control group, of version 2 or 1; 0 where there is none."""
+    """Return the limit of this process' control group, of version 2 or 1; 0 without a limit."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text().strip()
@@ -258,7 +257,7 @@ def _infiniband() -> tuple[tuple[str, str], ...]:
 
 
 def _extras() -> Mapping[str, str]:
-    """The versions of the optional packages that are installed."""
+    """Return the versions of the optional packages that are installed."""
     found = {}
     for name in ("transformers", "torchao", "pulp", "triton"):
         try:
@@ -269,7 +268,7 @@ def _extras() -> Mapping[str, str]:
 
 
 def _wanted_triton() -> str:
-    """The version of triton that torch's own packaging names, "" where it needs none."""
+    """Return the version of triton that torch's packaging requires, "" if none."""
     try:
         lines = metadata.requires("torch") or []
     except metadata.PackageNotFoundError:
@@ -278,7 +277,7 @@ def _wanted_triton() -> str:
 
 
 def parse_triton(requirements: Iterable[str]) -> str:
-    """The version of triton among a package's requirements.
+    """Return the version of triton among a package's requirements.
 
     >>> parse_triton(["sympy>=1.13", "triton==3.6.0; platform_system == 'Linux'"])
     '3.6.0'

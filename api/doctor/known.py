@@ -1,4 +1,4 @@
-"""What is known to hurt: versions, variables, reasons of low clocks; each with its source."""
+"""Known faults: versions, variables, reasons of low clocks; each with its source."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 from typing import Literal
 
 SUPPORTED_TORCH = ((2, 11), (2, 16))
-"""The first supported release, and the first that is not. Source: pyproject.toml."""
+"""First supported release, and first unsupported release after it. Source: pyproject.toml."""
 
 SUPPORTED_EXTRAS: Mapping[str, tuple[tuple[int, ...], str]] = {
     "transformers": ((5, 0), "an hf: target"),
     "torchao": ((0, 18), "--precision fp8"),
     "pulp": ((3, 3, 2), "--solver"),
 }
-"""Optional packages: the least version, and what needs it. Source: pyproject.toml."""
+"""Optional packages: the least version, and the feature that needs it. Source: pyproject.toml."""
 
 LEAST_KERNEL = (5, 5)
-"""Below it processes were seen to hang. Source: huggingface/accelerate,
+"""Oldest kernel under which processes are not known to hang. Source: huggingface/accelerate,
 ``check_os_kernel``."""
 
 LEAST_DRIVERS: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
-"""By CUDA's major version the first series of drivers for it. Source:
+"""First series of drivers of each major version of CUDA. Source:
 https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownNccl:
-    """NCCL from ``first`` to before ``fixed`` does ``what``, on ``machine`` or, if that is empty,
-    everywhere; ``thread`` says who found it."""
+    """Fault ``what`` of NCCL from ``first`` to before ``fixed``, on ``machine`` (everywhere if
+    empty). ``thread`` is its report."""
 
     first: tuple[int, ...]
     fixed: tuple[int, ...]
@@ -47,11 +47,12 @@ BAD_NCCL = (
               "https://github.com/pytorch/pytorch/issues/149153"),
 )  # fmt: skip
 """Versions of NCCL, read 2026-11-25. The second was found with 2.28.9 and is in NVIDIA's notes to
-2.29.3; that older ones have it, too, is the thread's reading of them. torch 2.11 and later come
-with newer versions than the third; builds with a system's NCCL may not."""
+2.29.3; its thread reads that older versions have it, too. torch 2.11 and later come with newer
+versions than the third; builds with a system's NCCL may not."""
 
 TRITON_THREAD = "https://github.com/triton-lang/triton/issues/6080"
-"""torch.compile uses triton's private names: it works with the version that torch asks for."""
+"""Report on torch.compile's use of triton's private names: torch asks for a version that has
+them."""
 
 THROTTLE_REASONS: Mapping[int, tuple[Literal["WARN", "FAIL"], str, str]] = {
     0x08: ("FAIL", "the hardware slows down", "check cooling and power supply"),
@@ -66,7 +67,7 @@ under load is usually at it. Source: nvml.h, nvmlClocksThrottleReasons."""
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Why a variable hurts, if it has one of ``values`` (in capitals; () for any value)."""
+    """Fault of a variable, if it has one of ``values`` (in capitals; () for any value)."""
 
     why: str
     values: tuple[str, ...] = ()
@@ -106,7 +107,7 @@ TORCH_NCCL_USE_COMM_NONBLOCKING, mallopt(3) for MALLOC_."""
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with.
+    """Return the numbers that a version begins with.
 
     >>> numbers("2.13.0+cpu"), numbers("5.10.0-28-amd64"), numbers("580.65.06")
     ((2, 13, 0), (5, 10, 0), (580, 65, 6))

@@ -19,7 +19,7 @@ from autoparallel.runtime.profile.pairs import all_pair_times, rank_facts, round
 def examine(
     worker: Worker, *, cluster: Mapping[str, Any], memory_bytes: int
 ) -> list[dict[str, Any]]:
-    """The findings of every host and of the cluster, on every rank. Collective."""
+    """Return the findings of every host and of the cluster, on every rank. Collective."""
     described = from_dict(dict(cluster))
     own: tuple[Finding, ...] = ()
     if worker.local_rank == 0:  # before this process takes memory of its device
@@ -37,7 +37,7 @@ def examine(
 
 
 def joined(hosts: Mapping[str, tuple[Finding, ...]]) -> list[Finding]:
-    """The findings of several hosts: equal ones once, those of some hosts with their names.
+    """Join the findings of several hosts: equal findings once, others with the names of hosts.
 
     >>> fine, bad = Finding("OK", "torch", "2.13.0"), Finding("WARN", "network", "eth1 is slow")
     >>> [each.what for each in joined({"a": (fine,), "b": (fine, bad)})]

@@ -1,1 +1,1 @@
-"""Weights, plans and integer programs written for others."""
+"""Weights, plans and integer programs written for other software."""

@@ -1,7 +1,7 @@
 """The files beside the weights of a Hugging Face folder: configuration, tokenizer, adapters.
 
-In: an ``hf:`` target and a folder to write to. Out: what ``from_pretrained`` of transformers,
-or ``PeftModel.from_pretrained`` of peft, reads there.
+In: an ``hf:`` target and a folder to write to. Out: files that ``from_pretrained`` of transformers,
+or ``PeftModel.from_pretrained`` of peft, reads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 def write_model_files(folder: Path, target: Target, dtype: str) -> None:
-    """The configuration that was trained, with the weights' dtype, and the tokenizer."""
+    """Write the configuration that was trained, with the weights' dtype, and the tokenizer."""
     config = target_config(target)
     config.dtype = dtype
     config.save_pretrained(folder)
@@ -50,7 +50,8 @@ def write_adapters(
     paths: Sequence[str],
     tensors: Mapping[str, Tensor],
 ) -> list[Path]:
-    """Adapters in peft's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, peft's format of
+    adapters."""
 
     assert target is not None
     assert lora is not None

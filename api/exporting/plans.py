@@ -1,8 +1,8 @@
 """``autoparallel export PLAN --to FORMAT``: writes a plan as a script, or as the files of
 another training system.
 
-In: a plan file, the name of a format. Out: a folder, and what was written into it. ``WRITERS`` is
-the table of formats that are made of a plan; the formats of a checkpoint are in ``weights``.
+In: a plan file, the name of a format. Out: a folder, and a record of its files. ``WRITERS`` is the
+table of formats of plans; formats of checkpoints are in ``weights``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ WRITERS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class WrittenPlan:
-    """What a writer wrote: ``files`` are names in the folder, ``start`` is the command that trains
-    by them. ``report`` is printed below; ``facts`` are what ``--json`` has besides."""
+    """Record of a written plan: ``files`` are names in the folder, ``start`` is the command that
+    trains by them. ``report`` is printed below; ``facts`` are further entries of ``--json``."""
 
     files: tuple[str, ...]
     start: str
@@ -46,7 +46,7 @@ class WrittenPlan:
 
 
 class PlanWriter(Protocol):
-    """Writes a plan into an empty folder. ``place`` is the name that the folder gets.
+    """Function that writes a plan into an empty folder. ``place`` is the folder's later name.
 
     ``trust``: the plan's target may be code outside of the current folder.
     """
@@ -57,7 +57,7 @@ class PlanWriter(Protocol):
 
 
 def torchrun(cluster: Cluster) -> str:
-    """The command that starts a process per device, on one host or on each."""
+    """Return the command that starts a process per device, on one host or on each."""
     counts = {host.num_devices for host in cluster.hosts}
     count = str(counts.pop()) if len(counts) == 1 else "DEVICES"
     each = f"--nproc-per-node {count}"
@@ -68,9 +68,9 @@ def torchrun(cluster: Cluster) -> str:
 
 
 def is_plan_format(to: str | None, source: str | Path) -> bool:
-    """Whether ``--to`` makes something of a plan. Raises UsageError.
+    """Return whether ``--to`` is a format of plans. Raises UsageError.
 
-    AP870: an unknown format; AP361: a plan file and a format of checkpoints.
+    AP870: an unknown format; AP361: a plan file with a format of checkpoints.
     """
     known = (*CHECKPOINT_FORMATS, *WRITERS)
     if to is not None and to not in known:
@@ -89,12 +89,12 @@ def is_plan_format(to: str | None, source: str | Path) -> bool:
 
 
 def _is_plan_file(path: Path) -> bool:
-    """A JSON file that is no index of files of weights."""
+    """Return whether a file is JSON, but no index of files of weights."""
     return path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json")
 
 
 def check_plan_options(given: Iterable[str]) -> None:
-    """Raises UsageError AP363 where options of weights are given with a plan.
+    """Raise UsageError AP363 if options of weights are given with a plan.
 
     >>> check_plan_options([])
     """
@@ -108,10 +108,10 @@ def check_plan_options(given: Iterable[str]) -> None:
 def export_plan(
     source: str | Path, folder: str | Path, *, to: str, force: bool = False, trust: bool = False
 ) -> WrittenPlan:
-    """Writes the plan in ``source``, a file or a folder with a plan.json, to ``folder``.
+    """Write the plan in ``source``, a file or a folder with a plan.json, to ``folder``.
 
-    Raises UsageError: AP362 where ``source`` is a checkpoint without a plan, AP869 for a folder
-    that is not empty; and as ``load_plan`` and the writer do.
+    Raises UsageError: AP362 if ``source`` is a checkpoint without a plan, AP869 for a folder that
+    is not empty; and as ``load_plan`` and the writer do.
     """
     path, place = Path(source), Path(folder)
     if path.is_dir() and not (path / PLAN).is_file():

@@ -20,7 +20,7 @@ FORMATS = (".lp", ".mps")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A program in a file: where, how large it is, and its objective in the plan's layouts."""
+    """A program in a file: its path, its size, and its objective in the plan's layouts."""
 
     path: Path
     num_variables: int
@@ -31,7 +31,7 @@ class Written:
 
 
 def write_program(problem: Any, path: str | Path) -> None:
-    """Writes a ``pulp.LpProblem`` in the format that the name of ``path`` says.
+    """Write a ``pulp.LpProblem`` in the format of the ending of ``path``.
 
     Raises UsageError AP332 for another ending, or a file that cannot be written.
     """
@@ -48,7 +48,7 @@ def write_program(problem: Any, path: str | Path) -> None:
 
 
 def check_format(path: str | Path) -> None:
-    """Raises UsageError AP332 for a file that is neither ``.lp`` nor ``.mps``."""
+    """Raise UsageError AP332 for a file that is neither ``.lp`` nor ``.mps``."""
     if Path(path).suffix not in FORMATS:
         raise UsageError(
             "AP332", f"{path} ends in neither .lp nor .mps", where="-o", fix="-o stage.mps"
@@ -65,10 +65,10 @@ def plan_program(
     database: str | None = None,
     trust: bool = False,
 ) -> StageProgram:
-    """The program of a stage of the plan in a file, whose model is captured again.
+    """Return the program of a stage of the plan in a file, whose model is captured again.
 
-    Raises as ``load_plan``, ``check_trusted`` and ``stage_program`` do, and PlanError AP550 where
-    the model is not the plan's any more.
+    Raises as ``load_plan``, ``check_trusted`` and ``stage_program`` do, and PlanError AP550 if the
+    model is not the plan's any more.
     """
 
     plan = load_plan(plan_path)
@@ -82,7 +82,7 @@ def plan_program(
 
 
 def write_plan_program(found: StageProgram, output: str) -> Written:
-    """A stage's program as a file."""
+    """Write a stage's program to a file."""
     problem = found.named.as_pulp()
     write_program(problem, output)
     return Written(

@@ -1,8 +1,8 @@
-"""Weights out of a checkpoint: as safetensors, as a ``.pt``, or as a Hugging Face folder.
+"""Weights of a checkpoint as safetensors, as a ``.pt``, or as a Hugging Face folder.
 
-In: a checkpoint (or anything that ``--weights`` reads), and the target it was trained from
-where that is known. Out: a folder, written beside its place and renamed when it is whole. It
-is one process without a group, that holds one file's tensors at a time.
+In: a checkpoint (or anything that ``--weights`` reads), and its target if known. Out: a folder,
+written beside its place and renamed when it is complete. One process without a group holds one
+file's tensors at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written: the folder, its files with tensors, and the number of tensors."""
+    """Written weights: the folder, its files with tensors, and the number of tensors."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -51,7 +51,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Weights and what is known of their model: its target, the model on ``meta``, adapters."""
+    """Weights and the known facts of their model: its target, the model on ``meta``, adapters."""
 
     files: WeightFiles
     target: Target | None = None
@@ -60,13 +60,13 @@ class Source:
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        """The paths of the layers with adapters."""
+        """Paths of the layers with adapters."""
         return tuple(
             name.removesuffix(LORA_A) for name in self.files.names() if name.endswith(LORA_A)
         )
 
     def names(self) -> tuple[str, ...]:
-        """The names without further ones of tied tensors."""
+        """Return the names without further names of tied tensors."""
         aliases = {} if self.model is None else find_tied(self.model)
         known = set(self.files.names())
         return tuple(
@@ -87,18 +87,18 @@ def export(  # noqa: PLR0913 - one parameter per option
     force: bool = False,
     trust: bool = False,
 ) -> Exported:
-    """Writes the weights of ``checkpoint`` (of the newest one in a folder of them) to ``folder``.
+    """Write the weights of ``checkpoint`` (of the newest in a folder of them) to ``folder``.
 
     ``to`` is ``safetensors``, ``pt``, ``hf`` (safetensors with the files that ``from_pretrained``
     reads) or ``peft`` (LoRA adapters alone). ``model`` is the target that was trained; by default
-    it is that of the plan beside the checkpoint. With it tied weights are written once and
-    adapters are merged into the weights; ``lora`` replaces the target's. Floating tensors are
-    cast to ``dtype``. ``trust``: the plan's target may be code outside of the current folder.
+    the plan's beside the checkpoint. With it tied weights are written once and adapters are merged
+    into the weights; ``lora`` replaces the target's. Floating tensors are cast to ``dtype``.
+    ``trust``: the plan's target may be code outside of the current folder.
 
-    Raises UsageError: AP860 and AP861 where the weights cannot be read, AP869 for a folder that
-    is not empty, AP870 for a wrong ``to`` or ``dtype``, AP871 where ``to`` needs a Hugging Face
-    model, AP872 where the checkpoint has other parameters than the model, AP155 where the plan's
-    target is not trusted.
+    Raises UsageError: AP860 and AP861 if the weights cannot be read, AP869 for a folder that is not
+    empty, AP870 for a wrong ``to`` or ``dtype``, AP871 if ``to`` needs a Hugging Face model, AP872
+    if the checkpoint has other parameters than the model, AP155 if the plan's target is not
+    trusted.
     """
     _check_choices(to, dtype)
     most_bytes = parse_size(max_shard_size)
@@ -140,7 +140,7 @@ def _check_choices(to: str, dtype: str | None) -> None:
 
 
 def _source(checkpoint: Path, model: str | None, lora: str | None, *, trust: bool) -> Source:
-    """The weights, and what the target says of them."""
+    """Return the weights, and the target's facts of them."""
     files = open_weights(checkpoint)
     target = _target(checkpoint, model, trust=trust)
     adapters = lora or (None if target is None else target.settings.get("lora"))
@@ -149,7 +149,7 @@ def _source(checkpoint: Path, model: str | None, lora: str | None, *, trust: boo
 
 
 def _target(checkpoint: Path, model: str | None, *, trust: bool) -> Target | None:
-    """The target of ``model``, or of the plan beside the checkpoint."""
+    """Return the target of ``model``, or of the plan beside the checkpoint."""
     if model is not None:
         is_folder = (Path(model) / "config.json").exists() and not model.startswith("hf:")
         return load_target(f"hf:{model}" if is_folder else model)
@@ -184,9 +184,9 @@ def _check_huggingface(source: Source, to: str) -> None:
 
 
 def _merged_tensors(source: Source) -> dict[str, Callable[[], Tensor]]:
-    """How to make each tensor of the model: as stored, or with its adapter added.
+    """Map each tensor of the model to a function that reads it, or adds its adapter.
 
-    Raises UsageError AP871 where the scale of adapters is not known, and AP872.
+    Raises UsageError AP871 if the scale of adapters is unknown, and AP872.
     """
     adapted = source.adapted if source.model is not None else ()
     if adapted and source.lora is None:
@@ -205,7 +205,7 @@ def _merged_tensors(source: Source) -> dict[str, Callable[[], Tensor]]:
 
 
 def _check_names(source: Source, names: list[str]) -> None:
-    """Raises UsageError AP872 unless all parameters of the model are there, and no other."""
+    """Raise UsageError AP872 unless the checkpoint has exactly the model's parameters."""
     if source.model is None:
         return
     tied = find_tied(source.model)

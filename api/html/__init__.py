@@ -1,4 +1,4 @@
-"""A Plan in, a page of HTML out that needs nothing but a browser, and a short one for notebooks."""
+"""Pages of plans: HTML that needs nothing but a browser, and a short form for notebooks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Candidates by time and memory: rows of a table, and a picture with the Pareto front.
 
 In: a plan and baselines, or other entries. Out: every candidate with its place in the picture, and
-labels that overlap no point and no other label.
+labels that overlap neither points nor each other.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
 
 LETTER = 6.6
-"""The width of a letter of a label."""
+"""Width of a letter of a label."""
 
 MOST_OF_LIMIT = 1.3
-"""Candidates that need more memory than this times the limit are drawn at the edge."""
+"""Candidates that need more memory than this multiple of the limit are drawn at the edge."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is to be drawn; 0 where a figure is not known, ``label`` "" where there is none."""
+    """Candidate to draw; an unknown figure is 0, a missing ``label`` ""."""
 
     name: str
     kind: str
@@ -38,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A row of the table and a point of the picture."""
+    """Row of the table and point of the picture."""
 
     name: str
     kind: str
@@ -55,7 +55,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A text and where it begins."""
+    """Text and its start."""
 
     x: str
     y: str
@@ -64,7 +64,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class CandidateChart:
-    """Candidates by memory and time, those on the Pareto front joined."""
+    """Candidates by memory and time, with a line through the Pareto front."""
 
     candidates: tuple[Candidate, ...]
     front: str
@@ -76,7 +76,7 @@ class CandidateChart:
 
 
 def candidate_chart(plan: Plan, found: Sequence[Baseline], limit: int) -> CandidateChart:
-    """The plan, its alternatives and the baselines."""
+    """Return the chart of the plan, its alternatives and the baselines."""
     own = plan.prediction
     entries = [
         Entry(plan_summary(plan), "plan", own.step_seconds, own.peak_memory_bytes, "the plan",
@@ -95,7 +95,7 @@ def candidate_chart(plan: Plan, found: Sequence[Baseline], limit: int) -> Candid
 
 
 def time_memory_chart(entries: Sequence[Entry], limit: int) -> CandidateChart:
-    """Entries by time and memory; differences are from the first. One at least has both."""
+    """Chart entries by time and memory, of which at least one has both, beside the first."""
     best = entries[0].step_seconds
     placed = [
         (e.step_seconds, e.memory_bytes) for e in entries if e.step_seconds and e.memory_bytes
@@ -130,7 +130,7 @@ def time_memory_chart(entries: Sequence[Entry], limit: int) -> CandidateChart:
 
 
 def _scales(placed: Sequence[tuple[float, float]], limit: int) -> tuple[Scale, Scale, bool]:
-    """The axes of memory and of time, and whether the limit lies beyond the first."""
+    """Return the axes of memory and of time, and whether the limit lies beyond the first."""
     most, least = max(held for _, held in placed), min(held for _, held in placed)
     is_far = limit > FAR * most
     high = most * 1.1 if is_far else min(max(limit, most) * 1.05, MOST_OF_LIMIT * limit)
@@ -141,7 +141,7 @@ def _scales(placed: Sequence[tuple[float, float]], limit: int) -> tuple[Scale, S
 
 
 def _labels(candidates: Sequence[Candidate]) -> list[Label]:
-    """The labels, each beside its point where nothing else is."""
+    """Return the labels, each beside its point if there is room."""
     points = [(float(each.x), float(each.y)) for each in candidates if each.x]
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
     found = []
@@ -170,7 +170,7 @@ def _meet(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The pairs that no other is better than in one figure and not worse in the other, by memory.
+    """Return the Pareto front by memory: no pair is worse in a figure and no better in the other.
 
     >>> pareto_front([(3, 1), (1, 3), (2, 2), (2.5, 2.5), (1, 4)])
     [(3, 1), (2, 2), (1, 3)]

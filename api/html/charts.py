@@ -1,4 +1,4 @@
-"""The frame of a page's charts: their size, and ticks on their axes."""
+"""Frame of a page's charts: their size, and ticks on their axes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 WIDTH, HEIGHT = 960, 300
 LEFT, RIGHT, TOP, BOTTOM = 84, 24, 12, 34
 FAR = 2.5
-"""A limit that is so many times what is needed is not drawn."""
+"""Limits above this multiple of the needed memory are not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A place on an axis."""
+    """Place on an axis."""
 
     at: str
     text: str

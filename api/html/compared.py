@@ -1,7 +1,7 @@
 """Plans and runs side by side as a page, and as a table for notebooks.
 
 In: items of ``compare``. Out: one HTML text in the style of a plan's report: figures, a picture by
-time and memory, what differs in the plans, where a step and the memory go, and what was measured.
+time and memory, different choices, parts of a step and of the memory, and measurements.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ SECTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A figure of an item: its value, as text, by how much it differs from the first item's, and
-    whether that is better. Without a value the text is a dash."""
+    """Figure of an item: its value, as text, its change from the first item's, and whether that is
+    better. Without a value the text is a dash."""
 
     value: float | None
     text: str
@@ -55,7 +55,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """An item as the page shows it. ``parts`` are seconds or bytes by name, ``whole`` is all."""
+    """Item as the page shows it. ``seconds`` and ``held`` are parts of the step and of memory."""
 
     letter: str
     name: str
@@ -71,7 +71,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure with a heading: how it is found and written, and whether less is better."""
+    """Figure with a heading: how it is found and written, and whether less is better."""
 
     title: str
     find: Figure
@@ -80,7 +80,7 @@ class Column:
 
 
 def compared_page(items: Sequence[Item]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     found = _context(items)
     sections = [
         (name, title) for name, title in SECTIONS.items()
@@ -93,7 +93,7 @@ def compared_page(items: Sequence[Item]) -> str:
 
 
 def compared_notebook(items: Sequence[Item]) -> str:
-    """What a notebook shows of a comparison: figures and what differs."""
+    """Return the notebook's form of a comparison: figures and different choices."""
     return rendered("compared_notebook.html", _context(items))
 
 
@@ -167,7 +167,7 @@ def _cell(column: Column, item: Item, first: Item) -> Cell:
 
 
 def _measured(item: Item) -> tuple[tuple[str, Cell, Cell, float | None], ...]:
-    """Step and memory, predicted and measured, and how far the prediction is off."""
+    """Return step and memory, predicted and measured, and the errors of the prediction."""
     rows = []
     for name, predict, measure, write in (
         ("step", step_seconds, measured_step_seconds, seconds_text),
@@ -183,7 +183,7 @@ def _measured(item: Item) -> tuple[tuple[str, Cell, Cell, float | None], ...]:
 
 
 def _quickest(items: Sequence[Item], found: Sequence[Compared]) -> str:
-    """The plan that fits and is fastest, in words; "" where that cannot be said."""
+    """Name the fastest plan that fits; "" if it is unknown."""
     fitting = [
         (item.plan.prediction.step_seconds, own) for item, own in zip(items, found, strict=True)
         if item.plan is not None and own.excess <= 0
@@ -198,7 +198,7 @@ def _quickest(items: Sequence[Item], found: Sequence[Compared]) -> str:
 
 
 def _chart(items: Sequence[Item], found: Sequence[Compared]) -> Any:
-    """None where no item has both seconds and bytes."""
+    """Return the chart of items with both seconds and bytes; None without such an item."""
     entries = [
         Entry(own.name, own.kind, step_seconds(item) or 0.0, memory_bytes(item) or 0.0,
               own.what, own.letter)

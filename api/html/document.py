@@ -1,7 +1,7 @@
-"""The page: what a plan says, and what its model and a run of it add, put into templates.
+"""The page of a plan, with facts of its model and of a run, put into templates.
 
-In: a plan, and as far as they are known the plan priced again and what a run measured. Out: one
-HTML text that refers to no other file: styles, script, drawings and data are inside.
+In: a plan, and if known the plan priced again and the measurements of a run. Out: one HTML text
+that refers to no other file: styles, script, drawings and data are inside.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ SECTIONS = {
 }  # fmt: skip
 MISSING = "the model was not loaded (--no-target)"
 MOST_STAGE_ROWS = 16
-"""Stages that the tables list before they are folded."""
+"""Number of stages above which tables are folded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a page shows besides the plan. ``missing`` says why ``priced`` is None."""
+    """Sources of a page besides the plan. ``missing`` says why ``priced`` is None."""
 
     priced: PricedAgain | None = None
     missing: str = MISSING
@@ -63,12 +63,12 @@ NOTHING = Sources()
 
 
 def page(plan: Plan, sources: Sources = NOTHING) -> str:
-    """The whole page."""
+    """Return the whole page."""
     return rendered("report.html", _context(plan, sources))
 
 
 def notebook(plan: Plan) -> str:
-    """What a notebook shows of a plan: headline, stages and candidates."""
+    """Return the notebook's form of a plan: headline, stages and candidates."""
     return rendered("notebook.html", _context(plan, NOTHING))
 
 

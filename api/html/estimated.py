@@ -1,4 +1,4 @@
-"""Estimates as a table for notebooks: the devices that a model needs, and what they hold."""
+"""Estimates as a table for notebooks: the devices that a model needs, and their memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoparallel.report.estimates import METHODS, days_text, dollars_text, esti
 
 
 def estimated_notebook(found: Sequence[Estimate]) -> str:
-    """What a notebook shows of estimates."""
+    """Return the notebook's form of estimates."""
     return rendered(
         "estimated_notebook.html",
         {

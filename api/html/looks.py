@@ -1,4 +1,4 @@
-"""What is drawn in which colour, and what its name means: parts of memory and of a step.
+"""Colours and meanings of the drawn parts of memory and of a step.
 
 A look is a class of the style sheet.
 """

@@ -1,4 +1,4 @@
-"""Memory in the course of a step: by category, one on top of the other, below the limit."""
+"""Memory in the course of a step: stacked categories, below the limit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from autoparallel.html.scales import Scale, number, ticks
 from autoparallel.options.words import bytes_text, seconds_text
 
 LEAST_SHARE = 0.01
-"""Categories of memory below this share of the peak are drawn as one, "other"."""
+"""Categories of memory below this share of the peak are drawn together as "other"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """A category of memory in time."""
+    """Category of memory in time."""
 
     name: str
     path: str
@@ -28,7 +28,7 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class MemoryChart:
-    """Memory in time, the categories one on top of the other, below the limit."""
+    """Memory in time, with stacked categories, below the limit."""
 
     areas: tuple[Area, ...]
     x_ticks: tuple[Tick, ...]
@@ -47,7 +47,7 @@ def memory_chart(
     step_seconds: float,
     limit: int,
 ) -> MemoryChart:
-    """What a rank holds from the start of each action on. ``events`` are the rank's."""
+    """Draw the memory of a rank from the start of each action on; ``events`` are the rank's."""
     starts = {event.action: event.start_seconds for event in events if event.stream == "compute"}
     moments = [(starts[action], own) for action, own in held if action in starts]
     totals = [sum(own.values()) for _, own in moments]
@@ -92,7 +92,7 @@ def _categories(held: Iterable[Mapping[str, float]], peak: float) -> list[str]:
         for name, size in own.items():
             most[name] = max(most.get(name, 0.0), size)
     shown = [name for name, size in most.items() if size >= LEAST_SHARE * peak]
-    # what stays the same lies at the bottom
+    # constant categories lie at the bottom
     order = [name for name in MEMORY_ORDER if name in shown]
     return [*order, *(name for name in shown if name not in order), "other"]
 
@@ -100,7 +100,7 @@ def _categories(held: Iterable[Mapping[str, float]], peak: float) -> list[str]:
 def _band(
     top: Sequence[tuple[float, float]], base: Sequence[tuple[float, float]], end: float
 ) -> str:
-    """The area between two step functions, which hold their last value until ``end``."""
+    """Return the area between two step functions, which hold their last value until ``end``."""
 
     def steps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         nexts = [*(at for at, _ in points[1:]), end]

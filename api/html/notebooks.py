@@ -1,6 +1,6 @@
-"""Plans, comparisons and estimates as users of Python get them: shown in notebooks, as frames.
+"""Plans, comparisons and estimates for users of Python: in notebooks, as frames.
 
-The planner's ``Plan`` is data and knows no report. Where a plan leaves the package (``plan``,
+The planner's ``Plan`` is data and knows no report. When a plan leaves the package (``plan``,
 ``load_plan``) it becomes a ``ShownPlan``, which has the same fields and equals the same plans.
 """
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class ShownPlan(Plan):
-    """A ``Plan`` that renders as HTML in notebooks, and as its short report in IPython."""
+    """``Plan`` that renders as HTML in notebooks, and as its short report in IPython."""
 
     __slots__ = ()
     __hash__ = Plan.__hash__
@@ -56,30 +56,30 @@ class ShownPlan(Plan):
         return notebook(self)
 
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        """What IPython shows where there is no HTML: the report on one screen."""
+        """Print the report on one screen, for IPython without HTML."""
 
         printer.text("ShownPlan(...)" if is_cycle else describe(self, short=True))
 
     def to_frame(self, what: str = "stages") -> pandas.DataFrame:
-        """A part of the plan as a pandas DataFrame, in seconds and bytes.
+        """Return a part of the plan as a pandas DataFrame, in seconds and bytes.
 
-        ``what`` is "stages" (a row per stage), "memory" (bytes by stage and category),
-        "weights" (how each parameter lies) or "candidates" (this plan and its alternatives).
+        The parts are "stages" (a row per stage), "memory" (bytes by stage and category), "weights"
+        (the layout of each parameter) and "candidates" (this plan and its alternatives).
 
-        Raises UsageError: AP340 where pandas is not installed, AP341 for another ``what``.
+        Raises UsageError: AP340 if pandas is not installed, AP341 for an unknown part.
         """
 
         return frame(self, what)
 
 
 def shown(plan: Plan) -> ShownPlan:
-    """The same plan, as users get it."""
+    """Return the same plan with its display."""
     return ShownPlan(**{each.name: getattr(plan, each.name) for each in fields(Plan)})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
-    """Items beside the first of them: as text, in a notebook, as a page, for pandas."""
+    """Items compared with the first: as text, in a notebook, as a page, for pandas."""
 
     items: tuple[Item, ...]
 
@@ -92,28 +92,28 @@ class Comparison:
         return compared_notebook(self.items)
 
     def page(self) -> str:
-        """One self-contained page of HTML, what ``compare --html`` writes."""
+        """Return the self-contained page that ``compare --html`` writes."""
 
         return compared_page(self.items)
 
     def to_frame(self) -> pandas.DataFrame:
-        """A row per item: seconds, bytes and shares, and how much they differ from the first's.
+        """Return a row per item: seconds, bytes and shares, and their differences from the first's.
 
-        Raises UsageError AP340 where pandas is not installed.
+        Raises UsageError AP340 if pandas is not installed.
         """
 
         return data_frame(comparison_rows(self.items))
 
 
 def compare(*items: Plan | str | Path, trust: bool = False, progress: bool = True) -> Comparison:
-    """Plans, runs and usual configurations beside the first of them.
+    """Compare plans, runs and usual configurations with the first item.
 
     An item is a plan, a plan's file or the folder of a run, a file of ``run --metrics``, or a
     baseline by name: ``"fsdp"``, ``"tp8"``, ``"3d:tp=8,pp=4"``. Baselines are for the model, batch
-    and cluster of the first plan, whose code runs for them; ``trust`` allows that where it lies
+    and cluster of the first plan, whose code runs for them; ``trust`` allows that if it lies
     outside the current folder. ``progress`` False shows none.
 
-    Raises UsageError AP353 to AP356, AP155, and what loading a plan and its model raises.
+    Raises UsageError AP353 to AP356, AP155, and errors of loading a plan and its model.
     """
 
     with plan_cache() as cache, shown_to_callers(progress) as observe:
@@ -121,7 +121,7 @@ def compare(*items: Plan | str | Path, trust: bool = False, progress: bool = Tru
 
 
 class Estimates(tuple[Estimate, ...]):
-    """Estimates that show themselves: as text, in a notebook, and for pandas."""
+    """Estimates that display themselves: as text, in a notebook, and for pandas."""
 
     __slots__ = ()
 
@@ -134,9 +134,9 @@ class Estimates(tuple[Estimate, ...]):
         return estimated_notebook(self)
 
     def to_frame(self) -> pandas.DataFrame:
-        """A row per device and way to train, in seconds and bytes.
+        """Return a row per device and way to train, in seconds and bytes.
 
-        Raises UsageError AP340 where pandas is not installed.
+        Raises UsageError AP340 if pandas is not installed.
         """
 
         rows = estimates_json(self)
@@ -152,19 +152,19 @@ def estimate(
     progress: bool = True,
     **options: Any,
 ) -> Estimates:
-    """The fewest devices of each kind that train ``model``, with the plan and figures there.
+    """Find the fewest devices of each kind that train ``model``, with the plan and its figures.
 
-    A sequence of ``Estimate``, which shows itself as a table in notebooks. On a terminal and in a
-    notebook bars show the progress; ``progress=False`` shows none.
+    The result is a sequence of ``Estimate``, displayed as a table in notebooks. On a terminal and
+    in a notebook bars show the progress; ``progress=False`` shows none.
 
-    ``model``, ``example_batch`` and ``loss_fn`` are those of ``plan``. ``devices`` are names of
+    ``model``, ``example_batch`` and ``loss_fn`` are as in ``plan``. ``devices`` are names of
     devices, or clusters (``"8xH100"``), joined by commas or in a sequence; ``options`` are fields
     of ``Asked``: ``global_batch``, ``seq``, ``precision``, ``optimizer``, ``lora`` (``"none"``;
     None: adapters only of ``hf:`` targets, by the usual settings), ``max_devices``, ``seconds``,
     ``tokens``, ``prices``.
 
-    Raises UsageError AP350 for an unknown device, AP141 for an unknown option, and what planning
-    raises.
+    Raises UsageError AP350 for an unknown device, AP141 for an unknown option, and errors of
+    planning.
     """
 
     target = make_target(model, example_batch, loss_fn)
@@ -186,7 +186,7 @@ def estimate(
 def load_plan(path: str | Path) -> ShownPlan:
     """Return the plan in the file ``path``.
 
-    Raises UsageError AP101 where there is no such file, PlanError where it is damaged or of
-    another version.
+    Raises UsageError AP101 if there is no such file, PlanError if it is damaged or of another
+    version.
     """
     return shown(plan_files.load_plan(path))

@@ -1,4 +1,4 @@
-"""What the drawings of a page show of a plan: its cluster, its blocks, its weights, its memory.
+"""Values of a page's drawings: a plan's cluster, blocks and weights.
 
 Each function takes a plan and returns plain values for a template.
 """
@@ -19,13 +19,13 @@ from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import mesh_text
 
 MOST_STRIPS = 8
-"""A weight that is cut into more parts is drawn with so many."""
+"""Weights that are cut into more parts are drawn with this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Neighbouring hosts that are alike: ``devices`` are the pipeline ranks of each one's slots,
-    None where a device is idle."""
+    """Equal neighbouring hosts: ``devices`` are the pipeline ranks of each host's slots, None if
+    idle."""
 
     names: str
     number: int
@@ -36,7 +36,7 @@ class Hosts:
 
 
 def cluster_hosts(plan: Plan) -> list[Hosts]:
-    """The hosts in order, neighbours that are alike as one."""
+    """Return the hosts in order, equal neighbours merged."""
     rank_of: dict[int, int] = {}
     for rank, stages in enumerate(stages_of_ranks(plan)):
         for device in plan.stages[stages[0]].devices:
@@ -61,7 +61,7 @@ def link_text(name: str, bytes_per_second: float) -> str:
 
 
 def between_hosts(cluster: Cluster) -> list[str]:
-    """The links between hosts, in words."""
+    """Describe the links between hosts."""
     if len(cluster.hosts) < 2:
         return []
     links = [("between hosts", cluster.inter_link)]
@@ -72,8 +72,8 @@ def between_hosts(cluster: Cluster) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class BlockCell:
-    """A run of neighbouring blocks on one rank with one way of recomputing: columns
-    [start, start + length) of the drawing."""
+    """Neighbouring blocks on one rank with equal recomputation: columns [start, start + length) of
+    the drawing."""
 
     start: int
     length: int
@@ -84,7 +84,7 @@ class BlockCell:
     title: str
 
     def path(self, left: float, unit: float, y: float, height: float) -> str:
-        """A box per block as an SVG path, with gaps between them where there is room."""
+        """Return a box per block as an SVG path, with gaps between them if there is room."""
         gap = 1.5 if unit > 4 else 0.0
         if not gap:
             return box(left + self.start * unit, y, max(0.5, self.length * unit), height)
@@ -93,7 +93,7 @@ class BlockCell:
 
 
 def block_cells(plan: Plan) -> list[BlockCell]:
-    """Where each block of the model runs, in the model's order."""
+    """Return the places of the model's blocks, in the model's order."""
     rank_of = {stage: rank for rank, stages in enumerate(stages_of_ranks(plan)) for stage in stages}
     found, at = [], 0
     for index, stage in enumerate(plan.stages):
@@ -109,8 +109,8 @@ def block_cells(plan: Plan) -> list[BlockCell]:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter's layout: into how many parts each of its two drawn sides is cut, by which axes,
-    and its shapes where the model is known."""
+    """Layout of a parameter: the parts of its two drawn sides, the axes that cut them, and its
+    shapes if the model is known."""
 
     name: str
     rows: int
@@ -123,7 +123,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """The weights of equal blocks on one mesh."""
+    """Weights of equal blocks on one mesh."""
 
     blocks: str
     count: int
@@ -132,7 +132,7 @@ class WeightGroup:
 
 
 def weight_groups(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[WeightGroup]:
-    """How the weights of each kind of block lie; ``shapes`` by name, as far as they are known."""
+    """Return the weights' layouts of each kind of block; ``shapes`` has known shapes by name."""
     found = []
     for mesh in dict.fromkeys(stage.mesh for stage in plan.stages):
         members = [stage for stage in plan.stages if stage.mesh == mesh]
@@ -163,7 +163,7 @@ def _weight(
     num_parts = 1
     for size in parts.values():
         num_parts *= size
-    # a matrix is drawn as it is; of tensors of more dimensions all after the first as one side
+    # a matrix is drawn as it is; all dimensions after the first are one side
     columns = 1
     for dim, size in parts.items():
         columns *= size if dim else 1

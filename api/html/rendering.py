@@ -1,4 +1,4 @@
-"""Templates into HTML: one environment for all pages, and the filters that write figures.
+"""HTML from templates: an environment for all pages, and filters that write figures.
 
 In: the name of a template and its values. Out: HTML that refers to no other file.
 """
@@ -32,12 +32,12 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def rendered(name: str, values: Mapping[str, Any]) -> str:
-    """A template with its values."""
+    """Render a template with its values."""
     return _environment().get_template(name).render(**values)
 
 
 def write_html(text: str, path: str) -> None:
-    """Writes a page. Raises UsageError AP343."""
+    """Write a page. Raises UsageError AP343."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -62,5 +62,5 @@ def _environment() -> Environment:
 
 
 def _json(value: Any) -> Markup:
-    """Data for a script element, which ends at no text inside."""
+    """Return data for a script element; no text in it ends the element."""
     return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))

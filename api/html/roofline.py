@@ -32,7 +32,7 @@ class OpPoint:
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """A line of the roofline, and its label's place."""
+    """Line of the roofline, and its label's place."""
 
     path: str
     x: str
@@ -43,7 +43,7 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """A row of the table of ops."""
+    """Row of the table of ops."""
 
     op: OpWork
     share: float
@@ -54,7 +54,7 @@ class OpRow:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """The ops by arithmetic intensity and rate, under what the device can do."""
+    """Ops by arithmetic intensity and rate, under the device's limits."""
 
     points: tuple[OpPoint, ...]
     roofs: tuple[Roof, ...]
@@ -66,11 +66,11 @@ class Roofline:
 
 MOST_ROWS = 24
 LABEL_WIDTH = 190
-"""What the label of the level roof takes."""
+"""Width of the label of the level roof."""
 
 
 def power_text(value: float) -> str:
-    """A power of ten with its prefix.
+    """Write a power of ten with its prefix.
 
     >>> power_text(1e15), power_text(1e4), power_text(0.1)
     ('1 P', '10 k', '0.1 ')
@@ -82,7 +82,7 @@ def power_text(value: float) -> str:
 
 
 def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
-    """The roofline of ops on a device, whose products compute in ``dtype``."""
+    """Return the roofline of ops on a device, whose products compute in ``dtype``."""
     peak, rate = peak_flops(device, dtype), device.memory_bytes_per_second
     total = sum(op.total_seconds for op in ops) or 1.0
     counted = [op for op in ops if op.flops > 0 and op.num_bytes > 0]
@@ -147,5 +147,5 @@ def _at(x: Scale, y: Scale, intensity: float, rate: float) -> str:
 
 
 def _power(rounded: Callable[[float], int], value: float) -> int:
-    """A power of ten near a value."""
+    """Return a power of ten near a value."""
     return rounded(log10(value))

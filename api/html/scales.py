@@ -7,7 +7,7 @@ from math import ceil, floor, log10
 
 
 def number(value: float) -> str:
-    """A coordinate, at most two digits after the point.
+    """Write a coordinate with at most two digits after the point.
 
     >>> number(3.0), number(2.71828), number(-0.001)
     ('3', '2.72', '0')
@@ -17,7 +17,7 @@ def number(value: float) -> str:
 
 
 def round_step(span: float, most: int) -> float:
-    """A step of 1, 2 or 5 times a power of ten, with at most ``most`` of them in ``span``.
+    """Return a step of 1, 2 or 5 times a power of ten, at most ``most`` of which fit in ``span``.
 
     >>> round_step(3.2, 5), round_step(90, 5)
     (1.0, 20.0)
@@ -28,7 +28,7 @@ def round_step(span: float, most: int) -> float:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round values between two ends.
+    """Return round values between two ends.
 
     >>> ticks(0, 3.2), ticks(2.9, 3.5, 3)
     ([0.0, 1.0, 2.0, 3.0], [3.0, 3.2, 3.4])
@@ -41,7 +41,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def powers(low: float, high: float) -> list[float]:
-    """The powers of ten between two ends.
+    """Return the powers of ten between two ends.
 
     >>> powers(0.5, 2000)
     [1.0, 10.0, 100.0, 1000.0]
@@ -51,7 +51,7 @@ def powers(low: float, high: float) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From values between ``low`` and ``high`` to coordinates between ``start`` and ``end``."""
+    """Map from values between ``low`` and ``high`` to coordinates between ``start`` and ``end``."""
 
     low: float
     high: float
@@ -68,7 +68,7 @@ class Scale:
 
 
 def box(x: float, y: float, width: float, height: float) -> str:
-    """A rectangle as part of an SVG path.
+    """Return a rectangle as part of an SVG path.
 
     >>> box(1, 2, 3, 4)
     'M1 2h3v4h-3z'

@@ -1,7 +1,7 @@
-"""The step as it runs: what each pipeline rank computes, sends and waits for, drawn in time.
+"""The step in time: each pipeline rank's compute, messages and waits as a drawing.
 
 In: a timeline. Out: shapes of a drawing, one row of lanes per rank, and the same events as numbers
-for a page that says what lies under the pointer: what it is, how long it takes, and of a wait why.
+for a page that explains the event under the pointer: its kind, its time, and the reason of a wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autoparallel.cost_model.simulator.timeline import STREAMS, Event, Timeline
 from autoparallel.html.scales import box
 
 UNITS = 100_000
-"""The width of the drawing: so many units are a step."""
+"""Width of the drawing: a step has so many units."""
 
 COMPUTE_HEIGHT, LANE_HEIGHT, GAP = 22, 5, 8
 KINDS = ("F", "B", "I", "W", "STEP", "SEND_F", "SEND_B", "REDUCE", "GATHER")
@@ -25,7 +25,7 @@ LEAST_WAIT = 1e-4
 """Waits shorter than this share of a step are not listed."""
 
 WAITS = ("message", "compute", "gather", "sync", "start", "end")
-"""Why a rank waits: a message is on its way; the rank it needs still computes; parameters are
+"""Reasons for a wait: a message is on its way; the rank it needs still computes; parameters are
 gathered; gradients are summed; the pipeline fills; the step ends for all ranks at once."""
 
 
@@ -46,7 +46,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """A pipeline rank's lanes; ``busy`` and ``exposed`` are shares of the step."""
+    """Lanes of a pipeline rank; ``busy`` and ``exposed`` are shares of the step."""
 
     name: str
     top: int
@@ -59,7 +59,7 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleView:
-    """The drawing, and ``data`` for the page's script."""
+    """Drawing of a step, with ``data`` for the page's script."""
 
     rows: tuple[RankRow, ...]
     height: int
@@ -69,12 +69,12 @@ class ScheduleView:
 
     @property
     def is_dense(self) -> bool:
-        """Whether boxes are too narrow for edges."""
+        """True if boxes are too narrow for edges."""
         return max(len(rank["events"]) for rank in self.data["ranks"]) > MOST_WITH_EDGES
 
 
 def schedule_view(timeline: Timeline, names: Sequence[str]) -> ScheduleView:
-    """The drawing of a step; ``names`` are those of its ranks."""
+    """Draw a step; ``names`` are its ranks' names."""
     scale = UNITS / timeline.step_seconds
     ends = _Ends(timeline)
     used = [s for s in STREAMS if any(e.stream == s for events in timeline.events for e in events)]
@@ -119,7 +119,7 @@ def _drawn(
     lanes: Sequence[tuple[str, int, int]],
     scale: float,
 ) -> tuple[tuple[Shape, ...], dict[str, Any]]:
-    """The boxes by look, and the rows [start, length, kind, stage, micro-batch, lane, hidden]."""
+    """Return boxes by look, and rows [start, length, kind, stage, micro-batch, lane, hidden]."""
     paths: dict[str, list[str]] = {}
     table = []
     stages = sorted({event.action.stage for event in events})
@@ -152,7 +152,7 @@ def _box(start: float, length: float, y: int, height: int, scale: float) -> str:
 
 
 def _covered(event: Event, compute: Sequence[Event]) -> list[tuple[float, float]]:
-    """The parts of an event during which its rank computes."""
+    """Return the parts of an event during which its rank computes."""
     starts = [each.start_seconds for each in compute]
     at = max(0, bisect_left(starts, event.start_seconds) - 1)
     found = []
@@ -167,7 +167,7 @@ def _covered(event: Event, compute: Sequence[Event]) -> list[tuple[float, float]
 
 
 def _rest(event: Event, covered: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The other parts."""
+    """Return the other parts of an event."""
     found, now = [], event.start_seconds
     for start, end in covered:
         if start > now:
@@ -180,8 +180,8 @@ def _rest(event: Event, covered: Sequence[tuple[float, float]]) -> list[tuple[fl
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rank does not compute from ``start`` to ``end``; ``stage`` and ``microbatch`` say what it
-    waits for, -1 where that is no action."""
+    """Time without compute on a rank. ``stage`` and ``microbatch`` name the action that it waits
+    for, -1 if there is none."""
 
     start: float
     end: float
@@ -191,7 +191,7 @@ class Wait:
 
 
 class _Ends:
-    """When messages arrive, and when what they carry was computed."""
+    """Arrivals of messages, and ends of the computations of their contents."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.messages: dict[tuple[str, int, int, int], tuple[float, Action]] = {}
@@ -212,7 +212,7 @@ class _Ends:
 
 
 def _waits(timeline: Timeline, rank: int, ends: _Ends) -> list[Wait]:
-    """When a rank does not compute, and why, in order."""
+    """Return the waits of a rank in order, with their reasons."""
     events = timeline.events[rank]
     compute = [event for event in events if event.stream == "compute"]
     least = LEAST_WAIT * timeline.step_seconds
@@ -233,7 +233,7 @@ def _busy_after(events: Sequence[Event], now: float) -> bool:
 
 
 def _wait(events: Sequence[Event], start: float, event: Event, ends: _Ends) -> Wait:
-    """Why nothing is computed from ``start`` until ``event``."""
+    """Return the wait from ``start`` until ``event``, with its reason."""
     kind, stage, microbatch, part = event.action
     end = event.start_seconds
     if kind == "STEP":

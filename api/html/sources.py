@@ -1,4 +1,4 @@
-"""The figures at the top of a page, and where each number of it comes from."""
+"""The figures at the top of a page, and the sources of its numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autoparallel.report.confidence import gap_text
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number at the top: its name, its value, and a remark."""
+    """Number at the top: its name, its value, and a remark."""
 
     label: str
     value: str
@@ -32,8 +32,8 @@ class Figure:
 def headline(
     plan: Plan, best: Baseline | None, again_seconds: float, measured_seconds: float | None = None
 ) -> list[Figure]:
-    """The plan's own figures; ``best`` is the fastest baseline, ``again_seconds`` the plan's step
-    priced together with it, ``measured_seconds`` the step of a run."""
+    """Return the plan's own figures; ``best`` is the fastest baseline, ``again_seconds`` the plan's
+    step priced together with it, ``measured_seconds`` the step of a run."""
     own, limit = plan.prediction, plan.cluster.usable_memory_bytes
     unit = "tokens" if plan.model.seq else "samples"
     said = f"; measured {seconds_text(measured_seconds)}" if measured_seconds else ""
@@ -58,7 +58,7 @@ def headline(
 
 
 def baselines_text(found: Sequence[Baseline], best: Baseline | None) -> str:
-    """The baselines in a sentence, the fastest that fits first."""
+    """Describe the baselines in a sentence, the fastest that fits first."""
     others = [
         f"{each.name} takes {seconds_text(each.step_seconds)}" if each.fits else
         f"{each.name} does not fit"
@@ -75,7 +75,7 @@ def baselines_text(found: Sequence[Baseline], best: Baseline | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """A number, its value, and where it comes from."""
+    """Number, its value, and its source."""
 
     figure: str
     value: str
@@ -83,7 +83,7 @@ class SourceRow:
 
 
 def source_rows(plan: Plan, missing: str) -> list[SourceRow]:
-    """Every kind of number on the page. ``missing``: why the model was not loaded, if so."""
+    """Return a row for every kind of number. ``missing``: why the model was not loaded, if so."""
     own = plan.prediction
     error = own.profile.interpolation_error if own.profile is not None else 0.0
     rows = [
@@ -141,7 +141,7 @@ def _device_rows(device: Device) -> list[SourceRow]:
 
 
 def _source(device: Device, key: str, unknown: str) -> str:
-    """Where a figure comes from; of a table each entry may have a source of its own."""
+    """Name the source of a figure; the entries of a table may have their own sources."""
     parts = {
         name.partition(".")[2]: text for name, text in device.sources.items()
         if name.startswith(f"{key}.")

@@ -1,12 +1,12 @@
-"""What every launcher starts on each host: a check of the cluster, then the run, by torchrun.
+"""The common job of all launchers: each host checks the cluster, then runs by torchrun.
 
-In: a plan and what its user asked for. Out: a ``LaunchJob``, which the launchers turn into their
-files, and the script that each host runs (``host_script``). Hosts have their place in the plan by
-number, from 0 on; the first one holds the rendezvous.
+In: a plan and its user's options. Out: a ``LaunchJob``, which the launchers turn into their files,
+and the script that each host runs (``host_script``). Hosts have their place in the plan by number,
+from 0 on; the first holds the rendezvous.
 
-torchrun's c10d rendezvous orders hosts by their addresses. That is no matter where all are alike.
-Where they are not, each must get the ranks that the plan has for it: then the rendezvous is the
-static one, which takes the order from ``--node-rank``.
+torchrun's c10d rendezvous orders hosts by their addresses. The order does not matter for equal
+hosts. Unequal hosts must get their own ranks of the plan, so their rendezvous is static, with the
+order of ``--node-rank``.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 
 PORT = 29400
-"""torchrun's own default for a rendezvous."""
+"""Default port of torchrun's rendezvous."""
 HOST_SCRIPT, PLAN_FILE = "host.sh", "plan.json"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchJob:
-    """One run to start. ``num_devices`` are those of each host, in the plan's order.
+    """Run to start. ``num_devices`` are each host's, in the plan's order.
 
-    ``hosts`` are their names, () where a scheduler chooses them. ``is_ordered``: the hosts are not
-    alike, so each has its own place. ``folder`` is where the files are and logs go, and
-    ``workdir`` where the run starts, both as the hosts see them. ``setup`` is a line of shell
-    that each host runs first, and ``arguments`` are those of ``autoparallel run``.
+    ``hosts`` are their names, () if a scheduler chooses them. ``is_ordered``: the hosts are not
+    alike, so each has its own place. ``folder`` has the files and logs, and the run starts in
+    ``workdir``, both as the hosts see them. ``setup`` is a line of shell that each host runs first,
+    and ``arguments`` go to ``autoparallel run``.
     """
 
     name: str
@@ -54,7 +54,7 @@ class LaunchJob:
 
     @property
     def common_devices(self) -> int | None:
-        """How many devices every host has; None where that differs."""
+        """The number of devices of every host; None if it differs."""
         sizes = set(self.num_devices)
         return sizes.pop() if len(sizes) == 1 else None
 
@@ -63,7 +63,7 @@ class LaunchJob:
         return "static" if self.is_ordered else "c10d"
 
     def moved(self, folder: str, workdir: str) -> LaunchJob:
-        """The same job where hosts see its files at other paths."""
+        """Return the job with its files at the paths that hosts see."""
         return replace(self, folder=folder, workdir=workdir)
 
 
@@ -78,9 +78,9 @@ def job_of(
     port: int,
     max_restarts: int,
 ) -> LaunchJob:
-    """The job of a plan, started in this process' folder.
+    """Return the job of a plan, started in this process' folder.
 
-    Raises UsageError AP372 where ``hosts`` are given and are not as many as the plan has.
+    Raises UsageError AP372 if ``hosts`` are given in another number than the plan's.
     """
     cluster = plan.cluster
     if hosts and len(hosts) != len(cluster.hosts):
@@ -106,7 +106,7 @@ def job_of(
 
 
 def are_alike(cluster: Cluster) -> bool:
-    """Whether hosts may change places: equal devices and links, and no racks that matter.
+    """Return whether hosts may change places: equal devices and links, and no racks that matter.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> are_alike(parse_cluster("4x8xH100")), are_alike(parse_cluster("8xA100+8xH100"))
@@ -117,10 +117,10 @@ def are_alike(cluster: Cluster) -> bool:
 
 
 def read_hosts(text: str | None) -> tuple[str, ...]:
-    """The hosts that ``--hosts`` names: separated by commas, or the lines of a file.
+    """Return the hosts that ``--hosts`` names: separated by commas, or the lines of a file.
 
-    What stands after the name in a line is left out, as in a hosts file of MPI, and comments.
-    Raises UsageError AP373 for names that are none, or twice the same.
+    Text after the name in a line is ignored, as in a hosts file of MPI, and so are comments. Raises
+    UsageError AP373 for bad names and repeated names.
 
     >>> read_hosts("node1, node2")
     ('node1', 'node2')
@@ -146,7 +146,7 @@ _NAME_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0
 
 
 def host_script(job: LaunchJob) -> str:
-    """The script that every host runs: ``host.sh NUMBER FIRST_HOST``, numbers from 0 on."""
+    """Return the script that every host runs: ``host.sh NUMBER FIRST_HOST``, numbers from 0 on."""
     plan = shlex.quote(f"{job.folder}/{PLAN_FILE}")
     counts = " ".join(map(str, job.num_devices))
     arguments = "".join(f" {shlex.quote(each)}" for each in job.arguments)

@@ -1,9 +1,9 @@
 """A job for Kubernetes: an Indexed Job with one pod on each host, behind a headless Service.
 
-The Job numbers its pods, which is their place in the plan, and the Service gives each a name
-that the others can reach. The plan and the host's script are in a ConfigMap. All are one list in
-JSON, which kubectl takes as it takes YAML.
-Source: https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/.
+The Job numbers its pods by their place in the plan, and the Service gives each a name that the
+others can reach. The plan and the host's script are in a ConfigMap. All are one list in JSON, which
+kubectl takes as it takes YAML. Source:
+https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .job import HOST_SCRIPT, PLAN_FILE, LaunchJob, host_script
 
 MANIFEST = "job.json"
 FILES = "/autoparallel"
-"""Where pods see the plan and the script."""
+"""Folder of the plan and the script in pods."""
 MOST_BYTES = 1 << 20
-"""The most that a ConfigMap may hold (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
+"""Limit of a ConfigMap (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
 LONGEST_NAME = 52
-"""So that the name of a pod, with its number, is a label of DNS (63 letters)."""
+"""Limit that keeps the name of a pod, with its number, a label of DNS (63 letters)."""
 
 
 def kubernetes_files(
     job: LaunchJob, plan_text: str, *, image: str | None, claim: str | None, workdir: str
 ) -> Mapping[str, str]:
-    """The manifest, by name. ``claim`` is a PersistentVolumeClaim, mounted at ``workdir``.
+    """Return the manifest, by name. ``claim`` is a PersistentVolumeClaim, mounted at ``workdir``.
 
-    Raises UsageError AP376 without an image, AP377 where the hosts are not alike or the plan is
-    too large, and AP378 for a name that Kubernetes does not take.
+    Raises UsageError AP376 without an image, AP377 if the hosts are not alike or the plan is too
+    large, and AP378 for a name that Kubernetes does not take.
     """
     if image is None:
         raise UsageError(
@@ -62,7 +62,7 @@ def kubernetes_files(
 
 
 def _writable_logs(script: str, workdir: str) -> str:
-    """A ConfigMap cannot be written to: logs go beside what the run itself writes."""
+    """Move logs beside the run's own files: a ConfigMap cannot be written to."""
     return script.replace(f"{FILES}/logs", f"{workdir}/logs")
 
 
@@ -74,7 +74,7 @@ def _metadata(job: LaunchJob) -> Table:
 
 
 def _service(job: LaunchJob) -> Table:
-    """Names for the pods; also before they are ready, because they wait for each other."""
+    """Name the pods, also before they are ready, because they wait for each other."""
     spec = {
         "clusterIP": "None",
         "selector": {"job-name": job.name},

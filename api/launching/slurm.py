@@ -1,8 +1,8 @@
 """A job for Slurm: one task on each host, which runs the host's script.
 
-Slurm orders the hosts of a job by name. Where the plan's hosts are not alike their names are given
-(``--hosts``), and a host finds its place in that list.
-Source: https://slurm.schedmd.com/sbatch.html and srun.html.
+Slurm orders the hosts of a job by name. If the plan's hosts are not alike their names are given
+(``--hosts``), and a host finds its place in that list. Source:
+https://slurm.schedmd.com/sbatch.html and srun.html.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BATCH_SCRIPT = "job.sbatch"
 def slurm_files(
     job: LaunchJob, *, partition: str | None, account: str | None, time: str | None
 ) -> Mapping[str, str]:
-    """The files of the job, by name. Raises UsageError AP374 where Slurm cannot start it."""
+    """Return the files of the job, by name. Raises UsageError AP374 if Slurm cannot start it."""
     if job.common_devices is None:
         raise UsageError(
             "AP374",

@@ -1,4 +1,4 @@
-"""A script that starts the run on hosts of one's own over ssh, all of which see the same files.
+"""A script that starts the run over ssh on hosts that all see the same files.
 
 Each host is a connection in the background; when one fails or the script is interrupted, the
 others are ended.
@@ -17,7 +17,7 @@ START_SCRIPT = "start.sh"
 
 
 def ssh_files(job: LaunchJob) -> Mapping[str, str]:
-    """The files of the job, by name. Raises UsageError AP371 for one host, AP375 without names."""
+    """Write the files of the job. Raises UsageError AP371 for one host, AP375 without names."""
     if job.num_hosts == 1:
         raise UsageError(
             "AP371", "the plan is for one host, which needs no launcher",

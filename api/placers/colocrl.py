@@ -1,13 +1,13 @@
 """A placer that decides block after block, after ColocRL.
 
 Mirhoseini et al. 2017, "Device Placement Optimization with Reinforcement Learning" (ICML,
-https://proceedings.mlr.press/v70/mirhoseini17a.html): a sequential policy gives every group of
-ops a device, the placement's running time is the reward, policy gradients train it. Here a
-group is a block, and the policy first says how many stages there are, then for every block in
-order that it stays in the open stage or begins a stage on so many devices. What was decided
-before (the open stage, what is left of stages and devices) is all that later decisions depend
-on, so a network of that state takes the place of the paper's recurrent one. Before it has
-learned, it draws every pipeline of a number of stages with the same chance.
+https://proceedings.mlr.press/v70/mirhoseini17a.html): a sequential policy gives every group of ops
+a device, the placement's running time is the reward, policy gradients train it. Here a group is a
+block, and the policy first says how many stages there are, then for every block in order that it
+stays in the open stage or begins a stage on so many devices. Later decisions depend only on the
+open stage and on the remaining stages and devices, so a network of that state replaces the paper's
+recurrent network. Before it has learned, it draws every pipeline of a number of stages with the
+same probability.
 
 In: a record of a space. Out: the record, filled.
 """
@@ -26,22 +26,22 @@ from autoparallel.placers.space import Space, block_shares
 from autoparallel.planner.inter_op.inter_op import Floats, Pipeline, StageChoice
 
 BATCH = 10
-"""Pipelines drawn per update."""
+"""Number of pipelines drawn per update."""
 
 HIDDEN = 32
 LEARNING_RATE = 0.02
 ENTROPY = 0.03
-"""The entropy bonus of the first update; it falls to zero with the last."""
+"""Entropy bonus of the first update; it falls to zero with the last."""
 
 NUMBERS_ENTROPY = 30.0
-"""How many times that bonus the choice of the number of stages has."""
+"""Multiple of that bonus for the choice of the number of stages."""
 
 BASELINE_DECAY = 0.8
 
 
 @dataclass
 class _Open:
-    """A pipeline being written: the stages closed so far, and the one that is open."""
+    """Pipeline being written: the closed stages, and the open stage."""
 
     left: int
     start: int = 0
@@ -50,7 +50,7 @@ class _Open:
     stages: list[StageChoice] = field(default_factory=list)
 
     def begin(self, block: int, size: int) -> None:
-        """Closes the open stage before ``block`` and begins one there."""
+        """Close the open stage before ``block`` and begin a stage there."""
         if block > 0:
             self.close(block)
             self.left -= 1
@@ -61,8 +61,8 @@ class _Open:
         self.first += self.size
 
     def prior(self, space: Space, block: int) -> Floats:
-        """How many pipelines the block's staying in the open stage leads to, and every size of
-        a stage that begins with it."""
+        """Count the pipelines that follow if the block stays in the open stage, and for every size
+        of a stage that begins with it."""
         if block == 0:
             return np.concatenate([[0.0], space.begins(self.left, 0, 0)])
         ways = space.ways(self.left, self.first, self.size, self.start)
@@ -74,7 +74,7 @@ class _Open:
 
 @dataclass(frozen=True)
 class _Step:
-    """One decision for every pipeline of a batch."""
+    """Decision for every pipeline of a batch."""
 
     x: Floats
     hidden: Floats
@@ -84,9 +84,9 @@ class _Step:
 
 @dataclass
 class _Policy:
-    """How many stages (``numbers``, by logits), and the network over states.
+    """Policy: logits of the number of stages (``numbers``), and the network over states.
 
-    ``work`` is that of the blocks from each one on, in shares of a mean block.
+    ``work`` is the work from each block on, in multiples of a mean block.
     """
 
     space: Space
@@ -106,7 +106,7 @@ class _Policy:
         )
 
     def features(self, pipeline: _Open, block: int) -> Floats:
-        """The state: which block, stages left, the open stage's size; shares of what is left."""
+        """Return the state: block, remaining stages, the open stage's size, remaining shares."""
         space, table = self.space, self.space.problem.table
         place = np.zeros(table.num_blocks)
         place[block] = 1.0
@@ -124,8 +124,8 @@ class _Policy:
         return np.concatenate([place, left, size, shares])
 
     def loads(self, pipeline: _Open, block: int) -> list[float]:
-        """The open stage's share of the work left over its share of the devices left, and over
-        its share of the stages left: without the block and with it."""
+        """Return the open stage's share of the remaining work over its share of the remaining
+        devices, and of the remaining stages: without the block and with it."""
         table, ahead = self.space.problem.table, max(self.work[pipeline.start], 1e-9)
         devices = pipeline.size / (table.num_devices - pipeline.first)
         found = []
@@ -135,7 +135,7 @@ class _Policy:
         return [min(load, 3.0) - 1.0 for load in found]
 
     def fills(self, pipeline: _Open, block: int) -> list[float]:
-        """The open stage's cost over that of the slowest stage of the best pipeline seen of as
+        """Return the open stage's cost over the slowest stage's of the best known pipeline with as
         many stages: without the block and with it."""
         cost = self.space.costs.get((pipeline.left, pipeline.first, pipeline.size))
         slowest = self.slowest.get(pipeline.left + len(pipeline.stages))
@@ -145,7 +145,7 @@ class _Policy:
         return [min(float(fill), 2.0) - 1.0 for fill in own]
 
     def learn_from(self, best: Iterable[Pipeline]) -> None:
-        """Takes the slowest stages of the best pipelines seen."""
+        """Take the slowest stages of the best known pipelines."""
         for pipeline in best:
             own = self.space.stage_seconds(pipeline.stages)
             assert own is not None
@@ -154,7 +154,7 @@ class _Policy:
     def draw(
         self, count: int, rng: np.random.Generator
     ) -> tuple[list[tuple[StageChoice, ...]], list[_Step], Ints]:
-        """``count`` pipelines, the decisions that made them, and their numbers of stages."""
+        """Draw ``count`` pipelines; return them with their decisions and numbers of stages."""
         space, blocks = self.space, self.space.problem.table.num_blocks
         odds = np.repeat(chances(self.numbers, np.ones_like(self.numbers)), count, 0)
         chosen = drawn(odds, rng)
@@ -177,7 +177,7 @@ class _Policy:
     def gradients(
         self, steps: list[_Step], chosen: Ints, advantages: _Advantages, entropy_weight: float
     ) -> list[Floats]:
-        """Of ``numbers``, then of the network's parameters, per pipeline."""
+        """Return the gradients of ``numbers`` and of the network's parameters, per pipeline."""
         count = len(chosen)
         odds = np.repeat(chances(self.numbers, np.ones_like(self.numbers)), count, 0)
         first = logit_gradient(
@@ -197,7 +197,7 @@ class _Policy:
 
 @dataclass(frozen=True, slots=True)
 class _Advantages:
-    """By pipeline: of its number of stages, and of what followed, given that number."""
+    """Advantages by pipeline: of its number of stages, and of its decisions given that number."""
 
     of_numbers: Floats
     of_blocks: Floats
@@ -207,8 +207,7 @@ class _Advantages:
 class _Baseline:
     """Moving means of −log T, in all and by number of stages, and the moving deviation.
 
-    With a mean for every number, how well blocks are placed is not judged by what number of
-    stages they were placed in.
+    A mean for every number separates the placement of blocks from the choice of the number.
     """
 
     by_number: Floats
@@ -216,7 +215,7 @@ class _Baseline:
     deviation: float = 0.0
 
     def advantages(self, rewards: Floats, chosen: Ints) -> _Advantages:
-        """Of a batch; then moves on."""
+        """Return the advantages of a batch, and move the means."""
         if math.isnan(self.overall):
             self.overall = float(rewards.mean())
         for number in np.unique(chosen):
@@ -235,7 +234,7 @@ class _Baseline:
 
 
 def learn(record: Record, rng: np.random.Generator) -> None:
-    """Draws, prices and learns until the record is full.
+    """Draw, price and learn until the record is full.
 
     An advantage is −log T less its moving mean, over the moving deviation: the same for
     milliseconds and hours.

@@ -1,13 +1,13 @@
-"""The networks of the learned placers, and how they learn. numpy only.
+"""Networks of the learned placers, and their gradients. numpy only.
 
-In: features and priors. Out: the chance of every action; and from actions and how much better
-than expected each was, the gradient of
+In: features and priors. Out: the probability of every action; and from actions and their
+advantages, the gradient of
 
     L = − Σ A·log p(a) − β·Σ H(p)
 
-(REINFORCE, Williams 1992, with an entropy bonus β). An action that is masked, by a
-prior of 0, has chance 0 and no gradient. Gradients are written by hand; a test compares them
-with finite differences.
+(REINFORCE, Williams 1992, with an entropy bonus β). An action that is masked, by a prior of 0, has
+probability 0 and no gradient. Gradients are written by hand; a test compares them with finite
+differences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 
 
 def chances(logits: Floats, prior: Floats) -> Floats:
-    """prior·exp(logits), normalized: (batch, actions) to the same. Prior 0 masks an action."""
+    """Normalize prior·exp(logits), (batch, actions) to the same. Prior 0 masks an action."""
     allowed = prior > 0
     shifted = np.where(allowed, logits + np.log(np.where(allowed, prior, 1.0)), -np.inf)
     weights: Floats = np.exp(shifted - shifted.max(axis=1, keepdims=True))
@@ -33,7 +33,7 @@ def chances(logits: Floats, prior: Floats) -> Floats:
 
 
 def drawn(probabilities: Floats, rng: np.random.Generator) -> Ints:
-    """An action for every row."""
+    """Draw an action for every row."""
     bound = rng.random((len(probabilities), 1)) * probabilities.sum(axis=1, keepdims=True)
     below = np.cumsum(probabilities, axis=1) <= bound
     last = probabilities.shape[1] - 1 - np.argmax(probabilities[:, ::-1] > 0, axis=1)
@@ -44,7 +44,7 @@ def drawn(probabilities: Floats, rng: np.random.Generator) -> Ints:
 def logit_gradient(
     probabilities: Floats, actions: Ints, advantages: Floats, entropy_weight: float
 ) -> Floats:
-    """dL/dlogits = A·(p − onehot(a)) + β·p·(log p + H)."""
+    """Return dL/dlogits = A·(p − onehot(a)) + β·p·(log p + H)."""
     gradient: Floats = probabilities * advantages[:, None]
     gradient[np.arange(len(actions)), actions] -= advantages
     log = np.log(np.where(probabilities > 0, probabilities, 1.0))
@@ -54,7 +54,7 @@ def logit_gradient(
 
 
 def weights(rng: np.random.Generator, inputs: int, outputs: int, gain: float = 1.0) -> Floats:
-    """Random weights that keep the variance."""
+    """Draw random weights that keep the variance."""
     return rng.normal(0.0, gain / np.sqrt(inputs), (inputs, outputs))
 
 
@@ -101,13 +101,13 @@ class Perceptron:
         )  # fmt: skip
 
     def forward(self, x: Floats) -> tuple[Floats, Floats]:
-        """The outputs, and the hidden layer, which ``backward`` needs."""
+        """Return the outputs, and the hidden layer, which ``backward`` needs."""
         w1, b1, w2, b2 = self.parameters
         hidden = np.tanh(x @ w1 + b1)
         return hidden @ w2 + b2, hidden
 
     def backward(self, x: Floats, hidden: Floats, gradient: Floats) -> tuple[list[Floats], Floats]:
-        """Gradients of the parameters, and of x."""
+        """Return the gradients of the parameters, and of x."""
         inner = (gradient @ self.parameters[2].T) * (1 - hidden**2)
         own = [x.T @ inner, inner.sum(axis=0), hidden.T @ gradient, gradient.sum(axis=0)]
         return own, inner @ self.parameters[0].T
@@ -115,12 +115,12 @@ class Perceptron:
 
 @dataclass
 class MessagePassing:
-    """Embeddings of a graph's nodes, from their features and their neighbours'.
+    """Embeddings of a graph's nodes, from their own and their neighbours' features.
 
         h⁰ = tanh(x·V),   hʳ⁺¹ = tanh([hʳ, A·hʳ, Aᵀ·hʳ]·Wʳ)
 
-    with A and Aᵀ the means over what feeds a node and over what it feeds: (batch, nodes,
-    features) to (batch, nodes, hidden).
+    with A and Aᵀ the means over a node's predecessors and successors: (batch, nodes, features) to
+    (batch, nodes, hidden).
     """
 
     parameters: list[Floats]
@@ -142,7 +142,7 @@ class MessagePassing:
         )
 
     def forward(self, x: Floats) -> list[Floats]:
-        """h of every round; the last are the embeddings."""
+        """Return h of every round; the last are the embeddings."""
         layers = [np.tanh(x @ self.parameters[0])]
         for w in self.parameters[1:]:
             layers.append(np.tanh(self._messages(layers[-1]) @ w))
@@ -152,7 +152,7 @@ class MessagePassing:
         return np.concatenate([h, self.feeding @ h, self.fed @ h], axis=2)
 
     def backward(self, x: Floats, layers: Sequence[Floats], gradient: Floats) -> list[Floats]:
-        """Gradients of the parameters from that of the embeddings."""
+        """Return the gradients of the parameters from the embeddings' gradients."""
         found: list[Floats] = []
         for index in range(len(layers) - 1, 0, -1):
             inner = gradient * (1 - layers[index] ** 2)

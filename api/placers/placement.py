@@ -1,15 +1,15 @@
 """Placers that learn: policy gradients over the pipelines that the dynamic program searches.
 
-In: the dynamic program's table and prices, a budget of pipelines to price, a seed. Out: the
-best pipelines seen, how many were priced, and how the policy learned. The same arguments give
-the same answer, unless the time limit cuts it short. Methods:
+In: the dynamic program's table and prices, a budget of pipelines to price, a seed. Out: the best
+pipelines seen, the number of priced pipelines, and the learning curve. Equal arguments give equal
+answers, unless the time limit ends the search. Methods:
 
 - ``colocrl`` (Mirhoseini et al. 2017): a policy writes pipelines block after block;
 - ``placeto`` (Addanki et al. 2019): a policy improves a pipeline, one block at a time;
 - ``random``: pipelines at random, what learning must beat.
 
-They are baselines. The dynamic program is exact for T = Σ t + (B − 1)·max t, so that no placer
-finds less; with another price (a simulator's) that need not hold.
+They are baselines. The dynamic program is exact for T = Σ t + (B − 1)·max t, so no placer finds
+less; with another price (a simulator's) a placer may.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from autoparallel.planner.inter_op.inter_op import Pipeline, Table
 Method = Literal["colocrl", "placeto", "random"]
 
 EVALUATIONS = 2000
-"""Pipelines priced, unless said otherwise."""
+"""Default number of priced pipelines."""
 
 RANDOM_BATCH = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a placer found.
+    """Result of a placer.
 
-    ``pipelines`` has the best seen of every number of stages, the best first; it is empty
-    where no pipeline can be run. ``num_distinct`` of the ``num_evaluations`` pipelines that
-    were priced were different ones.
+    ``pipelines`` has the best known of every number of stages, the best first; it is empty if no
+    pipeline can be run. ``num_distinct`` of the ``num_evaluations`` priced pipelines were distinct.
     """
 
     method: Method
@@ -64,7 +63,7 @@ def place(
     time_limit_seconds: float = math.inf,
     observe: Observe | None = None,
 ) -> Placement:
-    """Learns to place by pricing ``evaluations`` pipelines.
+    """Learn to place by pricing ``evaluations`` pipelines.
 
     >>> costs = np.array([[np.inf, 1.0, 2.0], [np.inf, np.inf, 1.0], [np.inf] * 3])
     >>> table = Table(2, 2, lambda first: (1, 2 - first), lambda left, first, size: costs / size)
@@ -107,7 +106,7 @@ def learned_pipelines(
     seed: int = 0,
     time_limit_seconds: float = math.inf,
 ) -> tuple[Pipeline, ...]:
-    """``inter_op.pipelines`` by learning: the best seen of every number of stages.
+    """Run ``inter_op.pipelines`` by learning: return the best known of every number of stages.
 
     ColocRL and Placeto each price ``EVALUATIONS`` pipelines in half of the time; the better
     answer of the two counts.

@@ -1,11 +1,10 @@
 """A placer that improves a placement, one block at a time, after Placeto.
 
-Addanki et al. 2019, "Placeto: Learning Generalizable Device Placement Algorithms for
-Distributed Machine Learning" (https://arxiv.org/abs/1906.08879): an episode starts from a
-placement and visits the nodes of the graph in order; at each the policy may place that node
-anew, and is rewarded by how much faster the step became. It sees every node through message
-passing over the graph, without knowing nodes by name. Here a node is a block, and a placement
-is a pipeline (``moves``), and episodes start from random ones.
+Addanki et al. 2019, "Placeto: Learning Generalizable Device Placement Algorithms for Distributed
+Machine Learning" (https://arxiv.org/abs/1906.08879): an episode starts from a placement and visits
+the nodes of the graph in order; at each the policy may move the node, and the reward is the gain of
+the step's time. It sees every node through message passing over the graph, without names. Here a
+node is a block, a placement is a pipeline (``moves``), and episodes start from random placements.
 
 In: a record of a space. Out: the record, filled.
 """
@@ -32,15 +31,15 @@ from autoparallel.placers.space import Space, block_shares
 from autoparallel.planner.inter_op.inter_op import Floats
 
 BATCH = 4
-"""Episodes side by side."""
+"""Number of parallel episodes."""
 
 VISITS = 8
-"""Visits per update: what comes later is discounted away."""
+"""Visits per update; later gains are discounted away."""
 
 HIDDEN = 16
 LEARNING_RATE = 0.01
 ENTROPY = 0.03
-"""The entropy bonus of the first update; it falls to zero with the last."""
+"""Entropy bonus of the first update; it falls to zero with the last."""
 
 DISCOUNT = 0.9
 BASELINE_DECAY = 0.8
@@ -49,7 +48,7 @@ NUM_FEATURES = 15
 
 @dataclass(frozen=True)
 class _Step:
-    """The visit of one block in every episode of a batch."""
+    """Visit of a block in every episode of a batch."""
 
     block: int
     x: Floats
@@ -62,7 +61,7 @@ class _Step:
 
 @dataclass
 class _Policy:
-    """Message passing over blocks, then a network from the visited block's view to moves."""
+    """Policy: message passing over blocks, then a network from a visited block's view to moves."""
 
     space: Space
     shares: Floats
@@ -87,8 +86,8 @@ class _Policy:
         return [*self.graph.parameters, *self.head.parameters]
 
     def features(self, stages: Stages, block: int) -> Floats:
-        """Of every block: its work, its stage and the two beside it, the visit; and what its
-        stage and the two beside it would cost with their border at this block."""
+        """Return the features of every block: its work, its stage and both neighbours, the visit;
+        and the costs of its stage and both neighbours with their border at this block."""
         space, table = self.space, self.space.problem.table
         seconds = np.array(space.stage_seconds(stages))
         relative = np.concatenate([[0.0], seconds / seconds.max(), [0.0]])
@@ -113,8 +112,8 @@ class _Policy:
         return found
 
     def borders(self, stages: Stages) -> Floats:
-        """By block: the costs of the stage before grown to it and of the own begun after it (a
-        border moved on), of the own ended before it and of the stage after grown to it."""
+        """Return by block the costs of the stage before if it ends after the block and of its own
+        stage if it begins after it; then of its own if it ends before the block and of the next."""
         space = self.space
         keys = [
             (len(stages) - i, stage.first_device, stage.num_devices)
@@ -133,7 +132,7 @@ class _Policy:
         return found
 
     def view(self, x: Floats, embeddings: Floats, block: int) -> Floats:
-        """The block's embedding, the means over the blocks before and after it, its features."""
+        """Return the block's embedding, the means over blocks before and after it, its features."""
         before, after = embeddings[:, :block], embeddings[:, block + 1 :]
         return np.concatenate(
             [
@@ -148,7 +147,7 @@ class _Policy:
     def visit(
         self, placements: list[Stages], block: int, rng: np.random.Generator
     ) -> tuple[_Step, list[Stages]]:
-        """Draws a move of the block in every placement."""
+        """Draw a move of the block in every placement."""
         options = [moves(self.space, stages, block) for stages in placements]
         allowed = np.array([[each is not None for each in found] for found in options])
         x = np.stack([self.features(stages, block) for stages in placements])
@@ -165,7 +164,7 @@ class _Policy:
         return _Step(block, x, layers, seen, hidden, probabilities, actions), moved
 
     def gradients(self, step: _Step, advantages: Floats, entropy_weight: float) -> list[Floats]:
-        """Of all parameters, per episode, for one visit."""
+        """Return the gradients of all parameters, per episode, for a visit."""
         gradient = logit_gradient(step.probabilities, step.actions, advantages, entropy_weight)
         head, view = self.head.backward(step.seen, step.hidden, gradient / len(advantages))
         own, before, after, _ = np.split(view, [HIDDEN, 2 * HIDDEN, 3 * HIDDEN], axis=1)
@@ -178,10 +177,10 @@ class _Policy:
 
 
 def learn(record: Record, rng: np.random.Generator) -> None:
-    """Runs episodes and learns until the record is full.
+    """Run episodes and learn until the record is full.
 
-    The advantage of a move is the discounted sum of the gains in −log T from it on, less the
-    moving mean of that for its block, over the moving deviation.
+    The advantage of a move is the discounted sum of the gains in −log T from it on, less its
+    block's moving mean of that sum, over the moving deviation.
     """
     space = record.space
     policy = _Policy.of(space, rng)
@@ -207,7 +206,7 @@ def learn(record: Record, rng: np.random.Generator) -> None:
 def _episodes(
     policy: _Policy, record: Record, rng: np.random.Generator
 ) -> Iterator[tuple[list[_Step], Floats]]:
-    """A batch of episodes, in parts: visits, and their returns (visits, episodes)."""
+    """Yield a batch of episodes in parts: visits, and their returns (visits, episodes)."""
     num_blocks = record.space.problem.table.num_blocks
     placements = [record.space.draw(rng) for _ in range(min(BATCH, record.left))]
     rewards = [np.array([record.reward(stages) for stages in placements])]
@@ -234,7 +233,7 @@ def _episodes(
 
 
 def _returns(rewards: Sequence[Floats]) -> Floats:
-    """Discounted sums of the gains from each visit on."""
+    """Return the discounted sums of the gains from each visit on."""
     found = np.diff(np.array(rewards), axis=0)
     for index in range(len(found) - 2, -1, -1):
         found[index] += DISCOUNT * found[index + 1]

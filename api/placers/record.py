@@ -1,4 +1,4 @@
-"""What a placer has seen: every pipeline priced, the best of them, and how it learned.
+"""The record of a placer: all priced pipelines, the best of them, and the learning curve.
 
 In: pipelines. Out: their prices, counted. A pipeline priced again counts again, but is not
 simulated again.
@@ -15,15 +15,15 @@ from autoparallel.placers.space import Space
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
 
 FEWEST = 20
-"""So many pipelines are priced however little time there is."""
+"""Minimum number of priced pipelines, even without time."""
 
 Observe = Callable[[str, float, float], None]
-"""(what is being done, how much is done, of how much)."""
+"""Callback for (phase, done, total)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A point of the learning curve, after ``num_evaluations`` pipelines were priced.
+    """Point of the learning curve, after ``num_evaluations`` pipelines were priced.
 
     ``mean_seconds`` is of the pipelines priced since the point before.
     """
@@ -35,7 +35,7 @@ class Progress:
 
 @dataclass
 class Record:
-    """Prices pipelines of a space until ``limit`` were priced, or until ``deadline``."""
+    """Prices of a space's pipelines, until ``limit`` were priced, or until ``deadline_seconds``."""
 
     space: Space
     limit: int
@@ -50,7 +50,7 @@ class Record:
 
     @property
     def left(self) -> int:
-        """How many more may be priced; none once every pipeline there is was."""
+        """Number of pipelines that may still be priced; 0 after all pipelines of the space."""
         if len(self.known) >= self.space.num_pipelines:
             return 0
         is_late = time.perf_counter() >= self.deadline_seconds
@@ -63,7 +63,7 @@ class Record:
         return min((pipeline.seconds for pipeline in self.best.values()), default=math.inf)
 
     def price(self, stages: tuple[StageChoice, ...]) -> float:
-        """The seconds of a step under these stages."""
+        """Return the seconds of a step under these stages."""
         if stages not in self.known:
             self.known[stages] = self.space.seconds(stages)
         seconds = self.known[stages]
@@ -75,9 +75,9 @@ class Record:
         return seconds
 
     def reward(self, stages: tuple[StageChoice, ...]) -> float:
-        """−log of the price over the first finite one; a step that cannot be run is ten times it.
+        """Return −log of the price over the first finite price; an infinite price counts tenfold.
 
-        The logarithm keeps slow pipelines from drowning the differences between fast ones.
+        The logarithm keeps differences between fast pipelines visible beside slow pipelines.
         """
         seconds = self.price(stages)
         if not math.isfinite(seconds):
@@ -87,7 +87,7 @@ class Record:
         return -math.log(seconds / self.unit_seconds)
 
     def mark(self) -> None:
-        """Adds a point to the learning curve."""
+        """Add a point to the learning curve."""
         if not self._since:
             return
         mean = sum(self._since) / len(self._since)

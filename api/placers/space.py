@@ -1,14 +1,14 @@
-"""The space of a placer: every pipeline whose stages have finite costs, and no other.
+"""The space of a placer: every pipeline whose stages have finite costs.
 
-In: the table that the dynamic program searches (``inter_op``). Out: which decisions can still
-end in a pipeline, hence masks that a policy's samples cannot leave; and random pipelines.
+In: the table that the dynamic program searches (``inter_op``). Out: masks of the decisions that can
+still end in a pipeline, for a policy's samples; and random pipelines.
 
 With s stages to come, for the blocks from k on, on the devices from d on,
 
     N(s, k, d) = Σ over i, n of  [t(k..i, n at d, s) < ∞]·N(s − 1, i, d + n),  N(0, K, D) = 1
 
-counts the pipelines left. A decision is allowed where the N it leads to is positive. Deciding
-in proportion to N draws every pipeline of s stages with the same chance.
+counts the pipelines left. A decision is allowed if its N is positive. Deciding in proportion to N
+draws every pipeline of s stages with the same probability.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import numpy as np
 from autoparallel.planner.inter_op.inter_op import Floats, StageChoice, Table, pipeline_seconds
 
 Price = Callable[[tuple[StageChoice, ...]], float]
-"""The seconds of a step under these stages, infinite where it cannot be run."""
+"""Seconds of a step under given stages, infinite if it cannot be run."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a placer decides: the same as the dynamic program, under the same prices.
+    """Task of a placer: the dynamic program's, under the same prices.
 
-    ``num_stages`` are the numbers of stages allowed. A step costs ``price``, or without one
-    T = Σ t + (B − 1)·max t. ``edges`` (from, to) are what blocks pass on; None is a chain.
+    ``num_stages`` are the allowed numbers of stages. A step costs ``price``; its default is T = Σ t
+    + (B − 1)·max t. ``edges`` (from, to) connect blocks; None is a chain.
     """
 
     table: Table
@@ -41,11 +41,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Space:
-    """The pipelines of a problem that can be run.
+    """Pipelines of a problem that can be run.
 
-    ``costs`` by (stages left, first device, devices). ``counts`` by (stages left, first
-    device) are N by block, divided by ``largest``, the largest of that number of stages.
-    ``num_pipelines`` is how many there are.
+    ``costs`` by (stages left, first device, devices). ``counts`` by (stages left, first device) are
+    N by block, divided by ``largest``, the largest of that number of stages. ``num_pipelines`` is
+    their number.
     """
 
     problem: Problem
@@ -59,7 +59,7 @@ class Space:
     _begins: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
 
     def ways(self, left: int, first: int, size: int, start: int) -> Floats:
-        """By stop, the N of what may follow a stage that begins at block ``start``."""
+        """Return by stop the N of continuations of a stage that begins at block ``start``."""
         key = (left, first, size, start)
         if key not in self._ways:
             cost, after = self.costs.get(key[:3]), self.counts.get((left - 1, first + size))
@@ -71,9 +71,9 @@ class Space:
         return self._ways[key]
 
     def begins(self, left: int, first: int, start: int) -> Floats:
-        """By size, the N of the stages that may begin at block ``start``.
+        """Return by size the N of the stages that may begin at block ``start``.
 
-        It is to the same measure as ``ways`` of the stage before.
+        It has the same scale as ``ways`` of the stage before.
         """
         key = (left, first, start)
         if key not in self._begins:
@@ -82,7 +82,7 @@ class Space:
         return self._begins[key]
 
     def stage_seconds(self, stages: Sequence[StageChoice]) -> list[float] | None:
-        """t of every stage, or None where one cannot be run."""
+        """Return t of every stage, or None if any cannot be run."""
         if len(stages) not in self.numbers:
             return None
         found = []
@@ -95,7 +95,7 @@ class Space:
         return found
 
     def seconds(self, stages: tuple[StageChoice, ...]) -> float:
-        """What a step costs; infinite outside of the space."""
+        """Return the seconds of a step; infinite outside of the space."""
         own = self.stage_seconds(stages)
         if own is None:
             return np.inf
@@ -104,7 +104,7 @@ class Space:
         return pipeline_seconds(own, self.problem.num_microbatches)
 
     def draw(self, rng: np.random.Generator) -> tuple[StageChoice, ...]:
-        """A number of stages, each as likely as another; then such a pipeline, likewise."""
+        """Draw a number of stages uniformly, then uniformly such a pipeline."""
         left, start, first = int(rng.choice(self.numbers)), 0, 0
         stages = []
         while left > 0:
@@ -117,7 +117,7 @@ class Space:
 
 
 def space_of(problem: Problem) -> Space:
-    """The space of a problem. Asks the table for the costs that the dynamic program asks."""
+    """Return the space of a problem, with the dynamic program's requests to the table."""
     table, wanted = problem.table, problem.num_stages
     done = np.zeros(table.num_blocks + 1)
     done[table.num_blocks] = 1.0
@@ -149,7 +149,7 @@ def space_of(problem: Problem) -> Space:
 
 
 def block_shares(space: Space) -> Floats:
-    """The least cost of every block alone, over the mean of them; 1 where there is none."""
+    """Return the least cost of every block alone, over their mean; 1 if unknown."""
     blocks = space.problem.table.num_blocks
     least = np.full(blocks, np.inf)
     for cost in {id(matrix): matrix for matrix in space.costs.values()}.values():

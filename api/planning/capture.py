@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autoparallel.cache.captures import kept_program
+from autoparallel.cache.captures import cached_program
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.passes.capture.capture_model import capture
@@ -38,7 +38,7 @@ def capture_target(
 
     observe("capture", 0, 1)
     deferred = record_target(target)
-    program = kept_program(cache, target, deferred.model, options, lambda: capture_program(
+    program = cached_program(cache, target, deferred.model, options, lambda: capture_program(
         target,
         deferred,
         global_batch=options.global_batch,

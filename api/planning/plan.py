@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoparallel import __version__
-from autoparallel.cache.cached_plan import kept_plan
-from autoparallel.cache.captures import with_kept_memory
+from autoparallel.cache.cached_plan import reuse_or_search
+from autoparallel.cache.captures import with_cached_memory
 from autoparallel.cache.database import database_path, find_profile
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
 from autoparallel.cost_model.cluster.cluster import ClusterError
@@ -62,7 +62,7 @@ def within_limit(
     tried: list[Plan] = []
     uncounted = 0
     for left in reversed(range(1 + MOST_REPEATS)):
-        plan = with_kept_memory(found, program, cache)
+        plan = with_cached_memory(found, program, cache)
         tried.append(plan)
         if plan.prediction.peak_memory_bytes <= limit_bytes:
             return plan
@@ -104,7 +104,7 @@ def plan_program(
             basis=basis,
         )
 
-    found = kept_plan(
+    found = reuse_or_search(
         cache, graph, program.blocks, cluster, request, basis=basis, search=search
     )  # fmt: skip
     return replace(stamped(found), compiled=bool(options.compiled))

@@ -1,4 +1,4 @@
-"""A Plan in, a page that a person reads out."""
+"""Text reports of plans."""
 
 from __future__ import annotations
 

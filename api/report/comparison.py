@@ -1,7 +1,7 @@
 """Plans and runs side by side: a column each, differences from the first marked.
 
-A figure that differs shows by how much; a choice that differs has ``*`` before it. What a run did
-not measure is ``—``.
+Different figures show their change; different choices have ``*`` before them. Unmeasured figures of
+a run are ``—``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from autoparallel.report.page import device_text, section
 from autoparallel.report.printing import plain_table, printed
 
 MOST_COLUMNS = 4
-"""Items side by side; of more, the first is repeated beside the next ones."""
+"""Items side by side; the first is repeated beside the next items."""
 
 SAME = 5e-4
-"""Figures that differ by less than this part are equal."""
+"""Figures with a smaller relative difference are equal."""
 
 LEAST_SHARE = 1e-3
-"""Seconds and bytes below this part of the whole, in every item, have no row."""
+"""Seconds and bytes that are below this share of the whole in every item have no row."""
 
 SECONDS_ORDER = ("compute", "communication", "sends", "gradients", "optimizer", "waiting")
 
@@ -49,7 +49,7 @@ Figure = Callable[[Item], Value]
 
 
 def print_comparison(items: Sequence[Item], console: Console) -> None:
-    """The page: what each letter is, then figures, choices, seconds and bytes."""
+    """Print the page: the items' letters, then figures, choices, seconds and bytes."""
     letters = [letter_of(index) for index in range(len(items))]
     console.print(_legend(items, letters))
     for start in range(1, len(items), MOST_COLUMNS - 1):
@@ -59,12 +59,12 @@ def print_comparison(items: Sequence[Item], console: Console) -> None:
 
 
 def comparison_text(items: Sequence[Item]) -> str:
-    """The page as plain text, 80 columns wide."""
+    """Return the page as plain text, 80 columns wide."""
     return printed(lambda console: print_comparison(items, console))
 
 
 def letter_of(index: int) -> str:
-    """What stands for an item in the tables.
+    """Return the letter of an item in the tables.
 
     >>> letter_of(0), letter_of(25), letter_of(26)
     ('A', 'Z', 'A1')
@@ -82,14 +82,14 @@ def _legend(items: Sequence[Item], letters: Sequence[str]) -> Any:
 
 
 def short_names(items: Sequence[Item]) -> list[str]:
-    """The items' names, without their folders where they differ without."""
+    """Return the items' names, without their folders if they differ without."""
     names = {item.name: Path(item.name).name for item in items}
     is_short = len(set(names.values())) == len(names)
     return [names[item.name] if is_short else item.name for item in items]
 
 
 def description(item: Item) -> str:
-    """A plan's configuration, or how much was measured."""
+    """Describe a plan's configuration, or the extent of measurements."""
     if item.plan is None:
         return f"measured over {item.run.num_steps} steps" if item.run is not None else ""
     what = plan_summary(item.plan)
@@ -97,7 +97,7 @@ def description(item: Item) -> str:
 
 
 def excess_bytes(plan: Plan) -> float:
-    """By how much the fullest rank exceeds its devices' memory; negative where it does not."""
+    """Return the fullest rank's excess over its devices' memory in bytes; negative if it fits."""
     used = usable_bytes(plan, plan.stages[fullest_rank(plan)[0][0]])
     return plan.prediction.peak_memory_bytes - used
 
@@ -119,7 +119,7 @@ def _print_columns(columns: Sequence[tuple[str, Item]], console: Console) -> Non
 
 
 Row = tuple[str, Sequence[Value] | Figure, Callable[[float], str], bool]
-"""A name; a value of each item, or how to find it; how to write one; whether less is better."""
+"""Row: name; values of the items, or a function; the format of a value; whether less is better."""
 
 
 def _main_rows(items: Sequence[Item]) -> list[Row]:
@@ -138,42 +138,42 @@ def _main_rows(items: Sequence[Item]) -> list[Row]:
 
 
 def step_seconds(item: Item) -> Value:
-    """Predicted, or of a run the median of what was measured."""
+    """Return the step time of an item: predicted, or the measured median of a run."""
     if item.run is not None:
         return item.run.step_seconds
     return None if item.plan is None else item.plan.prediction.step_seconds
 
 
 def throughput(item: Item) -> Value:
-    """Tokens (samples where there are no sequences) per second."""
+    """Return tokens (samples without sequences) per second."""
     if item.run is not None:
         return item.run.throughput
     return None if item.plan is None else item.plan.prediction.tokens_per_second
 
 
 def memory_bytes(item: Item) -> Value:
-    """The fullest device's; of a run what rank 0 measured."""
+    """Return the peak memory of an item: predicted, of the fullest device; of a run, of rank 0."""
     if item.run is not None:
         return None if item.run.memory_bytes is None else float(item.run.memory_bytes)
     return None if item.plan is None else float(item.plan.prediction.peak_memory_bytes)
 
 
 def measured_step_seconds(item: Item) -> Value:
-    """Per global batch: what a run of the item measured."""
+    """Return the measured seconds per global batch of an item's run."""
     if item.measured is not None:
         return item.measured.step_seconds / item.measured.num_batches
     return None if item.run is None else item.run.step_seconds
 
 
 def measured_memory_bytes(item: Item) -> Value:
-    """What rank 0 held at most in a run of the item."""
+    """Return the measured peak memory of rank 0 in an item's run."""
     if item.measured is not None:
         return float(item.measured.memory_bytes)
     return memory_bytes(item) if item.run is not None else None
 
 
 def of_plan(value: Callable[[Plan], float]) -> Figure:
-    """A figure that plans have and runs have not."""
+    """Make a figure that is defined for plans only."""
     return lambda item: None if item.plan is None else value(item.plan)
 
 
@@ -188,7 +188,8 @@ def _figures(items: Sequence[Item], letters: Sequence[str], rows: Sequence[Row])
 
 
 def _cell(value: Value, first: Value, write: Callable[[float], str], less_is_better: bool) -> Text:
-    """
+    """Format a value with its change from the first item's.
+
     >>> _cell(1.1, 1.0, seconds_text, True).plain, _cell(None, 1.0, seconds_text, True).plain
     ('1.10 s +10.0 %', '—')
     """
@@ -203,7 +204,8 @@ def _cell(value: Value, first: Value, write: Callable[[float], str], less_is_bet
 
 
 def change_text(change: float) -> str:
-    """
+    """Format a relative change.
+
     >>> change_text(0.0456), change_text(-1.0), change_text(7.0)
     ('+4.6 %', '-100 %', '+700 %')
     """
@@ -212,7 +214,7 @@ def change_text(change: float) -> str:
 
 
 def difference(value: Value, first: Value) -> float | None:
-    """By which part of the first a value differs; None where it does not, or cannot be said."""
+    """Return the relative difference of a value from the first; None if equal or unknown."""
     if value is None or not first:
         return None
     change = value / first - 1
@@ -242,7 +244,7 @@ def _seconds(item: Item) -> Mapping[str, float]:
 
 
 def spent_seconds(plan: Plan) -> Mapping[str, float]:
-    """Where the busiest rank spends a step."""
+    """Return the busiest rank's seconds in a step, by kind."""
     return rank_seconds(plan, busiest_rank(plan))
 
 
@@ -258,7 +260,7 @@ def _whole_seconds(items: Sequence[Item]) -> float:
 
 
 def held_bytes(item: Item) -> Mapping[str, float]:
-    """The bytes of the fullest rank by category; of a run nothing is known."""
+    """Return the bytes of the fullest rank by category; empty for a run."""
     if item.plan is None:
         return {}
     return {name: float(size) for name, size in ordered_memory(fullest_rank(item.plan)[1]).items()}
@@ -269,7 +271,7 @@ def _whole_bytes(items: Sequence[Item]) -> float:
 
 
 def choices(plan: Plan) -> Mapping[str, str]:
-    """What a plan chose, and for what, by name."""
+    """Return a plan's choices and targets by name."""
     schedule = schedule_text(plan.schedule, plan.num_chunks, len(plan.slices))
     parts = strategy_parts(rank_summaries(plan), schedule)
     recompute = [part for part in parts if "recompute" in part]
@@ -291,8 +293,8 @@ def choices(plan: Plan) -> Mapping[str, str]:
 
 
 def different_choices(items: Sequence[Item]) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """The choices that are not the same in all plans: a name, and of each item what it chose and
-    whether that is not what the first plan chose."""
+    """Return the choices that differ between plans: a name, and for each item its choice and
+    whether that differs from the first plan's."""
     found = [None if item.plan is None else choices(item.plan) for item in items]
     plans = [own for own in found if own is not None]
     names = [name for name in (plans[0] if plans else {}) if len({own[name] for own in plans}) > 1]
@@ -304,7 +306,7 @@ def different_choices(items: Sequence[Item]) -> list[tuple[str, list[tuple[str, 
 
 
 def _choices(items: Sequence[Item], letters: Sequence[str]) -> Any:
-    """A row per choice that is not the same in all plans; None where there is none."""
+    """Return a table of the choices that differ between plans; None if there are none."""
     rows = different_choices(items)
     if not rows:
         return None
@@ -319,7 +321,7 @@ def _choices(items: Sequence[Item], letters: Sequence[str]) -> Any:
 
 
 def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """One entry per item; ``difference`` has the parts by which figures differ from the first."""
+    """Return an entry per item; ``difference`` has relative differences from the first."""
     figures: dict[str, Figure] = {
         "step_seconds": step_seconds, "throughput": throughput, "memory_bytes": memory_bytes,
     }  # fmt: skip
@@ -347,7 +349,7 @@ def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def comparison_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """One flat row per item: figures, their differences from the first's, and choices."""
+    """Return a flat row per item: figures, their differences from the first's, and choices."""
     rows = []
     for entry in comparison_json(items):
         row = {

@@ -1,4 +1,4 @@
-"""How far to trust a plan: the sources of its figures, its optimality gap, the planning time."""
+"""Confidence in a plan: the sources of its figures, its optimality gap, the planning time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoparallel.planner.plan import Plan
 
 
 def source_lines(plan: Plan) -> list[Text]:
-    """The shares of the predicted time by source, and where the measurements were made."""
+    """Return the shares of the predicted time by source, and the measurements' environment."""
     prediction, profile = plan.prediction, plan.prediction.profile
     if not prediction.sources:
         return []
@@ -31,7 +31,7 @@ def source_lines(plan: Plan) -> list[Text]:
 
 
 def gap_text(plan: Plan) -> str:
-    """The optimality gap, and what ended the search early if anything did."""
+    """Describe the optimality gap, and the cause of an early end of the search."""
     if plan.solver.stopped:
         return f"{_gap_text(plan)}; the search was ended early by {plan.solver.stopped}"
     return _gap_text(plan)
@@ -50,7 +50,7 @@ def _gap_text(plan: Plan) -> str:
 
 
 def simplest_text(plan: Plan) -> str:
-    """How many plans are about as fast, and which is the fastest; "" if it is this one."""
+    """Describe the number of equally fast plans and the fastest; "" if it is this plan."""
     why = plan.solver.simplest
     if why is None:
         return ""
@@ -62,14 +62,14 @@ def simplest_text(plan: Plan) -> str:
 
 
 def _layout_gap_text(plan: Plan) -> str:
-    """The optimality gap of the layouts for the stages as they are."""
+    """Describe the optimality gap of the layouts for the stages as they are."""
     gap = plan.solver.layouts_gap or 0.0
     measured = "measured before interleaving" if plan.num_chunks > 1 else "for these stages"
     return f"at most {percent_text(gap)} ({measured})" if gap > 1e-9 else f"0 % ({measured})"
 
 
 def confidence(plan: Plan) -> RenderableType:
-    """The sources of the figures, the optimality gap, and the planning time by phase."""
+    """Return the sources of the figures, the optimality gap, and the planning time by phase."""
     lines: list[Text] = []
     lines += source_lines(plan)
     lines.append(Text(f"devices and links: autoparallel cluster {plan.cluster.name}"))
@@ -105,7 +105,7 @@ def confidence(plan: Plan) -> RenderableType:
 
 
 def sureness(plan: Plan) -> RenderableType:
-    """Where the times come from, the gap, and why this plan, in short."""
+    """Return the sources of times, the gap, and the reason for this plan, in short."""
     lines = [*source_lines(plan)[:1], Text(f"optimality gap: {gap_text(plan)}")]
     lines += [Text(f"choice: {simplest_text(plan)}")] if simplest_text(plan) else []
     return Group(*lines)

@@ -1,8 +1,8 @@
-"""The step of a plan's pipeline, drawn: what each pipeline rank does when.
+"""The timeline of a step of a plan's pipeline as text.
 
-In: a plan. Out: the text, from the stages' predicted seconds, or None for a plan without a
-pipeline and for one whose stages are no chain: which stage needs which is not in the plan, so a
-step is drawn only where it takes what the plan predicts.
+In: a plan. Out: the text, from the stages' predicted seconds, or None for a plan without a pipeline
+or whose stages are no chain: the plan does not hold the stages' dependences, so a step is drawn
+only if its time is the predicted time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autoparallel.planner.pricing.step import message_seconds
 from autoparallel.planner.schedules.schedules import build_schedule
 
 MOST_ACTIONS = 100_000
-"""Stages times micro-batches that are still simulated for a drawing."""
+"""Limit of stages times micro-batches that are simulated for a drawing."""
 
 SAME = 0.01
 
@@ -29,7 +29,7 @@ MEANINGS = {
 
 
 def legend(drawn: str) -> str:
-    """What the signs of a drawing mean, other than F and B.
+    """Explain the signs of a drawing, other than F and B.
 
     >>> legend("rank 0  FFfWW.")
     "W weights' gradients, . waiting, small letters: every second stage of a rank"
@@ -43,7 +43,7 @@ def legend(drawn: str) -> str:
 
 
 def timeline_of(plan: Plan) -> Timeline | None:
-    """The plan's step, as far as the plan alone tells it; None where that is another step."""
+    """Return the plan's step as simulated from the plan alone; None if its time differs."""
     stages = len(plan.stages)
     if not plan.has_pipeline or stages * plan.num_microbatches > MOST_ACTIONS:
         return None
@@ -57,7 +57,7 @@ def timeline_of(plan: Plan) -> Timeline | None:
 
 
 def plan_costs(plan: Plan) -> StageCosts:
-    """What the plan holds of its stages; a message there and back is what its receiver waits."""
+    """Return the stages' costs in a plan; messages both ways are the receiver's wait."""
 
     def each(name: str) -> list[float]:
         return [stage.prediction.seconds.get(name, 0.0) for stage in plan.stages]

@@ -21,11 +21,11 @@ METHODS = {"full": "train", "lora": "LoRA"}
 
 STATES = ("parameters", "master", "gradients", "optimizer")
 ACTIVATIONS = ("activations", "recomputation")
-"""Categories with a column of their own, in this order; all others are added up."""
+"""Categories with their own column, in this order; all others are added up."""
 
 
 def print_estimates(found: Sequence[Estimate], console: Console) -> None:
-    """The table of devices, and the memory of the fullest device by category."""
+    """Print the table of devices, and the memory of the fullest device by category."""
     console.print(_title(found))
     console.print()
     console.print(_table(found))
@@ -44,12 +44,12 @@ def print_estimates(found: Sequence[Estimate], console: Console) -> None:
 
 
 def estimates_text(found: Sequence[Estimate]) -> str:
-    """The page as plain text, 80 columns wide."""
+    """Return the page as plain text, 80 columns wide."""
     return printed(lambda console: print_estimates(found, console))
 
 
 def estimates_title(found: Sequence[Estimate]) -> tuple[str, str]:
-    """The model, and what is estimated of it: two lines."""
+    """Return the model and the settings of the estimates: two lines."""
     plans = [each.plan for each in found if each.plan is not None]
     if not plans:
         return "no plan was found", ""
@@ -99,7 +99,8 @@ def _table(found: Sequence[Estimate]) -> Any:
 
 
 def days_text(days: float | None) -> str:
-    """
+    """Format days of training.
+
     >>> days_text(1234.5), days_text(3.456), days_text(0.01), days_text(None)
     ('1,234', '3.46', '0.01', '—')
     """
@@ -109,7 +110,8 @@ def days_text(days: float | None) -> str:
 
 
 def dollars_text(dollars: float | None) -> str:
-    """
+    """Format a price.
+
     >>> dollars_text(12345.6), dollars_text(3.456), dollars_text(4.2e9), dollars_text(None)
     ('12,346', '3.46', '4.20 B', '—')
     """
@@ -121,7 +123,7 @@ def dollars_text(dollars: float | None) -> str:
 
 
 def memory_groups(plan: Plan) -> Mapping[str, float]:
-    """The bytes of the fullest device: states one by one, activations, and the rest."""
+    """Return the bytes of the fullest device: each state, activations, and the rest."""
     held = dict(fullest_rank(plan)[1])
     groups: dict[str, float] = {name: held.pop(name, 0) for name in STATES}
     groups["activations"] = sum(held.pop(name, 0) for name in ACTIVATIONS)
@@ -133,7 +135,7 @@ UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
 def memory_unit(found: Sequence[Estimate]) -> str:
-    """In which a digit behind the point says enough of the fullest device of each."""
+    """Return the unit in which a decimal suffices for the fullest device of every estimate."""
     peaks = [each.plan.prediction.peak_memory_bytes for each in found if each.plan is not None]
     return "GiB" if min(peaks, default=0) >= 10 * UNITS["GiB"] else "MiB"
 
@@ -157,7 +159,7 @@ def _memory(found: Sequence[Estimate], unit: str) -> Any:
 
 
 def estimates_json(found: Sequence[Estimate]) -> list[dict[str, Any]]:
-    """One entry per device and way to train."""
+    """Return an entry per device and way to train."""
     return [_entry(each) for each in found]
 
 

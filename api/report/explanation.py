@@ -29,11 +29,11 @@ STYLES = {
 }  # fmt: skip
 
 LEAST_TERM = 2e-3
-"""Terms that differ by less than this part of the step are not named."""
+"""Terms with a smaller share of the step are not named."""
 
 
 def print_explanation(found: Explanation, console: Console) -> None:
-    """The alternatives in a table, the chosen one first."""
+    """Print the alternatives in a table, the chosen first."""
     console.print(Text(found.subject, style="bold"))
     console.print(Text(found.where, style="dim"))
     console.print()
@@ -59,19 +59,19 @@ def print_explanation(found: Explanation, console: Console) -> None:
 
 
 def explanation_json(found: Explanation) -> dict[str, Any]:
-    """The explanation for programs."""
+    """Return the explanation for programs."""
     return asdict(found)
 
 
 def print_why_not(plan: Plan, forced: Plan, parallel: str, console: Console) -> None:
-    """The plan beside the one that was asked for, and the terms that lose."""
+    """Print the plan beside the requested plan, and the terms that lose."""
     print_comparison((Item("plan", plan), Item(parallel, forced)), console)
     console.print()
     console.print(Text(loss_text(plan, forced), style="bold"))
 
 
 def loss_text(plan: Plan, other: Plan) -> str:
-    """What another plan takes more of, and less of, in a sentence."""
+    """Describe the terms of which another plan takes more, and less, in a sentence."""
     own, step = terms(plan), plan.prediction.step_seconds
     theirs = terms(other)
     change = other.prediction.step_seconds / step - 1
@@ -95,7 +95,7 @@ def loss_text(plan: Plan, other: Plan) -> str:
 
 
 def why_not_json(plan: Plan, forced: Plan, parallel: str) -> dict[str, Any]:
-    """Both plans' figures, and the seconds by which each term differs."""
+    """Return both plans' figures, and the differences of the terms in seconds."""
     own, theirs = terms(plan), terms(forced)
     names = dict.fromkeys((*own, *theirs))
     return {
@@ -109,7 +109,7 @@ def why_not_json(plan: Plan, forced: Plan, parallel: str) -> dict[str, Any]:
 
 
 def print_what_if(found: Changed, console: Console) -> None:
-    """The plan now and there, the plan that is found there, and what that means."""
+    """Print the plan before and after the change, the best plan after it, and the conclusion."""
     items = changed_items(found)
     print_comparison(items, console)
     console.print()
@@ -122,7 +122,7 @@ def changed_items(found: Changed) -> tuple[Item, ...]:
 
 
 def changed_text(found: Changed) -> str:
-    """What the change means for the plan, in a sentence."""
+    """Describe the effect of the change on the plan in a sentence."""
     change = found.same.prediction.step_seconds / found.now.prediction.step_seconds - 1
     text = f"the plan's step changes by {change_text(change)}"
     over, least = found.excess_bytes(found.same), found.excess_bytes(found.found)
@@ -142,12 +142,12 @@ def changed_text(found: Changed) -> str:
 
 
 def what_if_json(found: Changed) -> dict[str, Any]:
-    """The plans' figures, and whether the plan stays."""
+    """Return the plans' figures, and whether the plan stays."""
     return {"stays": found.stays, "plans": comparison_json(changed_items(found))}
 
 
 Errors = tuple[Sequence[ComputeError], Sequence[ComputeError]] | None
-"""Of blocks and of stages; None where nothing was measured."""
+"""Errors of blocks and of stages; None without measurements."""
 
 UNMEASURED = (
     "blocks and stages: nothing was measured for this cluster's devices, and a run records whole "
@@ -160,7 +160,7 @@ OF_BLOCKS = (
 
 
 def print_measured(plan: Plan, run: MeasuredRun, errors: Errors, console: Console) -> None:
-    """What was predicted beside what a run measured, the most wrong first."""
+    """Print predictions beside a run's measurements, the largest errors first."""
     console.print(Text(f"{plan_summary(plan)}, {run.num_steps} steps measured", style="bold"))
     console.print()
     rows = [(name, own, other) for name, own, other, _ in measured_rows(plan, run)]
@@ -186,7 +186,7 @@ def _error_table(rows: Sequence[tuple[str, float, float]]) -> Table:
 
 
 def measured_rows(plan: Plan, run: MeasuredRun) -> Sequence[tuple[str, float, float, float]]:
-    """Name, predicted, measured, and the prediction's relative error, the most wrong first."""
+    """Return name, prediction, measurement, and relative error, the largest errors first."""
     rows = [("step", plan.prediction.step_seconds, run.step_seconds)]
     if run.memory_bytes:
         held = sum(bytes_of(plan, stages_of_ranks(plan)[0]).values())
@@ -196,7 +196,7 @@ def measured_rows(plan: Plan, run: MeasuredRun) -> Sequence[tuple[str, float, fl
 
 
 def measured_json(plan: Plan, run: MeasuredRun, errors: Errors) -> Mapping[str, Any]:
-    """The same for programs; ``blocks`` and ``stages`` are None where none was measured."""
+    """Return predictions and measurements for programs."""
     found: dict[str, Any] = {
         "figures": [
             {"name": name, "predicted": own, "measured": other, "error": error}

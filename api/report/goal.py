@@ -1,4 +1,4 @@
-"""What a plan was to be best at, and what else was planned for it."""
+"""The objective of a plan, and the other parts of the cluster that were planned."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ TITLES = {
 }
 
 SHOWN = 12
-"""Parts of the cluster that are listed."""
+"""Maximum number of listed parts of the cluster."""
 
 
 def goal_title(goal: GoalReport) -> str:
-    """What the plan is best at."""
+    """Return the title of the plan's objective."""
     return TITLES[goal.objective]
 
 
 def goal_lines(plan: Plan) -> RenderableType:
-    """What was chosen, what it costs, and what was tried."""
+    """Return the choice, its price, and the tried parts of the cluster."""
     goal = plan.goal
     assert goal is not None, "asked for only where there is one"
     unit = "tokens" if plan.model.seq else "samples"

@@ -61,20 +61,19 @@ INDENT = 2
 DRAWING_MARGIN = 12
 MAX_WIDTH = 120
 SHORT_STAGES, SHORT_RANKS = 4, 4
-"""Stages, and ranks of the drawing, that one screen shows."""
+"""Stages, and ranks of the drawing, on one screen."""
 MOST_RANKS = 16
 SHORT_ALTERNATIVES, SHORT_CATEGORIES = 3, 3
 SHORT_SHARE = 0.005
-"""Of the step: what takes less is one row."""
+"""Share of the step below which parts are merged into one row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What a report has besides its one screen, each in place of the short form.
+    """Parts of a report beyond one screen, each in place of the short form.
 
-    ``stages``: all of them; ``memory``: every category; ``candidates``: all, with what they lose
-    by; ``layouts``: of every parameter, and the collectives; ``sources``: how every figure was
-    found.
+    ``stages``: all of them; ``memory``: every category; ``candidates``: all, with the main
+    difference; ``layouts``: of every parameter, and the collectives; ``sources``: of every figure.
     """
 
     stages: bool = False
@@ -89,7 +88,7 @@ EVERYTHING = Details(True, True, True, True, True)
 
 
 def describe(plan: Plan, *, short: bool = False) -> str:
-    """The report of ``plan`` as plain text, 80 columns wide: everything, or one screen."""
+    """Return the report of ``plan`` as plain text, 80 columns wide: everything, or one screen."""
     return printed(lambda console: print_report(plan, console, ONE_SCREEN if short else EVERYTHING))
 
 
@@ -147,7 +146,7 @@ def print_report(
 
 
 def _where(plan: Plan, details: Details) -> RenderableType:
-    """The stages, and in one screen what the axes of their meshes are for."""
+    """Return the stages, and on one screen the uses of their meshes' axes."""
     table = stages(plan, limit=len(plan.stages) if details.stages else SHORT_STAGES)
     if details.layouts:
         return section("Stages", table)
@@ -156,7 +155,7 @@ def _where(plan: Plan, details: Details) -> RenderableType:
 
 
 def commands(next_steps: Sequence[tuple[str, str]], width: int) -> RenderableType:
-    """Commands, and what each does where there is room for that."""
+    """Return commands, with descriptions if there is room."""
     longest = [max(map(len, column)) for column in zip(*next_steps, strict=True)]
     if sum(longest) + 2 > width:
         lines = (Text(command, style="cyan", overflow="fold") for command, _ in next_steps)
@@ -170,14 +169,14 @@ def commands(next_steps: Sequence[tuple[str, str]], width: int) -> RenderableTyp
 
 
 def section(title: str, body: RenderableType) -> RenderableType:
-    """A title over its indented body, after an empty line."""
+    """Return a title over its indented body, after an empty line."""
     return Group(
         Text(""), Text(title, style="bold"), Padding(body, (0, 0, 0, INDENT), expand=False)
     )
 
 
 def header(plan: Plan) -> RenderableType:
-    """What was planned, for what."""
+    """Return the model, the batch and the cluster of the plan."""
     model = plan.model
     name = model.target.rsplit("/", 1)[-1] if model.target.endswith(".py") else model.target
     settings = " ".join(f"{key}={value}" for key, value in model.settings.items())
@@ -196,7 +195,7 @@ def header(plan: Plan) -> RenderableType:
 
 
 def precision_text(plan: Plan) -> str:
-    """The precision, and of fp32 on devices with TF32 what computes in that."""
+    """Return the precision, and for fp32 on devices with TF32 the ops that compute in TF32."""
     found = plan.model.precision
     if found != "fp32" or plan.tf32 is None:
         return found
@@ -204,7 +203,7 @@ def precision_text(plan: Plan) -> str:
 
 
 def of_text(used: float, limit: float) -> str:
-    """Two sizes, the unit once where it is the same.
+    """Write two sizes, the unit once if equal.
 
     >>> of_text(55 * 2**30, 72 * 2**30)
     '55.0 of 72.0 GiB'
@@ -215,14 +214,14 @@ def of_text(used: float, limit: float) -> str:
 
 
 def over_text(used: float, limit: float) -> Text | None:
-    """By how much the memory that is needed exceeds the limit; None where it does not."""
+    """Return the excess of the needed memory over the limit; None if it fits."""
     if used <= limit:
         return None
     return Text(f"does not fit: {bytes_text(used - limit)} too much", style="bold red")
 
 
 def device_text(plan: Plan) -> str:
-    """The devices by name: ``8 × H100``."""
+    """Return the devices by name: ``8 × H100``."""
     counts: dict[str, int] = {}
     for host in plan.cluster.hosts:
         counts[host.device.name] = counts.get(host.device.name, 0) + host.num_devices
@@ -230,7 +229,7 @@ def device_text(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> RenderableType:
-    """The answer in two lines: what to run, and what it gives."""
+    """Return the answer in two lines: the configuration, and its figures."""
     prediction = plan.prediction
     used = usable_bytes(plan, plan.stages[fullest_rank(plan)[0][0]])
     unit = "tokens" if plan.model.seq else "samples"
@@ -253,7 +252,7 @@ def headline(plan: Plan) -> RenderableType:
 
 
 def configuration_text(plan: Plan) -> str:
-    """The plan in one line: degrees, ZeRO, recomputation, schedule, micro-batches."""
+    """Return the plan in one line: degrees, ZeRO, recomputation, schedule, micro-batches."""
     schedule = schedule_text(plan.schedule, plan.num_chunks, len(plan.slices))
     parts = [*strategy_parts(rank_summaries(plan), schedule), *offload_text(plan.offload)]
     if plan.servers is not None:
@@ -266,7 +265,8 @@ def configuration_text(plan: Plan) -> str:
 
 
 def microbatches_text(count: int, size: int, rank_rows: int) -> str:
-    """
+    """Describe micro-batches and a rank's samples of each.
+
     >>> microbatches_text(1, 32, 32), microbatches_text(16, 4, 1)
     ('1 micro-batch of 32', '16 micro-batches of 4 (1 a rank)')
     """
@@ -275,7 +275,7 @@ def microbatches_text(count: int, size: int, rank_rows: int) -> str:
 
 
 def splits(plan: Plan) -> RenderableType:
-    """Per mesh: what its axes are used for, and how each kind of block's parameters lie."""
+    """Return the uses of each mesh's axes, and the layouts of each kind of block."""
     parts: list[RenderableType] = []
     for mesh in dict.fromkeys(stage.mesh for stage in plan.stages):
         members = {i: stage for i, stage in enumerate(plan.stages) if stage.mesh == mesh}
@@ -294,9 +294,9 @@ def splits(plan: Plan) -> RenderableType:
 
 
 def axis_lines(members: list[StagePlan]) -> list[str]:
-    """A line per mesh axis: how many ops run split on it, and what for.
+    """Return a line per mesh axis: the number of ops that are split on it, and its use.
 
-    The counts are those of the stage with the most kinds of ops.
+    The stage with the most kinds of ops is counted.
     """
     uses: dict[str, tuple[AxisUse, int]] = {}
     for stage in members:
@@ -348,7 +348,7 @@ def _groups(kind: KindSplit) -> RenderableType:
 
 
 def memory(plan: Plan) -> tuple[str, RenderableType]:
-    """The worst rank's memory by category, against what its device has."""
+    """Return the fullest rank's memory by category, against its device's."""
     stages, found = fullest_rank(plan)
     stage = plan.stages[stages[0]]
     limit = usable_bytes(plan, stage)
@@ -360,7 +360,7 @@ def memory(plan: Plan) -> tuple[str, RenderableType]:
 
 
 def short_memory(plan: Plan) -> tuple[str, RenderableType]:
-    """The worst rank's memory: the largest categories in a line."""
+    """Return the fullest rank's memory: the largest categories in a line."""
     title, _ = memory(plan)
     found = sorted(ordered_memory(fullest_rank(plan)[1]).items(), key=lambda each: -each[1])
     shown = [f"{name} {bytes_text(size)}" for name, size in found[:SHORT_CATEGORIES]]
@@ -374,7 +374,8 @@ MEMORY_STYLES = {
 
 
 def stages_text(stages: Sequence[int]) -> str:
-    """
+    """Name stages, the first two and the last of many.
+
     >>> stages_text((1,)), stages_text((0, 2)), stages_text((1, 5, 9, 13))
     ('stage 1', 'stages 0 and 2', 'stages 1, 5, … 13')
     """
@@ -384,8 +385,8 @@ def stages_text(stages: Sequence[int]) -> str:
 
 
 def time(plan: Plan, *, least: float = 0.0) -> tuple[str, RenderableType]:
-    """Where the step's time goes on the rank that sets the pace; what takes less than the share
-    ``least`` is added up."""
+    """Return the parts of the step's time on the busiest rank; parts below the share ``least`` are
+    added up."""
     stages = busiest_rank(plan)
     values = rank_seconds(plan, stages)
     small = [name for name in values if values[name] < least * plan.prediction.step_seconds]
@@ -400,7 +401,7 @@ def time(plan: Plan, *, least: float = 0.0) -> tuple[str, RenderableType]:
 
 
 def communications(plan: Plan) -> RenderableType:
-    """What each stage's collectives take in a step, and what of it runs beside compute."""
+    """Return the seconds of each stage's collectives in a step, hidden and exposed."""
     table = plain_table(
         ("stages", "left"), ("collectives", "left"), ("beside", "left"), ("total", "right"),
         ("hidden", "right"), ("exposed", "right"),
@@ -416,7 +417,7 @@ def communications(plan: Plan) -> RenderableType:
 def bars(
     values: Mapping[str, float], text: Callable[[float], str], styles: Mapping[str, str]
 ) -> RenderableType:
-    """A row per value: its name, its figure, its share, and a bar."""
+    """Return a row per value: its name, its figure, its share, and a bar."""
     total = sum(values.values()) or 1.0
     table = plain_table(("", "left"), ("", "right"), ("", "right"), ("", "left"))
     table.show_header = False
@@ -428,14 +429,15 @@ def bars(
 
 
 def bar(fraction: float, style: str) -> Text:
-    """A bar of eighths of a character, at least one eighth for what is not zero."""
+    """Draw a bar of eighths of a character, at least an eighth for a positive value."""
     eighths = max(round(fraction * BAR_WIDTH * 8), 1 if fraction > 0 else 0)
     full, rest = divmod(eighths, 8)
     return Text("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else ""), style=style)
 
 
 def alternatives(plan: Plan, *, all_of_them: bool) -> tuple[str, RenderableType]:
-    """Other plans: how much slower they are, and, of ``all_of_them``, the main difference."""
+    """Return other plans: how much slower they are and, with ``all_of_them``, the main
+    difference."""
     table = plain_table(
         ("configuration (micro-batches × size)", "left"), ("step", "right"), ("", "right"),
         ("memory", "right"),

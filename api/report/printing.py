@@ -1,4 +1,4 @@
-"""What reports are printed with: tables without lines, and text in a string."""
+"""Printing of reports: tables without lines, and text in a string."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH = 80
 
 
 def printed(prints: Callable[[Console], None]) -> str:
-    """What is printed, as plain text, 80 columns wide; the same in a notebook's kernel."""
+    """Return printed text as plain text, 80 columns wide; the same in a notebook's kernel."""
     stream = io.StringIO()
     console = Console(
         file=stream, width=WIDTH, color_system=None, legacy_windows=False, force_jupyter=False
@@ -22,7 +22,7 @@ def printed(prints: Callable[[Console], None]) -> str:
 
 
 def plain_table(*columns: tuple[str, str]) -> Table:
-    """A table without lines; a column is its title and ``left`` or ``right``."""
+    """Make a table without lines; a column is its title and ``left`` or ``right``."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for title, side in columns:
         table.add_column(title, justify="right" if side == "right" else "left", overflow="fold")

@@ -1,4 +1,4 @@
-"""What a report says of parameter servers."""
+"""The part of a report about parameter servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoparallel.planner.plan import ServerPlan
 
 
 def server_lines(servers: ServerPlan) -> RenderableType:
-    """Who works and who serves, what is shared out how, and what staleness means."""
+    """Describe workers and servers, their shares, and the meaning of staleness."""
     count = len(servers.servers)
     shares = ", ".join(map(str, servers.shares))
     lines = [

@@ -1,4 +1,4 @@
-"""The table of a plan's stages, as many as a page has room for."""
+"""The table of a plan's stages, as long as a page allows."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from autoparallel.report.printing import WIDTH, plain_table
 
 LEFT = ("", "blocks", "ranks", "mesh")
 BLOCKS, ZERO = 1, 4
-"""Columns."""
+"""Indices of columns."""
 
 
 def stages(plan: Plan, *, limit: int) -> RenderableType:
-    """One row per stage: its blocks, where they run, and how long a micro-batch takes.
+    """Return a row per stage: its blocks, their place, and the seconds of a micro-batch.
 
-    Of more than ``limit`` the first ones, the slowest, the fullest and the last.
+    Of more than ``limit`` stages the first, the slowest, the fullest and the last are shown.
     """
     shown = shown_stages(plan, limit)
-    is_same = len({stage.zero for stage in plan.stages}) == 1  # then the headline says it
+    is_same = len({stage.zero for stage in plan.stages}) == 1  # the headline has it if equal
     titles = ["", "blocks", "ranks", "mesh", "ZeRO", "forward", "backward", "memory"]
     rows = [_row(plan, index) for index in shown]
     if is_same:
@@ -43,7 +43,7 @@ def stages(plan: Plan, *, limit: int) -> RenderableType:
 
 
 def shown_stages(plan: Plan, limit: int) -> list[int]:
-    """The numbers of the stages to show."""
+    """Return the numbers of the stages to show."""
     every = range(len(plan.stages))
     if len(every) <= limit:
         return list(every)
@@ -66,5 +66,5 @@ def _row(plan: Plan, index: int) -> list[str]:
 
 
 def _without(row: Sequence[str]) -> list[str]:
-    """Without the column of ZeRO."""
+    """Remove the column of ZeRO."""
     return [*row[:ZERO], *row[ZERO + 1 :]]

@@ -1,4 +1,4 @@
-"""The parts of a plan as tables: rows of plain values, and as pandas DataFrames."""
+"""Parts of a plan as tables: rows of plain values, and pandas DataFrames."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rows = list[dict[str, Any]]
 
 
 def frame(plan: Plan, what: str) -> pandas.DataFrame:
-    """A table of ``TABLES`` as a DataFrame. Raises UsageError AP340, UsageError AP341."""
+    """Return a table of ``TABLES`` as a DataFrame. Raises UsageError AP340, UsageError AP341."""
     if what not in TABLES:
         raise UsageError(
             "AP341",
@@ -29,7 +29,7 @@ def frame(plan: Plan, what: str) -> pandas.DataFrame:
 
 
 def data_frame(rows: Rows) -> pandas.DataFrame:
-    """Rows as a DataFrame. Raises UsageError AP340."""
+    """Return rows as a DataFrame. Raises UsageError AP340."""
     try:
         import pandas
     except ImportError as error:
@@ -43,7 +43,7 @@ def data_frame(rows: Rows) -> pandas.DataFrame:
 
 
 def stage_rows(plan: Plan) -> Rows:
-    """A row per stage: where it is, what it runs, its seconds per micro-batch, its bytes."""
+    """Return a row per stage: its place, blocks, seconds per micro-batch and bytes."""
     return [
         {
             "stage": index,
@@ -61,14 +61,14 @@ def stage_rows(plan: Plan) -> Rows:
 
 
 def memory_rows(plan: Plan) -> Rows:
-    """A row per stage, a column of bytes per category."""
+    """Return a row per stage, a column of bytes per category."""
     return [
         {"stage": index, **stage.prediction.memory_bytes} for index, stage in enumerate(plan.stages)
     ]
 
 
 def weight_rows(plan: Plan) -> Rows:
-    """A row per parameter of each kind of block on each mesh, with its layout in words."""
+    """Return a row per parameter of each kind of block on each mesh, with its layout in words."""
     rows: Rows = []
     for mesh in dict.fromkeys(stage.mesh for stage in plan.stages):
         members = [stage for stage in plan.stages if stage.mesh == mesh]
@@ -82,7 +82,7 @@ def weight_rows(plan: Plan) -> Rows:
 
 
 def candidate_rows(plan: Plan) -> Rows:
-    """The plan, then its alternatives, fastest first; None where a figure is not known."""
+    """Return the plan, then its alternatives, fastest first; unknown figures are None."""
     best = plan.prediction
     rows: Rows = [
         {"configuration": plan_summary(plan), "step_seconds": best.step_seconds,

@@ -1,4 +1,4 @@
-"""A block's program as a Python function that a person can read.
+"""A block's program as readable Python.
 
 In: a ``BlockProgram`` and its stage. Out: a ``BlockFunction``: the text of a function, and the
 names of its weights, without the path of the block, so that the repeated layers of a model have
@@ -39,7 +39,7 @@ from autoparallel.script.writer import Writer, unwritable
 STATE = r"_(part|whole|term)(_\d+)?$"
 STATES = {"S": "part", "R": "whole", "I": "whole", "P": "term"}
 SHORT = 48
-"""Longer expressions are not written into others."""
+"""Longest expression that is written into others."""
 
 NAMES = {
     "scaled_dot_product_attention": "attended", "cross_entropy_loss": "loss", "nll_loss": "loss",
@@ -54,21 +54,21 @@ LIGHT = frozenset({
     "neg", "rsqrt", "sqrt", "pow", "exp", "sin", "cos", "tanh", "sigmoid", "mean", "add", "mul",
     "div", "sub", "to", "_to_copy", "slice",
 })  # fmt: skip
-"""Ops of one tensor that read well inside of another expression."""
+"""Ops of one tensor that read well inside another expression."""
 
 WEIGHTED = frozenset({
     "linear", "layer_norm", "rms_norm", "embedding", "convolution", "conv1d", "conv2d", "conv3d",
     "group_norm", "batch_norm", "addmm", "split_embedding",
 })  # fmt: skip
-"""Ops whose result is called after their module, which holds their weight."""
+"""Ops whose result gets the name of their module, which holds their weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFunction:
-    """A function: ``text`` without its ``def`` line, which callers name.
+    """Function of a block: ``text`` without its ``def`` line, which callers name.
 
-    ``weights`` are the names of its parameters and buffers as its text has them. ``uses`` are the
-    definitions of ours that it calls.
+    ``weights`` are the names of its parameters and buffers as its text has them. ``uses`` are this
+    package's definitions that it calls.
     """
 
     arguments: tuple[str, ...]
@@ -79,7 +79,7 @@ class BlockFunction:
     takes_draw: bool
     results: tuple[str, ...]
     first_number: int
-    """Of its random ops, whose numbers in the text are counted from it."""
+    """Number of its first random op, from which the numbers in the text count."""
 
 
 def block_function(
@@ -88,9 +88,9 @@ def block_function(
     graph: Graph,
     layout_of: Callable[[str], Layout | None],
 ) -> BlockFunction:
-    """The function of a block; ``layout_of`` gives the layout of a node's first output.
+    """Write the function of a block; ``layout_of`` gives the layout of a node's first output.
 
-    Raises PlanError AP367 where an op cannot be written.
+    Raises PlanError AP367 if an op cannot be written.
     """
     numbers = [
         node.kwargs["number"]
@@ -125,14 +125,14 @@ def block_function(
 
 
 def module_path(program: BlockProgram) -> str:
-    """The path of the module that a block is: its name, where its parameters are below that."""
+    """Return the path of a block's module: its name, if its parameters are below that."""
     names = [*program.parameters, *program.buffers]
     is_module = all(name.startswith(f"{program.name}.") for name in names)
     return program.name if names and is_module else ""
 
 
 def _arguments(writer: Writer) -> tuple[str, ...]:
-    """The names of the values that the function takes; weights among the inputs are not."""
+    """Return the names of the values that the function takes, without weights."""
     placeholders = [n for n in writer.program.module.graph.nodes if n.op == "placeholder"]
     held = {**writer.stage.parameters, **writer.stage.buffers}
     pairs = list(zip(placeholders, writer.program.inputs, strict=True))
@@ -154,7 +154,7 @@ def _arguments(writer: Writer) -> tuple[str, ...]:
 
 
 def _argument_name(writer: Writer, key: str) -> str:
-    """What a value is called that comes from outside; a constant after what computes it."""
+    """Name a value from outside; a constant gets the name of the op that computes it."""
     if key.startswith("count of "):
         return "count"
     node = writer.graph.by_name.get(parse_key(key).name)
@@ -167,14 +167,14 @@ def _argument_name(writer: Writer, key: str) -> str:
 
 
 def _weight(writer: Writer, name: str) -> Expression:
-    """A parameter or buffer, by its name from the block's module on."""
+    """Return a parameter or buffer, by its name from the block's module on."""
     short = name.removeprefix(f"{writer.path}.") if writer.path else name
     writer.weights.append(short)
     return Expression(f'w["{short}"]')
 
 
 def _write(writer: Writer, node: fx.Node) -> None:
-    """One call: a line, or a part of what uses it."""
+    """Write a call as a line, or as a part of its user's line."""
     if node.target is operator.getitem and not node.users:
         return
     made = _expression(writer, node)
@@ -215,7 +215,7 @@ def _assign(writer: Writer, node: fx.Node, made: Expression, name: str) -> None:
 
 
 def _continues_x(writer: Writer, node: fx.Node) -> bool:
-    """Whether a sum adds to ``x``, which nothing reads afterwards."""
+    """Return whether a sum adds to ``x``, which nothing reads afterwards."""
     if _family(node) != "add" or not any(
         isinstance(each, fx.Node) and writer.values[each].text == "x" for each in node.args
     ):
@@ -228,7 +228,7 @@ def _continues_x(writer: Writer, node: fx.Node) -> bool:
 
 
 def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.Node]) -> None:
-    """``first, second = …``; what nobody uses is called ``_``."""
+    """Write ``first, second = …``; unused results are called ``_``."""
     _heading(writer, node)
     count = _count_of(node)
     if count is None:
@@ -255,7 +255,7 @@ def _count_of(node: fx.Node) -> int | None:
 
 
 def _heading(writer: Writer, node: fx.Node) -> None:
-    """A comment where the ops of another submodule begin."""
+    """Write a comment where the ops of another submodule begin."""
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node):
         return
@@ -271,7 +271,7 @@ def _heading(writer: Writer, node: fx.Node) -> None:
 
 
 def _shape_comment(writer: Writer, node: fx.Node) -> str:
-    """The local shape of what a node makes."""
+    """Write the local shape of a node's result."""
     spec, layout = _made(writer, node)
     if spec is None or layout is None:
         return ""
@@ -297,7 +297,7 @@ def _family(node: fx.Node) -> str:
 
 
 def _name(writer: Writer, node: fx.Node) -> str:
-    """What a value is called: after the module whose result it is, else after the op."""
+    """Name a value after the module whose result it is, else after the op."""
     if getattr(node.target, "__name__", "") == apply_steps.__name__:
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -320,7 +320,7 @@ def _name(writer: Writer, node: fx.Node) -> str:
 
 
 def _base_name(text: str) -> str:
-    """The name in an expression; of a weight, with that of its module.
+    """Return the name in an expression; of a weight, with its module's name.
 
     >>> _base_name('w["attention.qkv.bias"]'), _base_name("qkv.reshape(4, 32)")
     ('qkv_bias', 'qkv')
@@ -333,7 +333,7 @@ def _base_name(text: str) -> str:
 
 
 def _expression(writer: Writer, node: fx.Node) -> Expression:
-    """What a call is written as."""
+    """Return the expression of a call."""
     target = node.target
     if target is local_tensor:
         attribute = node.args[0]
@@ -358,7 +358,7 @@ def _expression(writer: Writer, node: fx.Node) -> Expression:
 
 
 def _keeps_dtype(writer: Writer, node: fx.Node) -> bool:
-    """Whether a cast is to the dtype that its tensor has."""
+    """Return whether a cast keeps the dtype of its tensor."""
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node):
         return False
@@ -371,7 +371,7 @@ def _operand(writer: Writer, node: Any) -> str:
 
 
 def _argument(writer: Writer, value: Any) -> Any:
-    """A call's argument with nodes as they are written."""
+    """Return a call's argument with nodes replaced by their expressions."""
     if isinstance(value, fx.Node):
         return writer.values[value]
     if isinstance(value, list):  # fx has its own immutable lists

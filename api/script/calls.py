@@ -1,4 +1,4 @@
-"""Calls of functions of ours in a block: changes of layout, split losses, random ops, experts.
+"""Calls of this package's functions: changes of layout, split losses, random ops, experts.
 
 In: the call as a rank's program has it. Out: the call of the same function's copy in the script.
 """
@@ -22,7 +22,7 @@ from autoparallel.script.writer import MOVES, Writer, dictionary, unwritable
 
 
 def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    """The call of a function of ours that takes the rank first."""
+    """Write the call of a function of this package that takes the rank first."""
     function = getattr(node.target, "func", node.target)
     assert callable(function)
     axes = writer.stage.mesh.axes
@@ -48,7 +48,7 @@ def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, A
 
 
 def _activation(writer: Writer, text: str) -> Expression:
-    """A function of rows (``passes.ops.activation``), which is defined before it is used."""
+    """Define a function of rows (``passes.ops.activation``) before its use."""
     name = writer.unique("activation")
     writer.lines.append(f"{INDENT}def {name}(rows: Tensor) -> Tensor:")
     made = ["rows"]
@@ -75,7 +75,7 @@ SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "matmul": "@", "pow
 
 
 def _of_activation(value: Any, made: Sequence[str]) -> str:
-    """An argument of a call of an activation."""
+    """Write an argument of a call of an activation."""
     if isinstance(value, dict) and "at" in value:
         return made[value["at"]]
     if isinstance(value, dict) and "dtype" in value:
@@ -107,7 +107,7 @@ def _moved(writer: Writer, value: Expression, step: Step) -> Expression:
 def _class_loss(
     writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any], *, is_logits: bool
 ) -> Expression:
-    """A mean over rows that are counted beforehand; the classes may be split."""
+    """Write a mean over rows that are counted beforehand; the classes may be split."""
     axes, count = writer.stage.mesh.axes, kwargs.get("count")
     rows, classes = kwargs["axes"] if is_logits else (kwargs["row_axes"], ())
     is_mean = not is_logits or kwargs["reduction"] == MEAN
@@ -138,7 +138,7 @@ def _class_loss(
 
 
 def _random(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    """A counted random op: where its part lies follows from the rank's place on the mesh."""
+    """Write a counted random op; the rank's place on the mesh determines its part."""
     name = "dropout" if node.target.__name__ == dropout_part.__name__ else "uniform"  # type: ignore[union-attr]
     writer.uses.add(name)
     layout = writer.layout_of(node.meta[MADE_BY].name) or ()

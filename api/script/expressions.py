@@ -1,8 +1,7 @@
-"""An op's call as a line of Python: public PyTorch where that says exactly the same.
+"""An op's call as a line of Python, in public PyTorch if an exact form exists.
 
-In: what is called and with which arguments, tensors among them as text. Out: an ``Expression``,
-which knows how to break a line that is too long. Ops without an entry here are written as
-``torch.ops.aten…``.
+In: an op and its arguments, tensors as text. Out: an ``Expression``, which knows how to break a
+line that is too long. Ops without an entry here are written as ``torch.ops.aten…``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ METHODS = frozenset({
     "contiguous", "expand", "clone", "detach", "narrow", "select", "masked_fill", "repeat", "split",
     "split_with_sizes", "chunk", "t", "movedim", "unbind", "alias",
 })  # fmt: skip
-"""Views and other cheap ops, which read best as methods in a row."""
+"""Views and other cheap ops, which read best as a chain of methods."""
 
 SIZES = frozenset({"reshape", "view", "expand", "permute", "repeat"})
 """Methods whose only argument is a list of sizes, which is written without brackets."""
@@ -67,22 +66,22 @@ REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """``text`` on one line; or ``head``, ``arguments`` in parentheses, which may be broken, and
-    ``tail``."""
+    """Call or other text: ``text`` on one line; or ``head``, ``arguments`` in parentheses, which
+    may be broken, and ``tail``."""
 
     text: str
     head: str = ""
     arguments: tuple[str, ...] = ()
     tail: str = ""
     is_compound: bool = False
-    """Whether it needs parentheses as an operand."""
+    """True if it needs parentheses as an operand."""
 
     @property
     def operand(self) -> str:
         return f"({self.text})" if self.is_compound else self.text
 
     def lines(self, start: str, indent: str, comment: str = "") -> list[str]:
-        """``start`` and the expression as lines, with a comment where that fits."""
+        """Return ``start`` and the expression as lines, with a comment if it fits."""
         whole = f"{indent}{start}{self.text}"
         if len(whole) + len(comment) <= LINE:
             return [whole + comment]
@@ -96,7 +95,7 @@ class Expression:
 
 
 def assigned(names: Sequence[str], made: Expression, indent: str) -> list[str]:
-    """``names = made`` as lines; without names the call alone."""
+    """Return ``names = made`` as lines; without names the call alone."""
     start = f"{', '.join(names)} = " if names else ""
     if len(start) < LINE // 2:
         return made.lines(start, indent)
@@ -104,7 +103,7 @@ def assigned(names: Sequence[str], made: Expression, indent: str) -> list[str]:
 
 
 def listed(parts: Sequence[str], indent: str) -> list[str]:
-    """Parts with commas behind them, as many in a line as fit."""
+    """Return parts with commas behind them, as many in a line as fit."""
     lines = [indent]
     for part in parts:
         if len(lines[-1]) + len(part) + 2 > LINE:
@@ -114,7 +113,7 @@ def listed(parts: Sequence[str], indent: str) -> list[str]:
 
 
 def dictionary_lines(start: str, items: Mapping[str, str], indent: str, end: str = "") -> list[str]:
-    """``start`` and a dictionary from names to values as text, in one line where that fits."""
+    """Return ``start`` and a dictionary from names to values as text, in one line if it fits."""
     pairs = [f'"{name}": {value}' for name, value in items.items()]
     whole = f"{indent}{start}{{{', '.join(pairs)}}}{end}"
     if len(whole) <= LINE:
@@ -124,13 +123,13 @@ def dictionary_lines(start: str, items: Mapping[str, str], indent: str, end: str
 
 
 def called(head: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Expression:
-    """A call; arguments are written by ``literal``."""
+    """Write a call; ``literal`` writes the arguments."""
     parts = (*map(literal, args), *(f"{name}={literal(v)}" for name, v in (kwargs or {}).items()))
     return Expression(f"{head}({', '.join(parts)})", head, parts)
 
 
 def literal(value: Any) -> str:
-    """A value as Python text; an ``Expression`` stands for itself.
+    """Write a value as Python text; an ``Expression`` stands for itself.
 
     >>> literal([1, torch.float32, True, float("inf")])
     '[1, torch.float32, True, float("inf")]'
@@ -152,7 +151,7 @@ def literal(value: Any) -> str:
 
 
 def op_call(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expression:
-    """The call of an op of aten; ``path`` is its name with the overload."""
+    """Write the call of an op of aten; ``path`` is its name with the overload."""
     kwargs = {
         name: value for name, value in kwargs.items()
         if name not in ("device", "layout", "pin_memory") and value is not None
@@ -223,7 +222,7 @@ def _nll_loss(args: list[Any], kwargs: dict[str, Any]) -> Expression:
 
 
 def loss_call(head: str, named: Mapping[str, Any]) -> Expression:
-    """The call of a class loss; the reduction is a number, as ops have it."""
+    """Write the call of a class loss; the reduction is a number, as ops have it."""
     options: dict[str, Any] = {}
     if named.get("weight") is not None:
         options["weight"] = named["weight"]
@@ -288,7 +287,7 @@ def _reduction(name: str) -> Special:
 
 
 def _dropout(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
-    """Nothing, where nothing is dropped."""
+    """Return the tensor itself if nothing is dropped."""
     named = _named(args, ("input", "p", "train"), kwargs)
     is_off = not named.get("train") or not named.get("p")
     return named["input"] if is_off and isinstance(named["input"], Expression) else None
@@ -310,4 +309,4 @@ SPECIAL: dict[str, Special] = {
     "_to_copy": _to,
     "index": _index,
 }
-"""Ops whose public form has other arguments; None where a call has no public form."""
+"""Ops whose public form has other arguments; None if a call has no public form."""

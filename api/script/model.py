@@ -1,4 +1,4 @@
-"""The user's model in a script: its file beside it, how it is built, its data and optimizer.
+"""The user's model in a script: its file, its construction, its data and optimizer.
 
 In: the plan's target. Out: files copied into the script's folder, and the text of ``new_model``,
 ``batches``, ``new_optimizer`` and ``new_scheduler``.
@@ -36,19 +36,19 @@ from autoparallel.target.trust import target_name
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """``imports`` and ``functions`` of a script, the names of the copied ``files``."""
+    """``imports`` and ``functions`` of a script, and names of the copied ``files``."""
 
     imports: tuple[str, ...]
     functions: str
     files: tuple[str, ...]
     module: str
-    """What the model's file is called in the script."""
+    """Name of the model's file in the script."""
     has_scheduler: bool
     has_data: bool
 
 
 def model_text(found: Exported, plan_path: Path, folder: Path) -> ModelText:
-    """Copies what the model needs into ``folder``. Raises PlanError AP366 and AP368."""
+    """Copy the model's files into ``folder``. Raises PlanError AP366 and AP368."""
     target, plan = found.made.target, found.plan
     check_optimizer(found)
     if target.name.startswith("hf:"):
@@ -88,7 +88,7 @@ def _function(head: str, what: str, lines: list[str]) -> str:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """``model.py:function`` as the file or module, and the function."""
+    """Split ``model.py:function`` into the file or module, and the function."""
     place, separator, function = name.rpartition(":")
     if separator and place and function.isidentifier():
         return place, function
@@ -96,7 +96,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _copied(place: str, folder: Path) -> tuple[str, ...]:
-    """Copies a model's file and the files beside it that it imports."""
+    """Copy a model's file and the files beside it that it imports."""
     first = Path(place)
     done = {first.name: re.sub(r"\W", "_", first.stem) + ".py"}
     pending = [first]
@@ -124,7 +124,7 @@ def _copied(place: str, folder: Path) -> tuple[str, ...]:
 
 
 def _imported(path: Path) -> set[str]:
-    """The top names of the modules that a file imports."""
+    """Return the top names of the modules that a file imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -137,7 +137,7 @@ def _imported(path: Path) -> set[str]:
 def _huggingface(
     target: Target, folder: Path
 ) -> tuple[tuple[str, ...], list[str], tuple[str, ...]]:
-    """The configuration as a file, and how the model is made of it."""
+    """Write the configuration as a file; return the code that builds the model."""
 
     built = target.build_model if target.settings.get("lora") else None
     config = target_config(target)
@@ -156,15 +156,15 @@ def _huggingface(
 
 
 def _meta(target: Target) -> nn.Module:
-    """The model without memory."""
+    """Return the model without memory."""
     with torch.device("meta"):
         return target.build_model()
 
 
 def _adapters(target: Target) -> list[str]:
-    """Lines that freeze a model and add the weights of adapters, drawn in the same order."""
+    """Return lines that freeze a model and add adapters, drawn in the same order."""
     lora, model = parse_lora(target.settings["lora"]), _meta(target)
-    for module in model.modules():  # an adapted layer is of a class of ours
+    for module in model.modules():  # an adapted layer has a class of this package
         if hasattr(module, "lora_A"):
             module.__class__ = type(module).__mro__[2]
     own = {path for path, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -184,7 +184,7 @@ def _adapters(target: Target) -> list[str]:
 
 
 def _data(found: Exported, module: str) -> list[str]:
-    """What yields global batches: the target's data for one rank of one, or made-up ones."""
+    """Return code that yields global batches: the target's data for one rank, or random data."""
     build, model = found.made.target.build_data, found.plan.model
     if build is None:
         return made_up_batches(found)
@@ -214,7 +214,7 @@ def _optimizer(found: Exported, module: str) -> list[str]:
 
 
 def _takes_names(build: object) -> bool:
-    """Whether ``build_optimizer`` takes pairs of a name and a parameter
+    """Return whether ``build_optimizer`` takes names with parameters
     (``runtime.update.optimizer``)."""
     assert callable(build)
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -223,11 +223,11 @@ def _takes_names(build: object) -> bool:
 
 
 def check_optimizer(found: Exported) -> None:
-    """Raises PlanError AP368 where the target's optimizer may need more than a rank has.
+    """Raise PlanError AP368 if the target's optimizer may need more than a rank has.
 
     A script gives it this rank's part of each weight, and in a pipeline the weights of the rank's
-    stages alone. Every optimizer of torch updates a parameter by its own gradient and state; of
-    others that is not known.
+    stages alone. Every optimizer of torch updates a parameter by its own gradient and state; other
+    optimizers are unknown.
     """
     build = found.made.target.build_optimizer
     splits = any(

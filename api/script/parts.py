@@ -1,8 +1,8 @@
-"""The fixed part of a script: definitions of ours, copied as they stand, with what they use.
+"""The fixed part of a script: copies of this package's definitions, with all that they use.
 
-In: names that a script uses. Out: the imports and the source of all that they need, in the order
-of ``MODULES``. What a rank is called in ``passes`` is a mesh in a script, whose methods are the
-collectives: ``RENAMED`` says which words are replaced.
+In: names that a script uses. Out: the imports and the source of all that they need, in the order of
+``MODULES``. The rank of ``passes`` is a mesh in a script, whose methods are the collectives:
+``RENAMED`` replaces the words.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODULES = (
     "autoparallel.runtime.script_parts.training",
     "autoparallel.runtime.script_parts.pipeline",
 )
-"""Where definitions come from; of two with the same name, the first is meant."""
+"""Modules with definitions; the first definition of a name counts."""
 
 RENAMED = (
     (r"\b(ctx\.)?rank\.communicator\b", r"\1mesh"),
@@ -43,7 +43,7 @@ RENAMED = (
     (r"\baxis: int\b", "axis: str"),
     (r"\bactivation: str\b", "activation: Callable[[Tensor], Tensor]"),
 )
-"""What is written otherwise in a script, of definitions in ``passes``."""
+"""Replacements in definitions of ``passes``."""
 
 REMOVED = (
     (r"  # type: ignore\[[\w, -]+\]", ""),
@@ -54,7 +54,7 @@ REMOVED = (
 
 @dataclass(frozen=True)
 class _Module:
-    """The definitions of a module by name, each with its source, and what it imports by name."""
+    """Definitions of a module by name, each with its source, and its imports by name."""
 
     name: str
     definitions: dict[str, str] = field(default_factory=dict)
@@ -64,14 +64,14 @@ class _Module:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Import lines, and definitions by the module that they come from."""
+    """Import lines, and definitions by module."""
 
     imports: tuple[str, ...]
     sections: Mapping[str, tuple[str, ...]]
 
 
 def collect(wanted: Iterable[str], given: Iterable[str]) -> Parts:
-    """All that ``wanted`` need, but for names that are ``given``."""
+    """Collect the definitions that ``wanted`` need, except names that are ``given``."""
     pending, known = list(wanted), set(given)
     found: dict[tuple[str, str], str] = {}
     imports: set[str] = set()
@@ -104,17 +104,17 @@ OWN = frozenset({
     "torch", "dist", "nn", "F", "Tensor", "checkpoint", "itertools", "math", "os", "re", "argparse",
     "transformers", "partial", "field", "dataclass", "contextmanager",
 })  # fmt: skip
-"""Names that scripts have besides."""
+"""Further names of scripts."""
 
 
 def taken_names() -> frozenset[str]:
-    """What functions of blocks, and the model's module, must not be called."""
+    """Return the names that functions of blocks, and the model's module, must not have."""
     names = (name for module in MODULES for name in _read(module).definitions)
     return frozenset(names) | OWN | frozenset(keyword.kwlist)
 
 
 def can_copy(function: Callable[..., object]) -> bool:
-    """Whether a function of ours can be copied into a script."""
+    """Return whether a function of this package can be copied into a script."""
     return any(function.__name__ in _read(module).definitions for module in MODULES)
 
 
@@ -138,7 +138,7 @@ def _read(module_name: str) -> _Module:
                 _add(found, name, lines[node.lineno - 1 : node.end_lineno])
             previous_name = names[0]
             continue
-        elif isinstance(node, ast.Expr) and previous_name:  # what a constant means
+        elif isinstance(node, ast.Expr) and previous_name:  # the note of a constant
             own = "\n".join(lines[node.lineno - 1 : node.end_lineno])
             found.definitions[previous_name] += "\n" + own
         previous_name = ""
@@ -146,7 +146,7 @@ def _read(module_name: str) -> _Module:
 
 
 def _add_imports(found: _Module, node: ast.Import | ast.ImportFrom) -> None:
-    """What a script imports too: all that is not of this package."""
+    """Add the imports of a script: all from outside this package."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             as_name = f" as {alias.asname}" if alias.asname else ""
@@ -159,7 +159,7 @@ def _add_imports(found: _Module, node: ast.Import | ast.ImportFrom) -> None:
 
 
 def trimmed(text: str, kept: Iterable[str]) -> str:
-    """A script without the methods that nothing calls, and constants that nothing reads."""
+    """Remove methods that nothing calls and constants that nothing reads from a script."""
     while True:
         lines, unused = text.split("\n"), list[ast.stmt]()
         for kind in ast.walk(ast.parse(text)):
@@ -179,7 +179,7 @@ def trimmed(text: str, kept: Iterable[str]) -> str:
 
 
 def _unread(module: ast.Module, text: str, kept: Iterable[str]) -> list[ast.stmt]:
-    """The constants that nothing reads, each with what follows it to say what it means."""
+    """Return the constants that nothing reads, each with its note."""
     found: list[ast.stmt] = []
     for statement, following in zip(module.body, [*module.body[1:], None], strict=True):
         name = statement.targets[0] if isinstance(statement, ast.Assign) else None
@@ -197,7 +197,7 @@ def _is_called(method: ast.FunctionDef, text: str) -> bool:
 
 
 def _add(found: _Module, name: str, lines: list[str]) -> None:
-    if name == "_":  # what registers something with torch, and has no name
+    if name == "_":  # a nameless registration with torch
         return
     source = "\n".join(lines)
     renamed = RENAMED if ".passes." in found.name else ()
@@ -208,7 +208,7 @@ def _add(found: _Module, name: str, lines: list[str]) -> None:
 
 
 def _free_names(tree: ast.AST) -> set[str]:
-    """The names that a definition reads and does not make."""
+    """Return the names that a definition reads and does not make."""
     names = [each for each in ast.walk(tree) if isinstance(each, ast.Name)]
     made = {each.id for each in names if isinstance(each.ctx, ast.Store)}
     made |= {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}

@@ -1,7 +1,7 @@
-"""What is exported: a plan's model captured again, and each stage's program.
+"""The source of an export: a plan's model captured again, and each stage's program.
 
 In: a plan and its file. Out: an ``Exported``: the model, the stages' programs as a rank runs them,
-and the schedule; or a PlanError that says what of the plan a script cannot do.
+and the schedule; or a PlanError that names the parts of the plan that a script cannot run.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from autoparallel.runtime.data.variants import Variant, stage_programs, variant_
 
 @dataclass(frozen=True)
 class Exported:
-    """``stages`` are as the schedule numbers them, with replicas. ``programs`` are by stage, of the
-    first rank of each; ``last_programs`` of the last one.
+    """Plan to export. ``stages`` are in the schedule's order, with replicas. ``programs`` are of
+    the first rank of each stage; ``last_programs`` of the last rank.
 
     ``rows`` is the schedule without steps, each row's receives in the order of its senders.
     """
@@ -52,7 +52,7 @@ class Exported:
 
 
 class _Place(Alone):
-    """A place on a mesh without any process: sizes and coordinates, no messages."""
+    """Place on a mesh without any process: sizes and coordinates, no messages."""
 
     def __init__(self, mesh: Mesh, coordinates: tuple[int, ...]) -> None:
         self._mesh, self._coordinates = mesh, coordinates
@@ -83,7 +83,7 @@ def exported(plan: Plan, plan_path: str, *, trust: bool) -> Exported:
 
 
 def _program(variant: Variant, stage: StagePlan, index: int, end: int) -> StageProgram:
-    """A stage's program on its first (0) or last (-1) device."""
+    """Return a stage's program on its first (0) or last (-1) device."""
     coordinates = stage.mesh.coordinates(end % stage.mesh.size)
     (program,) = stage_programs(
         variant, index, coordinates=coordinates, communicator=_Place(stage.mesh, coordinates)
@@ -92,7 +92,7 @@ def _program(variant: Variant, stage: StagePlan, index: int, end: int) -> StageP
 
 
 def with_equal_constants(program: StageProgram, graph: Graph) -> StageProgram:
-    """The program with one constant for those that are equal, so that layers are too."""
+    """Merge equal constants of a program, so that its layers are equal too."""
     numbers: dict[tuple[str, ...], int] = {}
     forms: dict[str, int] = {}
 
@@ -118,7 +118,7 @@ def with_equal_constants(program: StageProgram, graph: Graph) -> StageProgram:
 
 
 def check_writable(plan: Plan) -> None:
-    """Raises PlanError AP366 where the plan has what a script does not."""
+    """Raise PlanError AP366 for parts of a plan that scripts lack."""
     has = (
         (plan.servers is not None, "parameter servers", "plan with --deny servers, or run it"),
         (is_asynchronous(plan.schedule) and plan.has_pipeline,
@@ -142,10 +142,10 @@ def _refused(what: str, why: str, fix: str = "") -> PlanError:
 
 
 def in_order(schedule: Schedule) -> tuple[Row, ...]:
-    """The rows without STEP, with receives no later than their senders' order wants them.
+    """Return the rows without STEP, with receives in their senders' order.
 
-    Messages from one rank to another keep their order, so what is sent first is received first,
-    even where another receive is needed earlier.
+    Messages from one rank to another keep their order, so the first message sent is received first,
+    even if another receive is needed earlier.
     """
     lanes = _lanes(schedule)
     return tuple(_reordered(row, rank, lanes) for rank, row in enumerate(schedule.table))
@@ -155,7 +155,7 @@ _Lanes = dict[tuple[int, int], tuple[Action, ...]]
 
 
 def _lanes(schedule: Schedule) -> _Lanes:
-    """By sender and taker, the receives of all that is sent, in the order of the sends."""
+    """Map sender and receiver to the receives of all sends, in the order of the sends."""
     found: dict[tuple[int, int], list[Action]] = {}
     for source, row in enumerate(schedule.table):
         for action in row:
@@ -177,7 +177,7 @@ def _reordered(row: Row, rank: int, lanes: _Lanes) -> Row:
     posted: set[Action] = set()
 
     def post(receive: Action) -> None:
-        """Post a receive after all that its senders send before."""
+        """Post a receive after all that its sender sends before it."""
         if receive in posted:
             return
         posted.add(receive)

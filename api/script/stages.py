@@ -1,7 +1,7 @@
-"""The stages of a plan as functions that call their blocks, and as tables of what is split how.
+"""The stages of a plan as functions that call their blocks, and as tables of splits.
 
-In: the program of each stage. Out: ``StageText``: the functions of its blocks, each once, that of
-the stage, in which runs of equal blocks are loops, and the entry of the table ``STAGES``.
+In: the program of each stage. Out: ``StageText``: the functions of its blocks, each once, the
+stage's function, in which runs of equal blocks are loops, and the entry of the table ``STAGES``.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from autoparallel.script.expressions import INDENT, LINE, Expression, assigned, 
 from autoparallel.script.writer import dictionary
 
 WRAPPERS = {"full": "checkpoint", "selective": "keeping_products"}
-"""What calls a block that is recomputed in the backward."""
+"""Function that calls a block that is recomputed in the backward."""
 
 
 @dataclass(slots=True)
 class Functions:
-    """The functions of all blocks by their names; equal ones are one."""
+    """Functions of all blocks by name; equal functions are merged."""
 
     taken: frozenset[str] = frozenset()
-    """Names that are of something else."""
+    """Names that are already used."""
     named: dict[str, BlockFunction] = field(default_factory=dict)
     about: dict[str, list[str]] = field(default_factory=dict)
-    """The blocks that each is for."""
+    """Blocks of each function."""
 
     def add(self, function: BlockFunction, program: BlockProgram, kind: str) -> str:
-        """The name of a function like this one."""
+        """Return the name of the function, adding it unless an equal function exists."""
         for name, known in self.named.items():
             same = known.arguments, known.text, known.weights
             if same == (function.arguments, function.text, function.weights):
@@ -50,7 +50,7 @@ class Functions:
         return name
 
     def text(self) -> str:
-        """All of them."""
+        """Return the text of all functions."""
         return "\n\n\n".join(map(self._one, self.named))
 
     def _one(self, name: str) -> str:
@@ -69,7 +69,7 @@ class Functions:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A block's call: the function, the keys of what it takes and gives, and where it is."""
+    """Call of a block: the function, the keys of its inputs and outputs, and its place."""
 
     function: str
     inputs: tuple[str, ...]
@@ -81,7 +81,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class StageText:
-    """What a script has of one stage."""
+    """Parts of a script for one stage."""
 
     function: str
     entry: str
@@ -93,7 +93,7 @@ def stage_text(
     program: StageProgram, plan: StagePlan, graph: Graph, blocks: Blocks,
     *, number: int, functions: Functions,
 ) -> StageText:  # fmt: skip
-    """A stage's text; its blocks' functions are added to ``functions``."""
+    """Write a stage's text; its blocks' functions are added to ``functions``."""
 
     def layout_of(name: str) -> Layout | None:
         found = node_layout(plan, blocks, name)
@@ -115,7 +115,7 @@ def stage_text(
 
 
 def function_name(block: BlockProgram) -> str:
-    """What a block's function is called: a layer of ``layers`` is a ``layer``."""
+    """Name a block's function: a layer of ``layers`` is a ``layer``."""
     path = re.sub(r"\W", ".", block.kind if not block.kind[-1:].isdigit() else block.name)
     last = [part for part in path.split(".") if part and not part.isdigit()][-1:] or ["block"]
     name = last[0]
@@ -136,13 +136,13 @@ class _StageWriter:
     lines: list[str] = field(default_factory=list)
 
     def leaving(self) -> tuple[str, ...]:
-        """The keys of what the stage's function returns."""
+        """Return the keys of the results of the stage's function."""
         program = self.program
         keys = [*program.kept, *(each.key for each in program.sends), *program.updates.values()]
         return tuple(dict.fromkeys([*keys, *([program.loss] if program.loss else [])]))
 
     def function(self, number: int) -> str:
-        """The stage's function."""
+        """Write the stage's function."""
         names = [block.name for block in self.program.blocks]
         what = f"Block {names[0]}." if len(names) == 1 else f"Blocks {names[0]} to {names[-1]}."
         start = 0
@@ -167,13 +167,13 @@ class _StageWriter:
         return self.variables.get(key, f'values["{key}"]')
 
     def _later(self, position: int) -> set[str]:
-        """The keys that are used after the call at ``position``."""
+        """Return the keys that are used after the call at ``position``."""
         return {key for call in self.calls[position + 1 :] for key in call.inputs} | {
             *self.leaving()
         }
 
     def _variable(self, key: str, position: int, count: int) -> str:
-        """The name of what a call makes: x, where that is free."""
+        """Name a call's result: x, if that is free."""
         holder = next((k for k, name in self.variables.items() if name == "x"), None)
         if count == 1 and (holder is None or holder not in self._later(position)):
             if holder is not None:
@@ -192,7 +192,7 @@ class _StageWriter:
         self.variables.update(zip(call.outputs, made, strict=True))
 
     def _call(self, call: _Call, inputs: Sequence[str], where: str, number: str) -> Expression:
-        """The call of a block's function, run again in the backward or with gathered weights."""
+        """Write the call of a block's function, recomputed or with gathered weights if needed."""
         function = self.functions.named[call.function]
         arguments = [*inputs, where, *["mesh"] * function.takes_mesh]
         arguments += [f"draw.of({number})"] * function.takes_draw
@@ -205,7 +205,7 @@ class _StageWriter:
         return Expression(f"{head}({', '.join(arguments)})", head, tuple(arguments))
 
     def _run_from(self, start: int) -> int:
-        """Where the longest loop that begins at a call ends."""
+        """Return the end of the longest loop that begins at a call."""
         stop = start + 1
         while stop < len(self.calls) and self._continues(start, stop):
             stop += 1
@@ -224,9 +224,9 @@ class _StageWriter:
         )
 
     def _is_loop(self, start: int, stop: int) -> bool:
-        """Whether calls differ only in what the one before has made, and in evenly spaced numbers.
+        """Return whether calls form a loop: equal up to predecessors' results and even numbers.
 
-        What a call makes is used by the next one alone, but for the last's.
+        Only the next call uses a call's result, except the last result.
         """
         calls = self.calls[start:stop]
         steps = {b.first_number - a.first_number for a, b in pairwise(calls)}
@@ -265,7 +265,7 @@ class _StageWriter:
         )
 
     def entry(self, number: int, plan: StagePlan) -> str:
-        """The stage's entry in the table of stages."""
+        """Write the stage's entry in the table of stages."""
         program, axes = self.program, self.program.mesh.axes
         sizes = dict(zip(axes, program.mesh.shape, strict=True))
         parts = [
@@ -299,12 +299,12 @@ class _StageWriter:
 
 
 def split_of(layout: Layout, axes: Sequence[str]) -> dict[str, int]:
-    """The dimension that each axis splits."""
+    """Return the dimension that each axis splits."""
     return {a: held.dim for a, held in zip(axes, layout, strict=True) if held.is_shard}
 
 
 def _numbered(path: str) -> tuple[str, int] | None:
-    """``layers.3`` as (``layers.``, 3).
+    """Split ``layers.3`` into (``layers.``, 3).
 
     >>> _numbered("model.layers.12"), _numbered("head")
     (('model.layers.', 12), None)
@@ -323,7 +323,7 @@ def _follows(before: str, path: str) -> bool:
 
 
 def _carried(call: _Call, following: _Call) -> tuple[tuple[int, int], ...]:
-    """Which inputs of the next call are which outputs of this one."""
+    """Return the pairs of inputs of the next call and equal outputs of this call."""
     return tuple(
         (at, call.outputs.index(key)) for at, key in enumerate(following.inputs)
         if key in call.outputs
@@ -331,7 +331,7 @@ def _carried(call: _Call, following: _Call) -> tuple[tuple[int, int], ...]:
 
 
 def _parameters(program: StageProgram, number: int) -> str:
-    """The table of a stage's parameters; those of repeated modules are written once."""
+    """Write the table of a stage's parameters, repeated modules once."""
     axes = program.mesh.axes
     splits = {name: split_of(each.layout, axes) for name, each in program.parameters.items()}
     lines = [f"STAGE_{number} = {{"]
@@ -352,7 +352,7 @@ _Group = tuple[str, list[int], dict[str, dict[str, int]]]
 
 
 def _groups(splits: Mapping[str, dict[str, int]]) -> Iterator[str | _Group]:
-    """Names alone, and runs of numbered modules whose parameters are split alike."""
+    """Yield single names, and runs of numbered modules whose parameters are split alike."""
     modules: dict[tuple[str, int], dict[str, dict[str, int]]] = {}
     for name, split in splits.items():
         found = re.match(r"(.*?\.|)(\d+)\.(.*)", name)

@@ -1,4 +1,4 @@
-"""What a script computes besides its blocks: constants, counts of targets, batches made up.
+"""Values of a script besides its blocks: constants, counts of targets, made-up batches.
 
 In: the captured program. Out: the text of the functions ``constants``, ``count`` and ``batches``.
 """
@@ -34,12 +34,12 @@ from autoparallel.script.expressions import (
 from autoparallel.script.source import Exported
 
 MOST_VALUES = 256
-"""A tensor of more values is not written into a script."""
+"""Largest number of a tensor's values that are written into a script."""
 
 
 def needed_constants(found: Exported) -> tuple[str, ...]:
-    """The constants that the stages hold, or that are read to count targets; and the buffers of
-    which the model in ``master``, as a script builds it, does not have the values."""
+    """Return the constants that the stages hold or that count targets, and the buffers whose values
+    the model, as a script builds it in ``master``, lacks."""
     names: dict[str, None] = {}
     master = Formats.of(found.plan.model.precision).master
     for program in found.programs:
@@ -58,7 +58,7 @@ def _is_cast(dtype: str, master: str) -> bool:
 
 
 def constants_text(found: Exported) -> str:
-    """The function ``constants``: whole values, on the CPU."""
+    """Write the function ``constants``: whole values, on the CPU."""
     program, graph = found.made.program, found.variant.program.graph
     names = needed_constants(found)
     order = ancestors(graph, names)
@@ -101,7 +101,7 @@ def _buffer(node: Node, value: Tensor | None) -> Expression:
 
 
 def _constant(node: Node, captured: Graph, variables: dict[str, str]) -> Expression:
-    """The call that makes a constant, as it was captured."""
+    """Write the call that makes a constant, as it was captured."""
     node = captured[node.name]
     if node.op == LITERAL:
         return called("torch.tensor", [node.args[0]], node.kwargs)
@@ -118,7 +118,7 @@ def _constant(node: Node, captured: Graph, variables: dict[str, str]) -> Express
 
 
 def _at_batch(name: str, captured: Node, node: Node) -> list[str]:
-    """Lines that make a constant of the captured rows one of a micro-batch's."""
+    """Write lines that resize a constant from the captured rows to a micro-batch's."""
     lines = []
     for dim, (have, want) in enumerate(zip(captured.spec.shape, node.spec.shape, strict=True)):
         if have != want:
@@ -130,7 +130,7 @@ def _at_batch(name: str, captured: Node, node: Node) -> list[str]:
 
 
 def count_text(found: Exported) -> str:
-    """The function ``count``; "" where nothing is counted."""
+    """Write the function ``count``; "" if nothing is counted."""
     done: set[str] = set()
     lines: list[str] = []
     results: list[str] = []
@@ -162,7 +162,7 @@ def count_text(found: Exported) -> str:
 def _counting_lines(
     found: Exported, stage: StageProgram, counting: Counting, lines: list[str]
 ) -> dict[str, str]:
-    """Adds the lines that compute what is counted; the variable of each value."""
+    """Add the lines that compute the counted values; return the variable of each value."""
     values: dict[str, str] = {}
     for node in counting.inputs:
         name = _identifier(node.name, values.values())
@@ -200,12 +200,12 @@ def _count(each: Counted, values: dict[str, str]) -> str:
 
 
 def _global_graph(found: Exported) -> Graph:
-    """The model's graph with the shapes of a global batch."""
+    """Return the model's graph with the shapes of a global batch."""
     return found.variant.program.graph.with_batch_size(found.plan.model.global_batch)
 
 
 def inputs_table(found: Exported) -> str:
-    """The table ``INPUTS``: by its name in the graph, its key in a batch, dtype and shape."""
+    """Write the table ``INPUTS``: by its name in the graph, its key in a batch, dtype and shape."""
     keys = {name: literal(_key(name, place)) for name, place in found.made.program.inputs.items()}
     lines = [
         f'{INDENT}"{node.name}": ({keys[node.name]}, torch.{node.spec.dtype}, '
@@ -216,8 +216,8 @@ def inputs_table(found: Exported) -> str:
 
 
 def _key(name: str, place: InputPlace) -> str | int:
-    """Return an input's key in a batch. Raises PlanError AP366 where it lies deeper, or counts rows
-    in another dimension than the first."""
+    """Return an input's key in a batch. Raises PlanError AP366 if it lies deeper, or counts rows in
+    another dimension than the first."""
     if len(place.path) > 1 or place.dim:
         raise PlanError(
             "AP366",
@@ -230,7 +230,7 @@ def _key(name: str, place: InputPlace) -> str | int:
 
 
 def batch_dims(found: Exported) -> dict[str, int]:
-    """The dimension that counts the batch, of inputs that have one."""
+    """Return the dimension that counts the batch, of inputs that have such a dimension."""
     micro = found.variant.program.graph
     whole = _global_graph(found)
     dims = {}
@@ -243,7 +243,7 @@ def batch_dims(found: Exported) -> dict[str, int]:
 
 
 def made_up_batches(found: Exported) -> list[str]:
-    """The lines of a generator of random batches, those that ``autoparallel run`` makes up."""
+    """Write a generator of random batches, equal to the batches of ``autoparallel run``."""
     graph = _global_graph(found)
     bounds = integer_bounds(graph)
     keys = {name: literal(_key(name, place)) for name, place in found.made.program.inputs.items()}
@@ -261,7 +261,7 @@ def made_up_batches(found: Exported) -> list[str]:
 
 
 def _random(node: Node, bounds: dict[str, int]) -> Expression:
-    """The values of an input, as an item of a dictionary."""
+    """Write the values of an input, as an item of a dictionary."""
     dtype, generator = Expression(f"torch.{node.spec.dtype}"), Expression("generator")
     options = {"generator": generator, "dtype": dtype}
     shape, tail = tuple(node.spec.shape), ","

@@ -1,7 +1,7 @@
-"""``autoparallel export PLAN --to python``: the script, put together.
+"""``autoparallel export PLAN --to python``: the whole script.
 
 In: a plan. Out: ``train.py`` and the model's file in a folder, which train under torchrun without
-this package. What it does otherwise than ``autoparallel run`` stands at its head.
+this package. Its head lists the differences from ``autoparallel run``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoparallel.script.values import batch_dims, constants_text, count_text, i
 ENTRY = (
     "Trainer", "load_weights", "write_weights", "rows_of", "Draw", "Stage", "Weights", "Mesh",
 )  # fmt: skip
-"""What every script uses."""
+"""Definitions of this package that every script uses."""
 TITLES = {
     "mesh": "Collectives", "random_ops": "Random numbers", "ops": "Ops on parts of tensors",
     "local_loss": "A loss whose classes are split", "weights": "Weights",
@@ -44,7 +44,7 @@ GIVEN = ("COMPUTE", "MASTER", "GRADIENT", "MICRO_BATCHES", "BATCH_DIMS", "LOSS_S
 def write_script(
     plan: Plan, folder: Path, *, place: Path, plan_path: Path, trust: bool = False
 ) -> WrittenPlan:
-    """Writes the script of ``plan`` into ``folder``, which will be called ``place``.
+    """Write the script of ``plan`` into ``folder``, which will be called ``place``.
 
     Raises PlanError AP366 to AP369 where it cannot be written, and as ``load_plan_model`` does.
     """
@@ -59,7 +59,7 @@ def write_script(
 
 
 def differences_of(found: Exported, model: ModelText) -> tuple[str, ...]:
-    """What a script does otherwise than ``autoparallel run``, in words."""
+    """Describe the differences of a script from ``autoparallel run``."""
     plan = found.plan
     lines = [
         "every rank builds the whole model on its host, and keeps its part; values are those that "
@@ -93,7 +93,7 @@ def differences_of(found: Exported, model: ModelText) -> tuple[str, ...]:
 
 
 def script_text(found: Exported, model: ModelText, differences: tuple[str, ...], name: str) -> str:
-    """The script, whose file is called ``name``."""
+    """Return the script, whose file is called ``name``."""
     functions = Functions(taken_names() | {model.module})
     stages = [_stage(found, number, functions) for number in range(len(found.programs))]
     _check_same_on_all_ranks(found, stages, functions.taken)
@@ -123,7 +123,7 @@ def script_text(found: Exported, model: ModelText, differences: tuple[str, ...],
     ]  # fmt: skip
     text = trimmed("\n\n\n".join(sections) + "\n", {*GIVEN, "GLOBAL_BATCH"})
     text = re.sub(r"\n{4,}", "\n\n\n", text)
-    head, rest = text.split("\n\n\n# -", 1)  # what linters want around imports
+    head, rest = text.split("\n\n\n# -", 1)  # linters want spaces around imports
     return head.replace('"""\n\n\nfrom', '"""\n\nfrom', 1) + "\n\n# -" + rest
 
 
@@ -138,7 +138,7 @@ def _stage(found: Exported, number: int, functions: Functions) -> StageText:
 def _check_same_on_all_ranks(
     found: Exported, stages: list[StageText], taken: frozenset[str]
 ) -> None:
-    """Raises PlanError AP369 where the last rank of a stage runs another program than the first."""
+    """Raise PlanError AP369 if the last rank of a stage runs another program than the first."""
     functions, graph = Functions(taken), found.variant.program.graph
     for number, program in enumerate(found.last_programs):
         again = stage_text(
@@ -170,7 +170,7 @@ def _head(found: Exported, differences: tuple[str, ...], name: str) -> str:
 
 
 def _bullet(text: str) -> str:
-    """A list item, in lines that are not too long."""
+    """Wrap a list item into short lines."""
     lines = [""]
     for word in text.split():
         if len(lines[-1]) + len(word) > 92:
@@ -205,7 +205,7 @@ def _imports(parts: Parts, model: ModelText, uses: set[str], body: str) -> str:
 
 
 def _from(module: str, names: list[str]) -> str:
-    """An import, in lines as linters want them."""
+    """Write an import, in lines as linters want them."""
     line = f"from {module} import {', '.join(names)}"
     if len(line) <= 88:
         return line
@@ -248,7 +248,7 @@ def _table(name: str, entries: list[str]) -> str:
 
 
 def _crossings(found: Exported) -> list[str]:
-    """The values that go between stages, as entries of a table."""
+    """Return the values that go between stages, as entries of a table."""
     entries = []
     for each in (own for crossing in found.variant.crossing() for own in crossing):
         splits = [
@@ -267,14 +267,14 @@ def _crossings(found: Exported) -> list[str]:
 
 
 def _pipeline(found: Exported) -> list[str]:
-    """What goes between stages, and when."""
+    """Return the tables of values between stages and of the schedule."""
     if not found.plan.has_pipeline:
         return []
     return [_table("CROSSINGS: list[Crossing]", _crossings(found)), _schedule(found)]
 
 
 def _schedule(found: Exported) -> str:
-    """The schedule: a row of actions for the ranks of each place in the pipeline."""
+    """Write the schedule: a row of actions for the ranks of each place in the pipeline."""
     rows = [" ".join(map(str, row)) for row in found.rows]
     lines = ["# What each stage's ranks do in a step: 1F0 is the forward of micro-batch 0 in stage "
              "1,", "# B its backward, RECV_F0 posts the receive of its input, SEND_F0 sends its "
@@ -286,7 +286,7 @@ def _schedule(found: Exported) -> str:
 
 
 def _broken(row: str) -> list[str]:
-    """A row as a string, or as several that Python joins."""
+    """Write a row as a string, or as several that Python joins."""
     parts, line = [], ""
     for action in row.split():
         if len(line) + len(action) > 84:

@@ -1,6 +1,6 @@
-"""What a function of a script is written with: the text so far, names, and errors.
+"""The state of writing a function of a script: the text so far, names, and errors.
 
-``calls`` writes the calls of ours, ``blocks`` everything else.
+``calls`` writes calls of this package's functions, ``blocks`` everything else.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MOVES = {
     ("I", "R"): "sum_gradient", ("P", "I"): "all_reduce", ("P", "R"): "all_reduce_both",
     ("P", "S"): "reduce_scatter",
 }  # fmt: skip
-"""The function of a script that changes a placement (``passes.ops.collectives.MOVES``)."""
+"""Function of a script that changes a placement (``passes.ops.collectives.MOVES``)."""
 
 TAKEN = frozenset({*MOVES.values(), "all_to_all", "dropout", "uniform", "checkpoint"})
-"""What functions of a script are called."""
+"""Names of functions of a script."""
 
 RESERVED = frozenset({
     *TAKEN, *dir(builtins),
@@ -40,7 +40,7 @@ RESERVED = frozenset({
 
 @dataclass(slots=True)
 class Writer:
-    """One function in the making; ``values`` are what nodes are written as."""
+    """Function in the making; ``values`` are the expressions of nodes."""
 
     program: BlockProgram
     stage: StageProgram
@@ -56,7 +56,7 @@ class Writer:
     part: str = ""
 
     def unique(self, name: str) -> str:
-        """``name``, numbered where it is taken."""
+        """Return ``name``, numbered if it is taken."""
         name = re.sub(r"\W", "_", name).strip("_") or "value"
         if name[0].isdigit():
             name = f"part_{name}"

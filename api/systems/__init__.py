@@ -1,1 +1,1 @@
-"""Plans in the terms of other training systems: a configuration, and what it cannot express."""
+"""Plans for other training systems: a configuration, and the differences from the plan."""

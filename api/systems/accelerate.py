@@ -1,8 +1,8 @@
 """Hugging Face Accelerate: a YAML file for ``accelerate launch --config_file``.
 
-The names are those of release 1.15. Source: ``accelerate/commands/config/config_args.py`` and
+The names are of release 1.15. Source: ``accelerate/commands/config/config_args.py`` and
 ``accelerate/parallelism_config.py`` of that release. ZeRO 3 is FSDP 2; ZeRO 1 and 2, and offloaded
-optimizer states, are DeepSpeed's; tensor and context parallelism stand beside FSDP 2.
+optimizer states, are DeepSpeed's; tensor and context parallelism need FSDP 2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoparallel.systems.system import RECIPE, Files, Job, System, write_for
 CONFIG = "accelerate.yaml"
 
 Backend = Literal["none", "ddp", "deepspeed", "fsdp", "tp"]
-"""What trains: one process, DDP, DeepSpeed, FSDP 2, or a model that is split as it is loaded."""
+"""Trainer: one process, DDP, DeepSpeed, FSDP 2, or a model that is split as it is loaded."""
 
 LIMITS = {
     **WITHOUT_PIPELINE,
@@ -42,7 +42,7 @@ LIMITS = {
 
 
 def write(job: Job) -> Files:
-    """The files of a job."""
+    """Return the files of a job."""
     own = job.configuration
     found = launch_config(job)
     comment = "# Written by autoparallel export --to accelerate, for accelerate 1.15.\n"
@@ -58,14 +58,14 @@ def write(job: Job) -> Files:
 
 
 def launcher(job: Job) -> str:
-    """The command that starts a script, on one host or on each."""
+    """Return the command that starts a script, on one host or on each."""
     hosts = " --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
     several = hosts if job.num_hosts > 1 else ""
     return f"accelerate launch --config_file {job.folder / CONFIG}{several}"
 
 
 def accumulation(own: Configuration) -> str:
-    """How a script accumulates gradients; under FSDP sharded, as the plan's price counts them.
+    """Write a script's accumulation of gradients; sharded under FSDP, as in the plan's price.
 
     >>> accumulation(Configuration(dp=8, zero=1, num_microbatches=4))
     'Accelerator(gradient_accumulation_steps=4)'
@@ -80,12 +80,12 @@ def accumulation(own: Configuration) -> str:
 
 
 def accumulates_sharded(own: Configuration) -> bool:
-    """Whether gradients have to be summed after every micro-batch to stay sharded."""
+    """Return whether gradients must be summed after every micro-batch to stay sharded."""
     return backend_of(own) == "fsdp" and own.num_microbatches > 1
 
 
 def backend_of(own: Configuration) -> Backend:
-    """What trains a configuration.
+    """Return the backend that trains a configuration.
 
     >>> backend_of(Configuration(dp=8, zero=3)), backend_of(Configuration(dp=8, zero=1))
     ('fsdp', 'deepspeed')
@@ -102,7 +102,7 @@ def backend_of(own: Configuration) -> Backend:
 
 
 def settled(own: Configuration) -> Configuration:
-    """What Accelerate can run of a configuration, its degrees kept."""
+    """Change a configuration to options that Accelerate can run, and keep its degrees."""
     own = replace(
         own, recompute="none" if own.recompute == "none" else "full", recompute_share=1.0,
         recomputes_ends=False, sequence_parallel=None,
@@ -118,7 +118,7 @@ def settled(own: Configuration) -> Configuration:
 
 
 def backend_lost(own: Configuration) -> list[Difference]:
-    """What a backend does otherwise than a plan, that its degrees do not tell."""
+    """Return differences of a backend from a plan that its degrees do not show."""
     if backend_of(own) != "fsdp":
         return []
     lost = []
@@ -138,7 +138,7 @@ def backend_lost(own: Configuration) -> list[Difference]:
 
 
 def backend_notes(own: Configuration) -> list[str]:
-    """What a script has to do itself."""
+    """Return the steps that a script has to do itself."""
     backend = backend_of(own)
     notes = []
     if own.tp > 1:
@@ -160,7 +160,7 @@ def backend_notes(own: Configuration) -> list[str]:
 
 
 def launch_config(job: Job) -> dict[str, Any]:
-    """The configuration of ``accelerate launch``."""
+    """Return the configuration of ``accelerate launch``."""
     own, backend = job.configuration, backend_of(job.configuration)
     kinds = {"none": "NO", "deepspeed": "DEEPSPEED", "fsdp": "FSDP"}
     found: dict[str, Any] = {
@@ -196,7 +196,7 @@ def launch_config(job: Job) -> dict[str, Any]:
 
 
 def fsdp(own: Configuration) -> dict[str, Any]:
-    """FSDP's settings; Accelerate writes them with ``fsdp_`` before each."""
+    """Return FSDP's settings; Accelerate writes them with ``fsdp_`` before each."""
     return {
         "version": 2,
         "reshard_after_forward": own.zero == 3,
@@ -209,7 +209,7 @@ def fsdp(own: Configuration) -> dict[str, Any]:
 
 
 def parallelism(own: Configuration) -> dict[str, int]:
-    """The degrees of ``ParallelismConfig``."""
+    """Return the degrees of ``ParallelismConfig``."""
     return {
         "dp_replicate_size": 1, "dp_shard_size": own.dp,
         "cp_size": own.cp, "tp_size": own.tp,
@@ -217,7 +217,7 @@ def parallelism(own: Configuration) -> dict[str, int]:
 
 
 def yaml_text(values: Mapping[str, Any]) -> str:
-    """A mapping of values and of mappings of values as YAML, whose values JSON can write.
+    """Write a mapping of values and of mappings of values as YAML, whose values JSON can write.
 
     >>> yaml_text({"a": 1, "b": {"c": "x", "d": True}})
     'a: 1\\nb:\\n  c: "x"\\n  d: true\\n'
@@ -233,6 +233,6 @@ def yaml_text(values: Mapping[str, Any]) -> str:
 
 SYSTEM = System("Accelerate", "1.15", LIMITS, write, settled, lacks=("ep", "pp"))
 write_plan = functools.partial(write_for, SYSTEM)
-"""The writer of ``--to accelerate``."""
+"""Writer of ``--to accelerate``."""
 
 assert set(LIMITS) <= set(FEATURES)

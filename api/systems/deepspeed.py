@@ -1,8 +1,8 @@
 """DeepSpeed: its configuration as JSON.
 
-The names are those of release 0.19. Source: ``deepspeed/runtime/config.py`` of that release.
-Pipelines of DeepSpeed are written in the model's code, and so is its sequence parallelism, so no
-configuration has them.
+The names are of release 0.19. Source: ``deepspeed/runtime/config.py`` of that release. Pipelines of
+DeepSpeed are written in the model's code, and so is its sequence parallelism, so no configuration
+has them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WITHOUT_PIPELINE = {
     "gradient-order": "sums as the backward makes gradients",
     "servers": "data parallelism without servers",
 }  # fmt: skip
-"""What a system without pipelines does instead."""
+"""Replacements by a system without pipelines."""
 
 LIMITS = {
     **WITHOUT_PIPELINE,
@@ -54,7 +54,7 @@ LIMITS = {
 
 
 def write(job: Job) -> Files:
-    """The files of a job."""
+    """Return the files of a job."""
     own = job.configuration
     text = json.dumps(config(own, job.plan.model.global_batch), indent=2) + "\n"
     hosts = f"--hostfile hosts --num_nodes {job.num_hosts} " if job.num_hosts > 1 else ""
@@ -71,7 +71,7 @@ def write(job: Job) -> Files:
 
 
 PRECISIONS: dict[Precision, Precision] = {"fp8": "bf16", "fp64": "fp32"}
-"""What stands for a precision that DeepSpeed lacks."""
+"""Replacements of precisions that DeepSpeed lacks."""
 
 CHECKPOINTING = (
     "the configuration does not turn recomputation on: call "
@@ -80,7 +80,7 @@ CHECKPOINTING = (
 
 
 def settled(own: Configuration) -> Configuration:
-    """What DeepSpeed can run of a configuration, its degrees kept."""
+    """Change a configuration to options that DeepSpeed can run, and keep its degrees."""
     return replace(
         own,
         zero=max(own.zero, 1) if own.offload == "optimizer" else own.zero,
@@ -91,7 +91,7 @@ def settled(own: Configuration) -> Configuration:
 
 
 def config(own: Configuration, global_batch: int) -> dict[str, Any]:
-    """The configuration; ranks of one tensor-parallel group take the same samples."""
+    """Return the configuration; ranks of one tensor-parallel group take the same samples."""
     found: dict[str, Any] = {
         "train_batch_size": global_batch,
         "train_micro_batch_size_per_gpu": own.rank_rows,
@@ -100,7 +100,7 @@ def config(own: Configuration, global_batch: int) -> dict[str, Any]:
         "zero_optimization": {"stage": own.zero},
     }
     if own.optimizer.startswith("sgd") and own.zero:
-        found["zero_allow_untested_optimizer"] = True  # it refuses SGD otherwise
+        found["zero_allow_untested_optimizer"] = True  # DeepSpeed refuses SGD otherwise
     if own.offload == "optimizer":
         found["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if own.precision == "bf16":
@@ -118,17 +118,17 @@ def config(own: Configuration, global_batch: int) -> dict[str, Any]:
 
 
 def optimizer(own: Configuration) -> dict[str, Any]:
-    """The optimizer, with no settings but those that tell it from the other ones."""
+    """Return the optimizer with the settings that distinguish it from others."""
     if own.optimizer.startswith("sgd"):
         momentum = 0.9 if own.optimizer == "sgd-momentum" else 0.0
         return {"type": "SGD", "params": {"momentum": momentum}}
-    if own.optimizer == "adam":  # which is AdamW if not told otherwise
+    if own.optimizer == "adam":  # DeepSpeed makes it AdamW by default
         return {"type": "Adam", "params": {"adam_w_mode": False}}
     return {"type": "AdamW", "params": {}}
 
 
 SYSTEM = System("DeepSpeed", "0.19", LIMITS, write, settled, lacks=("cp", "pp"))
 write_plan = functools.partial(write_for, SYSTEM)
-"""The writer of ``--to deepspeed``."""
+"""Writer of ``--to deepspeed``."""
 
 assert set(LIMITS) <= set(FEATURES)

@@ -1,11 +1,11 @@
-"""The nearest configuration with one mesh for all stages, which other systems can be given.
+"""The nearest configuration with one mesh for all stages, for other systems.
 
 In: a plan. Out: a ``Configuration``: one mesh for every stage, one ZeRO stage, one share of
-recomputed layers. Where the stages of a plan differ, one value stands for all of them, and
-``features`` names what that loses.
+recomputed layers. If the stages of a plan differ, one value stands for all of them, and
+``features`` names the loss.
 
-An axis of a plan's mesh means what its layouts do on it: on "tp" each op has the layout that is
-fastest, which may split samples or positions and no weight. ``axis_roles`` tells these apart.
+The layouts on an axis of a plan's mesh decide its role: on "tp" each op has its fastest layout,
+which may split samples or positions and no weight. ``axis_roles`` finds the roles.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from autoparallel.planner.plan import BlockPlan, Plan, Recompute, StagePlan
 from autoparallel.planner.replicas import stages_of_ranks
 
 LAYER = re.compile(r"^(?P<list>.*?)\.?(?P<index>\d+)$")
-"""The name of a block of a list of layers: ``model.layers.3``."""
+"""Name of a block of a list of layers: ``model.layers.3``."""
 
 NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "mean", "rsqrt", "pow")
-"""Ops of norms: on a split of positions they compute their own."""
+"""Ops of norms, which are local under a split of positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What a mesh splits: samples, weights (``tp``), positions (``cp``) and experts."""
+    """Sizes of the splits of samples, weights (``tp``), positions (``cp``) and experts."""
 
     dp: int = 1
     tp: int = 1
@@ -43,7 +43,7 @@ class Roles:
 
 
 def configuration_of(plan: Plan) -> Configuration:
-    """The configuration that is nearest to a plan, exact where its stages are alike."""
+    """Return the configuration nearest to a plan, exact if its stages are equal."""
     num_ranks = 1 if plan.servers is not None else len(stages_of_ranks(plan))
     pp = _divisor(plan.cluster.num_devices, num_ranks)
     is_cut = pp == num_ranks > 1
@@ -68,7 +68,7 @@ def configuration_of(plan: Plan) -> Configuration:
 
 
 def _divisor(number: int, most: int) -> int:
-    """The largest divisor of a number that is at most ``most``.
+    """Return the largest divisor of a number that is at most ``most``.
 
     >>> _divisor(8, 3), _divisor(8, 4)
     (2, 4)
@@ -77,9 +77,9 @@ def _divisor(number: int, most: int) -> int:
 
 
 def common_roles(plan: Plan, pp: int) -> Roles:
-    """What the meshes of all stages split; of meshes that differ the most frequent that has as
-    many devices as each stage would have, else as much data parallelism as a micro-batch has
-    samples for, and tensor parallelism."""
+    """Return the splits of all stages' meshes. Of different meshes the most frequent with as many
+    devices as each stage would have counts; else data parallelism for a micro-batch's samples, and
+    tensor parallelism."""
     size = plan.cluster.num_devices // pp
     if plan.servers is not None:
         return Roles(dp=size)
@@ -90,7 +90,7 @@ def common_roles(plan: Plan, pp: int) -> Roles:
 
 
 def axis_roles(plan: Plan, stage: StagePlan) -> Roles:
-    """What the axes of a stage's mesh split."""
+    """Return the splits by the axes of a stage's mesh."""
     degrees = {"dp": 1, "tp": 1, "cp": 1, "ep": 1}
     splits_norms = False
     for axis, (name, size) in enumerate(zip(stage.mesh.axes, stage.mesh.shape, strict=True)):
@@ -103,7 +103,7 @@ def axis_roles(plan: Plan, stage: StagePlan) -> Roles:
 
 
 def layers_of(plan: Plan, stage: StagePlan) -> tuple[BlockPlan, ...]:
-    """The repeated layers among a stage's blocks: those of the longest numbered list."""
+    """Return the repeated layers among a stage's blocks, from the longest numbered list."""
     prefix = layer_list(plan)
     return tuple(
         block for block in stage.blocks
@@ -112,14 +112,14 @@ def layers_of(plan: Plan, stage: StagePlan) -> tuple[BlockPlan, ...]:
 
 
 def layer_list(plan: Plan) -> str | None:
-    """The path of the longest numbered list of blocks; None where no block has a number."""
+    """Return the path of the longest numbered list of blocks; None if no block has a number."""
     names = [block.name for stage in plan.stages for block in stage.blocks]
     lists = Counter(match["list"] for name in names if (match := LAYER.match(name)))
     return lists.most_common(1)[0][0] if lists else None
 
 
 def parameters(plan: Plan, stage: StagePlan) -> dict[str, NodeLayout]:
-    """The layouts of a stage's parameters, by name: what is held and belongs to a module."""
+    """Return the layouts of a stage's parameters, by name: entries of modules without inputs."""
     return {
         name: layout for name, layout in stage.layouts.items()
         if "." in name and not layout.inputs
@@ -141,7 +141,7 @@ def _role_of_free_axis(plan: Plan, stage: StagePlan, axis: int) -> str:
 
 
 def _splits_norms(stage: StagePlan, axis: int) -> bool:
-    """Whether norms compute a part of the positions each (Korthikanti et al. 2022)."""
+    """Return whether norms compute a part of the positions each (Korthikanti et al. 2022)."""
     norms = [
         layout.outputs[0][axis]
         for name, layout in stage.layouts.items()
@@ -156,7 +156,7 @@ def _most_frugal(modes: list[Recompute]) -> Recompute:
 
 
 def _recomputed_share(plan: Plan) -> float:
-    """The largest share of its layers that a pipeline rank recomputes; 1 if none recomputes any."""
+    """Return the largest share of its layers that a pipeline rank recomputes; 1 if none is."""
     shares = []
     for own in stages_of_ranks(plan):
         layers = [block for stage in own for block in layers_of(plan, plan.stages[stage])]
@@ -166,14 +166,14 @@ def _recomputed_share(plan: Plan) -> float:
 
 
 def _recomputes_ends(plan: Plan, recompute: Recompute) -> bool:
-    """Whether the blocks beside the layers are recomputed too."""
+    """Return whether the blocks beside the layers are recomputed too."""
     inside = {id(block) for stage in plan.stages for block in layers_of(plan, stage)}
     rest = [block for stage in plan.stages for block in stage.blocks if id(block) not in inside]
     return bool(rest) and recompute != "none" and all(block.recompute != "none" for block in rest)
 
 
 def _microbatches(plan: Plan, roles: Roles) -> tuple[int, int]:
-    """Samples and number of micro-batches: the plan's, or the most samples that can be split."""
+    """Return samples and number of micro-batches: the plan's, or the most that can be split."""
     batch, parts = plan.model.global_batch, roles.dp * roles.ep
     count = plan.num_microbatches
     while count > 1 and (batch % count or batch // count % parts):

@@ -1,8 +1,8 @@
-"""What a plan uses that another system may lack, each with a name and a sentence.
+"""Features of a plan that another system may lack, each with a name and a sentence.
 
-In: a plan. Out: its features. The names are those of ``--allow`` where it has one: tp, cp, ep, pp,
-zero1 to zero3, selective, full, offload, and the schedules. ``FEATURES`` says what each means; a
-system names those that it lacks, with what it does instead.
+In: a plan. Out: its features. Names of ``--allow`` are used if they exist: tp, cp, ep, pp, zero1 to
+zero3, selective, full, offload, and the schedules. ``FEATURES`` explains each; a system names its
+missing features with their replacements.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ FEATURES = {
 """Every feature that a plan may use beyond data parallelism, AdamW, fp32 and bf16."""
 
 MOST_NAMED = 3
-"""So many weights are named; the others are counted."""
+"""Number of weights that are named; the others are counted."""
 
 MOST_COUNTS = 16
-"""Of up to so many stages the report lists the layers of each; of more, the least and the most."""
+"""Number of stages up to which the layers of each are listed; above, the least and the most."""
 
 COLUMN_NAMES = (
     "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv", "qkv_proj", "query", "key",
@@ -69,14 +69,14 @@ TRANSPOSED = ("c_attn", "c_fc", "c_proj")
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A use of something in a plan. ``text`` says what, with its numbers."""
+    """Feature that a plan uses. ``text`` describes it, with its numbers."""
 
     name: str
     text: str
 
 
 def features_of(plan: Plan) -> tuple[Feature, ...]:
-    """What a plan uses, each once."""
+    """Return the features of a plan, each once."""
     found = (
         *_parallelism(plan), *_pipeline(plan), *_states(plan), *_recomputation(plan),
         *_gradients(plan), *_settings(plan), *_layouts(plan),
@@ -164,7 +164,7 @@ def _settings(plan: Plan) -> Iterator[Feature]:
 
 
 def _has_usual_order(plan: Plan) -> bool:
-    """Whether pipeline ranks follow each other in the cluster, each with its mesh in order."""
+    """Return whether pipeline ranks are consecutive in the cluster, each with its mesh in order."""
     order = [plan.stages[own[0]].devices for own in stages_of_ranks(plan)]
     flat = [device for devices in order for device in devices]
     return flat == sorted(flat)
@@ -185,7 +185,7 @@ def _layouts(plan: Plan) -> Iterator[Feature]:
 
 
 def _odd_axes(plan: Plan, stage: StagePlan, roles: Roles, name: str) -> Iterator[tuple[int, str]]:
-    """Axes on which a weight lies otherwise than column and row parallelism put it."""
+    """Yield axes on which a weight's layout differs from column and row parallelism."""
     layout = stage.layouts[name].outputs[0]
     usual = usual_dim(name, is_hub=plan.model.target.startswith("hf:"))
     for axis, placement in enumerate(layout):
@@ -201,7 +201,7 @@ def _odd_axes(plan: Plan, stage: StagePlan, roles: Roles, name: str) -> Iterator
 
 
 def usual_dim(name: str, *, is_hub: bool) -> int | None:
-    """The dimension along which tensor parallelism usually splits a weight; None: not known.
+    """Return the dimension along which tensor parallelism usually splits a weight; None if unknown.
 
     >>> usual_dim("model.layers.0.mlp.down_proj.weight", is_hub=True)
     1

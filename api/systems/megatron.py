@@ -1,6 +1,6 @@
 """Megatron-LM: the arguments of its ``pretrain_gpt.py``, and a script that starts it.
 
-The names are those of core_v0.19.0. Source: ``megatron/training/arguments.py`` and
+The names are of core_v0.19.0. Source: ``megatron/training/arguments.py`` and
 ``megatron/core/transformer/pipeline_parallel_layer_layout.py`` of that tag.
 """
 
@@ -22,7 +22,7 @@ MODELS = ("llama", "mistral", "qwen2", "mixtral", "gpt2")
 """Architectures of Hugging Face that ``pretrain_gpt.py`` builds from arguments."""
 
 Arguments = list[tuple[str, ...]]
-"""A name each, with its value where it takes one."""
+"""Names of arguments, each with its value if it takes one."""
 
 LIMITS = {
     "gpipe": "1F1B",
@@ -58,7 +58,7 @@ LIMITS = {
 
 
 def write(job: Job) -> Files:
-    """The files of a job."""
+    """Return the files of a job."""
     own, lost, notes = job.configuration, list[Difference](), list[str]()
     arguments: Arguments = [
         *_degrees(own), *_pipeline(own, job.num_layers), *_batch(job), *_states(own),
@@ -87,7 +87,7 @@ def write(job: Job) -> Files:
 
 
 def settled(own: Configuration) -> Configuration:
-    """What Megatron-LM can run of a configuration, its degrees kept."""
+    """Change a configuration to options that Megatron-LM can run, and keep its degrees."""
     if own.pp > 1 and (own.schedule not in SCHEDULES or not _interleaves(own)):
         own = with_schedule(own, "interleaved" if _interleaves(own) else "1f1b")
     if own.pp > 1 and own.zero > 1:
@@ -102,12 +102,12 @@ def settled(own: Configuration) -> Configuration:
 
 
 def _interleaves(own: Configuration) -> bool:
-    """Whether the interleaved schedule takes as many micro-batches on several stages per rank."""
+    """Return whether the interleaved schedule takes the number of micro-batches and chunks."""
     return own.num_chunks > 1 and own.num_microbatches % own.pp == 0
 
 
 def with_schedule(own: Configuration, schedule: str) -> Configuration:
-    """A configuration under another schedule; 1F1B has the layers of neighbouring stages in one.
+    """Change the schedule of a configuration; 1F1B merges the layers of neighbouring stages.
 
     >>> own = Configuration(pp=2, num_chunks=2, layers=(1, 2, 3, 4), schedule="zbv")
     >>> with_schedule(own, "1f1b").layers
@@ -142,7 +142,7 @@ def _pipeline(own: Configuration, num_layers: int) -> Iterator[tuple[str, ...]]:
 
 
 def layout_text(layers: tuple[int, ...]) -> str:
-    """The layers of each stage: E and L are the embedding and the loss, t is a layer.
+    """Write the layers of each stage: E and L are the embedding and the loss, t is a layer.
 
     >>> layout_text((2, 1, 0, 3))
     'Ett|t||tttL'
@@ -213,7 +213,7 @@ def _optimizer(own: Configuration) -> Iterator[tuple[str, ...]]:
 
 
 def model_arguments(config: ModelConfig) -> Arguments:
-    """The model's sizes."""
+    """Return the arguments of the model's sizes."""
     found: Arguments = [
         ("--num-layers", str(config.num_layers)),
         ("--hidden-size", str(config.hidden_size)),
@@ -270,7 +270,7 @@ def _unlike(config: ModelConfig) -> Iterator[str]:
 
 
 def script(job: Job) -> str:
-    """A script that starts Megatron-LM with the arguments beside it, on one host or on each."""
+    """Write a script that starts Megatron-LM with the arguments beside it, on one host or each."""
     own = job.configuration
     connections = "" if own.zero > 1 else "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
     nodes = ""
@@ -293,6 +293,6 @@ SYSTEM = System(
     "Megatron-LM", "core_v0.19.0", LIMITS, write, settled, builds_model=True, selects_less=True
 )
 write_plan = functools.partial(write_for, SYSTEM)
-"""The writer of ``--to megatron``."""
+"""Writer of ``--to megatron``."""
 
 assert set(LIMITS) <= set(FEATURES)

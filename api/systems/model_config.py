@@ -1,7 +1,7 @@
 """The Hugging Face configuration of a plan's model, as far as other systems build the model.
 
-In: a plan. Out: the sizes of a decoder that Megatron-LM or torchtitan build themselves, or why
-they cannot: the target is no Hugging Face configuration, or of an architecture they lack.
+In: a plan. Out: the sizes of a decoder that Megatron-LM or torchtitan build themselves, or the
+reason against it: the target is no Hugging Face configuration, or they lack its architecture.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from autoparallel.target.huggingface import hub_config
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are changed for long sequences. ``kind`` is the ``rope_type`` of
-    transformers; the other fields are those of "llama3" (Llama 3.1)."""
+    """Change of rotary frequencies for long sequences. ``kind`` is the ``rope_type`` of
+    transformers; the other fields are of "llama3" (Llama 3.1)."""
 
     kind: str
     factor: float = 1.0
@@ -29,7 +29,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """``kind`` is the ``model_type`` of the configuration."""
+    """Sizes of a decoder; ``kind`` is the ``model_type`` of the configuration."""
 
     kind: str
     num_layers: int
@@ -54,7 +54,7 @@ class ModelConfig:
 
 
 def read_config(plan: Plan) -> tuple[ModelConfig | None, str]:
-    """The sizes, and "" or why there are none."""
+    """Return the sizes, and "" or the reason why there are none."""
     target = plan.model.target
     if not target.startswith("hf:"):
         return None, f"{target} is no Hugging Face configuration"
@@ -111,7 +111,7 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def unlike_llama(config: ModelConfig) -> Iterator[str]:
-    """What a model has that the Llama, Mistral, Qwen2 or Mixtral of another system has not."""
+    """Yield properties of a model that another system's Llama, Mistral, Qwen2 or Mixtral lacks."""
     if config.has_biases:
         yield "biases in attention or MLP"
     if config.activation != "silu":
@@ -121,7 +121,7 @@ def unlike_llama(config: ModelConfig) -> Iterator[str]:
 
 
 def _first(config: Any, *names: str) -> Any:
-    """The first of some fields that has a value."""
+    """Return the first of some fields that has a value."""
     found = (getattr(config, name, None) for name in names)
     return next((value for value in found if value is not None), None)
 

@@ -1,8 +1,8 @@
-"""What a configuration of another system costs by the cost model of the plan.
+"""Prices of another system's configurations by the cost model of the plan.
 
-In: a plan and where its file lies, configurations. Out: the fastest of those that fit the
-devices' memory, or the one that needs the least; without prices, the first. Prices need the
-plan's model, whose code may not be trusted or not be there.
+In: a plan with the path of its file, configurations. Out: the fastest configuration that fits the
+devices' memory, or that needs the least; without prices, the first. Prices need the plan's model,
+whose code may be untrusted or missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoparallel.planner.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A configuration with its price. ``reason`` says why there is none, "" if there is one."""
+    """Configuration with its price. ``reason`` says why there is none, "" otherwise."""
 
     configuration: Configuration
     step_seconds: float | None = None
@@ -33,7 +33,7 @@ class Priced:
 def price(
     plan: Plan, plan_path: Path, candidates: Sequence[Configuration], *, trust: bool
 ) -> Priced:
-    """The best of the candidates."""
+    """Price the candidates and return the best."""
 
     try:
         with plan_cache() as cache, progress() as observe:

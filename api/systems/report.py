@@ -21,7 +21,7 @@ WIDTH = 80
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What a plan does, and what the written configuration does instead."""
+    """Property of a plan, and its replacement in the written configuration."""
 
     plan: str
     here: str
@@ -30,7 +30,7 @@ class Difference:
 def report_text(
     system: str, plan: Plan, cost: Priced, lost: Sequence[Difference], notes: Sequence[str]
 ) -> str:
-    """The two configurations with their prices, what is lost, and what is left to do."""
+    """Write both configurations with their prices, the losses, and notes for the user."""
     num_layers = sum(len(layers_of(plan, stage)) for stage in plan.stages)
     lines = [f"{system}: {configuration_summary(cost.configuration, num_layers)}"]
     lines += [f"the plan: {plan_summary(plan)}", *price_lines(plan, cost), ""]
@@ -46,7 +46,7 @@ def report_text(
 
 
 def price_lines(plan: Plan, cost: Priced) -> Iterator[str]:
-    """What the configuration costs beside the plan, or why that is not known."""
+    """Yield the configuration's price beside the plan's, or the reason why it is unknown."""
     limit, step = plan.cluster.usable_memory_bytes, plan.prediction.step_seconds
     own = f"{seconds_text(step)} a step, {bytes_text(plan.prediction.peak_memory_bytes)}"
     if cost.step_seconds is None or cost.peak_memory_bytes is None:

@@ -1,8 +1,8 @@
-"""Another training system: what it lacks, and writing a plan for it.
+"""Another training system: its limits, and writing a plan for it.
 
-In: a plan, a system. Out: the files of the nearest configuration that trains what the plan
-trains, with the same devices and global batch; a report of what it cannot express, which is also
-written beside the files; and, where the plan's model can be loaded, what the configuration costs.
+In: a plan, a system. Out: the files of the nearest configuration for the same model, devices and
+global batch; a report of the differences, which is also written beside the files; and, if the
+plan's model can be loaded, the price of the configuration.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from autoparallel.systems.priced import Priced, price
 from autoparallel.systems.report import Difference, report_text
 
 DIFFERENCES = "differences.txt"
-"""The file with the report."""
+"""File of the report."""
 
 RECIPE = (
     "learning rate, weight decay, clipping and steps are no part of a plan: the defaults of the "
     "system hold where you give none"
 )
-"""A note of every system."""
+"""Note of every system."""
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What a system writes: texts by file name, and the command that starts it.
+    """Files of a system: texts by file name, and the command that starts it.
 
-    ``lost`` are differences that depend on the configuration; ``notes`` what the user has to do.
+    ``lost`` are differences that depend on the configuration; ``notes`` tasks of the user.
     """
 
     texts: Mapping[str, str]
@@ -51,7 +51,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a system is asked to write. ``folder`` is the name under which the files will lie."""
+    """Input of a system's writer. ``folder`` is the later name of the files' folder."""
 
     plan: Plan
     configuration: Configuration
@@ -77,12 +77,12 @@ def _unchanged(configuration: Configuration) -> Configuration:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """``limits``: by feature what the system does instead of it; others it expresses.
+    """Training system. ``limits`` maps missing features to replacements; it has the others.
 
-    ``lacks`` are the degrees that it does not have, of "tp", "cp", "ep" and "pp". ``settle`` brings
-    a configuration to what the system can express, without changing its degrees. ``version`` is
-    the release whose names are written. With ``builds_model`` it trains models of its own, which
-    it makes of their sizes. With ``selects_less`` its selective recomputation keeps more than the
+    ``lacks`` are its missing degrees, of "tp", "cp", "ep" and "pp". ``settle`` changes a
+    configuration to options that the system can express, and keeps its degrees. ``version`` is the
+    release whose names are written. With ``builds_model`` it trains models of its own, which it
+    makes of their sizes. With ``selects_less`` its selective recomputation keeps more than the
     plan's, so it is priced as none.
     """
 
@@ -99,10 +99,10 @@ class System:
 def write_for(
     system: System, plan: Plan, folder: Path, *, place: Path, plan_path: Path, trust: bool
 ) -> WrittenPlan:
-    """Writes the nearest configuration of ``system`` into ``folder``.
+    """Write the nearest configuration of ``system`` into ``folder``.
 
-    Raises UsageError AP364 where the batch cannot be split over the devices without degrees that
-    the system lacks, AP365 for a plan of CPUs.
+    Raises UsageError AP364 if the batch cannot be split over the devices without degrees that the
+    system lacks, AP365 for a plan of CPUs.
     """
     if any(host.device.kind == "cpu" for host in plan.cluster.hosts):
         raise UsageError(
@@ -135,14 +135,14 @@ def write_for(
 
 
 def differences(system: System, features: Sequence[Feature]) -> Iterator[Difference]:
-    """What a system lacks of what a plan uses, in the order of the features."""
+    """Yield the features of a plan that a system lacks, in order."""
     for feature in features:
         if feature.name in system.limits:
             yield Difference(feature.text, system.limits[feature.name])
 
 
 def _added(system: System, planned: Configuration, chosen: Configuration) -> Iterator[Difference]:
-    """Where a configuration recomputes more than the plan, because it would not fit otherwise."""
+    """Yield the difference of a configuration that recomputes more than the plan, to fit."""
     is_folded = any(getattr(planned, name) > 1 for name in system.lacks)
     is_more = chosen.recompute == "full" and chosen.recompute_share > planned.recompute_share
     if not is_folded and (is_more or (planned.recompute, chosen.recompute) == ("none", "full")):
@@ -153,13 +153,13 @@ def _added(system: System, planned: Configuration, chosen: Configuration) -> Ite
 
 
 def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
-    """Configurations to choose from, the first of which is taken where none can be priced.
+    """Yield configurations to choose from; the first is taken if none can be priced.
 
-    Where the system has the plan's degrees, it is the plan's configuration, or that with full
-    recomputation if it does not fit otherwise; of a system whose selective recomputation keeps more
-    than the plan's, full recomputation or what stands for the plan's. Else the devices of missing
-    degrees become data-parallel ones: with ZeRO 3, full recomputation and the fewest
-    samples first, which needs the least memory; then with less of each.
+    If the system has the plan's degrees, they are the plan's configuration, and the same with full
+    recomputation in case it does not fit. If the system's selective recomputation keeps more than
+    the plan's, they are full recomputation and none. Else the devices of missing degrees become
+    data-parallel: with ZeRO 3, full recomputation and the fewest samples first, which needs the
+    least memory; then with less of each.
     """
     own = configuration_of(plan)
     if all(getattr(own, name) == 1 for name in system.lacks):
@@ -187,9 +187,9 @@ def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
 
 
 def _folded(own: Configuration, system: System, batch: int) -> Configuration:
-    """A configuration whose missing degrees are data-parallel; where the batch has too few samples
-    for that, tensor-parallel. Raises UsageError AP364."""
-    # ranks that share experts are data-parallel ones already
+    """Return a configuration whose missing degrees are data-parallel, or tensor-parallel if the
+    batch has too few samples. Raises UsageError AP364."""
+    # ranks that share experts are data-parallel already
     spare = prod(getattr(own, name) for name in system.lacks if name != "ep")
     kept: dict[str, Any] = {
         name: 1 if name in system.lacks else getattr(own, name) for name in DEGREES
@@ -214,7 +214,7 @@ def _folded(own: Configuration, system: System, batch: int) -> Configuration:
 
 
 def stage_layers(own: Configuration, num_layers: int) -> tuple[int, ...]:
-    """The layers of each stage: the plan's, or about as many in each where it has no such stages.
+    """Return the layers of each stage: the plan's, or an even split without the plan's stages.
 
     >>> stage_layers(Configuration(pp=2, layers=(3, 1)), 4), stage_layers(Configuration(), 4)
     ((3, 1), (4,))

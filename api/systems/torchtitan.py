@@ -1,7 +1,7 @@
 """torchtitan: a TOML file of its job configuration, a schedule as CSV, sizes of the model.
 
-The names are those of release 0.2.2, the last one that reads TOML (from 0.3 on configurations are
-Python functions). Source: ``torchtitan/config/job_config.py`` and
+The names are of release 0.2.2, the last that reads TOML (from 0.3 on configurations are Python
+functions). Source: ``torchtitan/config/job_config.py`` and
 ``torchtitan/distributed/pipeline_parallel.py`` of that release.
 """
 
@@ -33,7 +33,7 @@ BY_TABLE = ("eager-1f1b", "zb-h1", "zb-h2")
 """Schedules that it runs from a table of actions, in a CSV file."""
 
 PRECISIONS: dict[Precision, Precision] = {"fp16": "bf16", "fp64": "fp32"}
-"""What stands for a precision that torchtitan lacks."""
+"""Replacements of precisions that torchtitan lacks."""
 
 TOML, TABLE, MODEL = "train.toml", "schedule.csv", "planned_model.py"
 
@@ -69,7 +69,7 @@ LIMITS = {
 
 
 def write(job: Job) -> Files:
-    """The files of a job."""
+    """Return the files of a job."""
     own = job.configuration
     texts: dict[str, str] = {}
     lost: list[Difference] = []
@@ -92,7 +92,7 @@ def write(job: Job) -> Files:
 
 
 def settled(own: Configuration) -> Configuration:
-    """What torchtitan can run of a configuration, its degrees kept."""
+    """Change a configuration to options that torchtitan can run, and keep its degrees."""
     if own.pp > 1 and own.schedule not in (*SCHEDULES, *BY_TABLE):
         own = replace(own, schedule="1f1b")
     if own.schedule == "bfs" and own.num_chunks == 1:
@@ -116,17 +116,17 @@ def settled(own: Configuration) -> Configuration:
 
 
 def _uses_ddp(own: Configuration) -> bool:
-    """Whether DDP trains it, which stands beside no other degree."""
+    """Return whether DDP trains it, without any other degree."""
     return own.zero == 0 and own.num_devices == own.dp
 
 
 def _uses_fsdp(own: Configuration) -> bool:
-    """Whether FSDP trains it: with ranks to shard over, unless DDP does."""
+    """Return whether FSDP trains it: with ranks to shard over, unless DDP does."""
     return own.dp * own.cp > 1 and not _uses_ddp(own)
 
 
 def every_nth(share: float) -> int:
-    """n such that recomputing every n-th layer recomputes at least a share of them.
+    """Return n such that recomputing every n-th layer recomputes at least a share of them.
 
     >>> every_nth(0.5), every_nth(0.4), every_nth(0.9)
     (2, 2, 1)
@@ -200,7 +200,7 @@ def _pipeline(job: Job) -> dict[str, object]:
 
 
 def module_names(layers: tuple[int, ...]) -> list[list[str]]:
-    """The modules of each stage, as torchtitan's models name them.
+    """Return the modules of each stage, as torchtitan's models name them.
 
     >>> module_names((1, 2))
     [['tok_embeddings', 'layers.0'], ['layers.1', 'layers.2', 'norm', 'output']]
@@ -215,7 +215,7 @@ def module_names(layers: tuple[int, ...]) -> list[list[str]]:
 
 
 def schedule_table(own: Configuration) -> str:
-    """The compute actions of each rank, a line each, as torch's pipelines read them."""
+    """Write the compute actions of each rank, a line each, as torch's pipelines read them."""
     schedule = build_schedule(
         own.schedule, own.num_stages, own.num_microbatches, num_chunks=own.num_chunks
     )
@@ -227,7 +227,7 @@ def schedule_table(own: Configuration) -> str:
 
 
 UNKNOWN = "SET_ME"
-"""No model of torchtitan: it ends at once rather than train another model than the plan's."""
+"""Name of no model, so that torchtitan ends rather than train another model than the plan's."""
 
 FLAVORS = {
     (4096, 32, 32, 8, 14336, 128256): "8B", (8192, 80, 64, 8, 28672, 128256): "70B",
@@ -236,13 +236,13 @@ FLAVORS = {
 """torchtitan's own sizes of llama3: hidden, layers, heads, key heads, MLP and vocabulary."""
 
 FLAVOR_NORM_AND_ROPE = (1e-5, 500000.0, RopeScaling("llama3", factor=8.0))
-"""What these have in common: the epsilon of norms, the rotary base, its scaling (Llama 3.1's)."""
+"""Common values of these sizes: epsilon of norms, rotary base, its scaling (Llama 3.1's)."""
 
 
 def _model(
     config: ModelConfig | None, lost: list[Difference], notes: list[str]
 ) -> tuple[dict[str, object], str]:
-    """The section ``model``, and the text of a module that registers the model's sizes."""
+    """Return the section ``model``, and the text of a module that registers the model's sizes."""
     if config is None or config.kind not in ("llama", "mistral"):
         kind = "" if config is None else f": its llama3 is not {config.kind}"
         notes.append(f"set model.name and model.flavor in train.toml{kind}")
@@ -258,7 +258,7 @@ def _model(
     multiple, multiplier = inner_size(config.hidden_size, config.intermediate_size)
     scaling = config.rope_scaling
     if scaling is None or scaling.kind != "llama3":
-        scaling = RopeScaling("llama3", factor=1.0)  # torchtitan always scales, by 8 if not told
+        scaling = RopeScaling("llama3", factor=1.0)  # torchtitan scales by 8 unless told
     text = f'''"""The planned model's sizes, for torchtitan's llama3."""
 
 from dataclasses import replace
@@ -302,7 +302,7 @@ def _unlike(config: ModelConfig) -> list[str]:
 
 
 def inner_size(hidden: int, intermediate: int) -> tuple[int, float]:
-    """``multiple_of`` and ``ffn_dim_multiplier`` that give an MLP of ``intermediate`` channels.
+    """Return ``multiple_of`` and ``ffn_dim_multiplier`` for an MLP of ``intermediate`` channels.
 
     torchtitan computes multiple_of · ceil(int(multiplier · int(8 / 3 · hidden)) / multiple_of).
 
@@ -329,6 +329,6 @@ def _toml(sections: Mapping[str, Mapping[str, object]], own: Configuration) -> s
 
 SYSTEM = System("torchtitan", "0.2.2", LIMITS, write, settled, builds_model=True, selects_less=True)
 write_plan = functools.partial(write_for, SYSTEM)
-"""The writer of ``--to torchtitan``."""
+"""Writer of ``--to torchtitan``."""
 
 assert set(LIMITS) <= set(FEATURES)

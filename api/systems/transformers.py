@@ -1,8 +1,8 @@
 """The Trainer of Hugging Face transformers: keywords of ``TrainingArguments`` as JSON.
 
-``HfArgumentParser.parse_json_file`` reads the file. The names are those of release 5.23. Source:
+``HfArgumentParser.parse_json_file`` reads the file. The names are of release 5.23. Source:
 ``transformers/training_args.py`` of that release. Tensor and context parallelism are Accelerate's:
-they come with its YAML file, by which the script is then started.
+they come with its YAML file, with which the script is then started.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMITS = {
 
 
 def write(job: Job) -> Files:
-    """The files of a job."""
+    """Return the files of a job."""
     own = job.configuration
     uses_launcher = accelerate.backend_of(own) == "fsdp" and own.tp * own.cp > 1
     texts = {ARGUMENTS: json.dumps(arguments(job), indent=2) + "\n"}
@@ -49,14 +49,14 @@ def write(job: Job) -> Files:
 
 
 def settled(own: Configuration) -> Configuration:
-    """What the Trainer can run of a configuration, its degrees kept."""
+    """Change a configuration to options that the Trainer can run, and keep its degrees."""
     if own.precision == "fp8":
         own = replace(own, precision="bf16")
     return accelerate.settled(own)
 
 
 def arguments(job: Job) -> dict[str, Any]:
-    """The keywords of ``TrainingArguments``."""
+    """Return the keywords of ``TrainingArguments``."""
     own, backend = job.configuration, accelerate.backend_of(job.configuration)
     found: dict[str, Any] = {
         "output_dir": "run",
@@ -87,6 +87,6 @@ def arguments(job: Job) -> dict[str, Any]:
 
 SYSTEM = System("transformers Trainer", "5.23", LIMITS, write, settled, lacks=("ep", "pp"))
 write_plan = functools.partial(write_for, SYSTEM)
-"""The writer of ``--to transformers``."""
+"""Writer of ``--to transformers``."""
 
 assert set(LIMITS) <= set(FEATURES)

@@ -1,4 +1,4 @@
-"""``--check``: builds the model without weights, makes a batch, says what was found."""
+"""``--check``: builds the model without weights, makes a batch, and describes both."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autoparallel.target.target import Target, building
 
 
 def check_target(target: Target, global_batch: int, seq: int | None) -> str:
-    """What ``target`` holds, a line per name of the contract.
+    """Describe ``target``, a line per name of the contract.
 
-    Raises UsageError (AP105 to AP108) where the contract is broken.
+    Raises UsageError (AP105 to AP108) if the contract is broken.
     """
 
     with building(target), torch.device("meta"):

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Targets from objects: a model, or a function that builds it, and an example batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_target(
     loss_fn: LossFn | None,
     global_batch: int | None = None,
 ) -> Target:
-    """A model and a batch as a Target. Raises UsageError AP140."""
+    """Make a Target of a model and a batch. Raises UsageError AP140."""
     if isinstance(model, str):
         return load_target(model)
     if isinstance(model, nn.Module):
@@ -47,9 +47,9 @@ def make_target(
 
 
 def _with_same_tensors(model: nn.Module) -> nn.Module:
-    """A copy of the modules of ``model`` with its own tensors: planning takes them off its model.
+    """Copy the modules of ``model`` but not its tensors, because planning removes tensors.
 
-    Raises UsageError AP851 where the modules cannot be copied.
+    Raises UsageError AP851 if the modules cannot be copied.
     """
     tensors = (*model.parameters(), *model.buffers())
     try:
@@ -66,9 +66,9 @@ def _with_same_tensors(model: nn.Module) -> nn.Module:
 def batch_function(
     example_batch: Batch | Callable[..., Batch], global_batch: int | None = None
 ) -> Callable[..., Batch]:
-    """``example_batch`` as a checked function; a batch is made smaller or larger by its rows.
+    """Return ``example_batch`` as a checked function; a batch is resized by its rows.
 
-    A batch of a ``global_batch`` of one is a sample without rows, and stays as it is.
+    For a ``global_batch`` of one the batch is a sample without rows, and stays as it is.
     """
     if isinstance(example_batch, Tensor):
         example_batch = (example_batch,)
@@ -85,7 +85,7 @@ def batch_function(
 
 
 def batch_rows(example_batch: Any, global_batch: int | None = None) -> int | None:
-    """The rows of a batch, or None for a function or a batch of numbers.
+    """Return the rows of a batch, or None for a function or a batch of numbers.
 
     They are its first tensor's first dimension; ``global_batch`` if every tensor has a dimension
     of that size.
@@ -103,8 +103,8 @@ def batch_rows(example_batch: Any, global_batch: int | None = None) -> int | Non
 
 
 def dims_of_rows(example_batch: Batch, rows: int) -> dict[LeafPath, int]:
-    """The dimension of each tensor that counts rows: the first of that size where all tensors have
-    one, else the first dimension of those where it has the size."""
+    """Return the dimension of each tensor that counts rows: the first of that size if all tensors
+    have it, else the first dimension if it has that size."""
     found = dims_of_size(example_batch, rows)
     shaped = [leaf for _, leaf in leaves(example_batch) if isinstance(leaf, Tensor) and leaf.ndim]
     return found if len(found) == len(shaped) else {p: dim for p, dim in found.items() if not dim}

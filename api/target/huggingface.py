@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
-    """The target of ``hf:PATH_OR_NAME``. ``settings`` replace fields of the configuration.
+    """Return the target of ``hf:PATH_OR_NAME``. ``settings`` replace fields of the configuration.
 
     Raises MachineError AP401 without transformers and UsageError AP101, AP105 and AP109.
     """
@@ -61,11 +61,11 @@ def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
 
 
 CAUSAL = re.compile("ForCausalLM|LMHeadModel")
-"""Classes that predict the next token."""
+"""Names of classes that predict the next token."""
 
 
 def is_causal(target: Target) -> bool:
-    """Whether a target is a causal language model of Hugging Face."""
+    """Return whether a target is a causal language model of Hugging Face."""
     if not target.name.startswith("hf:"):
         return False
     model_class = _model_class(_transformers(), target_config(target), target.name)
@@ -73,12 +73,12 @@ def is_causal(target: Target) -> bool:
 
 
 def target_config(target: Target) -> Any:
-    """The configuration of an ``hf:`` target, with its settings."""
+    """Return the configuration of an ``hf:`` target, with its settings."""
     return hub_config(target.name, target.settings)
 
 
 def hub_config(name: str, settings: Mapping[str, Any]) -> Any:
-    """The configuration of the ``hf:`` target ``name`` with these settings."""
+    """Return the configuration of the ``hf:`` target ``name`` with these settings."""
     config = _config(_transformers(), name.removeprefix("hf:"), name)
     fields = {field: value for field, value in settings.items() if field != "lora"}
     _apply_settings(config, fields, name)
@@ -86,7 +86,7 @@ def hub_config(name: str, settings: Mapping[str, Any]) -> Any:
 
 
 def model_place(target: str) -> str:
-    """The folder, or the name in the local cache, of an ``hf:`` target."""
+    """Return the folder, or the name in the local cache, of an ``hf:`` target."""
     place = Path(target.removeprefix("hf:"))
     return str(place.parent if place.name == "config.json" else place)
 
@@ -158,7 +158,7 @@ def _model_class(transformers: Any, config: Any, text: str) -> Any:
 
 def _build(model_class: Any, config: Any, adapters: Lora | None) -> nn.Module:
     if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "eager"  # its kernels take any dtype
+        config._experts_implementation = "eager"  # it takes any dtype
     model: nn.Module = model_class(config)
     if adapters is not None:
         add_lora(model, adapters)

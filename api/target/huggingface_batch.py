@@ -1,7 +1,7 @@
-"""A batch made up for a Hugging Face class: from the names that its forward takes.
+"""A made-up batch for a Hugging Face class, from the names that its forward takes.
 
-``INPUTS`` and ``LABELS`` say per name what tensor it wants. Given are the main input; all
-inputs of a class whose loss joins towers (``return_loss``); and every label that it takes.
+``INPUTS`` and ``LABELS`` have the tensor of each name. A batch holds the main input; all inputs of
+a class whose loss joins towers (``return_loss``); and every label that it takes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTS = ("text_config", "vision_config", "audio_config", "decoder", "encoder")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a batch is made for: a class, its configuration, ``rows`` of ``length`` tokens."""
+    """Batch to make: for a class, with its configuration, of ``rows`` of ``length`` tokens."""
 
     model_class: Any
     config: Any
@@ -53,7 +53,7 @@ class Wanted:
 
 
 def field_of(config: Any, *names: str) -> Any:
-    """The first of ``names`` that the configuration or one of its parts has, or None."""
+    """Return the first of ``names`` that the configuration or one of its parts has, or None."""
     owners = [config, *(getattr(config, part) for part in PARTS if hasattr(config, part))]
     for name in names:
         for owner in owners:
@@ -68,7 +68,7 @@ def default_sequence(config: Any) -> int:
 
 
 def label_names(model_class: Any) -> tuple[str, ...]:
-    """The arguments of a class's forward that make it return a loss."""
+    """Return the arguments of a class's forward that make it return a loss."""
     taken = inspect.signature(model_class.forward).parameters
     names = [name for name in LABELS if name in taken]
     if "MaskedImageModeling" not in model_class.__name__ and "bool_masked_pos" in names:
@@ -77,12 +77,12 @@ def label_names(model_class: Any) -> tuple[str, ...]:
 
 
 def joins_towers(model_class: Any) -> bool:
-    """Whether a class has a loss of its own, over the rows of a batch, when asked."""
+    """Return whether a class computes its own loss over the rows of a batch, when asked."""
     return "return_loss" in inspect.signature(model_class.forward).parameters
 
 
 def make_batch(wanted: Wanted, where: str) -> dict[str, Tensor]:
-    """Random tensors of every input and label. Raises UsageError AP109."""
+    """Make random tensors of every input and label. Raises UsageError AP109."""
     main: str = wanted.model_class.main_input_name
     if main not in INPUTS:
         raise UsageError(
@@ -129,7 +129,7 @@ def _features(wanted: Wanted) -> Tensor:
 
 
 def _values(wanted: Wanted) -> Tensor:
-    """A spectrogram, or a wave long enough for a frame per token after its convolutions."""
+    """Make a spectrogram, or a wave long enough for a frame per token after its convolutions."""
     frames, bins = wanted.field("max_length"), wanted.field("num_mel_bins")
     if frames and bins:
         return _normal(wanted.rows, frames, bins)
@@ -154,7 +154,7 @@ def _labels(wanted: Wanted) -> Tensor:
 
 
 def _mask_of_patches(wanted: Wanted) -> Tensor:
-    """All patches hidden; which are must not change what is computed."""
+    """Hide all patches, because the choice must not change the computation."""
     import torch
 
     patch = wanted.field("patch_size") or 16
@@ -171,7 +171,7 @@ INPUTS: Mapping[str, Callable[[Wanted], Tensor]] = {
     "input_features": _features,
     "input_values": _values,
 }
-"""What an input of this name is."""
+"""Input tensors by name."""
 
 LABELS: Mapping[str, Callable[[Wanted], Tensor]] = {
     "labels": _labels,
@@ -180,4 +180,4 @@ LABELS: Mapping[str, Callable[[Wanted], Tensor]] = {
     "end_positions": lambda wanted: _integers(wanted.length, wanted.rows),
     "bool_masked_pos": _mask_of_patches,
 }
-"""What a label of this name is."""
+"""Label tensors by name."""

@@ -1,4 +1,4 @@
-"""TARGET in, what it holds out: how to build the model, its batches, its loss.
+"""Targets by name: functions that build a model, its batches and its loss.
 
 A target is ``model.py``, ``model.py:function``, ``package.module:function`` or
 ``hf:PATH_OR_NAME``. A model file's contract::
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 @rare_collections()
 def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Target:
-    """The target that ``text`` names, its contract checked but its model not yet built.
+    """Load the target that ``text`` names, and check its contract without building its model.
 
-    Raises UsageError (AP101 to AP105) where the contract is not kept.
+    Raises UsageError (AP101 to AP105) if the contract is broken.
     """
     settings = dict(settings or {})
     if text.startswith("hf:"):
@@ -66,7 +66,7 @@ def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Target:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """``model.py:function`` as (``model.py``, ``function``); the function may be empty."""
+    """Split ``model.py:function`` into (``model.py``, ``function``); the function may be empty."""
     place, separator, function = text.rpartition(":")
     if separator and function.isidentifier() and place:
         return place, function
@@ -201,7 +201,7 @@ def _built(build: Callable[..., Any], settings: Mapping[str, Any], place: str) -
             f"build_model of {place} returns a {type(model).__name__}, not an nn.Module",
             where=place,
         )
-    return model.train()  # from_pretrained gives one in evaluation mode, without dropout
+    return model.train()  # from_pretrained returns evaluation mode, without dropout
 
 
 def _batches(module: ModuleType, place: str) -> Callable[[int, int | None], Batch]:

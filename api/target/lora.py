@@ -27,17 +27,17 @@ USUAL_TARGETS = (
     ("query", "value"),
     ("q", "v"),
 )
-"""The layers that are adapted where none are named: the first that a model has, as in peft."""
+"""Default layers: the first group whose layers a model has, as in peft."""
 
 ALL_LINEAR = "all-linear"
 EXAMPLE = "for example: --lora r=8,alpha=16,targets=q_proj+v_proj"
 NEW_PARAMETERS = r"\.lora_[AB]\."
-"""What only adapters have."""
+"""Pattern of adapters' names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """``rank`` of the product, ``alpha``, and the last names of the layers; none are the usual."""
+    """``rank`` of the product, ``alpha``, and the layers' last names; () for the default layers."""
 
     rank: int = 8
     alpha: float = 16.0
@@ -45,12 +45,12 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the product is multiplied by."""
+        """Factor of the product."""
         return self.alpha / self.rank
 
 
 def parse_lora(text: str) -> Lora:
-    """``--lora`` as values. Raises UsageError AP867.
+    """Parse ``--lora``. Raises UsageError AP867.
 
     >>> parse_lora("r=4,alpha=8,targets=q_proj+v_proj")
     Lora(rank=4, alpha=8.0, targets=('q_proj', 'v_proj'))
@@ -78,9 +78,9 @@ def parse_lora(text: str) -> Lora:
 
 
 def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
-    """Freezes ``model`` and gives its target layers adapters, in place.
+    """Freeze ``model`` and add adapters to its target layers, in place.
 
-    Raises UsageError AP867 where there are no such layers.
+    Raises UsageError AP867 if there are no such layers.
     """
     from torch import nn
 
@@ -100,7 +100,7 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
 
 
 def target_paths(model: nn.Module, lora: Lora) -> tuple[str, ...]:
-    """The paths of the layers to adapt. Raises UsageError AP867 where there are none."""
+    """Return the paths of the layers to adapt. Raises UsageError AP867 if there are none."""
     layers = {path: module for path, module in model.named_modules() if _is_linear(module)}
     last_names = {path: path.rpartition(".")[2] for path in layers}
     if lora.targets == (ALL_LINEAR,):
@@ -130,7 +130,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a layer's weight is inputs x outputs, as transformers' ``Conv1D`` has it."""
+    """Return whether a layer's weight is inputs x outputs, as transformers' ``Conv1D`` has it."""
     from torch import nn
 
     return not isinstance(module, nn.Linear)
@@ -143,7 +143,7 @@ def _sizes(layer: nn.Module) -> tuple[int, int]:
 
 
 class _Adapter:
-    """The forward of an adapted layer, before that of its own class."""
+    """Forward of an adapted layer, before its own class's."""
 
     lora_A: Any  # noqa: N815 - peft's name
     lora_B: Any  # noqa: N815
@@ -162,11 +162,11 @@ def _adapted_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-"""One class per class of layers, so that layers which are alike stay so."""
+"""A class per class of layers, so that equal layers stay equal."""
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool) -> Tensor:
-    """The weight that does what an adapted layer does, in the weight's dtype.
+    """Merge an adapter into a layer's weight, in the weight's dtype.
 
     ``weight`` is outputs x inputs, or the reverse if ``transposed``.
     """

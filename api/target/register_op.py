@@ -1,10 +1,10 @@
 """``register_op``: the user's own ops, kept whole by the capture and split by an annotation.
 
 In: an op of ``torch.library``, an ``autograd.Function`` or any function of tensors (a Triton
-kernel's launcher too), with its dimension annotation. Out: the same, as an op that
-``torch.export`` does not look into, and its rule. The rules are held here, as
-``torch.library`` holds the ops, for the process; a capture is given them as an argument
-and puts each on its nodes, so that nothing below ``api`` holds state.
+kernel's launcher too), with its dimension annotation. Out: the op, whole under ``torch.export``,
+and its rule. The rules are held here, as ``torch.library`` holds the ops, for the process; a
+capture gets them as an argument and puts each on its nodes, so that nothing below ``api`` holds
+state.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LITERALS = (bool, int, float, str)
 
 
 def registered_rules() -> Mapping[str, OpRule]:
-    """The rules of the ops registered in this process, by the op's path."""
+    """Return the rules of the ops registered in this process, by the op's path."""
     return dict(_RULES)
 
 
@@ -50,30 +50,29 @@ def register_op(
     flops: Callable[..., float] | None = None,
     saved_bytes: Callable[..., float] | None = None,
 ) -> Callable[[Any], Any]:
-    """Say how an op's dimensions correspond, so that plans may split it.
+    """Declare how an op's dimensions correspond, so that plans may split it.
 
     ::
 
         @autoparallel.register_op("*b s h, h o -> *b s o")
         def project(x, weight): ...
 
-    The annotation names the dimensions of the tensors, in call order: a letter is a
-    dimension, ``*b`` any leading ones, ``_`` one that is never split; ``[]`` around an
-    operand that only conditions the result. ``->`` is linear in each factor, and sums over
-    the letters that the output lacks; ``=>`` is any function. Prove it with
-    ``autoparallel.testing.check_op``.
+    The annotation names the dimensions of the tensors, in call order: a letter is a dimension,
+    ``*b`` any leading dimensions, ``_`` a dimension that is never split; ``[]`` around an operand
+    that only conditions the result. ``->`` is linear in each factor, and sums over the letters that
+    the output lacks; ``=>`` is any function. Prove it with ``autoparallel.testing.check_op``.
 
-    A class of ``nn.Module`` is kept whole: the annotation is that of its forward's tensors,
-    its parameters are not split. A function becomes an op of ``torch.library``. Parameters
-    without a type are tensors, or of their default's type. ``fake`` (default: from the
-    annotation) makes empty outputs of the right shape; ``backward`` and ``setup_context``
-    are those of ``torch.library.register_autograd`` (default: the function is run again,
-    and differentiated as it is written). ``flops`` estimates the forward from the input shapes,
-    ``saved_bytes`` what its ``backward`` reads of its own (a mask) where it reads no input;
-    without it every input is counted as kept.
+    A class of ``nn.Module`` is kept whole: the annotation is for its forward's tensors, its
+    parameters are not split. A function becomes an op of ``torch.library``. Parameters without a
+    type are tensors, or of their default's type. ``fake`` (default: from the annotation) makes
+    empty outputs of the right shape; ``backward`` and ``setup_context`` are as in
+    ``torch.library.register_autograd`` (default: the function is run again, and differentiated as
+    it is written). ``flops`` estimates the forward from the input shapes, ``saved_bytes`` the
+    tensors besides inputs (a mask) that its ``backward`` reads, if it reads no input; without it
+    every input is counted as kept.
 
-    Raises UsageError AP160 where the annotation cannot be read, AP161 where it does not fit
-    the function, AP163 where another function has the name.
+    Raises UsageError AP160 if the annotation cannot be read, AP161 if it does not fit the function,
+    AP163 if another function has the name.
     """
     pattern = parsed(annotation)
 
@@ -100,7 +99,7 @@ def register_op(
 
 
 class RegisteredOp:
-    """A function as an op. ``path`` is its ``torch.ops`` path."""
+    """Function as an op. ``path`` is its ``torch.ops`` path."""
 
     def __init__(self, function: Callable[..., Any], path: str) -> None:
         self.__doc__ = function.__doc__
@@ -114,7 +113,7 @@ class RegisteredOp:
 
 
 def existing_op(thing: Any) -> str | None:
-    """The path of what is an op already: of torch.ops, of ``custom_op``, or registered."""
+    """Return the path of an existing op: of torch.ops, of ``custom_op``, or registered."""
     if isinstance(thing, RegisteredOp):
         return thing.path
     if isinstance(thing, type) and isinstance(getattr(thing, "apply", None), RegisteredOp):
@@ -129,7 +128,7 @@ def existing_op(thing: Any) -> str | None:
 
 
 def parsed(annotation: str) -> Pattern:
-    """The annotation's pattern. Raises UsageError AP160 where it cannot be read."""
+    """Parse an annotation. Raises UsageError AP160 if it cannot be read."""
     arrows = [arrow for arrow in ("=>+", "=>", "->") if arrow in annotation]
     if len(arrows) == 0 or annotation.count(">") != 1:
         raise _unreadable(annotation, "it needs exactly one of ->, => and =>+")
@@ -169,7 +168,7 @@ def _misfit(annotation: str, why: str, where: str = "") -> UsageError:
 
 
 class _Maker:
-    """Makes a function an op of ``torch.library``."""
+    """Factory that makes a function an op of ``torch.library``."""
 
     def __init__(
         self, thing: Any, is_class: bool, pattern: Pattern, annotation: str, fake: Any
@@ -188,7 +187,7 @@ class _Maker:
         return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
     def make(self, name: str | None, backward: Any, setup_context: Any) -> RegisteredOp:
-        """The op, its fake and its backward."""
+        """Make the op, its fake and its backward."""
         name = name or self._default_name()
         qualified = f"{NAMESPACE}::{name}" if "::" not in name else name
         path = f"{qualified.replace('::', '.')}.default"
@@ -213,7 +212,7 @@ class _Maker:
         return "".join(c if c.isalnum() or c == "_" else "_" for c in plain)
 
     def _signature(self, skip: int) -> inspect.Signature:
-        """The parameters with the types that a schema is made of."""
+        """Return the parameters with the types of the op's schema."""
         try:
             hints = typing.get_type_hints(self.named)
         except (NameError, TypeError):
@@ -240,7 +239,7 @@ class _Maker:
         return inspect.Signature(parameters, return_annotation=result)
 
     def _call(self, args: Sequence[Any]) -> Any:
-        """The function on the values of its parameters, in order."""
+        """Call the function on the values of its parameters, in order."""
         own = inspect.signature(self.named).parameters
         keyword = {p.name for p in own.values() if p.kind is p.KEYWORD_ONLY}
         named = list(zip(self.signature.parameters, args, strict=False))
@@ -270,7 +269,7 @@ class _Maker:
         return forward
 
     def _fake(self, *args: Any) -> Any:
-        """Empty outputs: by the user's function, else the annotation, else by running it."""
+        """Return empty outputs: by the user's function, else the annotation, else by running it."""
         if self.fake is not None:
             return self.fake(*args)
         tensors = [value for value in tree_flatten(list(args))[0] if isinstance(value, Tensor)]
@@ -287,7 +286,7 @@ class _Maker:
         return made if self.is_several else made[0]
 
     def _backward(self, ctx: Any, *grads: Tensor | None) -> Any:
-        """The function run again on the saved inputs, and differentiated."""
+        """Run the function again on the saved inputs, and differentiate it."""
         flat, structure = tree_flatten(list(_kept_inputs(ctx)))
         flat = [
             value.detach().requires_grad_(wants) if isinstance(value, Tensor) else value
@@ -334,7 +333,7 @@ def _kept_inputs(ctx: Any) -> Any:
 
 
 def _fresh(output: Tensor, args: Sequence[Any]) -> Tensor:
-    """An output in memory of its own, densely laid out: what an op must return."""
+    """Copy an output into new, dense memory if needed, as an op must return it."""
     tensors = [value for value in tree_flatten(list(args))[0] if isinstance(value, Tensor)]
     is_view = output._is_view()
     if any(output is tensor or (is_view and output._base is tensor) for tensor in tensors):
@@ -343,7 +342,7 @@ def _fresh(output: Tensor, args: Sequence[Any]) -> Tensor:
 
 
 def _type_of(default: Any) -> Any:
-    """The type of a parameter that says none: by its default, else a tensor."""
+    """Return the type of a parameter without annotation: its default's, else a tensor."""
     if default is None:
         return Tensor | None
     return type(default) if isinstance(default, _LITERALS) else Tensor

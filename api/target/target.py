@@ -1,4 +1,4 @@
-"""TODO."""
+"""The user's model, batch and loss as a ``Target``, and checks of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 Batch = Any
-"""A dict, list or tuple of a forward's arguments (``passes.programs.batch``)."""
+"""Arguments of a forward as a dict, list or tuple (``passes.programs.batch``)."""
 
 
 LossFn = Callable[[Any, Batch], "Tensor"]
@@ -29,20 +29,20 @@ Change = Callable[[Batch], Batch]
 
 
 CAPTURE_BATCH = 2
-"""Rows of the batch that models are captured at; the graph is rescaled to what is planned."""
+"""Number of rows of captured batches; the graph is rescaled to the planned number."""
 
 
 WRITTEN_ROWS = 64
-"""Up to this many rows the global batch is the one that ``example_batch`` makes."""
+"""Up to this many rows ``example_batch`` makes the global batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a target holds. ``name`` and ``settings`` find it again in another process.
+    """Model, batch and loss of a user. ``name`` and ``settings`` find it again in another process.
 
-    ``example_batch(global_batch, seq)`` gives a checked batch of global shapes.
-    ``returns_loss`` False says that no scalar among the model's outputs is its loss.
-    ``is_named``: not of one made of objects in this process.
+    ``example_batch(global_batch, seq)`` gives a checked batch of global shapes. ``returns_loss``
+    False says that no scalar among the model's outputs is its loss. ``is_named`` is False for a
+    target made of objects in this process.
     """
 
     name: str
@@ -71,17 +71,17 @@ def changed_target(target: Target, change: Change) -> Target:
 
 
 def takes_seq(example_batch: Callable[..., Any]) -> bool:
-    """Whether ``example_batch`` takes a sequence length beside the batch."""
+    """Return whether ``example_batch`` takes a sequence length beside the batch."""
     return len(inspect.signature(example_batch).parameters) > 1
 
 
 def building(target: Target) -> running_user_code:
-    """The block in which ``target.build_model`` is called: its errors become AP106."""
+    """Return a context for calls of ``target.build_model``: its errors become AP106."""
     return running_user_code("AP106", f"build_model of {target.name} fails")
 
 
 class running_user_code:  # noqa: N801 - reads as a statement
-    """Turns an exception of the user's code into a UsageError with the user's file and line."""
+    """Context that turns an exception of user code into a UsageError with its file and line."""
 
     def __init__(self, code: str, what: str) -> None:
         self.code, self.what = code, what
@@ -101,7 +101,7 @@ class running_user_code:  # noqa: N801 - reads as a statement
 
 
 def _user_line(error: BaseException) -> str:
-    """``file:line`` of the last frame that is neither ours nor a library's."""
+    """Return ``file:line`` of the last frame outside of this package and libraries."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     ours = str(Path(__file__).resolve().parents[1])
@@ -115,7 +115,7 @@ def _user_line(error: BaseException) -> str:
 def checked_batches(
     example_batch: Callable[..., Batch], where: str
 ) -> Callable[[int, int | None], Batch]:
-    """``example_batch`` with its result checked, and ``seq`` passed only where it is taken.
+    """Check the results of ``example_batch``, and pass ``seq`` only if it is taken.
 
     Raises UsageError (AP107, AP108) when called.
     """
@@ -140,13 +140,13 @@ def checked_batches(
 def example_batches(
     target: Target, global_batch: int, seq: int | None
 ) -> tuple[Example, Example | None]:
-    """Make the batch that a target is captured with, and the global batch: None if it is as large.
+    """Make the batch of a target's capture, and the global batch: None if it is as large.
 
-    In which dimension a tensor counts rows is seen where two batches differ. Of more rows than
-    ``WRITTEN_ROWS`` the shapes follow from those of batches of 2 and 3 rows, and the tensors are on
-    ``meta``: whole batches of images need not fit here.
+    The dimension in which a tensor counts rows is the difference of two batches. Shapes of more
+    than ``WRITTEN_ROWS`` rows follow from batches of 2 and 3 rows, with tensors on ``meta``: whole
+    batches of images need not fit here.
 
-    Raises UsageError AP107 and AP108 where the target makes no such batches.
+    Raises UsageError AP107 and AP108 if the target makes no such batches.
     """
     from autoparallel.passes.programs.batch import (
         Example,
@@ -183,7 +183,7 @@ def example_batches(
 
 
 def check_batch(batch: Batch, global_batch: int, where: str) -> None:
-    """Raises UsageError AP108 unless ``batch`` holds tensors of ``global_batch`` rows.
+    """Raise UsageError AP108 unless ``batch`` holds tensors of ``global_batch`` rows.
 
     A batch without rows is one sample.
     """

@@ -1,8 +1,8 @@
-"""Whether the code that a plan file names may run: asked before a plan from a file is used.
+"""Trust in the code that a plan file names, checked before the plan is used.
 
-In: a plan and where its file lies. Out: the name of its target, or a UsageError where the target
-lies outside the current folder and nobody has said that it is trusted. A plan file contains no
-code, but it says which file or module builds the model, and loading a target runs that.
+In: a plan and the path of its file. Out: the name of its target, or a UsageError if the target lies
+outside the current folder and is not trusted. A plan file contains no code, but it names the file
+or module that builds the model, and loading a target runs that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autoparallel.planner.plan import Plan
 
 
 def target_name(plan: Plan, plan_path: str | Path) -> str:
-    """The target that ``plan`` was made for; a file is also looked for beside the plan."""
+    """Return the target of ``plan``; a file is also searched beside the plan."""
     name = plan.model.target
     place = name.partition(":")[0]
     beside = Path(plan_path).parent / Path(place).name
@@ -30,10 +30,10 @@ ADD_TRUST = "add --trust (trust=True in Python), or run in its folder"
 
 
 def check_trusted(plan: Plan, plan_path: str | Path, *, trust: bool, how: str = ADD_TRUST) -> None:
-    """Raises UsageError AP155 where the plan's target is code outside of the current folder.
+    """Raise UsageError AP155 if the plan's target is code outside of the current folder.
 
-    With ``trust`` any code may run; ``how`` says how it is given. ``hf:`` targets run none but the
-    installed library's.
+    With ``trust`` any code may run; ``how`` says how it is given. ``hf:`` targets run only the
+    installed library's code.
     """
     name = target_name(plan, plan_path)
     if trust or name.startswith("hf:"):
@@ -51,7 +51,7 @@ def check_trusted(plan: Plan, plan_path: str | Path, *, trust: bool, how: str = 
 
 
 def _place_of_code(name: str) -> Path | None:
-    """The file or folder of a target's code; None where there is none, which loading it reports."""
+    """Return the file or folder of a target's code; None if it is missing, reported later."""
     place = name.rpartition(":")[0] if name.rpartition(":")[2].isidentifier() else name
     path = Path(place or name)
     if path.exists():
@@ -61,7 +61,7 @@ def _place_of_code(name: str) -> Path | None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        # Of the top package alone: looking for a module in it would already run the package.
+        # Only of the top package: a search for a module in it would already run the package.
         found = importlib.util.find_spec(place.partition(".")[0])
     except (ImportError, ValueError):
         return None
@@ -69,5 +69,5 @@ def _place_of_code(name: str) -> Path | None:
         return None
     folders = list(found.submodule_search_locations or ())
     if not folders and not found.has_location:
-        return Path(sys.base_prefix)  # built into the interpreter
+        return Path(sys.base_prefix)  # part of the interpreter
     return Path(folders[0] if folders else str(found.origin)).resolve()

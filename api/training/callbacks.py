@@ -1,4 +1,4 @@
-"""What a run tells others of: the protocol that metrics and a model file's callbacks follow."""
+"""Callbacks of a run: the protocol of metrics and of a model file's callbacks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from autoparallel.planner.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A finished step as rank 0 saw it.
+    """Finished step as rank 0 saw it.
 
-    The gradient's norm is that before clipping, the learning rate that of the first group of
-    parameters. ``skipped_steps`` counts the updates skipped so far;
-    ``loss_scale`` is that of the step, None where the loss is not scaled. ``throughput`` is in
-    ``unit`` ("tokens" or "samples") per second.
+    The gradient's norm is taken before clipping, the learning rate is the first group of
+    parameters'. ``skipped_steps`` counts the updates skipped so far; ``loss_scale`` is the step's,
+    None if the loss is not scaled. ``throughput`` is in ``unit`` ("tokens" or "samples") per
+    second.
     """
 
     step: int
@@ -32,29 +32,29 @@ class StepRecord:
 
 
 class Callback:
-    """Told of a run as it goes on; subclasses define what they need.
+    """Observer of a run; subclasses define the methods that they need.
 
     Called on rank 0 only, so a callback must not communicate with other ranks. An exception
     that it raises ends the run.
     """
 
     def on_step(self, record: StepRecord) -> None:
-        """A step is finished; called when the next one is under way."""
+        """Handle a finished step; called when the next is under way."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """A checkpoint is written."""
+        """Handle a written checkpoint."""
 
     def on_end(self) -> None:
-        """The run has ended as planned."""
+        """Handle the planned end of the run."""
 
     def close(self) -> None:
-        """The run has ended, as planned or by an error."""
+        """Handle the end of the run, planned or by an error."""
 
 
 def all_of(callbacks: Iterable[Callback], *, source: str = "") -> Callback:
-    """One callback that tells all of these, in order.
+    """Combine callbacks into a callback that calls them in order.
 
-    Raises UsageError AP907 where one is none; ``source`` says where they come from.
+    Raises UsageError AP907 for anything else; ``source`` names their origin.
     """
     found = tuple(callbacks)
     for each in found:

@@ -1,4 +1,4 @@
-"""The data of ``autoparallel run``: what each rank reads in each step, and where it goes on.
+"""The data of ``autoparallel run``: each rank's inputs in each step, and the position in the data.
 
 In: a target with or without ``build_data``, the trainer. Out: this rank's inputs, step by step,
 and the position in the data as a ``state_dict``.
@@ -24,10 +24,10 @@ from autoparallel.training.loaders import advanced, has_rows
 
 
 class TrainingData:
-    """An iterator of a rank's inputs, without end: the data is gone through again and again.
+    """Endless iterator of a rank's inputs: the data is read again and again.
 
     ``build_data`` is called on the ranks that need data, with their ``(rank, world)`` among the
-    parts of a batch. Its batches are their shares, or the global batch, as ``Trainer`` takes them.
+    parts of a batch. Its batches are shares, or the global batch, as ``Trainer`` takes them.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TrainingData:
         progress: Callable[..., None] = lambda what, waits_for=(): None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """``progress`` is for a watchdog; ``tell`` is given a line for the user."""
+        """Begin; ``progress`` is for a watchdog, ``tell`` gets lines for the user."""
         self._trainer, self._target, self._seed = trainer, target, seed
         self._progress, self._tell = progress, tell
         self._place = trainer.runner.batches.place
@@ -55,9 +55,9 @@ class TrainingData:
         return self
 
     def __next__(self) -> RankInputs:
-        """The inputs of the next step.
+        """Return the inputs of the next step.
 
-        Raises UsageError AP118 where ``build_data`` can give no batch.
+        Raises UsageError AP118 if ``build_data`` can give no batch.
         """
         if self._place is not None:
             self._progress(f"loading batch {self._consumed + 1}")
@@ -75,7 +75,7 @@ class TrainingData:
         return inputs
 
     def state_dict(self) -> dict[str, Any]:
-        """How many batches were given, and the state of each rank's source that has one.
+        """Return the number of batches read, and the state of each rank's source that has a state.
 
         Collective over all ranks; the same on each.
         """
@@ -90,9 +90,9 @@ class TrainingData:
                 "sources": found}  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was made: ``{"batches": n}`` is enough.
+        """Continue at the position ``state``: ``{"batches": n}`` is enough.
 
-        The sources' states are for as many parts as there were; otherwise batches are counted.
+        The sources' states are for the same number of parts; otherwise batches are counted.
         """
         self._consumed = int(state["batches"])
         self._pass = int(state.get("pass", 0))
@@ -102,7 +102,7 @@ class TrainingData:
         self._batches = None
 
     def go_on_from(self, batches: int) -> None:
-        """Leave out ``batches``, unless a state says where to go on."""
+        """Skip ``batches``, unless a state has the position."""
         self._consumed = self._consumed or batches
 
     def _from(self, start: int) -> Iterator[RankInputs]:
@@ -119,7 +119,7 @@ class TrainingData:
             yield RankInputs(random_batch(graph, seed=self._seed + step))
 
     def _passes(self, start: int) -> Iterator[RankInputs]:
-        """The batches from number ``start`` on, over all passes."""
+        """Yield the batches from number ``start`` on, over all passes."""
         saved, self._saved = self._saved, None
         at = start if saved is not None or self._takes("start") else 0
         self._pass = self._pass if at else 0
@@ -141,10 +141,10 @@ class TrainingData:
             self._pass += 1
 
     def _open(self, at: int, start: int, saved: Any) -> tuple[Iterable[Any], int]:
-        """A pass that begins with batch ``at``, and the first batch of it that is made.
+        """Begin a pass at batch ``at``; return it with the number of its first batch.
 
-        What comes before ``start`` is left out as far as the source can do that. An order that is
-        drawn from torch's generator is the same on every rank and in every run of one seed.
+        Batches before ``start`` are skipped as far as the source can skip. An order that is drawn
+        from torch's generator is the same on every rank and in every run of one seed.
         """
         torch.manual_seed(self._seed + self._pass)
         data = self._source = self._build(at)
@@ -161,7 +161,7 @@ class TrainingData:
         return data, at
 
     def _build(self, start: int) -> Any:
-        """``build_data`` of this rank's part, with those keywords that it takes."""
+        """Call ``build_data`` for this rank's part, with the keywords that it takes."""
         model, build = self._trainer.plan.model, self._target.build_data
         assert build is not None
         assert self._place is not None

@@ -1,8 +1,8 @@
-"""A plan for the hosts that are there, where some have gone or come back.
+"""A plan for the present hosts, after some have left or come back.
 
 In: the plan that the run was started with, for all hosts, and the number of ranks. Out: the same
-plan, or one that rank 0 makes for as many hosts, which all ranks use. It is for the same model and
-global batch, so the run goes on from a checkpoint as if nothing had happened but rounding.
+plan, or a plan that rank 0 makes for as many hosts, which all ranks use. It is for the same model
+and global batch, so the run goes on from a checkpoint as if nothing had happened but rounding.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from autoparallel.target.target import Target
 def plan_for_ranks(
     plan: Plan, target: Target, worker: Worker, limits: Mapping[str, Any], folder: str | None
 ) -> Plan:
-    """The plan for as many ranks as there are. Collective over all ranks.
+    """Return the plan for the present number of ranks. Collective over all ranks.
 
-    ``limits`` are options of planning by name. A plan that is made lies in ``folder``, where the
-    next attempt on as many hosts finds it. Raises WorkerError AP824, on every rank, where there is
-    none.
+    ``limits`` are options of planning by name. A new plan is saved in ``folder`` for the next
+    attempt on as many hosts. Raises WorkerError AP824, on every rank, if there is none.
     """
     if worker.world_size == plan.cluster.num_devices:
         return plan

@@ -1,6 +1,6 @@
 """DataLoaders with another sampler: the same dataset, collate function and workers.
 
-In: a torch DataLoader. Out: one whose batches are those of a sampler of ours.
+In: a torch DataLoader. Out: a DataLoader with this package's sampler.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COPIED = (
 
 
 def has_rows(loader: DataLoader[Any]) -> bool:
-    """Whether the loader reads rows by their indices, and makes batches of them."""
+    """Return whether the loader reads rows by their indices, and makes batches of them."""
     return loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
 
 
@@ -29,7 +29,7 @@ def with_sampler(
     batch_sampler: Iterable[list[int]],
     generator: torch.Generator | None = None,
 ) -> DataLoader[Any]:
-    """A loader of the same kind that loads the rows that ``batch_sampler`` says.
+    """Return an equal loader that loads the rows of ``batch_sampler``.
 
     ``generator`` gives the workers their seed.
     """
@@ -39,21 +39,21 @@ def with_sampler(
 
 
 def copied_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """How a loader runs its workers, as arguments of another one."""
+    """Return a loader's options of its workers, as arguments of another loader."""
     known = inspect.signature(DataLoader.__init__).parameters
     names = (name for name in _COPIED if name in known and getattr(loader, name, None))
     return {name: getattr(loader, name) for name in names}
 
 
 def advanced(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
-    """The loader without its first batches, of which nothing is loaded."""
+    """Return the loader without its first batches, which are not loaded."""
     assert loader.batch_sampler is not None
     rest = _Rest(loader.batch_sampler, num_batches)
     return with_sampler(loader, rest, loader.generator)
 
 
 class _Rest:
-    """A batch sampler without its first batches."""
+    """Batch sampler without its first batches."""
 
     def __init__(self, batch_sampler: Iterable[list[int]], num_batches: int) -> None:
         self._batch_sampler, self._num_batches = batch_sampler, num_batches

@@ -1,4 +1,4 @@
-"""The error of a rank that ran out of memory: what it held, what was predicted, what to try.
+"""The error of a rank that ran out of memory: held and predicted bytes, and a fix.
 
 In: an error of a training step, the plan, and the tensors of the rank. Out: a DeviceMemoryError
 AP803 with the bytes held and predicted by category, and the next plan that needs less.
@@ -23,11 +23,11 @@ STATES = {
     "optimizer states": ("optimizer",),
     "buffers": ("buffers",),
 }
-"""The categories of the tensors that a rank holds from step to step, and their names in a plan
-and in ``runtime.profile.memory_counter.held_by``. Everything else counts as ``OTHER``."""
+"""Categories of the tensors that a rank holds from step to step, and their names in a plan and in
+``runtime.profile.memory_counter.held_by``. Everything else counts as ``OTHER``."""
 OTHER = "activations and the rest"
 LESS = 0.9
-"""The suggested limit is this share of what was predicted or available: a tenth less, because the
+"""Share of the predicted or available bytes that is the suggested limit: a tenth less, because the
 prediction was too low by an unknown part."""
 
 
@@ -38,10 +38,10 @@ def explained_memory_errors(
     held: Callable[[], Mapping[str, Iterable[Tensor]]],
     peak_bytes: Callable[[], int],
 ) -> Iterator[None]:
-    """While inside, an error that says that memory ran out becomes AP803 with what was held.
+    """Turn errors of exhausted memory into AP803 with the held bytes.
 
-    ``held`` gives the rank's states by category, ``peak_bytes`` the most bytes that it has held
-    of the device, or of the process on a CPU.
+    ``held`` gives the rank's states by category, ``peak_bytes`` its peak of the device, or of the
+    process on a CPU.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def explained_memory_errors(
         doing = worker.watchdog.last.what
         total = peak_bytes()
         found = describe(error, worker.rank, worker.world_size)
-        # Naming the tensors allocates nothing on the device; the error may come during any op.
+        # The names of the tensors allocate nothing on the device; the error may come during any op.
         states = {name: storage_bytes(tensors) for name, tensors in held().items()}
         why = f"{found.why}\n{comparison(plan, worker.rank, states, total)}"
         raise DeviceMemoryError(
@@ -61,7 +61,7 @@ def explained_memory_errors(
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of ``tensors``, each storage once.
+    """Return the bytes of the storages of ``tensors``, each storage once.
 
     >>> import torch
     >>> whole = torch.zeros(8)
@@ -73,10 +73,10 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def comparison(plan: Plan, rank: int, states: Mapping[str, int], total_bytes: int) -> str:
-    """Held and predicted bytes of ``rank`` by category, a line each.
+    """Compare held and predicted bytes of ``rank`` by category, a line each.
 
-    ``states`` are the bytes held from step to step, by the names of ``held_by``; ``total_bytes``
-    all that was held at the fullest moment.
+    ``states`` are the bytes held from step to step, by the names of ``held_by``; ``total_bytes`` is
+    the peak of all.
     """
     predicted = dict(_predicted(plan, rank))
     lines = [f"       {'':26}{'held':>10}  {'predicted':>10}"]
@@ -99,13 +99,13 @@ def _line(name: str, held: int, expected: int) -> str:
 
 
 def _predicted(plan: Plan, rank: int) -> Mapping[str, int]:
-    """The predicted bytes of ``rank`` at its fullest moment, by category."""
+    """Return the predicted bytes of ``rank`` at its peak, by category."""
     stages = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
     return bytes_of(plan, stages)
 
 
 def next_plan(plan: Plan, rank: int, total_bytes: int) -> str:
-    """What to try: a memory limit for planning again, and the alternative that keeps it."""
+    """Suggest a memory limit for planning again, and the alternative that keeps it."""
     stage = next(stage for stage in plan.stages if rank in stage.devices)
     available = min(total_bytes, usable_bytes(plan, stage)) or plan.prediction.peak_memory_bytes
     limit = LESS * min(plan.prediction.peak_memory_bytes, available)

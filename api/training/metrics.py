@@ -1,6 +1,6 @@
-"""Where the figures of a run's steps go: a file of JSON lines, TensorBoard, Weights & Biases.
+"""Outputs of a run's figures: a file of JSON lines, TensorBoard, Weights & Biases.
 
-In: the records of steps. Out: the same figures by the same names in each of them.
+In: the records of steps. Out: the same figures by the same names in each output.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.training.callbacks import Callback, StepRecord
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""The package that an option needs."""
+"""Package that each option needs."""
 
 
 def figures(record: StepRecord) -> dict[str, float | int | None]:
-    """A step's figures by name; None where one is not finite, which JSON has no word for."""
+    """Return a step's figures by name; None for infinite values and NaN, which JSON lacks."""
     named: dict[str, float | int | None] = {
         "step": record.step,
         "loss": record.loss,
@@ -40,7 +40,7 @@ def figures(record: StepRecord) -> dict[str, float | int | None]:
 
 
 def check_installed(wanted: Mapping[str, str | None]) -> None:
-    """Raises UsageError AP905 where an option is given whose package is not installed."""
+    """Raise UsageError AP905 if an option's package is not installed."""
     for option, value in wanted.items():
         if value is not None and importlib.util.find_spec(PACKAGES[option]) is None:
             raise _missing(option)
@@ -55,13 +55,13 @@ def _missing(option: str) -> UsageError:
 
 
 class JsonLines(Callback):
-    """Appends one JSON object per step to a file.
+    """Writer of a JSON object per step to a file.
 
-    Raises UsageError AP906 where the file cannot be written.
+    Raises UsageError AP906 if the file cannot be written.
     """
 
     def __init__(self, path: str | Path, *, kept: int | None = None) -> None:
-        """``kept``: the run goes on after this step, so what it wrote of later ones is removed."""
+        """Open the file; a run that goes on after step ``kept`` removes its later records."""
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             if kept is not None and Path(path).exists():
@@ -84,10 +84,10 @@ class JsonLines(Callback):
 
 
 def _remove_steps(path: Path, kept: int) -> None:
-    """Cuts off the lines of steps after ``kept`` that the run has written last.
+    """Remove the last lines of a run, of steps after ``kept``.
 
-    A line that the end of the run has cut off goes too. An earlier run's lines end where steps do
-    not decrease any more, read from the end.
+    An incomplete last line is removed too. Read from the end, an earlier run's lines begin when
+    steps no longer decrease.
     """
     with path.open("rb+") as file:
         lines = file.read().splitlines(keepends=True)
@@ -101,7 +101,7 @@ def _remove_steps(path: Path, kept: int) -> None:
 
 
 def _step_of(line: bytes) -> int:
-    """The step of a line of metrics; 0 of a line that is none."""
+    """Return the step of a line of metrics; 0 for any other line."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -110,10 +110,10 @@ def _step_of(line: bytes) -> int:
 
 
 class TensorBoard(Callback):
-    """Writes scalars for TensorBoard. Raises UsageError AP905 where it is not installed."""
+    """Writer of scalars for TensorBoard. Raises UsageError AP905 if it is not installed."""
 
     def __init__(self, folder: str | Path, *, kept: int | None = None) -> None:
-        """``kept``: what was written of later steps is hidden."""
+        """Open the writer; records of steps after ``kept`` are hidden."""
         try:
             module = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
@@ -132,10 +132,10 @@ class TensorBoard(Callback):
 
 
 class WeightsAndBiases(Callback):
-    """Logs to a project of Weights & Biases. Raises UsageError AP905 where it is not installed."""
+    """Logger to a project of Weights & Biases. Raises UsageError AP905 if it is not installed."""
 
     def __init__(self, project: str, settings: Mapping[str, Any]) -> None:
-        """``settings`` describe the run there."""
+        """Begin a run there, described by ``settings``."""
         try:
             wandb: Any = importlib.import_module("wandb")
         except ImportError as error:

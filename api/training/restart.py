@@ -1,9 +1,9 @@
-"""An attempt at a run: where it starts, and what a restart after a failure goes on from.
+"""An attempt at a run: its start, and the state for a restart after a failure.
 
-In: the folder of checkpoints, if any, the checkpoint that the user named, and how often the run
-was restarted. Out: the checkpoint to start from, and the last step. The first attempt leaves
-``restart.json`` in the folder: the last step, and the checkpoints that were there before, which
-are another run's.
+In: the folder of checkpoints, if any, the checkpoint that the user named, and the number of
+restarts. Out: the checkpoint to start from, and the last step. The first attempt leaves
+``restart.json`` in the folder: the last step, and the checkpoints that were there before, which are
+another run's.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ RECORD = "restart.json"
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One start of all ranks. ``resume`` is the checkpoint, or folder of them, to load.
+    """Start of all ranks. ``resume`` is the checkpoint, or folder of checkpoints, to load.
 
-    ``last`` is the last step of the run, where an earlier attempt has counted it.
+    ``last`` is the last step of the run, if an earlier attempt has counted it.
     """
 
     is_restart: bool
@@ -35,7 +35,7 @@ class Attempt:
     older: Mapping[str, int] | None = None
 
     def started(self, done: int, steps: int, *, rank: int) -> int:
-        """The last step, of a run that starts after step ``done``; rank 0 says where it goes on."""
+        """Return the last step of a run that starts after step ``done``; rank 0 reports it."""
         last = done + steps if self.last is None else self.last
         if rank != 0:
             return last
@@ -51,15 +51,15 @@ class Attempt:
         return last
 
     def kept(self, done: int) -> int | None:
-        """In a restart the last step whose figures stay; those of later ones come again."""
+        """Return the last step whose figures stay in a restart; later steps are repeated."""
         return done if self.is_restart else None
 
 
 def begin_attempt(worker: Worker, folder: str | None, resume: str | None) -> Attempt:
-    """What this attempt starts from. Collective over all ranks; rank 0 looks at the folder.
+    """Return this attempt's start. Collective over all ranks; rank 0 looks at the folder.
 
-    A restart takes the newest complete checkpoint that the run has written, and where there is
-    none, what the first attempt started from.
+    A restart takes the newest complete checkpoint that the run has written, or else the start of
+    the first attempt.
     """
     is_restart = worker.restarts > 0
     if folder is None:
@@ -74,7 +74,7 @@ def _begin(folder: Path, resume: str | None, is_restart: bool) -> Attempt:
     found = _identified(folder)
     record = _read(folder) if is_restart else None
     if record is None:
-        (folder / RECORD).unlink(missing_ok=True)  # of an earlier run
+        (folder / RECORD).unlink(missing_ok=True)  # from an earlier run
         return Attempt(is_restart, str(folder), resume, older=found)
     last, older = record
     own = [name for name, identity in found.items() if older.get(name) != identity]
@@ -82,7 +82,7 @@ def _begin(folder: Path, resume: str | None, is_restart: bool) -> Attempt:
 
 
 def _identified(folder: Path) -> dict[str, int]:
-    """The complete checkpoints by ascending step, each with the time at which it was written."""
+    """Return the complete checkpoints by ascending step, each with the time of its writing."""
     return {str(path): (path / STATE).stat().st_mtime_ns for path in complete_checkpoints(folder)}
 
 

@@ -1,7 +1,7 @@
 """``autoparallel run`` and ``verify`` of a plan with parameter servers, on one rank.
 
 In: the plan, the target, the options of the run. Out: as ``worker.train``. Every worker reads the
-global batch: any of them may have to compute the part of a lost one.
+global batch, because it may have to compute a lost worker's part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def what_servers_lack(options: RunOptions, asked: Mapping[str, Any]) -> list[str]:
-    """What is asked of a run that parameter servers cannot do, in words."""
+    """Name the requested features that parameter servers lack."""
     wrong = {
         "clipping by norm or value": options.clip_norm or options.clip_value,
         "accumulation": options.accumulate > 1,
@@ -42,7 +42,7 @@ def what_servers_lack(options: RunOptions, asked: Mapping[str, Any]) -> list[str
 
 
 def check_served_run(options: RunOptions, asked: Mapping[str, Any], target: Target) -> None:
-    """Raises UsageError AP959 for what a run with parameter servers cannot do."""
+    """Raise UsageError AP959 for features that a run with parameter servers lacks."""
     wrong = what_servers_lack(options, asked)
     wrong += ["build_scheduler"] if target.build_scheduler is not None else []
     if wrong:
@@ -63,9 +63,10 @@ def train_served(
     seed: int,
     options: RunOptions,
 ) -> dict[str, Any]:
-    """Trains; rank 0 prints each step and a summary, and every worker returns its figures.
+    """Train; rank 0 prints each step and a summary, and every worker returns its figures.
 
-    Once rank 0 is lost, the next worker that is left prints on."""
+    If rank 0 is lost, the next worker prints.
+    """
     trainer, memory = made
     is_first = worker.rank == 0
     if trainer.worker is None:
@@ -98,7 +99,7 @@ def train_served(
 
 
 class _WholeBatches:
-    """What ``TrainingData`` asks a trainer's batches: this rank reads all rows, as every worker."""
+    """Batches as ``TrainingData`` needs them: every worker reads all rows."""
 
     place = (0, 1)
     is_for_all = True
@@ -110,13 +111,13 @@ class _Runner:
 
 
 class _Reader:
-    """What ``TrainingData`` reads of a trainer."""
+    """Trainer as ``TrainingData`` needs it."""
 
     def __init__(self, trainer: ServerTrainer) -> None:
         self.plan, self.program = trainer.plan, trainer.program
         self.runner = _Runner(_WholeBatches())
 
     def inputs(self, batch: Any) -> RankInputs:
-        """A batch's tensors by the names that the plan has for them."""
+        """Return a batch's tensors by their names in the plan."""
         named = named_inputs(batch, self.program)
         return marked(named, batch)

@@ -1,4 +1,4 @@
-"""Starting the processes of a run: the launcher's arguments, and what its result means."""
+"""Start of a run's processes: the launcher's arguments, and the meaning of its result."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from autoparallel.training.steps import Saving
 
 VERIFY_DTYPES = ("fp64", "fp32")
 TIMEOUT_SECONDS = 600.0
-"""How long a rank may make no progress."""
+"""Longest time without progress of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a run's ranks are started, where torchrun has not started them: all on this machine, or
-    with ``hosts`` those of this host, which meets the others.
+    """Start of a run's ranks without torchrun: all on this machine, or with ``hosts`` this host's,
+    which joins the others.
 
     A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError. After a
-    failure that a restart can mend all are started again, ``max_restarts`` times at most, and go on
-    from the last checkpoint.
+    failure that a restart can mend all are started again, ``max_restarts`` times at most, and
+    continue from the last checkpoint.
     """
 
     timeout_seconds: float = TIMEOUT_SECONDS
@@ -58,13 +58,13 @@ def start_training(
     options: RunOptions | None = None,
     start: Start = Start(),
 ) -> dict[str, Any]:
-    """Trains by the plan at ``path``, on ranks that are started as ``start`` says.
+    """Train by the plan at ``path``, on ranks that are started by ``start``.
 
-    ``saving`` and ``resume``: see ``worker.train``. ``sources`` are where initial weights and
-    data come from. Returns measured and predicted figures (see ``worker.outcome``).
+    ``saving`` and ``resume``: see ``worker.train``. ``sources`` are of initial weights and data.
+    Returns measured and predicted figures (see ``worker.outcome``).
 
     Raises as ``check_run_options`` does, UsageError AP850 for an unknown way to draw weights, and
-    AP863 where both weights and ``resume`` are given.
+    AP863 if both weights and ``resume`` are given.
     """
     asked = options or RunOptions()
     check_run_options(asked)
@@ -81,7 +81,7 @@ def start_training(
 
 
 def check_weights(weights: str, resume: str | None) -> None:
-    """Raises UsageError where the weights cannot be read, or are not wanted (AP863)."""
+    """Raise UsageError if the weights cannot be read, or ``resume`` replaces them (AP863)."""
     if resume is not None:
         raise UsageError(
             "AP863",
@@ -101,12 +101,12 @@ def start_verification(
     compiled: bool | None = None,
     start: Start = Start(),
 ) -> None:
-    """Verifies the plan at ``path`` and prints the result.
+    """Verify the plan at ``path`` and print the result.
 
     ``compiled``: whether blocks run compiled; None leaves it to the plan.
 
-    Raises UsageError AP119 for an unknown dtype and VerificationError AP601 where the plan's
-    run differs from one device.
+    Raises UsageError AP119 for an unknown dtype and VerificationError AP601 if the plan's run
+    differs from one device.
     """
     if dtype not in VERIFY_DTYPES:
         raise UsageError("AP119", f"--dtype {dtype!r} is not one of {', '.join(VERIFY_DTYPES)}")
@@ -131,9 +131,9 @@ def start_verification(
 
 
 def truth_of(plan: Plan) -> str:
-    """What a verification compares a plan's run with.
+    """Name the reference of a plan's verification.
 
-    An asynchronous schedule is not equal to one device, but it should do what it says.
+    An asynchronous schedule is not equal to one device, but must equal its own definition.
     """
     if is_asynchronous(plan.schedule):
         return f"one process that makes the updates of {plan.schedule}"
@@ -141,7 +141,7 @@ def truth_of(plan: Plan) -> str:
 
 
 def verdict(found: dict[str, Any], truth: str = "one device") -> str:
-    """A verification in words; ``truth`` is what was compared with."""
+    """Describe a verification; ``truth`` names the reference."""
     worst = ", ".join(f"{name} {value:.1e}" for name, value in found["worst"].items())
     word = "verified" if found["passed"] else "NOT verified"
     return (
@@ -172,7 +172,7 @@ def _start(name: str, path: Path, start: Start, **arguments: Any) -> dict[str, A
 def _start_on_host(
     name: str, path: Path, start: Start, hosts: Hosts, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Starts the ranks of this host, one of several."""
+    """Start the ranks of this host, one of several."""
 
     if is_launched(os.environ):
         raise UsageError(

@@ -1,8 +1,8 @@
-"""What a training run says of its steps, and what they took.
+"""Log of a training run's steps, and the time and memory of its steps.
 
-In: the results of steps, which may still be on their way. Out: one line of ``name value`` pairs
-per step, printed when the next step has been started, and a summary of all. So nobody waits
-for a loss in order to print it while there is work to do.
+In: the results of steps, which may still be computed. Out: a line of ``name value`` pairs per step,
+printed when the next step has been started, and a summary. So no rank waits for a loss to print
+while there is work to do.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from autoparallel.training.callbacks import Callback, StepRecord
 
 
 class MemoryMeter:
-    """What training has needed at most, in bytes: of the device, or of this process beyond
-    what it held when the meter was made."""
+    """Meter of training's peak memory in bytes: of the device, or of this process beyond its memory
+    when the meter was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,13 +48,13 @@ class MemoryMeter:
         self._peak_bytes = 0
 
     def forget_peak(self) -> None:
-        """Begin anew; on the CPU malloc may keep memory."""
+        """Reset the peak; on the CPU malloc may keep memory."""
         self._peak_bytes = 0
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> int:
-        """The most so far; on the CPU as seen when this is called, with what malloc keeps."""
+        """Return the peak so far; on the CPU as seen by calls, with malloc's free memory."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         held = self._process.memory_info().rss - self._base_bytes
@@ -63,7 +63,7 @@ class MemoryMeter:
 
 
 class Figures:
-    """What is kept of all steps, in 16 bytes each: a run may have millions."""
+    """Figures of all steps, in 16 bytes each: a run may have millions."""
 
     def __init__(self) -> None:
         self.losses, self.seconds = array("d"), array("d")
@@ -76,14 +76,14 @@ class Figures:
 
 
 class StepLog:
-    """The records of a run's steps, printed where they have ``predicted_seconds`` each.
+    """Records of a run's steps, printed if they have ``predicted_seconds`` each.
 
-    ``callback`` is told of each. ``done`` is what a step's throughput counts, and how many of
-    that it does.
+    ``callback`` receives each. ``done`` is the unit of throughput, and the number of units in a
+    step.
 
-    A step's time is that between two returns of ``step`` on the CPU, without the time of its
-    data, as nothing else goes on meanwhile; on an accelerator, where ``step`` returns early,
-    that between the arrivals of two losses.
+    On the CPU a step's time is measured between two returns of ``step``, without the time of its
+    data, because nothing else runs meanwhile; on an accelerator, where ``step`` returns early,
+    between the arrivals of two losses.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class StepLog:
         self._began = time.perf_counter()
 
     def timed_data(self, batches: Iterator[RankInputs]) -> RankInputs:
-        """The next batch."""
+        """Return the next batch, and exclude its time from the step's."""
         started = time.perf_counter()
         batch = next(batches)
         if not self._memory.is_accelerator:
@@ -109,20 +109,20 @@ class StepLog:
         return batch
 
     def add(self, step: int, result: StepResult) -> None:
-        """Takes a step's result, and reads and prints the one before."""
+        """Take a step's result, and read and print the previous step's."""
         before = self._running
         self._running = (step, result, 0.0 if self._memory.is_accelerator else self._lap())
         if before is not None:
             self._read(*before)
 
     def finish(self) -> None:
-        """Reads and prints what is left, which waits for it."""
+        """Read and print the pending step, and wait for it."""
         if self._running is not None:
             self._read(*self._running)
             self._running = None
 
     def begin_printing(self, predicted_seconds: float) -> None:
-        """Print from here on, in the place of a rank that is lost."""
+        """Print from here on, in place of a lost rank."""
         self._predicted = predicted_seconds
 
     def skip(self) -> None:
@@ -131,11 +131,11 @@ class StepLog:
         self.restart()
 
     def restart(self) -> None:
-        """Begins to count anew, after what is no step."""
+        """Start the clock again, after work outside of steps."""
         self._began = time.perf_counter()
 
     def _lap(self) -> float:
-        """The seconds since the last one."""
+        """Return the seconds since the last call."""
         before, self._began = self._began, time.perf_counter()
         return self._began - before
 
@@ -157,13 +157,13 @@ class StepLog:
 
 
 def samples_or_tokens(plan: Plan, num_batches: int = 1) -> tuple[str, int]:
-    """What a step's throughput counts, and how many there are in its global batches."""
+    """Return the unit of a step's throughput, and the number of units in its global batches."""
     samples = plan.model.global_batch * num_batches
     return ("tokens", samples * plan.model.seq) if plan.model.seq else ("samples", samples)
 
 
 def step_line(record: StepRecord, predicted_seconds: float) -> str:
-    """One step in one line."""
+    """Format a step as a line."""
     scale = "" if record.loss_scale is None else f"  loss_scale {record.loss_scale:g}"
     skipped = f"  skipped {record.skipped_steps}" if record.skipped_steps else ""
     norm = "" if record.gradient_norm is None else f"  grad_norm {record.gradient_norm:.3f}"
@@ -177,9 +177,9 @@ def step_line(record: StepRecord, predicted_seconds: float) -> str:
 
 
 def outcome(figures: Figures, plan: Plan, num_batches: int = 1) -> dict[str, Any]:
-    """Measured and predicted figures; the time is the median step after the warm-up.
+    """Return measured and predicted figures; the time is the median step after the warm-up.
 
-    Nothing is measured where a restart found all steps done.
+    Nothing is measured if a restart found all steps done.
 
     A step uses ``num_batches`` global batches.
     """
@@ -194,7 +194,7 @@ def outcome(figures: Figures, plan: Plan, num_batches: int = 1) -> dict[str, Any
 
 
 def summary(figures: Figures, plan: Plan, num_batches: int = 1) -> str:
-    """Measured against predicted, and where the loss went."""
+    """Compare measured with predicted figures, and the first with the last loss."""
     found = outcome(figures, plan, num_batches)
     seconds, predicted = found["step_seconds"], found["predicted_step_seconds"]
     memory, expected = found["memory_bytes"], found["predicted_memory_bytes"]
@@ -216,9 +216,9 @@ def _difference(predicted: float, measured: float) -> str:
 def keep_measurement(
     plan: Plan, figures: Figures, num_batches: int, plan_paths: Sequence[Path]
 ) -> None:
-    """Writes what the steps of a run took beside the plan at each of ``plan_paths``.
+    """Write measurements of a run's steps beside the plan at each of ``plan_paths``.
 
-    A run does not fail where a folder cannot be written: that is printed.
+    A folder that cannot be written is reported, and is no error.
     """
 
     measured = outcome(figures, plan, num_batches)

@@ -1,7 +1,7 @@
-"""The steps of a run: their checkpoints, what is looked at in between, and an early end.
+"""The steps of a run: their checkpoints, checks between them, and an early end.
 
-A save that fails in the middle of a run ends no training: the error is shown, the last good
-checkpoint stays, and the next save tries again. If the last save fails, the run does.
+A save that fails in the middle of a run does not end training: the error is shown, the last good
+checkpoint stays, and the next save tries again. If the last save fails, so does the run.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from autoparallel.training.trace import RunTrace
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Where and when a run writes checkpoints: every ``every`` steps, and at its end.
+    """Schedule and place of a run's checkpoints: every ``every`` steps, and at its end.
 
-    ``keep`` is how many stay.
+    ``keep`` is the number that stays.
     """
 
     folder: str
@@ -37,12 +37,12 @@ class Saving:
     asynchronous: bool = False
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after ``step``, where the run goes on."""
+        """Return whether to save after ``step`` if the run goes on."""
         return self.every is not None and step % self.every == 0
 
 
 class RunSaves:
-    """Writes the checkpoints of a run. Calls are collective over all ranks."""
+    """Writer of a run's checkpoints. Calls are collective over all ranks."""
 
     def __init__(
         self, how: Saving, trainer: Trainer, worker: Worker, log: StepLog, callback: Callback
@@ -52,9 +52,9 @@ class RunSaves:
         self._log, self._callback = log, callback
 
     def after(self, step: int, *, is_last: bool) -> None:
-        """Saves if it is time to, and shows what went wrong in the background.
+        """Save if it is due, and show errors of the background.
 
-        Raises MachineError (AP886) where the last save fails.
+        Raises MachineError (AP886) if the last save fails.
         """
         checkpoints = self._trainer.checkpoints
         if not is_last and not self.how.is_due(step):
@@ -74,7 +74,7 @@ class RunSaves:
         self._log.restart()
 
     def _save(self, step: int) -> None:
-        """Writes the checkpoint of ``step``, all of whose figures are there."""
+        """Write the checkpoint of ``step``, after all of its figures."""
         how = self.how
         self._trainer.save(
             how.folder, step=step, optimizer=self._trainer.optimizer, keep=how.keep,
@@ -83,7 +83,7 @@ class RunSaves:
         self._callback.on_checkpoint(step, checkpoint_path(how.folder, step))
 
     def _attempt(self, step: int, act: Callable[[], None]) -> None:
-        """Does it; a save that fails is shown by rank 0, as it fails on every rank."""
+        """Call ``act``; rank 0 shows a failed save, which fails on every rank."""
         try:
             act()
         except MachineError as error:
@@ -105,10 +105,10 @@ def take_steps(
     num_batches: int,
     trace: RunTrace,
 ) -> None:
-    """Trains; each step takes ``num_batches`` global batches.
+    """Train; each step takes ``num_batches`` global batches.
 
-    ``trace`` records some of them. Where checkpoints are saved, SIGTERM ends the run after the
-    step that is under way.
+    ``trace`` records some of them. If checkpoints are saved, SIGTERM ends the run after the current
+    step.
     """
     device = trainer.device
     with StragglerCheck(trainer.plan, worker, device) as stragglers, ExitStack() as stack:
@@ -134,6 +134,6 @@ def take_steps(
 
 
 def say(text: str) -> None:
-    """A line on stderr."""
+    """Print a line on stderr."""
     sys.stderr.write(f"autoparallel: {text}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The rank that the others wait for, named on stderr while a run goes on."""
+"""The report of a slow rank on stderr while a run goes on."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from autoparallel.runtime.profile.stragglers import (
 )
 
 WORK = ("compute", "optimizer")
-"""The parts of a rank's predicted step in which it does not wait for others."""
+"""Parts of a rank's predicted step without waits for others."""
 
 
 class StragglerCheck(ExitStack):
-    """Compares how long ranks work; a context manager around the steps.
+    """Comparison of ranks' work; a context manager around the steps.
 
     Does nothing for one process, and on GPUs, whose hosts run ahead of them.
     """
@@ -40,7 +40,7 @@ class StragglerCheck(ExitStack):
         self._sampler = self.enter_context(WorkSampler()) if is_sampled else None
 
     def check(self, step: int) -> None:
-        """After ``step``: now and then rank 0 names the slow rank. Collective over all ranks."""
+        """Compare ranks after some steps; rank 0 names the slow rank. Collective over all ranks."""
         if self._sampler is None:
             return
         self._num_steps += 1
@@ -62,7 +62,7 @@ class StragglerCheck(ExitStack):
 
 
 def planned_work(plan: Plan, stages: tuple[int, ...]) -> float:
-    """The predicted share of a step in which a rank of ``stages`` (replicas included) computes."""
+    """Return the predicted share of compute in a step of ``stages`` (replicas included)."""
     seconds = rank_seconds(plan, [stage % len(plan.stages) for stage in stages])
     work = sum(seconds.get(name, 0.0) for name in WORK)
     return min(1.0, work / plan.prediction.step_seconds)

@@ -1,10 +1,10 @@
-"""Text as batches of a causal language model: ``input_ids``, and the same as ``labels``.
+"""Text as batches of a causal language model: ``input_ids``, and equal ``labels``.
 
-In: a text file, JSON lines with a field ``text``, or a folder of ``.txt``. Texts are made
-tokens by the model's tokenizer (bytes where its folder has none), put behind each other with
-an end mark, and cut into rows of ``seq``. The tokens are kept in a file of the user's cache
-folder that is mapped into memory. Out: ``build_data(rank, world, ...)``; every epoch goes
-through all rows in an order of its own, which the seed decides.
+In: a text file, JSON lines with a field ``text``, or a folder of ``.txt``. The model's tokenizer
+(bytes if its folder has none) turns texts into tokens, joined with end marks and cut into rows of
+``seq``. The tokens are kept in a file of the user's cache folder that is mapped into memory. Out:
+``build_data(rank, world, ...)``; every epoch reads all rows in its own order, which depends on the
+seed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from autoparallel.runtime.launch.process import Worker
 
 FORMAT = 1
-"""Of the files of tokens; another one is another file."""
+"""Version of the files of tokens, which is part of their name."""
 
 PIECE = 2**20
-"""About how many characters of a text are tokenized at once; a piece ends with a line."""
+"""Approximate number of characters that are tokenized at once; a piece ends with a line."""
 
 WAIT_SECONDS = 0.2
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -53,12 +53,12 @@ Tokens = np.ndarray[Any, Any]
 
 
 def with_text(target: Target, place: str, worker: Worker) -> Target:
-    """``target`` with batches of the text at ``place``.
+    """Return ``target`` with batches of the text at ``place``.
 
     One process of each machine makes the file of tokens, and the others wait for it.
 
-    Raises UsageError: AP864 where the target is no causal language model, AP865 where the
-    text cannot be used, AP866 where its tokens are not the model's.
+    Raises UsageError: AP864 if the target is no causal language model, AP865 if the text cannot be
+    used, AP866 if its tokens are not the model's.
     """
     vocabulary = _vocabulary(target)
     is_maker = worker.local_rank == 0
@@ -74,7 +74,7 @@ def with_text(target: Target, place: str, worker: Worker) -> Target:
 
 
 def _vocabulary(target: Target) -> int:
-    """How many tokens the target's model knows. Raises UsageError AP864."""
+    """Return the size of the model's vocabulary. Raises UsageError AP864."""
     if not is_causal(target):
         raise UsageError(
             "AP864",
@@ -87,7 +87,7 @@ def _vocabulary(target: Target) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedText:
-    """Rows of ``seq`` tokens, one after the other, in an order that changes every epoch."""
+    """Consecutive rows of ``seq`` tokens, in an order that changes every epoch."""
 
     tokens: Tokens
     seq: int
@@ -105,17 +105,17 @@ class PackedText:
 
     @property
     def num_rows(self) -> int:
-        """How many rows an epoch has; tokens at the end that fill none are left out."""
+        """Number of rows of an epoch; an incomplete row at the end is left out."""
         return len(self.tokens) // self.seq
 
     def row(self, position: int, order: Callable[[int], Tokens]) -> Tokens:
-        """The row at a position of the endless sequence of epochs."""
+        """Return the row at a position of the endless sequence of epochs."""
         epoch, index = divmod(position, self.num_rows)
         start = int(order(epoch)[index]) * self.seq
         return self.tokens[start : start + self.seq]
 
     def batches(self, rank: int, world: int, global_batch: int) -> Batches:
-        """The share ``rank`` of ``world`` of each global batch, endlessly."""
+        """Yield the share ``rank`` of ``world`` of each global batch, endlessly."""
         import torch
 
         share = global_batch // world
@@ -142,10 +142,10 @@ def open_tokens(
     is_maker: bool = True,
     tell: Progress = lambda what: None,
 ) -> Tokens:
-    """The tokens of the text at ``place``, by the tokenizer of ``model``, mapped into memory.
+    """Return the tokens of the text at ``place``, by the tokenizer of ``model``, mapped into
+    memory.
 
-    Raises UsageError AP865 where there is no text and AP866 where a token is not below
-    ``vocabulary``.
+    Raises UsageError AP865 if there is no text and AP866 if a token is not below ``vocabulary``.
     """
     files = text_files(Path(place))
     path = default_folder() / "tokens" / f"{_digest(files, model)}.tokens"
@@ -167,7 +167,7 @@ def open_tokens(
 
 
 def text_files(place: Path) -> tuple[Path, ...]:
-    """The files of text at ``place``. Raises UsageError AP865 where there are none."""
+    """Return the files of text at ``place``. Raises UsageError AP865 if there are none."""
     found = tuple(sorted(place.glob("**/*.txt"))) if place.is_dir() else (place,)
     if not found or not found[0].is_file():
         raise UsageError(
@@ -180,9 +180,9 @@ def text_files(place: Path) -> tuple[Path, ...]:
 
 
 def texts(path: Path) -> Iterator[Iterable[str]]:
-    """The texts of a file, each in pieces: one, or one per line of JSON.
+    """Yield the texts of a file in pieces: a single text, or a text per line of JSON.
 
-    A text is to be read before the next one is asked for. Raises UsageError AP865.
+    Read a text before asking for the next. Raises UsageError AP865.
     """
     with path.open(encoding="utf-8") as file:
         if path.suffix not in JSON_LINES:
@@ -221,7 +221,7 @@ def _tokenizer_files(model: str) -> list[Path]:
 
 
 def _encoder(model: str) -> tuple[Encode, list[int]]:
-    """From text to tokens, and the tokens at the end of a text."""
+    """Return the function from text to tokens, and the tokens at the end of a text."""
     if Path(model).is_dir() and not _tokenizer_files(model):
         return lambda text: list(text.encode()), []
     from transformers import AutoTokenizer
@@ -245,7 +245,7 @@ def _encoder(model: str) -> tuple[Encode, list[int]]:
 def _write_tokens(
     path: Path, files: Iterable[Path], encoder: tuple[Encode, list[int]], tell: Progress
 ) -> None:
-    """The largest token, then all tokens; beside ``path`` until it is whole, then renamed."""
+    """Write the largest token, then all tokens, to a temporary file that becomes ``path``."""
     encode, end = encoder
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(f".{os.getpid()}")
@@ -274,7 +274,7 @@ def _tokens_of(files: Iterable[Path], encode: Encode, end: list[int]) -> Iterato
 
 
 def _digest(files: Iterable[Path], model: str) -> str:
-    """What the tokens depend on: the texts by place, size and time, the tokenizer by content."""
+    """Hash the sources of the tokens: texts by place, size and time, the tokenizer by content."""
     made = hashlib.sha256(f"tokens {FORMAT}\0{'' if Path(model).is_dir() else model}".encode())
     for file in files:
         found = file.stat()

@@ -1,12 +1,12 @@
-"""The trace of a run: recorded steps beside the predicted one, and their difference by action.
+"""The trace of a run: recorded steps beside the predicted step, and their differences by action.
 
-In: a plan, its schedule and the steps that every rank recorded. Out: a Chrome trace with two
-processes for each rank, one measured and one predicted, whose tracks have the same names; and a
-table of the mean seconds of each kind of action.
+In: a plan, its schedule and the steps that every rank recorded. Out: a Chrome trace with a measured
+and a predicted process for each rank, whose tracks have the same names; and a table of the mean
+seconds of each kind of action.
 
-Measured compute begins when its messages are there. Of a message it is known when it was sent, and
-when its receiver had it only if that one waited for it; other messages end with their call. Sums of
-gradients are measured from where a rank stops for them, so beside compute they do not show.
+Measured compute begins when its messages are there. The start of a message is known, its end only
+if the receiver waited for it; other messages end with their call. Sums of gradients are measured
+from the point where a rank stops for them, so they do not appear beside compute.
 """
 
 from __future__ import annotations
@@ -46,36 +46,36 @@ from autoparallel.runtime.step.trainer import Trainer
 
 DEFAULT_FILE = "trace.json"
 WARMUP_STEPS = 2
-"""Steps that are not recorded if there are enough others."""
+"""Number of first steps that are not recorded if there are enough others."""
 WAITED_SECONDS = 1e-5
-"""A receiver that waited for so long got its message when its wait ended."""
+"""Wait after which a message is taken to arrive at the wait's end."""
 
 Steps = Sequence[RecordedStep]
 
 
 class RunTrace:
-    """Records some steps of a run and writes them; does nothing where none are asked for."""
+    """Recorder of some steps of a run; does nothing without requested steps."""
 
     def __init__(self, num_steps: int, path: str | None, *, first: int, last: int) -> None:
-        """``first`` and ``last`` are the run's own steps."""
+        """Choose the steps to record; ``first`` and ``last`` are the run's own."""
         begin = max(first, min(first + WARMUP_STEPS, last + 1 - num_steps))
         self._steps = range(begin, begin + num_steps)
         self._path = path or DEFAULT_FILE
         self._recorder: StepRecorder | None = None
 
     def begin(self, step: int, trainer: Trainer) -> None:
-        """Before ``step``."""
+        """Begin to record ``step``, if chosen."""
         if step in self._steps:
             self._recorder = self._recorder or StepRecorder(trainer)
             self._recorder.begin()
 
     def end(self, step: int) -> None:
-        """After ``step``."""
+        """End the record of ``step``."""
         if step in self._steps and self._recorder is not None:
             self._recorder.end()
 
     def write(self, plan: Plan, schedule: Schedule, *, rank: int) -> None:
-        """Writes the file and prints the table, on rank 0. Collective."""
+        """Write the file and print the table, on rank 0. Collective."""
         if self._recorder is None:
             return
         steps = self._recorder.gather()
@@ -93,7 +93,7 @@ class RunTrace:
 
 
 def check_trace(num_steps: int, path: str | None, steps: int) -> None:
-    """Raises UsageError AP381 for more recorded steps than the run has, or a file without any."""
+    """Raise UsageError AP381 for more recorded steps than the run has, or a file without any."""
     if path is not None and num_steps == 0:
         raise UsageError("AP381", "--trace without --trace-steps", fix="--trace-steps 3")
     if num_steps > steps:
@@ -104,7 +104,7 @@ def check_trace(num_steps: int, path: str | None, steps: int) -> None:
 
 
 def predicted_timeline(plan: Plan, schedule: Schedule) -> Timeline:
-    """The step that the plan predicts, simulated from its stages' figures."""
+    """Simulate the plan's step from its stages' figures."""
     costs = plan_costs(plan)
     edges = schedule.edges
     if edges is not None and edges != chain(schedule.num_stages) and not schedule.parts:
@@ -120,7 +120,7 @@ def predicted_timeline(plan: Plan, schedule: Schedule) -> Timeline:
 
 
 def rows_of(plan: Plan, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """For each pipeline rank its devices."""
+    """Return the devices of each pipeline rank."""
     devices: dict[int, tuple[int, ...]] = {}
     for stage, place in enumerate(placed_stages(plan)):
         devices.setdefault(schedule.stage_rank[stage], place.devices)
@@ -130,7 +130,7 @@ def rows_of(plan: Plan, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 def compared_trace(
     plan: Plan, schedule: Schedule, steps: Sequence[Steps], predicted: Timeline
 ) -> dict[str, Any]:
-    """The trace of every rank's recorded steps, each beside the predicted one."""
+    """Return the trace of every rank's recorded steps, each beside the predicted step."""
     rows = rows_of(plan, schedule)
     row_of = {rank: row for row, own in enumerate(rows) for rank in own}
     num_ranks, num_steps = len(steps), min((len(own) for own in steps), default=0)
@@ -176,19 +176,19 @@ def compared_trace(
 
 
 def _lanes(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """For each place along the largest stage one rank of every pipeline rank, as near as can be."""
+    """Yield for each place along the largest stage a rank of every pipeline rank, spread evenly."""
     most = max(map(len, rows))
     for lane in range(most):
         yield tuple(own[lane * len(own) // most] for own in rows)
 
 
 def _lane_of(own: Sequence[int], rank: int, rows: Sequence[Sequence[int]]) -> int:
-    """The first lane in which a rank is, where it is drawn."""
+    """Return the first lane that draws a rank."""
     return -(-own.index(rank) * max(map(len, rows)) // len(own))
 
 
 def measured_timeline(schedule: Schedule, steps: Sequence[RecordedStep], zero: float) -> Timeline:
-    """A step of one rank for each pipeline rank, as a timeline that begins ``zero`` later."""
+    """Return a step of a rank for each pipeline rank, as a timeline that begins ``zero`` later."""
     takers = {
         _taken(each.action): each
         for step in steps for each in step.actions if each.action.kind in COMPUTE
@@ -205,7 +205,7 @@ def measured_timeline(schedule: Schedule, steps: Sequence[RecordedStep], zero: f
 
 
 Taken = tuple[bool, int, int, int]
-"""Whether a message goes forward, its taker's stage, micro-batch and slice."""
+"""Direction of a message (True: forward), its receiver's stage, micro-batch and slice."""
 
 
 def _taken(action: Action) -> Taken:
@@ -242,7 +242,7 @@ def _events(
 
 
 def _updates(schedule: Schedule, step: RecordedStep, zero: float) -> Iterator[Event]:
-    """The update of each stage of the rank; together they take what is measured at the end."""
+    """Yield the update of each stage of the rank, with equal parts of the measured time."""
     stages = [each.action for each in step.actions if each.action.kind == STEP]
     if schedule.is_asynchronous:
         for each in step.actions:
@@ -258,7 +258,7 @@ def _updates(schedule: Schedule, step: RecordedStep, zero: float) -> Iterator[Ev
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Mean seconds of the actions of one kind and stage, predicted and measured."""
+    """Mean seconds of the actions of a kind and stage, predicted and measured."""
 
     stage: int
     kind: str
@@ -269,7 +269,7 @@ class Difference:
 def differences(
     plan: Plan, schedule: Schedule, steps: Sequence[Steps], predicted: Timeline
 ) -> list[Difference]:
-    """For each stage and kind of action that is both predicted and measured, in order."""
+    """Compare the kinds of action of each stage that are both predicted and measured, in order."""
     rows, found = rows_of(plan, schedule), []
     expected: dict[tuple[int, str], list[float]] = defaultdict(list)
     measured: dict[tuple[int, str], list[float]] = defaultdict(list)
@@ -288,7 +288,7 @@ def differences(
         for kind in NAMES:
             if (stage, kind) in expected and (stage, kind) in measured:
                 both = mean(expected[stage, kind]), mean(measured[stage, kind])
-                if kind == REDUCE:  # one event for each of its parts
+                if kind == REDUCE:  # an event for each of its parts
                     both = sum(expected[stage, kind]), both[1]
                 found.append(Difference(stage, kind, *both))
     return found
@@ -297,7 +297,7 @@ def differences(
 def print_differences(
     plan: Plan, schedule: Schedule, steps: Sequence[Steps], predicted: Timeline, console: Console
 ) -> None:
-    """The table, at the console's width: predicted, measured, and their ratio."""
+    """Print predicted and measured seconds and their ratio as a table of the console's width."""
     table = plain_table(
         ("stage", "right"), ("action", "left"), ("predicted", "right"), ("measured", "right"),
         ("measured / predicted", "right"),

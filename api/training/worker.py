@@ -1,4 +1,4 @@
-"""What each process of a training run does: rebuild the model, make a trainer, train.
+"""The processes of a training run: rebuild the model, make a trainer, train.
 
 Runs inside a process group. Rank 0 prints (see ``step_log``).
 """
@@ -69,7 +69,7 @@ from autoparallel.training.trace import RunTrace
 
 VERIFIED_STEPS = 2
 MIXED_DEVICES = "Expected all tensors to be on the same device"
-"""What torch says of an op whose tensors are on several devices."""
+"""Part of torch's error for an op whose tensors are on several devices."""
 QUANTITIES: tuple[Quantity, ...] = ("loss", "gradient", "weight", "buffer")
 
 
@@ -84,13 +84,13 @@ def train(
     sources: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Trains by the plan; rank 0 prints each step and a summary.
+    """Train by the plan; rank 0 prints each step and a summary.
 
-    ``saving`` is a ``Saving`` as a dict; ``resume`` a checkpoint, or a folder of them, whose
-    newest is taken. Data goes on where the checkpoint stopped, with its seed, and no initial
-    weights are drawn. ``sources`` are the fields of ``Sources``: initial weights, how
-    they are drawn, and data of text; ``options`` those of ``RunOptions``. Returns the measured
-    and predicted seconds and bytes, and the losses.
+    ``saving`` is a ``Saving`` as a dict; ``resume`` a checkpoint, or a folder of them, whose newest
+    is taken. Data continues from the checkpoint, with its seed, and no initial weights are drawn.
+    ``sources`` are the fields of ``Sources``: initial weights, their drawing, and text data;
+    ``options`` are the fields of ``RunOptions``. Returns the measured and predicted seconds and
+    bytes, and the losses.
     """
     asked = RunOptions(**(options or {}))
     plan, target = load_job(plan_path)
@@ -168,7 +168,7 @@ def train(
 
 
 def keep_plan(plan: Plan, folder: str) -> None:
-    """Writes the plan beside its checkpoints, where ``export`` looks for what was trained."""
+    """Write the plan beside its checkpoints, where ``export`` looks for the trained model."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_plan(plan, Path(folder) / PLAN)
 
@@ -176,7 +176,7 @@ def keep_plan(plan: Plan, folder: str) -> None:
 def verify(
     worker: Worker, *, plan_path: str, dtype: str, seed: int, compiled: bool | None = None
 ) -> dict[str, Any]:
-    """Compares the plan's run with one device; the result as plain data."""
+    """Compare the plan's run with one device; return the result as plain data."""
     plan, target = load_job(plan_path)
     set_torch(())  # TF32 rounds float32 products further than verification tolerates.
     plan = with_compile_choice(plan, compiled, rank=worker.rank)
@@ -218,11 +218,11 @@ def one_device(
     *,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Reference:
-    """The same steps by the plain model on this rank's device, in the same dtype.
+    """Run the same steps by the plain model on this rank's device, in the same dtype.
 
-    On a GPU the weights of one op at a time are there (``streamed``), the rest on the CPU; where
-    that cannot be the whole model is, which is printed. For an asynchronous schedule with the
-    updates that it makes.
+    A GPU holds the weights of one op at a time (``streamed``), the CPU the others; if that is
+    impossible, the GPU holds the whole model, and a line is printed. An asynchronous schedule's
+    updates are made at its own times.
     """
     rule = None if isinstance(trainer, ServerTrainer) else update_rule(trainer)
     device = trainer.device
@@ -251,7 +251,7 @@ def _run_plain(
     tell: Callable[[str], None],
     streams: bool,
 ) -> Reference:
-    """``one_device``: with weights streamed to the device, or all of them there."""
+    """Run ``one_device`` with weights streamed to the device, or all of them there."""
     program, device = trainer.program, trainer.device
     is_double = trainer.program.dtype == "float64"
     tell("the reference: building the model")
@@ -288,9 +288,9 @@ def make_trainer(
     is_given: bool = False,
     start: Callable[[nn.Module, Deferred], Pretrained] | None = None,
 ) -> tuple[Trainer | ServerTrainer, MemoryMeter]:
-    """The trainer of this rank, and what it needs of memory from here. Collective.
+    """Make the trainer of this rank, and the meter of its memory from here. Collective.
 
-    ``start`` gives the initial weights of the model, which are else those of its build. With
+    ``start`` gives the initial weights of the model, which default to its build's. With
     ``is_given`` its parameters are left unset: the caller loads them.
     """
     tell = worker.watchdog.progress

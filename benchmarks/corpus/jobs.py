@@ -16,7 +16,7 @@ import torch
 
 from autoparallel.cache.captures import CAPTURE
 from autoparallel.cache.plan_cache import MISSING, Cache
-from autoparallel.cache.store import FileShelf
+from autoparallel.cache.store import SqliteStore
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.options.plan_options import PlanOptions, plan_options
 from autoparallel.planner.errors import AutoparallelError
@@ -145,7 +145,7 @@ def capture_cache(sources: Sequence[Path]) -> Iterator[Cache]:
     for file in sources:
         made.update(file.read_bytes())
     CAPTURES.parent.mkdir(parents=True, exist_ok=True)
-    shelf = FileShelf(CAPTURES, made.hexdigest(), MOST_BYTES)
+    shelf = SqliteStore(CAPTURES, made.hexdigest(), MOST_BYTES)
     try:
         yield CaptureCache(shelf, made.hexdigest())
     finally:

@@ -1,5 +1,5 @@
-"""What ``autoparallel export --to python`` copies into a script: plain PyTorch, no import of ours.
+"""Definitions that ``autoparallel export --to python`` copies into a script of plain PyTorch.
 
-A script gets the definitions that it uses, as they stand in these modules, and what they use in
-turn. So nothing here imports anything that a script may not need.
+A script gets unchanged copies of the definitions that it uses, directly or indirectly. So nothing
+here imports this package, or anything that a script may not need.
 """

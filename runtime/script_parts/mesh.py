@@ -1,4 +1,4 @@
-"""The collectives of one pipeline stage, and changes of layout that autograd can follow."""
+"""Collectives of a pipeline stage, and differentiable changes of layout."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Mesh:
-    """The ranks of one stage in a grid with named axes, and collectives along an axis.
+    """Ranks of a stage in a grid with named axes, and collectives along an axis.
 
     No collective records autograd; each returns a new tensor.
     """
 
     def __init__(self, devices: tuple[int, ...], shape: dict[str, int], kind: str) -> None:
-        """Collective over all ranks of the job, those outside of ``devices`` included."""
+        """Make the grid. Collective over all ranks of the job, also outside of ``devices``."""
         self.shape = shape
         ranks = torch.tensor(devices, dtype=torch.int).view(tuple(shape.values()))
         grid = DeviceMesh(kind, ranks, mesh_dim_names=tuple(shape))
@@ -33,35 +33,35 @@ class Mesh:
         return self.place[axis]
 
     def all_reduce(self, tensor: Tensor, axis: str, op: str = "sum") -> Tensor:
-        """The sum (or maximum) over the axis, on each of its ranks."""
+        """Return the sum (or maximum) over the axis, on each of its ranks."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         dist.all_reduce(result, how, group=self.groups[axis])
         return result
 
     def all_gather(self, tensor: Tensor, axis: str, dim: int) -> Tensor:
-        """Every rank's tensor, side by side along ``dim``."""
+        """Return every rank's tensor, joined along ``dim``."""
         tensor = tensor.detach().contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size(axis))]
         dist.all_gather(parts, tensor, group=self.groups[axis])
         return torch.cat(parts, dim)
 
     def reduce_scatter(self, tensor: Tensor, axis: str, dim: int) -> Tensor:
-        """This rank's part, along ``dim``, of the sum over the axis."""
+        """Return this rank's part, along ``dim``, of the sum over the axis."""
         parts = [part.contiguous() for part in tensor.detach().chunk(self.size(axis), dim)]
         result = torch.empty_like(parts[0])
         dist.reduce_scatter(result, parts, group=self.groups[axis])
         return result
 
     def all_to_all(self, tensor: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
-        """Part i along ``split_dim`` goes to rank i; what comes is joined along ``concat_dim``."""
+        """Send part i along ``split_dim`` to rank i; join received parts along ``concat_dim``."""
         parts = torch.stack(tensor.detach().chunk(self.size(axis), split_dim))
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=self.groups[axis])
         return torch.cat(received.unbind(0), concat_dim)
 
     def swap(self, tensor: Tensor, axis: str) -> Tensor:
-        """The tensor of the rank at the other end of the axis: of n - 1 - i for rank i."""
+        """Exchange tensors with the other end of the axis: rank i gets the tensor of n - 1 - i."""
         every = self.all_gather(tensor.detach()[None], axis, 0)
         return every[self.size(axis) - 1 - self.coordinate(axis)].clone()
 
@@ -69,9 +69,9 @@ class Mesh:
 def part_of(
     mesh: Mesh, local_size: int, axes: tuple[str, ...], *, mirrored: tuple[str, ...] = ()
 ) -> tuple[int, int]:
-    """Where a rank's part of a dimension split over ``axes`` starts, and the whole size.
+    """Return the start of a rank's part of a dimension split over ``axes``, and the whole size.
 
-    With ``mirrored`` that of the rank at the other end of these axes.
+    With ``mirrored`` the part belongs to the rank at the other end of these axes.
     """
     position, parts = 0, 1
     for axis in axes:
@@ -111,14 +111,14 @@ def own_part(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
 
 
 def zero_padded(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
-    """The whole tensor, zero where other ranks have parts."""
+    """Pad to the whole tensor, zero in other ranks' parts."""
     parts = [torch.zeros_like(x)] * mesh.size(axis)
     parts[mesh.coordinate(axis)] = x
     return torch.cat(parts, dim)
 
 
 class Change(torch.autograd.Function):
-    """One move for the value and another one for its gradient."""
+    """Function that moves the value by one collective and its gradient by another."""
 
     @staticmethod
     def forward(
@@ -134,7 +134,7 @@ class Change(torch.autograd.Function):
 
 
 def change(x: Tensor, mesh: Mesh, axis: str, value: Move, gradient: Move, dim: int = 0) -> Tensor:
-    """``x`` moved by ``value``; its gradient, if it has one, is moved by ``gradient``."""
+    """Move ``x`` by ``value``, and its gradient, if it has one, by ``gradient``."""
     if mesh.size(axis) == 1:
         return x
     if not x.is_floating_point():
@@ -144,62 +144,62 @@ def change(x: Tensor, mesh: Mesh, axis: str, value: Move, gradient: Move, dim: i
 
 
 def all_gather(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
-    """The whole of a split tensor; each rank's gradient is a part of a sum."""
+    """Gather a split tensor; each rank's gradient is a part of a sum."""
     return change(x, mesh, axis, gathered, scattered, dim)
 
 
 def all_gather_same(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
-    """The whole of a split tensor; all ranks have the same gradient of it."""
+    """Gather a split tensor; all ranks have the same gradient of it."""
     return change(x, mesh, axis, gathered, own_part, dim)
 
 
 def pad(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
-    """The whole of a split tensor as a term of a sum over the ranks."""
+    """Turn a split tensor into a whole tensor that is a term of a sum over the ranks."""
     return change(x, mesh, axis, zero_padded, own_part, dim)
 
 
 def take_part(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
-    """This rank's part of a tensor whose gradients are summed over the ranks later."""
+    """Return this rank's part of a tensor whose gradients are summed over the ranks later."""
     return change(x, mesh, axis, own_part, zero_padded, dim)
 
 
 def take_part_same(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
-    """This rank's part of a tensor; its gradient is gathered."""
+    """Return this rank's part of a tensor; its gradient is gathered."""
     return change(x, mesh, axis, own_part, gathered, dim)
 
 
 def as_term(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """A tensor that all ranks have, as a term of a sum; gradients are summed later."""
+    """Turn a tensor that all ranks have into a term of a sum; gradients are summed later."""
     return change(x, mesh, axis, divided, divided)
 
 
 def as_term_same(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """A tensor that all ranks have, as a term of a sum; all ranks get the whole gradient."""
+    """Turn a tensor that all ranks have into a term of a sum; all ranks get the whole gradient."""
     return change(x, mesh, axis, divided, same)
 
 
 def divide_gradient(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """The same tensor; the gradient, equal on all ranks, becomes a term of a sum."""
+    """Return the same tensor; the gradient, equal on all ranks, becomes a term of a sum."""
     return change(x, mesh, axis, same, divided)
 
 
 def sum_gradient(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """The same tensor; its gradient is summed over the ranks (Megatron-LM's f)."""
+    """Return the same tensor; its gradient is summed over the ranks (Megatron-LM's f)."""
     return change(x, mesh, axis, same, summed)
 
 
 def all_reduce(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """The sum over the ranks; all have the same gradient of it (Megatron-LM's g)."""
+    """Sum over the ranks; all have the same gradient of the sum (Megatron-LM's g)."""
     return change(x, mesh, axis, summed, same)
 
 
 def all_reduce_both(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """The sum over the ranks; its gradient is summed over them too."""
+    """Sum over the ranks; the gradient is summed over them too."""
     return change(x, mesh, axis, summed, summed)
 
 
 def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
-    """This rank's part of the sum over the ranks; its gradient is gathered."""
+    """Return this rank's part of the sum over the ranks; its gradient is gathered."""
     return change(x, mesh, axis, scattered, gathered, dim)
 
 
@@ -216,7 +216,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def all_to_all(x: Tensor, mesh: Mesh, axis: str, *, split_dim: int, concat_dim: int) -> Tensor:
-    """A tensor split along ``concat_dim``, split along ``split_dim`` instead."""
+    """Split a tensor along ``split_dim`` instead of ``concat_dim``."""
     if mesh.size(axis) == 1:
         return x
     if not x.is_floating_point():
@@ -238,7 +238,7 @@ class Swap(torch.autograd.Function):
 
 
 def swap(x: Tensor, axes: tuple[str, ...], mesh: Mesh) -> Tensor:
-    """The tensor of the rank at the other end of each axis."""
+    """Return the tensor of the rank at the other end of each axis."""
     for axis in axes:
         x = Swap.apply(x, mesh, axis)  # type: ignore[no-untyped-call]
     return x

@@ -1,7 +1,6 @@
-"""What a script calls where an op on a rank's part differs from the op on the whole tensor.
+"""Ops of a script that differ on a rank's part from the op on the whole tensor.
 
-The other such functions are those of ``passes`` themselves; here are those that a script has in
-another form.
+Other such functions are copied from ``passes``; a script has these in another form.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def split_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The sum over rows, by ``count``, of a cross entropy whose classes ``axes`` split."""
+    """Return the sum over rows, by ``count``, of a cross entropy whose classes ``axes`` split."""
     start, total = part_of(mesh, logits.shape[min(1, logits.dim() - 1)], axes)
     classes = _Classes(start, total, axes, ignore_index, label_smoothing)  # type: ignore[arg-type]
     rows = _split_class_rows(mesh, logits, target, classes)  # type: ignore[arg-type]
@@ -39,18 +38,18 @@ def split_cross_entropy(
 
 
 def activate(activation: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """What stands between the two products of an expert."""
+    """Apply the function between the two products of an expert."""
     return activation(rows)
 
 
 def halved(query: Tensor) -> tuple[Tensor, ...]:
-    """Queries in two halves along their positions, of which the first is no shorter."""
+    """Split queries into two halves along their positions; the first is not shorter."""
     length = query.shape[-2]
     return torch.split(query, [length - length // 2, length // 2], -2)
 
 
 def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Causal attention of queries of which the last is at position ``end`` - 1."""
+    """Compute causal attention of queries that end at position ``end`` - 1."""
     rows = query.shape[-2]
     seen = torch.ones(rows, end, dtype=torch.bool, device=query.device).tril(end - rows)
     key, value = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
@@ -60,7 +59,7 @@ def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: 
 def exchanged_split(
     mesh: Mesh, matrix: Tensor, *, sizes: list[int], dim: int, wanted: tuple[int | None, ...]
 ) -> list[Tensor]:
-    """A matrix split along its other dimension, cut along ``dim`` into parts split along it.
+    """Cut a matrix, split along its other dimension, along ``dim`` into parts split along it.
 
     ``wanted`` is the dimension that each axis splits a part along. If one axis does, all parts
     travel in one all-to-all: their shares are sorted by rank first.
@@ -102,7 +101,7 @@ def dropout(
     x: Tensor, p: float, mesh: Mesh, draw: Draw, *, number: int,
     split: dict[str, int], rows: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Dropout number ``number`` of a block; other arguments as ``start_of`` takes them."""
+    """Apply dropout number ``number`` of a block; other arguments as in ``start_of``."""
     start = start_of(x, mesh, draw, split=split, rows=rows)
     result: Tensor = Dropout.apply(x, p, draw.first + number, draw.key, start)  # type: ignore[no-untyped-call]
     return result
@@ -112,7 +111,7 @@ def uniform(
     like: Tensor, mesh: Mesh, draw: Draw, *, number: int,
     split: dict[str, int], rows: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Numbers in [0, 1) of the shape and dtype of ``like``, drawn as ``dropout`` draws."""
+    """Draw numbers in [0, 1) of the shape and dtype of ``like``, as ``dropout`` draws."""
     start = start_of(like, mesh, draw, split=split, rows=rows)
     width = {torch.bfloat16: 8, torch.float16: 11}.get(like.dtype, _UNIFORM_BITS)
     bits = random_bits(
@@ -124,10 +123,10 @@ def uniform(
 def start_of(
     x: Tensor, mesh: Mesh, draw: Draw, *, split: dict[str, int], rows: tuple[int, int] | None
 ) -> tuple[int, ...]:
-    """Where a rank's part of a micro-batch's tensor begins in that of the whole batch.
+    """Return the start of a rank's part of a micro-batch's tensor in the whole batch's.
 
-    ``split`` says which dimension an axis splits; ``rows`` is the dimension that counts the batch,
-    and its size in a micro-batch.
+    ``split`` maps an axis to the dimension that it splits; ``rows`` is the dimension that counts
+    the batch, and its size in a micro-batch.
     """
     start, sizes = [0] * x.dim(), list(x.shape)
     for axis, dim in reversed(split.items()):

@@ -26,7 +26,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that goes from one stage to another, and its gradient that comes back.
+    """Value that goes from one stage to another, and its gradient that comes back.
 
     ``shape`` is of one micro-batch on all ranks of a stage together.
     """
@@ -45,7 +45,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def boxes(stage: Stage, shape: tuple[int, ...], split: Split) -> dict[int, Box]:
-    """By rank of a stage, the box that it holds of a tensor."""
+    """Return for each rank of a stage the box that it holds of a tensor."""
     places = torch.cartesian_prod(*map(torch.arange, stage.mesh.values())).view(-1, len(stage.mesh))
     return {
         rank: tuple(
@@ -56,19 +56,19 @@ def boxes(stage: Stage, shape: tuple[int, ...], split: Split) -> dict[int, Box]:
 
 
 def common(first: Box, second: Box) -> Box | None:
-    """The box that two boxes share, if they do."""
+    """Return the box that two boxes share, or None."""
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 
 def within(box: Box, frame: Box) -> tuple[slice, ...]:
-    """The slices that cut ``box`` out of a tensor that holds ``frame``."""
+    """Return the slices that cut ``box`` out of a tensor that holds ``frame``."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, frame, strict=True))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One message: which part of the sender's tensor becomes which of the receiver's."""
+    """Message: a part of the sender's tensor, and its place in the receiver's."""
 
     source: int
     target: int
@@ -78,7 +78,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A crossing in one direction between the stages ``sender`` and ``receiver``.
+    """Crossing in a direction between the stages ``sender`` and ``receiver``.
 
     ``shape`` is of the part that each rank of the receiver holds; ``pieces`` are all its messages.
     """
@@ -92,7 +92,7 @@ class Transfer:
 
 
 def transfer_of(crossing: Crossing, direction: Direction, stages: list[Stage]) -> Transfer:
-    """The messages of a crossing. Where several ranks hold the same box, they share the sends."""
+    """Return the messages of a crossing. Ranks that hold the same box share the sends."""
     ends = [(crossing.source, crossing.source_split), (crossing.target, crossing.target_split)]
     (sender, made), (receiver, taken) = ends if direction == "forward" else ends[::-1]
     offered = boxes(stages[sender], crossing.shape, made)
@@ -115,7 +115,7 @@ Arriving = tuple[Tensor, list[tuple[Any, tuple[slice, ...], Tensor]]]
 
 
 class Messages:
-    """What this rank's stages send to other stages, and receive from them.
+    """Messages of this rank's stages to and from other stages.
 
     The messages from one rank to another keep their order: every rank posts its receives in the
     order in which the sender sends.
@@ -124,7 +124,7 @@ class Messages:
     def __init__(
         self, crossings: list[Crossing], stages: list[Stage], device: torch.device
     ) -> None:
-        """Collective over all ranks."""
+        """Compute the transfers, and make groups for NCCL. Collective over all ranks."""
         self.rank, self.device = dist.get_rank(), device
         self.mine = {n for n, stage in enumerate(stages) if self.rank in stage.devices}
         self.transfers: dict[Direction, list[Transfer]] = {
@@ -150,11 +150,11 @@ class Messages:
         self.arriving: dict[tuple[Direction, int, int], dict[tuple[str, int], Arriving]] = {}
 
     def with_gradient(self, stage: int) -> set[str]:
-        """The values that a stage receives whose gradients go back."""
+        """Return the received values of a stage whose gradients go back."""
         return {key for key, target in self.targets if target == stage}
 
     def send(self, direction: Direction, stage: int, values: dict[str, Tensor]) -> None:
-        """Send what ``stage`` has made to the stages of other ranks."""
+        """Send results of ``stage`` to the stages of other ranks."""
         for transfer in self.transfers[direction]:
             if transfer.sender == stage and transfer.receiver not in self.mine:
                 self._send(transfer, values)
@@ -167,7 +167,7 @@ class Messages:
                 self.sent.append((dist.isend(packed, piece.target, group=lane), packed))
 
     def post(self, direction: Direction, stage: int, microbatch: int) -> None:
-        """Begin to receive what ``stage`` needs of the stages of other ranks."""
+        """Begin to receive inputs of ``stage`` from the stages of other ranks."""
         for transfer in self.transfers[direction]:
             if transfer.receiver == stage and transfer.sender not in self.mine:
                 self._take(transfer, direction, microbatch, None)
@@ -175,7 +175,7 @@ class Messages:
     def hand_over(
         self, direction: Direction, stage: int, microbatch: int, values: dict[str, Tensor]
     ) -> None:
-        """Give what ``stage`` has made to other stages of the same ranks."""
+        """Give results of ``stage`` to other stages of the same ranks."""
         for transfer in self.transfers[direction]:
             if transfer.sender == stage and transfer.receiver in self.mine:
                 self._send(transfer, values)
@@ -184,7 +184,7 @@ class Messages:
     def _take(
         self, transfer: Transfer, direction: Direction, microbatch: int, given: Tensor | None
     ) -> None:
-        """Begin to receive one value, of which this rank may have made a part itself."""
+        """Begin to receive a value, of which this rank may have made a part itself."""
         kept = self.arriving.setdefault((direction, transfer.receiver, microbatch), {})
         whole = torch.empty(transfer.shape, dtype=transfer.dtype, device=self.device)
         parts: list[tuple[Any, tuple[slice, ...], Tensor]] = []
@@ -201,7 +201,7 @@ class Messages:
         kept[transfer.key, transfer.sender] = whole, parts
 
     def receive(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
-        """Wait for what a stage needs; gradients from several stages are added up."""
+        """Wait for the inputs of a stage; gradients from several stages are added up."""
         received: dict[str, Tensor] = {}
         arriving = self.arriving.pop((direction, stage, microbatch), {})
         for (key, _), (whole, parts) in sorted(arriving.items(), key=lambda item: item[0]):
@@ -213,14 +213,14 @@ class Messages:
         return received
 
     def finish(self) -> None:
-        """Wait until everything has gone."""
+        """Wait until all sends are complete."""
         for work, _ in self.sent:
             work.wait()
         self.sent.clear()
 
 
 class PipelineTrainer(Trainer):
-    """One rank's part of a job whose stages are on different ranks."""
+    """Trainer of a rank whose stages depend on stages of other ranks."""
 
     def __init__(self, stages: list[Stage], *given: Any) -> None:
         super().__init__(stages, *given)
@@ -239,7 +239,7 @@ class PipelineTrainer(Trainer):
         )), "")  # fmt: skip
 
     def run(self, share: float, *, is_last: bool) -> None:
-        """This rank's row of the schedule."""
+        """Run this rank's row of the schedule."""
         made: dict[tuple[Direction, int, int], dict[str, Tensor]] = {}
         for action in self.row.split():
             found = re.fullmatch(r"(\d+)([A-Z]+(?:_[FB])?)(\d*)", action)
@@ -264,7 +264,7 @@ class PipelineTrainer(Trainer):
     def compute(
         self, direction: Direction, stage: int, microbatch: int, share: float
     ) -> dict[str, Tensor]:
-        """A forward or backward of a stage; what it makes for stages of the same ranks is kept."""
+        """Run a forward or backward of a stage; keep results for stages of the same ranks."""
         received = self.messages.receive(direction, stage, microbatch)
         if direction == "forward":
             for key in self.messages.with_gradient(stage) & received.keys():
@@ -276,7 +276,7 @@ class PipelineTrainer(Trainer):
         return made
 
     def is_counted(self, stage: int, name: str) -> bool:
-        """Of the stages that hold a weight, the first counts its gradient."""
+        """Return whether the stage is the first holder of a weight, and counts its gradient."""
         return self.holders[name][0] == stage
 
     def sum_tied(self) -> None:

@@ -1,4 +1,4 @@
-"""The stages of a script: what each rank runs of them."""
+"""The stages of a script, as each rank runs them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MICRO_BATCHES = 1
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of the model's blocks on a mesh of devices, listed in row-major order.
+    """Run of the model's blocks on a mesh of devices, listed in row-major order.
 
-    ``parameters``, ``buffers``, ``inputs`` and ``constants`` say how each is split. ``updates``:
-    which of the values that ``forward`` returns are the new values of buffers.
+    ``parameters``, ``buffers``, ``inputs`` and ``constants`` have the split of each. ``updates``
+    maps buffers to the results of ``forward`` that are their new values.
     """
 
     forward: Callable[..., dict[str, Tensor]]
@@ -40,24 +40,24 @@ class Stage:
     zero: int = 0
     loss: str = ""
     loss_terms: tuple[str, ...] = ()
-    """The axes whose ranks each have a term of the loss."""
+    """Axes whose ranks each have a term of the loss."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What random ops draw for: a step's key, a micro-batch of it, the first op's number."""
+    """State of random ops: a step's key, its micro-batch, the first op's number."""
 
     key: int
     microbatch: int
     first: int = 0
 
     def of(self, first: int) -> Draw:
-        """The same for a block whose first random op has this number."""
+        """Return the same state for a block whose first random op has this number."""
         return Draw(self.key, self.microbatch, first)
 
 
 class StageRank:
-    """One rank's part of a stage: a step is ``begin``, forwards and backwards, ``complete``."""
+    """Part of a stage on a rank: a step is ``begin``, forwards and backwards, ``complete``."""
 
     def __init__(
         self,
@@ -86,23 +86,23 @@ class StageRank:
         return Weight(whole, split, self.mesh, trained=trained)
 
     def begin(self, batch: dict[str, Tensor], counts: dict[str, Tensor], key: int) -> None:
-        """Start a step on a global batch. ``counts`` are what depends on all micro-batches."""
+        """Start a step on a global batch. ``counts`` are values of all micro-batches."""
         self.batch, self.counts, self.key = batch, counts, key
         self.losses: dict[int, Tensor] = {}
         self.received: dict[int, dict[str, Tensor]] = {}
         self.made: dict[int, dict[str, Tensor]] = {}
 
     def inputs(self, microbatch: int) -> dict[str, Tensor]:
-        """This rank's rows of a micro-batch."""
+        """Return this rank's rows of a micro-batch."""
         return {
             name: own(rows_of(self.batch[name], name, microbatch), split, self.mesh).to(self.device)
             for name, split in self.stage.inputs.items()
         }
 
     def forward(self, microbatch: int, received: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The values that other stages get; ``received`` are those of other stages."""
+        """Compute values for other stages; ``received`` are values of other stages."""
         values = {**self.constants, **self.counts, **self.inputs(microbatch), **received}
-        # A block that is computed again in the backward reads the buffers of its own forward.
+        # A block that runs again in the backward reads the buffers of its own forward.
         weights = Weights(self.weights, dict(self.buffers))
         draw = Draw(self.key, microbatch)
         with self.device:
@@ -117,14 +117,14 @@ class StageRank:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank's loss is one that is added up."""
+        """True if this rank's loss is added up."""
         alone = self.mesh.shape.keys() - set(self.stage.loss_terms)
         return all(self.mesh.coordinate(axis) == 0 for axis in alone)
 
     def backward(
         self, microbatch: int, gradients: dict[str, Tensor], scale: float
     ) -> dict[str, Tensor]:
-        """The gradients of what was received; ``scale`` is that of the loss."""
+        """Return the gradients of received values; ``scale`` is the loss's."""
         made, received = self.made.pop(microbatch), self.received.pop(microbatch)
         gradients = dict(gradients)
         if self.stage.loss:
@@ -140,7 +140,7 @@ class StageRank:
         }
 
     def buffer_box(self, name: str, whole: Tensor) -> tuple[slice, ...]:
-        """Which box of a whole buffer this rank holds."""
+        """Return the box of a whole buffer that this rank holds."""
         split = self.stage.buffers[name]
         box = box_of(tuple(whole.shape), split, self.mesh.shape, self.mesh.place)
         return tuple(slice(start, stop) for start, stop in box)
@@ -155,7 +155,7 @@ BATCH_DIMS: dict[str, int] = {}
 
 
 def rows_of(tensor: Tensor, name: str, microbatch: int) -> Tensor:
-    """The rows of one micro-batch; all of a tensor that has no dimension of the batch."""
+    """Return the rows of a micro-batch; all rows of a tensor without a dimension of the batch."""
     dim = BATCH_DIMS.get(name)
     return tensor if dim is None else tensor.chunk(MICRO_BATCHES, dim)[microbatch]
 
@@ -171,11 +171,11 @@ PRODUCTS = frozenset({
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 })  # fmt: skip
-"""What selective recomputation keeps: outputs that cost much to make for their size."""
+"""Ops whose outputs selective recomputation keeps: they cost much to make for their size."""
 
 
 def keeping_products(block: Callable[..., Any], *inputs: Any) -> Any:
-    """A block that is computed again in the backward, but for its matrix products."""
+    """Run a block that is computed again in the backward, except its matrix products."""
 
     def policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
         is_kept = op in PRODUCTS

@@ -1,4 +1,4 @@
-"""The training step of a script on one rank, and its weights as whole tensors."""
+"""The training step of a script on a rank, and its weights as whole tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .weights import MASTER, Weight
 LOSS_SCALE = 1.0
 STAGE_RANK = StageRank
 GROWTH_STEPS = 2000
-"""After so many finite steps the scale of an fp16 loss is doubled."""
+"""Number of finite steps after which the scale of an fp16 loss is doubled."""
 
 COMPARED = 4096
-"""So many values of a tensor tell whether ranks have the same one."""
+"""Number of values of a tensor that are compared between ranks."""
 
 Count = Callable[[dict[str, Tensor], dict[str, Tensor], int], dict[str, Tensor]]
 
@@ -29,7 +29,7 @@ Count = Callable[[dict[str, Tensor], dict[str, Tensor], int], dict[str, Tensor]]
 def counted(
     count: Count | None, batch: dict[str, Tensor], constants: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What the micro-batches of a step must know of each other: means over them."""
+    """Return the means over the micro-batches of a step that each of them needs."""
     sums: dict[str, Tensor] = {}
     for microbatch in range(MICRO_BATCHES if count is not None else 0):
         found = count(batch, constants, microbatch)  # type: ignore[misc]
@@ -41,9 +41,9 @@ def counted(
 
 
 def check_same(what: str, tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Raise where ranks have different values, by the sum of each tensor's first ones.
+    """Raise if ranks have different values, by the sum of each tensor's first values.
 
-    Collective over all ranks. The sums may differ as much as those of different processors do.
+    Collective over all ranks. The sums may differ as much as between different processors.
     """
     first = [tensor.detach().flatten()[:COMPARED].double() for tensor in tensors]
     sums = torch.stack([values.nan_to_num().abs().sum() for values in first]).to(device)
@@ -54,7 +54,7 @@ def check_same(what: str, tensors: Iterable[Tensor], device: torch.device) -> No
 
 
 class Trainer:
-    """One rank's part of the job."""
+    """Part of the job on a rank."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Trainer:
         count: Count | None,
         device: torch.device,
     ) -> None:
-        """Collective over all ranks. ``model`` is whole; every rank keeps its part alone."""
+        """Keep this rank's part of ``model``, which is whole. Collective over all ranks."""
         self.device, self.count, self.constants = device, count, constants
         self.scale = LOSS_SCALE
         check_same("weights at the start (new_model, --weights)", model.parameters(), device)
@@ -78,13 +78,13 @@ class Trainer:
                 self.stages[number] = STAGE_RANK(stage, mesh, model, constants, device)
 
     def named_masters(self) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizer updates; of a rank without any, an empty tensor."""
+        """Return the parameters that the optimizer updates; an empty tensor if there are none."""
         named = [(name, weight.master) for _, name, weight in self.all_weights()]
         trained = [(name, master) for name, master in named if master.requires_grad]
         return trained or [("", nn.Parameter(torch.zeros(0)))]
 
     def all_weights(self) -> list[tuple[int, str, Weight]]:
-        """The weights of this rank's stages: the stage, the name, the weight."""
+        """Return the weights of this rank's stages: the stage, the name, the weight."""
         return [
             (number, name, weight)
             for number, stage in self.stages.items()
@@ -92,7 +92,7 @@ class Trainer:
         ]
 
     def begin(self, batch: dict[str, Tensor], key: int = 0) -> None:
-        """Start on a global batch. ``key`` is that of its random numbers."""
+        """Start on a global batch; ``key`` is of its random numbers."""
         check_same("batches (batches, build_data)", batch.values(), self.device)
         counts = counted(self.count, batch, self.constants)
         counts = {key: value.to(self.device) for key, value in counts.items()}
@@ -100,7 +100,7 @@ class Trainer:
             stage.begin(batch, counts, key)
 
     def run(self, share: float, *, is_last: bool) -> None:
-        """Forward and backward of a batch, which has this share of the weight of an update.
+        """Run forward and backward of a batch, with its share of the weight of an update.
 
         After the last batch of an update gradients are summed.
         """
@@ -112,11 +112,11 @@ class Trainer:
                 stage.complete()
 
     def is_counted(self, stage: int, name: str) -> bool:
-        """Whether a weight's gradient counts for the norm here."""
+        """Return whether a weight's gradient counts for the norm here."""
         return True
 
     def gradient_norm(self) -> Tensor:
-        """The norm of the whole gradient: every element counts once."""
+        """Return the norm of the whole gradient: every element counts once."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, name, weight in self.all_weights():
             if weight.gradient is not None and self.is_counted(number, name):
@@ -125,7 +125,7 @@ class Trainer:
         return total.sqrt() / self.scale
 
     def update(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> float:
-        """Clip the gradient and step the optimizer; the norm from before."""
+        """Clip the gradient and step the optimizer; return the norm before clipping."""
         norm = float(self.gradient_norm())
         factor = 1 / self.scale
         if max_norm is not None:
@@ -152,7 +152,7 @@ class Trainer:
             self.scale *= 2
 
     def loss(self) -> float:
-        """The mean loss of the micro-batches, on every rank."""
+        """Return the mean loss of the micro-batches, on every rank."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for stage in self.stages.values():
             for loss in stage.losses.values():
@@ -161,7 +161,7 @@ class Trainer:
         return float(total)
 
     def whole_state(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """The state of the whole model on rank 0, which fills ``model``; None elsewhere."""
+        """Return the state of the whole model on rank 0, which fills ``model``; None elsewhere."""
         for name, whole in model.named_parameters(remove_duplicate=False):
             pieces = [
                 (weight.box(), weight.master.detach().cpu())
@@ -189,7 +189,7 @@ def fill(whole: Tensor, pieces: list[tuple[Any, Tensor]]) -> None:
 
 
 def load_weights(model: nn.Module, path: str) -> None:
-    """Give a model whole tensors by name; tied ones may be there under one of their names."""
+    """Load whole tensors by name into a model; a tied tensor needs only one of its names."""
     state = read_weights(path)
     found = model.load_state_dict(state, strict=False)
     own = model.state_dict()
@@ -200,7 +200,7 @@ def load_weights(model: nn.Module, path: str) -> None:
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """Whole tensors by name: a .safetensors file, or one that ``torch.save`` wrote."""
+    """Read whole tensors by name from a .safetensors file, or a file of ``torch.save``."""
     if path.endswith(".safetensors"):
         from safetensors.torch import load_file
 
@@ -210,7 +210,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
 
 def write_weights(path: str, state: dict[str, Tensor]) -> None:
-    """What ``read_weights`` reads; tied tensors are written once into a .safetensors file."""
+    """Write a file for ``read_weights``; a .safetensors file has tied tensors once."""
     if path.endswith(".safetensors"):
         from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""A parameter on one rank of a script: its part of the whole, its gradient."""
+"""A parameter on a rank of a script: its part of the whole, its gradient."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .mesh import Mesh
 COMPUTE = MASTER = GRADIENT = torch.float32
 
 Split = dict[str, int]
-"""The dimension that each axis splits; on other axes a tensor is whole."""
+"""Dimension that each axis splits; on other axes a tensor is whole."""
 
 
 def own(whole: Tensor, split: Split, mesh: Mesh) -> Tensor:
-    """This rank's part of a whole tensor."""
+    """Return this rank's part of a whole tensor."""
     for axis, dim in split.items():
         whole = whole.chunk(mesh.size(axis), dim)[mesh.coordinate(axis)]
     return whole.contiguous()
@@ -23,7 +23,7 @@ def own(whole: Tensor, split: Split, mesh: Mesh) -> Tensor:
 def box_of(
     shape: tuple[int, ...], split: Split, sizes: dict[str, int], place: dict[str, int]
 ) -> list[tuple[int, int]]:
-    """Where each dimension of a rank's part of a tensor starts and stops."""
+    """Return the start and stop of each dimension of a rank's part of a tensor."""
     box = [(0, size) for size in shape]
     for axis, dim in split.items():
         start, stop = box[dim]
@@ -33,7 +33,7 @@ def box_of(
 
 
 class Weight:
-    """One parameter on one rank.
+    """Parameter on a rank.
 
     Blocks compute with ``local``, this rank's part of it; the optimizer updates ``master``, which
     is the same unless their dtypes differ.
@@ -54,11 +54,11 @@ class Weight:
             self.local.register_post_accumulate_grad_hook(self.take)  # type: ignore[no-untyped-call]
 
     def use(self) -> Tensor:
-        """What a block computes with."""
+        """Return the tensor that a block computes with."""
         return self.local
 
     def refresh(self) -> None:
-        """After an update, bring ``local`` up to date with the master."""
+        """Copy the updated master to ``local``."""
         if self.local is not self.master:
             with torch.no_grad():
                 self.local.copy_(self.master)
@@ -73,36 +73,36 @@ class Weight:
         self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
 
     def complete(self) -> None:
-        """After the last micro-batch, sum the gradient over the ranks that have parts of it."""
+        """Sum the gradient over the ranks that have parts of it, after the last micro-batch."""
         for axis in self.sums:
             if self.gradient is not None:
                 self.gradient = self.mesh.all_reduce(self.gradient, axis)
 
     def is_first(self) -> bool:
-        """Whether this rank is the first of those that hold the same values."""
+        """Return whether this rank is the first of the ranks that hold the same values."""
         return all(self.mesh.coordinate(axis) == 0 for axis in self.sums)
 
     def replicas(self) -> int:
-        """How many ranks hold the same values."""
+        """Return the number of ranks that hold the same values."""
         count = 1
         for axis in self.sums:
             count *= self.mesh.size(axis)
         return count
 
     def box(self) -> tuple[slice, ...]:
-        """Which box of the whole parameter the master holds."""
+        """Return the box of the whole parameter that the master holds."""
         box = box_of(tuple(self.shape), self.split, self.mesh.shape, self.mesh.place)
         return tuple(slice(start, stop) for start, stop in box)
 
 
 class Weights:
-    """The weights and buffers of a stage; blocks name them from their own module on."""
+    """Weights and buffers of a stage; blocks use names relative to their module."""
 
     def __init__(self, held: dict[str, Weight], buffers: dict[str, Tensor], path: str = "") -> None:
         self.held, self.buffers, self.path = held, buffers, path
 
     def of(self, path: str) -> Weights:
-        """The weights of the module at ``path``."""
+        """Return the weights of the module at ``path``."""
         return Weights(self.held, self.buffers, f"{path}.")
 
     def __getitem__(self, name: str) -> Tensor:

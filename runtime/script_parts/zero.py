@@ -16,11 +16,11 @@ from .weights import COMPUTE, GRADIENT, MASTER, Split, Weight, Weights, own
 
 
 class ShardedWeight(Weight):
-    """A weight whose states are cut along dimension 0 over the axis dp (ZeRO).
+    """Weight whose states are cut along dimension 0 over the axis dp (ZeRO).
 
-    The master is this rank's share; all have the same number of rows, and the last ones may end in
-    zeros. Stage 1 cuts the gradient after the last micro-batch, 2 and 3 after each; 3 gathers the
-    weight for each block that computes with it, 1 and 2 once per update.
+    The master is this rank's share; all shares have the same number of rows, and the last may end
+    in zeros. Stage 1 cuts the gradient after the last micro-batch, 2 and 3 after each; 3 gathers
+    the weight for each block that computes with it, 1 and 2 once per update.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class ShardedWeight(Weight):
                 self.local.register_post_accumulate_grad_hook(self.take)  # type: ignore[no-untyped-call]
 
     def padded(self, part: Tensor) -> Tensor:
-        """``part`` with zeros behind it, so that every rank of dp gets as many rows."""
+        """Append zeros to ``part``, so that every rank of dp gets as many rows."""
         count = -self.rows % self.mesh.size("dp")
         return torch.cat([part, part.new_zeros(count, *part.shape[1:])]) if count else part
 
     def gather(self) -> Tensor:
-        """This rank's part of the weight, put together from the shares."""
+        """Gather this rank's part of the weight from the shares."""
         every = self.mesh.all_gather(self.master.detach().to(COMPUTE), "dp", 0)
         return every[: self.rows]
 
@@ -75,7 +75,7 @@ class ShardedWeight(Weight):
         super().complete()
 
     def box(self) -> tuple[slice, ...]:
-        """Which box of the whole parameter the master holds, without zeros at its end."""
+        """Return the box of the whole parameter that the master holds, without zeros at its end."""
         first, *others = super().box()
         rows = self.master.shape[0]
         start = min(first.start + self.mesh.coordinate("dp") * rows, first.stop)
@@ -83,7 +83,7 @@ class ShardedWeight(Weight):
 
 
 class Gathered(torch.autograd.Function):
-    """A weight of ZeRO 3, whole for one block; each rank keeps its share of the gradient."""
+    """Weight of ZeRO 3, whole for a block; each rank keeps its share of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, master: Tensor, weight: ShardedWeight) -> Tensor:
@@ -98,7 +98,7 @@ class Gathered(torch.autograd.Function):
 
 @contextmanager
 def gathering_again(weights: Weights) -> Iterator[None]:
-    """Within, autograd keeps no gathered weight for the backward, which gathers it again."""
+    """Make autograd drop gathered weights inside the context; the backward gathers them again."""
     sharded = [weight for weight in weights.held.values() if isinstance(weight, ShardedWeight)]
     latest: dict[str, Any] = {}
 
@@ -127,14 +127,14 @@ def gathering_again(weights: Weights) -> Iterator[None]:
 
 
 def run_sharded(block: Callable[..., Any], *inputs: Any) -> Any:
-    """A block of a stage with ZeRO 3."""
+    """Run a block of a stage with ZeRO 3."""
     weights = next(each for each in inputs if isinstance(each, Weights))
     with gathering_again(weights):
         return block(*inputs)
 
 
 class ShardedStageRank(StageRank):
-    """One rank's part of a stage with ZeRO."""
+    """Part of a stage with ZeRO on a rank."""
 
     def weight(self, whole: Tensor, split: Split, trained: bool) -> Weight:
         is_cut = whole.dim() and self.mesh.shape.get("dp", 1) > 1 and "dp" not in split

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from autoparallel.__main__ import run_command
-from autoparallel.cache.captures import kept_program, model_text
+from autoparallel.cache.captures import cached_program, model_text
 from autoparallel.cache.plan_cache import (
     FILE,
     Cache,
     code_digest,
+    code_version,
     default_folder,
     plan_cache,
-    version,
 )
-from autoparallel.cache.store import FileShelf
+from autoparallel.cache.store import SqliteStore
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planning.capture import capture_target, record_target
 from autoparallel.target.load import load_target
@@ -57,8 +57,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def shelf_at(folder: Path, *, origin: str = "here", most_bytes: int = 10**9) -> FileShelf:
-    return FileShelf(folder / FILE, origin, most_bytes)
+def shelf_at(folder: Path, *, origin: str = "here", most_bytes: int = 10**9) -> SqliteStore:
+    return SqliteStore(folder / FILE, origin, most_bytes)
 
 
 def test_what_is_put_is_there_after_closing_and_not_before(tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_what_is_put_is_there_after_closing_and_not_before(tmp_path: Path) -> No
 
 def test_many_processes_may_write_at_once(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from autoparallel.cache.store import FileShelf\n"
-        "shelf = FileShelf(Path(sys.argv[1]), 'here', 10**9)\n"
+        "import sys; from pathlib import Path; from autoparallel.cache.store import SqliteStore\n"
+        "shelf = SqliteStore(Path(sys.argv[1]), 'here', 10**9)\n"
         "for n in range(50): shelf.put(f'{sys.argv[2]}-{n}', sys.argv[2].encode() * 1000)\n"
         "shelf.put('shared', b'the same'); shelf.close(); assert not shelf.faults, shelf.faults"
     )
@@ -112,7 +112,7 @@ def test_a_file_that_is_no_database_is_put_aside(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    shelf = FileShelf(tmp_path / "file" / FILE, "here", 10**9)
+    shelf = SqliteStore(tmp_path / "file" / FILE, "here", 10**9)
     shelf.put("key", b"value")
     shelf.close()
     assert shelf.faults
@@ -131,7 +131,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
 
 
 def test_a_cache_of_another_version_is_ignored_and_said(folder: Path) -> None:
-    shelf = shelf_at(folder / "cache", origin=version().replace("torch ", "torch 0."))
+    shelf = shelf_at(folder / "cache", origin=code_version().replace("torch ", "torch 0."))
     shelf.put("key", b"value")
     shelf.close()
     with plan_cache() as cache:
@@ -203,7 +203,7 @@ def test_a_kept_capture_equals_a_new_one(folder: Path) -> None:
     for _ in range(2):
         model = record_target(target).model
         new = capture_target(target, PlanOptions())
-        found = kept_program(Cache(shelf), target, model, PlanOptions(), lambda: new)  # noqa: B023
+        found = cached_program(Cache(shelf), target, model, PlanOptions(), lambda: new)  # noqa: B023
         assert found.graph == new.graph
         assert found.blocks == new.blocks
         assert found.inputs == new.inputs

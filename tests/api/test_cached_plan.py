@@ -10,10 +10,10 @@ import pytest
 from random_cases import Case, random_case
 from small_graphs import cluster, mlp
 
-from autoparallel.cache.cached_plan import kept_plan, plan_key
+from autoparallel.cache.cached_plan import plan_key, reuse_or_search
 from autoparallel.cache.codec import Codec
 from autoparallel.cache.plan_cache import Cache, UnkeyedError, digest, graph_digest
-from autoparallel.cache.store import FileShelf
+from autoparallel.cache.store import SqliteStore
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.placers.placement import learned_pipelines
@@ -53,15 +53,15 @@ class Planning:
 
         shelf = self.shelf()
         cache = Cache(shelf, self.code)
-        found = kept_plan(
+        found = reuse_or_search(
             cache, case.graph, case.blocks, case.cluster, case.request,
             basis=DEFAULT, search=counted,
         )  # fmt: skip
         shelf.close()
         return found, cache
 
-    def shelf(self) -> FileShelf:
-        return FileShelf(self.folder / "plans.sqlite", "here", 10**9)
+    def shelf(self) -> SqliteStore:
+        return SqliteStore(self.folder / "plans.sqlite", "here", 10**9)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autoparallel
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
-from autoparallel.cache.store import FileShelf
+from autoparallel.cache.store import SqliteStore
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.plan import Plan
@@ -69,7 +69,7 @@ def test_the_search_goes_on_until_the_final_memory_keeps_the_limit(
         size = found.prediction.peak_memory_bytes
         return needing(size + uncounted[size])
 
-    monkeypatch.setattr("autoparallel.planning.plan.with_kept_memory", kept)
+    monkeypatch.setattr("autoparallel.planning.plan.with_cached_memory", kept)
     monkeypatch.setattr("autoparallel.planning.plan.check_host_memory", lambda *_: ())
     program = SimpleNamespace(graph=None, blocks=None)
 
@@ -124,7 +124,7 @@ def test_a_model_is_planned_whose_batches_all_have_the_same_rows(tmp_path: Path)
 
     target = make_target(Shared, example_batch, None)
     options = PlanOptions(global_batch=8, profile="analytic")
-    cache = Cache(FileShelf(tmp_path / "cache.sqlite", "here", 10**9))
+    cache = Cache(SqliteStore(tmp_path / "cache.sqlite", "here", 10**9))
     for reused in (0, 1):
         program = capture_target(target, options, cache=cache)
         assert program.graph.inputs[0].spec.shape == (8, 4)
