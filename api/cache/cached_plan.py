@@ -12,12 +12,11 @@ because a placer uses all its time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from autoparallel.cache.codec import Codec, CodecError
+from autoparallel.cache.codec import TextCodec
 from autoparallel.cache.plan_cache import MISSING, Cache, UnkeyedError, digest, graph_digest
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.planner.errors import PlanError
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
@@ -28,24 +27,8 @@ from autoparallel.planner.requests.request import Request
 PLAN = "plan"
 
 
-@dataclass(frozen=True)
-class PlanCodec(Codec):
-    """Codec of plans: the text of their files."""
-
-    classes: tuple[type, ...] = ()
-
-    def encode(self, value: Plan) -> bytes:
-        return Codec.encode(self, dumps(value))
-
-    def decode(self, blob: bytes) -> Plan:
-        """Parse a plan. Raises ``CodecError``."""
-        text = Codec.decode(self, blob)
-        if not isinstance(text, str):
-            raise CodecError("no plan")
-        try:
-            return loads(text)
-        except PlanError as error:
-            raise CodecError(str(error)) from error
+PLAN_TEXT = TextCodec(dumps, loads)
+"""Plans are kept as the text of their files."""
 
 
 def reuse_or_search(
@@ -66,12 +49,12 @@ def reuse_or_search(
     except UnkeyedError:
         cache.faults["functions"] += 1
         return search()
-    plan: Plan = cache.get(PLAN, PlanCodec(), key)
+    plan: Plan = cache.get(PLAN, PLAN_TEXT, key)
     if plan is not MISSING:
         return replace(plan, solver=replace(plan.solver, is_reused=True))
     plan = search()
     if not plan.solver.stopped:
-        cache.put(plan, PLAN, PlanCodec(), key)
+        cache.put(plan, PLAN, PLAN_TEXT, key)
     return plan
 
 

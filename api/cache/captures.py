@@ -16,6 +16,7 @@ captures the model itself, and refuses a plan of an outdated graph.
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoparallel.cache.codec import Codec, NamedType
+from autoparallel.cache.codec import Codec, NamedType, TextCodec
 from autoparallel.cache.plan_cache import MISSING, Cache, UnkeyedError, graph_digest
 from autoparallel.passes.memory.stage_memory import runs_stages, with_memory, with_stage_memory
 from autoparallel.passes.programs.batch import InputPlace
@@ -72,7 +73,7 @@ class StoredProgram:
 
 
 _CLASSES = (StoredProgram, Graph, Blocks, Block, Node, Ref, TensorSpec, Accumulation, OpRule)
-_MEMORY = Codec(())
+_MEMORY = TextCodec(json.dumps, json.loads)
 
 
 @once

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from autoparallel.planner.errors import AutoparallelError
+
 FASTEST = 1
 """Level of zlib: three quarters of the best level's savings, in a tenth of its time."""
 
@@ -29,6 +31,25 @@ DTYPES = ("<f8", "<i8", "|b1")
 class CodecError(Exception):
     """Error for values that cannot be written and bytes that cannot be read; never shown to
     users."""
+
+
+@dataclass(frozen=True)
+class TextCodec:
+    """Codec of values that have a text of their own; ``read`` raises ``ValueError`` for others."""
+
+    write: Callable[[Any], str]
+    read: Callable[[str], Any]
+
+    def encode(self, value: Any) -> bytes:
+        """Write a value as bytes."""
+        return zlib.compress(self.write(value).encode(), FASTEST)
+
+    def decode(self, blob: bytes) -> Any:
+        """Read the value that ``encode`` wrote. Raises ``CodecError``."""
+        try:
+            return self.read(zlib.decompress(blob).decode())
+        except (zlib.error, ValueError, AutoparallelError) as error:
+            raise CodecError(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from typing import Any
 
 import autoparallel
 from autoparallel import cost_model, passes, planner, runtime
-from autoparallel.cache.codec import Codec, CodecError
+from autoparallel.cache.codec import Codec, CodecError, TextCodec
 from autoparallel.cache.store import SqliteStore, clear
 from autoparallel.planner.errors import MachineError
 from autoparallel.planner.graph import Blocks, Graph, Node, TensorSpec
@@ -109,7 +109,7 @@ class Cache:
     made: Counter[str] = field(default_factory=Counter, compare=False)
     faults: Counter[str] = field(default_factory=Counter, compare=False)
 
-    def get(self, what: str, codec: Codec, *parts: object) -> Any:
+    def get(self, what: str, codec: Codec | TextCodec, *parts: object) -> Any:
         """Return the kept value, or ``MISSING``. Damaged bytes count as missing."""
         if self.shelf is None:
             return MISSING
@@ -125,7 +125,7 @@ class Cache:
         self.made[what] += 1
         return MISSING
 
-    def put(self, value: Any, what: str, codec: Codec, *parts: object) -> None:
+    def put(self, value: Any, what: str, codec: Codec | TextCodec, *parts: object) -> None:
         """Keep a value if it can be written."""
         if self.shelf is None:
             return
@@ -134,7 +134,9 @@ class Cache:
         except CodecError:
             self.faults["unwritable"] += 1
 
-    def kept(self, make: Callable[[], Any], what: str, codec: Codec, *parts: object) -> Any:
+    def kept(
+        self, make: Callable[[], Any], what: str, codec: Codec | TextCodec, *parts: object
+    ) -> Any:
         """Return the kept value; if there is none, make and keep it."""
         found = self.get(what, codec, *parts)
         if found is MISSING:

@@ -158,7 +158,7 @@ def test_the_inner_size_is_what_torchtitan_computes(hidden: int, intermediate: i
 
 @pytest.mark.usefixtures("unpriced")
 def test_a_llama_of_another_size_comes_with_its_sizes(tmp_path: Path) -> None:
-    plan = replace(case("fsdp"), model=plans().like.model)
+    plan = replace(case("fsdp"), model=plans().plan.model)
     wrote = written(plan, "torchtitan", tmp_path)
     text = (tmp_path / "out" / "planned_model.py").read_text()
     compile(text, "planned_model.py", "exec")
@@ -195,7 +195,7 @@ def test_positions_are_scaled_as_the_models_are(
     """torchtitan's llama3 scales its rotary frequencies by 8, as Llama 3.1, if not told."""
     config = transformers.LlamaConfig(**{**LLAMA_8B, **changes})
     config.save_pretrained(tmp_path / "llama")
-    model = replace(plans().like.model, target=f"hf:{tmp_path / 'llama'}")
+    model = replace(plans().plan.model, target=f"hf:{tmp_path / 'llama'}")
     written(replace(case("fsdp"), model=model), "torchtitan", tmp_path)
     found = tomllib.loads((tmp_path / "out" / "train.toml").read_text())
     assert found["model"]["flavor"] == flavor
