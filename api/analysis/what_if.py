@@ -18,7 +18,7 @@ from autoparallel.analysis.recaptured import Recaptured
 from autoparallel.analysis.variants import EQUAL
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Link
-from autoparallel.cost_model.cluster.quantity import parse_bytes, parse_rate
+from autoparallel.cost_model.cluster.figures import parse_bytes, parse_rate
 from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import Evaluator

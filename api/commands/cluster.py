@@ -156,18 +156,18 @@ def figure_table(figures: Figures) -> Table:
 
 
 def _show_presets(json: bool) -> None:
-    from autoparallel.cost_model.cluster.presets import PRESETS
+    from autoparallel.cost_model.cluster.presets import device_presets
     from autoparallel.report.printing import plain_table
     from autoparallel.report.words import bytes_text, rate_text
 
     if json:
-        print_json({name: asdict(preset) for name, preset in PRESETS.items()})
+        print_json({name: asdict(preset) for name, preset in device_presets().items()})
         return
     table = plain_table(
         ("preset", "left"), ("memory", "right"), ("bandwidth", "right"), ("best", "right"),
         ("within a host", "left"),
     )  # fmt: skip
-    for name, preset in PRESETS.items():
+    for name, preset in device_presets().items():
         device = preset.device
         dtype = next((d for d in BEST_DTYPES if d in device.peak_flops), "float32")
         table.add_row(

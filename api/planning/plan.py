@@ -478,7 +478,7 @@ def find_cluster(text: str) -> Cluster:
     Raises UsageError AP115 where there is none.
     """
     from autoparallel.cost_model.cluster.cluster import ClusterError
-    from autoparallel.cost_model.cluster.resolve import resolve_cluster
+    from autoparallel.cost_model.cluster.shorthand import resolve_cluster
 
     try:
         return resolve_cluster(text)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoparallel.cost_model.cluster.torch_tf32 import torch_computing
+from autoparallel.cost_model.cluster.tf32 import torch_computing
 from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.cost_model.profile.records import Measurement
 from autoparallel.planner.graph import Block, Blocks, Graph

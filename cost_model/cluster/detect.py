@@ -21,11 +21,8 @@ from typing import Any, Literal
 import psutil
 
 from .cluster import Cluster, ClusterError, Device, Host, Link
-from .link_presets import LINKS
-from .preset_parts import Preset
-from .presets import PRESETS
-from .tf32 import TFLOAT32
-from .torch_tf32 import torch_computing
+from .presets import Preset, device_presets, link_presets
+from .tf32 import TFLOAT32, torch_computing
 
 BFLOAT16_CAPABILITY = (8, 0)
 """The first compute capability with units for bfloat16 (NVIDIA, CUDA C++ Programming Guide)."""
@@ -58,7 +55,7 @@ def detect_cpu(num_devices: int | None = None) -> Cluster:
     """
     cores = usable_cores()
     num = num_devices or min(cores, MAX_CPU_DEVICES)
-    link = LINKS["loopback"]
+    link = link_presets()["loopback"]
     host = Host(device=_measure_cpu(num, cores), num_devices=num, link=link)
     return Cluster(name=f"cpu:{num}", hosts=(host,), inter_link=link)
 
@@ -260,7 +257,7 @@ def _detect_gpus(num_devices: int | None) -> Cluster:
         total = int(torch.cuda.get_device_properties(indices[0]).total_memory)
         hosts.append(gpu_host(name, total, len(indices), indices[0]))
     # GPUs of different kinds in one machine reach each other over PCIe only.
-    inter_link = hosts[0].link if len(hosts) == 1 else LINKS["pcie4"]
+    inter_link = hosts[0].link if len(hosts) == 1 else link_presets()["pcie4"]
     name = "+".join(f"{host.num_devices}x{host.device.name}" for host in hosts)
     return Cluster(name=name, hosts=tuple(hosts), inter_link=inter_link)
 
@@ -272,7 +269,7 @@ def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
     """
     preset = match_gpu_name(name, total)
     if preset is None:
-        return Host(_measure_gpu(name, index, total), num_devices, LINKS["pcie4"])
+        return Host(_measure_gpu(name, index, total), num_devices, link_presets()["pcie4"])
     sources = {
         **preset.device.sources,
         "memory_bytes": "torch.cuda",
@@ -280,7 +277,7 @@ def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
     }
     device = replace(preset.device, memory_bytes=total, usable_memory_bytes=total, sources=sources)
     if "SXM3" in name:  # comes with a switch
-        return Host(device, num_devices, LINKS[preset.link])
+        return Host(device, num_devices, link_presets()[preset.link])
     return preset.host(num_devices, device)
 
 
@@ -303,7 +300,7 @@ def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
     is_nvl = "NVL" in words
     candidates = [
         preset
-        for preset in PRESETS.values()
+        for preset in device_presets().values()
         if preset.device.name.split("-")[0].upper() in words
         and preset.device.name.endswith("-PCIe") == is_pcie
         and preset.device.name.endswith("-NVL") == is_nvl

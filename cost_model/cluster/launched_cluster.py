@@ -16,7 +16,7 @@ from typing import Literal
 
 from .cluster import Cluster, ClusterError, Host, Link
 from .detect import detect_cpu, gpu_host, match_gpu_name
-from .link_presets import LINKS
+from .presets import link_presets
 
 UNKNOWN_FABRIC = "ethernet-10g"
 """Between hosts of devices that no preset knows."""
@@ -82,7 +82,7 @@ def joined_cluster(found: Sequence[ProcessDevice]) -> Cluster:
     if len(names) > 1:
         inter_link = min(fabrics, key=lambda link: link.bytes_per_second)
     else:
-        inter_link = hosts[0].link if len(hosts) == 1 else LINKS["pcie4"]
+        inter_link = hosts[0].link if len(hosts) == 1 else link_presets()["pcie4"]
     name = "+".join(f"{host.num_devices}x{host.device.name}" for host in hosts)
     return Cluster(
         f"cpu:{len(found)}" if kinds == {"cpu"} and len(names) == 1 else name,
@@ -94,7 +94,7 @@ def _host(devices: Sequence[ProcessDevice], *, own: bool) -> tuple[Host, Link]:
     """A host's equal devices, and the link that usually joins such hosts."""
     first, count = devices[0], len(devices)
     if first.kind == "cpu":
-        return detect_cpu(count).hosts[0], LINKS[UNKNOWN_FABRIC]
+        return detect_cpu(count).hosts[0], link_presets()[UNKNOWN_FABRIC]
     preset = match_gpu_name(first.name, first.memory_bytes)
     if preset is None and not own:
         raise ClusterError(
@@ -103,5 +103,5 @@ def _host(devices: Sequence[ProcessDevice], *, own: bool) -> tuple[Host, Link]:
         )
     host = gpu_host(first.name, first.memory_bytes, count)
     if any(each.reaches_peers is False for each in devices):
-        host = replace(host, link=LINKS["pcie4"], wires=(), detour=None)
-    return host, LINKS[preset.fabric if preset else UNKNOWN_FABRIC]
+        host = replace(host, link=link_presets()["pcie4"], wires=(), detour=None)
+    return host, link_presets()[preset.fabric if preset else UNKNOWN_FABRIC]

@@ -8,7 +8,7 @@ are counted and run, in ``algorithms``.
 NCCL carries any of its algorithms by one of several protocols. Those for short messages
 (LL, LL128) have little latency and reach a part of a link's rate; the one for long messages
 (Simple) reaches all of it and synchronizes at every step. Both are priced and the cheaper
-counts, with what ``link_presets.PROTOCOLS`` says of the kind of link. Source: NCCL,
+counts, with what ``links.toml`` says of the kind of link. Source: NCCL,
 src/graph/tuning.cc; calibrated on measurements, see ``benchmarks/collectives``.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..cluster.cluster import Cluster, Link
-from ..cluster.link_presets import PROTOCOLS, Protocols
+from ..cluster.presets import Protocols, link_protocols
 from .algorithms import CollectiveKind
 from .formulas import (
     Shape,
@@ -116,7 +116,7 @@ def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
 
 
 def p2p_seconds(
-    num_bytes: float, link: Link, *, protocols: Mapping[str, Protocols] = PROTOCOLS
+    num_bytes: float, link: Link, *, protocols: Mapping[str, Protocols] | None = None
 ) -> float:
     """Seconds of one message from one rank to another: α + S/β (Thakur, section 3).
 
@@ -126,10 +126,15 @@ def p2p_seconds(
     if num_bytes <= 0:
         return 0.0
     start, rate = link.base_seconds + link.alpha_seconds, link.bytes_per_second
-    found = protocols.get(link.name, PLAIN)
+    found = _protocols_of(link, protocols)
     whole = rate * link.of_links / link.num_links if link.of_links else rate
     few_channels = min(num_bytes, found.p2p_few_bytes)
     return start + max(num_bytes / rate, few_channels / (found.p2p_few_share * whole))
+
+
+def _protocols_of(link: Link, protocols: Mapping[str, Protocols] | None) -> Protocols:
+    known = link_protocols() if protocols is None else protocols
+    return known.get(link.name, PLAIN)
 
 
 def collective_seconds(
@@ -137,7 +142,7 @@ def collective_seconds(
     num_bytes: float,
     group: Group,
     *,
-    protocols: Mapping[str, Protocols] = PROTOCOLS,
+    protocols: Mapping[str, Protocols] | None = None,
 ) -> float:
     """Seconds of a collective by its cheapest algorithm; 0 for one rank or no bytes.
 
@@ -159,13 +164,13 @@ def algorithm_seconds(
     num_bytes: float,
     group: Group,
     *,
-    protocols: Mapping[str, Protocols] = PROTOCOLS,
+    protocols: Mapping[str, Protocols] | None = None,
 ) -> dict[str, float]:
     """For each algorithm that ``group`` can run, its seconds. Needs two ranks or more."""
     intra, inter, sharing = group.intra, group.inter, group.sharing
     first, second = PLAIN, PLAIN
     if group.library == "nccl":
-        first, second = protocols.get(intra.name, PLAIN), protocols.get(inter.name, PLAIN)
+        first, second = _protocols_of(intra, protocols), _protocols_of(inter, protocols)
     fill = first.switch_fill_seconds
     alpha1, beta1 = intra.alpha_seconds, intra.bytes_per_second / sharing
     alpha2, beta2 = inter.alpha_seconds, inter.bytes_per_second / sharing

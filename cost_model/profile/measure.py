@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..cluster.detect import available_memory_bytes
-from ..cluster.torch_tf32 import torch_computing
+from ..cluster.tf32 import torch_computing
 from .arguments import MeasureError, build_call
 from .case import OpCase, ProfileError
 from .clocks import CpuClock, GpuClock, backward_of

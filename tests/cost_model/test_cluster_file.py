@@ -14,10 +14,9 @@ from autoparallel.cost_model.cluster.cluster_file import (
     load_cluster,
     to_dict,
 )
-from autoparallel.cost_model.cluster.presets import PRESETS, find_link, find_preset
-from autoparallel.cost_model.cluster.quantity import parse_bytes, parse_rate
-from autoparallel.cost_model.cluster.resolve import resolve_cluster
-from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.figures import parse_bytes, parse_rate
+from autoparallel.cost_model.cluster.presets import device_presets, find_link, find_preset
+from autoparallel.cost_model.cluster.shorthand import parse_cluster, resolve_cluster
 from autoparallel.cost_model.collectives.collectives import group_of
 
 MIXED = """
@@ -201,7 +200,7 @@ def test_a_cluster_survives_json_and_toml_exactly(cluster: Cluster) -> None:
     assert load_cluster(dump_cluster(cluster)) == cluster
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", device_presets())
 def test_every_preset_survives_its_file(name: str) -> None:
     cluster = parse_cluster(f"2x4x{name}")
     assert load_cluster(dump_cluster(cluster)) == cluster

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.cluster.cluster import Cluster, Host, Link
-from autoparallel.cost_model.cluster.link_presets import Protocols
-from autoparallel.cost_model.cluster.presets import find_link
+from autoparallel.cost_model.cluster.presets import Protocols, find_link
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.collectives.algorithm_tables import find_table
 from autoparallel.cost_model.collectives.algorithms import wrong_parts

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.cluster.cluster import Device
-from autoparallel.cost_model.cluster.presets import PRESETS, find_preset
+from autoparallel.cost_model.cluster.presets import device_presets, find_preset
 from autoparallel.cost_model.ops.compute import (
     SCALED_RATES,
     eight_bit_seconds,
@@ -69,7 +69,7 @@ def test_a_missing_dtype_runs_as_the_one_that_emulates_it() -> None:
 )
 def test_the_vector_form_agrees(family: str, ops: list[tuple[float, float]]) -> None:
     for name in ("H100", "cpu"):
-        one = rate(PRESETS[name].device, family, "bfloat16")
+        one = rate(device_presets()[name].device, family, "bfloat16")
         flops, num_bytes = (np.array(column) for column in zip(*ops, strict=True))
         many = one.seconds_array(flops, num_bytes)
         assert many.tolist() == [one.seconds(*op) for op in ops]

@@ -25,13 +25,18 @@ from autoparallel.cost_model.cluster.detect import (
     usable_cores,
     with_measured_link,
 )
-from autoparallel.cost_model.cluster.resolve import resolve_cluster
-from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster, resolve_cluster
 
-OF_CLUSTERS = (
-    "launched_cluster", "cluster", "cluster_file", "detect", "link_presets", "presets", "quantity",
-    "resolve", "shorthand",
-)  # fmt: skip
+OF_CLUSTERS = [
+    "launched_cluster",
+    "cluster",
+    "cluster_file",
+    "detect",
+    "figures",
+    "presets",
+    "shorthand",
+    "tf32",
+]
 MODULES = [
     *(f"cluster.{name}" for name in OF_CLUSTERS),
     *("collectives.collectives", "ops.compute", "ops.memory"),

@@ -13,7 +13,7 @@ from autoparallel.cost_model.cluster.cluster_file import (
     load_cluster,
     to_dict,
 )
-from autoparallel.cost_model.cluster.presets import PRESETS, find_preset
+from autoparallel.cost_model.cluster.presets import device_presets, find_preset
 from autoparallel.cost_model.cluster.tf32 import FAMILIES, Tf32, has_tf32, with_tf32
 from autoparallel.cost_model.ops.compute import least_seconds, rate
 
@@ -62,7 +62,7 @@ def test_a_device_of_which_nobody_said_computes_in_full_float32() -> None:
 
 
 def test_no_preset_is_faster_in_tf32_than_half_of_its_bfloat16() -> None:
-    devices = [preset.device for preset in PRESETS.values()]
+    devices = [preset.device for preset in device_presets().values()]
     known = {device.name for device in devices if has_tf32(device)}
     assert known == {each.name for each in devices if each.kind == "cuda"} - {
         "V100-16GB", "V100-32GB", "T4", "MI250X", "MI300X", "MI325X", "MI355X",
