@@ -45,8 +45,8 @@ FAULTS = (
           "warmup=eager * ((depth[stage] if depth else num_ranks - stage) - 0),",
           "tests/planner/schedules"),
     # a ring of n ranks sends n parts
-    Fault("ring-share", "cost_model/collectives/formulas.py",
-          "share = (n - 1) / n * num_bytes", "share = num_bytes",
+    Fault("ring-share", "cost_model/collectives/gathers.py",
+          "share = (n - 1) / n", "share = 1",
           "tests/cost_model/test_collectives.py tests/cost_model/test_algorithms.py"),
     # ZeRO 1 does not shard the optimizer's states
     Fault("optimizer-unsharded", "cost_model/ops/memory.py",

@@ -3,7 +3,7 @@
 In: the algorithm's name, the bytes, the group and how many of its ranks each host has. Out:
 seconds. ``"library"`` is the all-reduce of the communication library. Of NCCL that is all there is:
 it chooses between its algorithms itself, and the cheapest is the one that it is taken to choose.
-Beside gloo, whose own is a ring, any table of ``algorithm_tables`` can be run over point-to-point
+Beside gloo, whose own is a ring, any table of ``algorithms`` can be run over point-to-point
 messages (``runtime.messages.all_reduces``). Its rounds follow each other, so a table costs
 
     Σ over rounds of  α + overhead + the time of the busiest port
@@ -20,13 +20,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..cluster.cluster import Cluster
-from .algorithm_tables import ALGORITHMS, find_table
-from .algorithms import Table
+from .algorithms import ALGORITHMS, find_table
 from .collectives import Group, algorithm_seconds, collective_seconds
+from .tables import Table, busiest_port
 
 LIBRARY = "library"
 
-BY_MESSAGES = ALGORITHMS["all_reduce"]
+BY_MESSAGES = tuple(ALGORITHMS["all_reduce"])
 """The algorithms that the runtime executes over messages."""
 
 ROUND_SECONDS = 1e-4
@@ -41,10 +41,8 @@ PIECES = (1, 2, 4, 8, 16, 32)
 
 
 class RoundParts(NamedTuple):
-    """A round: whether it crosses hosts, the most parts through a rank's port within its host, and
-    through a host's port to the others."""
+    """The most parts of a round through a rank's port within its host and a host's to others."""
 
-    crosses: bool
     within: int
     between: int
 
@@ -125,21 +123,13 @@ def _rounds(
     """The number of parts of a table, and what each of its rounds sends."""
     table = find_table("all_reduce", algorithm, hosts, num_pieces=pieces)
     assert table is not None, algorithm
-    host, found = table.host_of(), []
+    host = table.host_of()
+    rounds = []
     for messages in table.rounds:
-        within: Counter[tuple[int, str]] = Counter()
-        between: Counter[tuple[int, str]] = Counter()
-        for message in messages:
-            source, target = host[message.sender], host[message.receiver]
-            if source == target:
-                within[message.sender, "out"] += len(message.parts)
-                within[message.receiver, "in"] += len(message.parts)
-            else:
-                between[source, "out"] += len(message.parts)
-                between[target, "in"] += len(message.parts)
-        most = (max(ports.values(), default=0) for ports in (within, between))
-        found.append(RoundParts(bool(between), *most))
-    return table.num_parts, tuple(found)
+        within = busiest_port(messages, host, crosses=False)
+        between = busiest_port(messages, host, crosses=True, by_host=True)
+        rounds.append(RoundParts(within, between))
+    return table.num_parts, tuple(rounds)
 
 
 def _seconds(rounds: tuple[int, tuple[RoundParts, ...]], num_bytes: float, group: Group) -> float:
@@ -150,7 +140,7 @@ def _seconds(rounds: tuple[int, tuple[RoundParts, ...]], num_bytes: float, group
     within = group.sharing * part / intra.bytes_per_second
     between = group.sharing * part / (group.ranks_per_host * inter.bytes_per_second)
     total = 0.0
-    for crosses, own, shared in each:
-        start = inter.alpha_seconds if crosses else intra.alpha_seconds
-        total += start + ROUND_SECONDS + max(own * within, shared * between)
+    for parts in each:
+        start = inter.alpha_seconds if parts.between else intra.alpha_seconds
+        total += start + ROUND_SECONDS + max(parts.within * within, parts.between * between)
     return total

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from autoparallel.cost_model.cluster.cluster import Cluster, Host, Link
 from autoparallel.cost_model.cluster.presets import Protocols, find_link
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.cost_model.collectives.algorithm_tables import find_table
-from autoparallel.cost_model.collectives.algorithms import wrong_parts
+from autoparallel.cost_model.collectives.algorithms import find_table
 from autoparallel.cost_model.collectives.collectives import (
+    POST_SECONDS,
     CollectiveKind,
     Group,
     Library,
@@ -18,7 +18,7 @@ from autoparallel.cost_model.collectives.collectives import (
     group_of,
     p2p_seconds,
 )
-from autoparallel.cost_model.collectives.formulas import POST_SECONDS
+from autoparallel.cost_model.collectives.tables import wrong_parts
 
 KINDS: tuple[CollectiveKind, ...] = (
     "all_reduce",

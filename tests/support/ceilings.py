@@ -19,7 +19,7 @@ SYSTEMS = "parts that are recomputed, groups that routers choose from, whose tra
 KERNELS = "prices of kernels over products, folded experts, layers of several kinds in a list"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
-    ("cost_model: lines", 8870, SYSTEMS),
+    ("cost_model: lines", 8856, SYSTEMS),
     ("cost_model: files", 50, FOLDERS),
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
@@ -44,7 +44,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("api: flat files", 2),
     ("api: imports inside functions", 280, CALLS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 103593, SYSTEMS),
+    ("all packages: lines", 103579, SYSTEMS),
     ("all packages: files", 608, FOLDERS),
     ("all packages: flat files", 35),
     ("all packages: imports inside functions", 278, CALLS),
@@ -55,9 +55,9 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("files over 500 lines", 0),
     ("functions over 60 lines", 8),
     ("functions over 8 parameters", 22),
-    ("function docstrings that begin with a clause", 852),
-    ('function docstrings with "what"', 754, FORMS),
-    ("exceptions from formatting (fmt: skip, fmt: off)", 818, KERNELS),
+    ("function docstrings that begin with a clause", 846),
+    ('function docstrings with "what"', 746, FORMS),
+    ("exceptions from formatting (fmt: skip, fmt: off)", 817, KERNELS),
     ("words of docs/ without docs/adr/", 51691, SYSTEMS),
     ("words of CHANGELOG.md", 6024, SYSTEMS),
     ("words of README.md", 1387, PRICES),
