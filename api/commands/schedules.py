@@ -128,7 +128,7 @@ def _draw(
             "bubble_fraction": timeline.bubble_fraction,
         })  # fmt: skip
         return
-    from autoparallel.cost_model.simulator.schedule_text import draw_schedule
+    from autoparallel.cost_model.simulator.timeline_text import draw_schedule
 
     console = stdout_console()
     console.print(f"{info.name}: {info.description}", highlight=False, markup=False)

@@ -58,7 +58,7 @@ FAULTS = (
           "rate = 1 - self.slowed_share", "rate = 1",
           "tests/cost_model/test_overlap.py"),
     # the first send of a rank is as late as its last
-    Fault("latency-twice", "cost_model/simulator/action_costs.py",
+    Fault("latency-twice", "cost_model/simulator/stage_costs.py",
           "found[key] = MessageCost(first, whole - first, calls[at], posts[at])",
           "found[key] = MessageCost(first, whole, calls[at], posts[at])",
           "tests/cost_model/test_simulator.py"),

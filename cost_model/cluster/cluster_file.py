@@ -1,67 +1,37 @@
 """Clusters as TOML files, read with presets and overrides, and as plain dicts for JSON.
 
-A file names what is there; a preset's name stands for its table, and a table with
+A file names hosts, devices and links; a preset's name stands for its table, and a table with
 ``preset`` overrides some of its figures. Sizes and rates may be texts (``"70GB"``,
 ``"400Gbit/s"``)::
 
-    name = "two kinds"
-    inter_link = "infiniband-ndr"
-
-    [[hosts]]
-    count = 2
-    num_devices = 8
-    device = "H100"
-
-    [[hosts]]
-    num_devices = 4
-    device = { preset = "A100-80GB", usable_memory_bytes = "70GB" }
-    link = { preset = "pcie4", bytes_per_second = "20GB/s" }
-
-``inter_link`` and ``link`` default to what the devices usually come with, between hosts to
-the slowest of them. Hosts that stand together name their ``rack``, and ``rack_link`` joins
-hosts of different racks, ``inter_link`` those of one::
-
+    name = "two racks"
     inter_link = "infiniband-ndr"
     rack_link = { preset = "ethernet-100g", bytes_per_second = "5GB/s" }
 
     [[hosts]]
     count = 2
     num_devices = 8
-    device = "H100"
+    device = { preset = "H100", slowdown = { all_gather = 1.15, reduce_scatter = 1.25 } }
     rack = "north"
-
-Without a switch, ``wires`` are the links between any two devices of a host, as rows of counts
-or by a name of ``wires.WIRES``; the link's rate is of ``num_links`` of them, and devices that no
-ring of wires joins take the ``detour``. V100 hosts come with theirs unless their ``link`` is
-given; ``wires = "switch"`` is a host of them with a switch::
 
     [[hosts]]
     num_devices = 4
-    device = "A100-80GB-PCIe"
+    device = { preset = "A100-80GB-PCIe", usable_memory_bytes = "70GB" }
     link = { preset = "nvlink3-bridge", num_links = 1 }
     wires = [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]
     detour = "pcie4"
+    rack = "south"
 
-``slowdown`` says how much longer a device computes while a collective of gradients or parameters
-runs beside it, by kind of collective::
-
-    [[hosts]]
-    num_devices = 8
-    device = { preset = "H100", slowdown = { all_gather = 1.15, reduce_scatter = 1.25 } }
-
-``message_seconds`` of a device is what its host takes to send or to receive a message of a
-pipeline while the device waits (gloo): 0 by default.
-
-What a GPU's share of its host is for states of the optimizer that are kept there: the rate of
-copies between the two, and its share of the rate and of the size of the host's memory::
-
-    device = { preset = "H100", host_link_bytes_per_second = "50GB/s",
-               host_bytes_per_second = "70GB/s", host_memory_bytes = "250GB" }
+``inter_link`` and ``link`` default to the usual links of the devices, between hosts to the
+slowest of them; ``rack_link`` joins hosts of different racks. A device and a link have the
+fields of ``Device`` and ``Link``. Without a switch, ``wires`` are the links between any two devices
+of a host, as rows of counts or by a name of ``gpu_links.WIRES``; the link's rate is of
+``num_links`` of them, and devices that no ring of wires joins take the ``detour``. V100 hosts come
+with theirs unless their ``link`` is given; ``wires = "switch"`` gives them a switch.
 """
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -174,38 +144,8 @@ def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if value is not None}
 
 
-def dump_cluster(cluster: Cluster) -> str:
-    """The cluster as TOML with every figure; ``load_cluster`` gives an equal cluster back."""
-    table = to_dict(cluster)
-    lines = [f"name = {_toml(table['name'])}"]
-    for key in ("inter_link", "rack_link"):
-        if key in table:
-            _dump_table(lines, f"[{key}]", table[key])
-    for group in table["hosts"]:
-        plain = ("count", "num_devices", "rack", "wires")
-        _dump_table(lines, "[[hosts]]", {key: group[key] for key in plain if key in group})
-        for key in ("link", "detour", "device"):
-            if key in group:
-                _dump_table(lines, f"[hosts.{key}]", group[key])
-    return "\n".join(lines) + "\n"
-
-
-def _dump_table(lines: list[str], header: str, table: Mapping[str, Any]) -> None:
-    lines += ["", header]
-    lines += [f"{key} = {_toml(value)}" for key, value in table.items()]
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        pairs = ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items())
-        return f"{{ {pairs} }}" if pairs else "{}"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(list(value) if isinstance(value, tuple) else value)
-
-
 def _host_group(group: Mapping[str, Any], at: str) -> tuple[int, Host, str]:
-    """(how many equal hosts, one of them, the usual link between such hosts or "")."""
+    """Return a number of hosts, one of them, the usual link between such hosts or ""."""
     known = ("count", "num_devices", "device", "link", "rack", "wires", "detour")
     check_keys(group, known, at)
     if "device" not in group:
@@ -230,7 +170,7 @@ def _host_group(group: Mapping[str, Any], at: str) -> tuple[int, Host, str]:
 
 
 def _wired(host: Host, group: Mapping[str, Any], at: str) -> Host:
-    """A host with the wires that its table has, if any."""
+    """Return a host with the wires that its table has, if any."""
     if "detour" in group and "wires" not in group and not host.wires:
         raise ClusterError(
             "detour is set, but wires is not", f"{at}.detour", "add wires, as rows or a name"
@@ -246,7 +186,7 @@ def _wired(host: Host, group: Mapping[str, Any], at: str) -> Host:
 
 
 def _wires(value: Any, host: Host, at: str) -> Wires:
-    """Rows of counts, or the first devices of wires with a name."""
+    """Read rows of counts, or the first devices of wires with a name."""
     if isinstance(value, str):
         if value not in WIRES:
             raise ClusterError(

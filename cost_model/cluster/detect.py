@@ -1,18 +1,23 @@
-"""The machine at hand as a cluster: its GPUs, or shares of its CPU, measured in a moment.
+"""The machines at hand as a cluster: their GPUs, or shares of their CPU, measured in a moment.
 
-In: how many devices to use. Out: a ``Cluster`` of one host. A GPU's figures are its
-preset's, with the memory that the driver reports; an unknown GPU's rates are measured. A CPU
-"device" is one process's share: ``threads_per_device`` threads and an equal part of the
-memory that is free. Its matmul rates are measured and taken as the peak; the other families'
-efficiencies are measured against the peak or the copy bandwidth. Torch is imported on use.
+In: how many devices of this machine to use, or the device and host of each process that a launcher
+started. Out: a ``Cluster`` of one host, or of all the processes' hosts, with a device for each rank
+in order; the processes of a host must be consecutive ranks, as torchrun and Slurm number them.
+
+A GPU's figures are its preset's, with the memory that the driver reports; an unknown GPU's rates
+are measured. A CPU "device" is one process's share: ``threads_per_device`` threads and an equal
+part of the memory that is free. Its matmul rates are measured and taken as the peak; the other
+families' efficiencies are measured against the peak or the copy bandwidth. Torch is imported on
+use.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -25,20 +30,23 @@ from .presets import Preset, device_presets, link_presets
 from .tf32 import TFLOAT32, torch_computing
 
 BFLOAT16_CAPABILITY = (8, 0)
-"""The first compute capability with units for bfloat16 (NVIDIA, CUDA C++ Programming Guide)."""
+"""First compute capability with units for bfloat16 (NVIDIA, CUDA C++ Programming Guide)."""
 
 MAX_CPU_DEVICES = 8
-"""Processes that the detected cluster has at most where none are asked for."""
+"""Largest default number of processes of a detected CPU."""
+
+UNKNOWN_FABRIC = "ethernet-10g"
+"""Link between hosts of devices that no preset knows."""
 
 _PATIENCE_SECONDS = 0.06
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def detect_local(num_devices: int | None = None) -> Cluster:
-    """The cluster of this machine: its GPUs if it has any, else its CPU cores.
+    """Detect the cluster of this machine: its GPUs if it has any, else its CPU cores.
 
-    ``num_devices`` takes that many: GPUs up to those present, CPU processes any number.
-    Raises ``ClusterError`` for more GPUs than there are.
+    ``num_devices`` takes that many of the GPUs, or any number of CPU processes. Raises
+    ``ClusterError`` for more GPUs than there are.
     """
     import torch
 
@@ -48,10 +56,10 @@ def detect_local(num_devices: int | None = None) -> Cluster:
 
 
 def detect_cpu(num_devices: int | None = None) -> Cluster:
-    """This machine's CPU as ``num_devices`` processes, by default one per core (at most 8).
+    """Detect this machine's CPU as ``num_devices`` processes, by default a core each (at most 8).
 
-    The devices' memory excludes what is in use now. The link is what gloo typically reaches
-    between processes of one machine; see ``with_measured_link``.
+    The devices' memory excludes memory in use. The link has typical figures of gloo between
+    processes of one machine; see ``with_measured_link``.
     """
     cores = usable_cores()
     num = num_devices or min(cores, MAX_CPU_DEVICES)
@@ -63,7 +71,7 @@ def detect_cpu(num_devices: int | None = None) -> Cluster:
 def with_measured_link(
     cluster: Cluster, alpha_seconds: float, bytes_per_second: float, *, base_seconds: float = 0.0
 ) -> Cluster:
-    """``cluster`` with what was measured for the link within its hosts.
+    """Return ``cluster`` with measured figures of the link within its hosts.
 
     In a cluster of one host it is also the link between hosts, of which there are none.
     """
@@ -176,7 +184,7 @@ def _measure_cpu(num_devices: int, cores: int) -> Device:
 
 
 def _cpu_matmul_rates() -> dict[str, float]:
-    """FLOP/s of square matmuls by dtype, at the size of a training step's smaller ones."""
+    """FLOP/s of square matmuls by dtype, at the size of a training step's smaller matmuls."""
     import torch
 
     size = 512
@@ -198,7 +206,7 @@ def _cpu_copy_rate() -> float:
 
 
 def _cpu_launch_seconds() -> float:
-    """What dispatching one small op under autograd takes."""
+    """Seconds to dispatch one small op under autograd."""
     import torch
 
     with torch.enable_grad():
@@ -263,7 +271,7 @@ def _detect_gpus(num_devices: int | None) -> Cluster:
 
 
 def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
-    """So many GPUs that torch calls ``name``, of ``total`` bytes, joined as they usually are.
+    """Return a host of GPUs that torch calls ``name``, of ``total`` bytes, joined as usual.
 
     Where no preset knows them, GPU ``index`` of this machine is measured.
     """
@@ -311,7 +319,7 @@ def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
 
 
 def _measure_gpu(name: str, index: int, total: int) -> Device:
-    """An unknown GPU: its large matmuls are its peaks, its copies its bandwidth."""
+    """Measure an unknown GPU: its large matmuls are its peaks, its copies its bandwidth."""
     import torch
 
     kind: Literal["cuda"] = "cuda"
@@ -351,3 +359,88 @@ def _measure_gpu(name: str, index: int, total: int) -> Device:
         launch_seconds=4e-6,
         sources=sources,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessDevice:
+    """The device of a process: ``name`` and ``memory_bytes`` as the driver says.
+
+    ``reaches_peers``: its GPU can read the memory of all others that the process sees; None where
+    it sees no other.
+    """
+
+    host: str
+    kind: Literal["cuda", "cpu"]
+    name: str = "cpu"
+    memory_bytes: int = 0
+    reaches_peers: bool | None = None
+
+
+def own_process_device(index: int | None) -> ProcessDevice:
+    """Return this process's device: GPU ``index`` as it counts them, or None for the CPU."""
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    if index is None:
+        return ProcessDevice(host, "cpu")
+    import torch
+
+    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    reaches = [torch.cuda.can_device_access_peer(index, other) for other in others]
+    return ProcessDevice(
+        host, "cuda", torch.cuda.get_device_name(index),
+        int(torch.cuda.get_device_properties(index).total_memory), all(reaches) if others else None,
+    )  # fmt: skip
+
+
+def joined_cluster(found: Sequence[ProcessDevice]) -> Cluster:
+    """The cluster of the processes, in the order of their ranks. Rank 0 calls it.
+
+    An unknown GPU is measured on rank 0, where it has one. Raises ``ClusterError`` where the ranks
+    of a host are not consecutive, or another host has GPUs that no preset knows.
+
+    >>> gpus = [ProcessDevice(host, "cuda", "NVIDIA H100 80GB HBM3", 85 * 10**9, True)
+    ...         for host in "ab" for _ in range(8)]
+    >>> cluster = joined_cluster(gpus)
+    >>> len(cluster.hosts), cluster.num_devices, cluster.inter_link.name
+    (2, 16, 'infiniband-ndr')
+    """
+    names = [name for name, _ in groupby(each.host for each in found)]
+    if len(set(names)) < len(names):
+        again = next(name for at, name in enumerate(names) if name in names[:at])
+        raise ClusterError(
+            f"the ranks of host {again!r} are not consecutive",
+            fix="start the processes host by host, or pass --cluster",
+        )
+    hosts: list[Host] = []
+    fabrics: list[Link] = []
+    for _, run in groupby(found, key=lambda each: (each.host, each.name)):
+        devices = list(run)
+        host, fabric = _process_host(devices, own=devices[0] == found[0])
+        hosts.append(host)
+        fabrics.append(fabric)
+    kinds = {each.kind for each in found}
+    if len(names) > 1:
+        inter_link = min(fabrics, key=lambda link: link.bytes_per_second)
+    else:
+        inter_link = hosts[0].link if len(hosts) == 1 else link_presets()["pcie4"]
+    name = "+".join(f"{host.num_devices}x{host.device.name}" for host in hosts)
+    return Cluster(
+        f"cpu:{len(found)}" if kinds == {"cpu"} and len(names) == 1 else name,
+        tuple(hosts), inter_link,
+    )  # fmt: skip
+
+
+def _process_host(devices: Sequence[ProcessDevice], *, own: bool) -> tuple[Host, Link]:
+    """Return a host of equal devices, and the link that usually joins such hosts."""
+    first, count = devices[0], len(devices)
+    if first.kind == "cpu":
+        return detect_cpu(count).hosts[0], link_presets()[UNKNOWN_FABRIC]
+    preset = match_gpu_name(first.name, first.memory_bytes)
+    if preset is None and not own:
+        raise ClusterError(
+            f"there is no preset for {first.name!r} of host {first.host!r}",
+            fix="describe the cluster in a TOML file, and pass that",
+        )
+    host = gpu_host(first.name, first.memory_bytes, count)
+    if any(each.reaches_peers is False for each in devices):
+        host = replace(host, link=link_presets()["pcie4"], wires=(), detour=None)
+    return host, link_presets()[preset.fabric if preset else UNKNOWN_FABRIC]

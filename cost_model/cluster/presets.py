@@ -29,15 +29,15 @@ Table = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Protocols:
-    """What NCCL's protocols make of a kind of link.
+    """NCCL's protocols on a kind of link.
 
     ``short_share`` is the part of the link's rate that the protocols for short messages reach
-    (LL and LL128, which send flags with the data). ``long_alpha_seconds`` is what each message
-    costs more under the protocol that reaches the whole rate (Simple, which synchronizes at
-    every step and fills a buffer at every hop). ``switch_fill_seconds`` is the time of the
-    first chunk through a summing switch. ``exchange_seconds`` and ``exchange_share`` are what
-    an all-to-all costs more to start and the part of the rate that it reaches: NCCL makes it
-    of sends and receives. A send between two ranks alone is given few channels up to
+    (LL and LL128, which send flags with the data). ``long_alpha_seconds`` is the further time of
+    each message under the protocol that reaches the whole rate (Simple, which synchronizes at
+    every step and fills a buffer at every hop). ``switch_fill_seconds`` is the time of the first
+    chunk through a summing switch. ``exchange_seconds`` is the further time to start an
+    all-to-all, which NCCL makes of sends and receives, and ``exchange_share`` the part of the rate
+    that it reaches. A send between two ranks alone is given few channels up to
     ``p2p_few_bytes`` and reaches ``p2p_few_share`` of the rate.
     """
 
@@ -55,7 +55,7 @@ class Preset:
     """A device, the names of the links in and between its usual hosts, the devices of a host.
 
     ``wires`` are the names of the wires of hosts without a switch, each with the most devices that
-    it is for, in rising order; ``detour`` is the link of those of its devices that no wires join.
+    it is for, in rising order; ``detour`` is the link of devices that no wires join.
     """
 
     device: Device
@@ -138,7 +138,7 @@ def dated(address: str, date: str) -> str:
 
 
 def _filled(texts: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the known texts and more, each of which may name those before it in braces."""
+    """Return known texts and further texts, each of which may name texts before it in braces."""
     filled = dict(known)
     for name, text in texts.items():
         filled[name] = text.format_map(filled)
@@ -203,7 +203,7 @@ def _host_share(host: Table) -> Table:
 
 
 def _with_memory_families(efficiency: Table) -> Table:
-    """Return efficiencies with those of families that move data, where they are not given."""
+    """Return efficiencies with norms' and elementwise ops' by copies', where not given."""
     copy = efficiency["copy"]
     memory = {"norm": round(copy * 0.85, 3), "elementwise": copy, "copy": copy}
     computing = {family: efficiency[family] for family in ("matmul", "attention", "conv")}

@@ -57,7 +57,7 @@ from .tables import (
 def find_table(
     kind: CollectiveKind, name: str, hosts: Sequence[int], *, num_pieces: int = 1
 ) -> Table | None:
-    """Return the table of an algorithm; pipelined ones send ``num_pieces`` one after the other.
+    """Return the table of an algorithm; pipelines send ``num_pieces`` one after the other.
 
     >>> table = find_table("all_gather", "ring", [3])
     >>> len(table.rounds), table.rounds[0][0]
@@ -113,7 +113,7 @@ def two_trees(n: int) -> tuple[list[int], list[int]]:
 
 
 def _make_tree(hosts: Hosts, num_pieces: int) -> Made:
-    """Two trees over the hosts per rank of the smallest host, a chain in each; or over all ranks.
+    """Make two trees over the hosts per rank of the smallest host, a chain in each host.
 
     The chains of a host start at different ranks, each of which joins its host to a tree.
     """
@@ -155,7 +155,7 @@ def _depth(parents: Sequence[int], rank: int) -> int:
 
 
 def _count_binomial(shape: Shape) -> Counts:
-    """⌈log2 n⌉·(α + S/β) (Thakur, 4.3)."""
+    """Count ⌈log2 n⌉·(α + S/β) (Thakur, 4.3)."""
     steps = shape.on_one_level(log2_ceil(shape.n))
     return Counts(steps, steps)
 
@@ -180,7 +180,7 @@ def _make_binomial(hosts: Hosts, _: int) -> Made:
 
 
 def _count_scattered(shape: Shape) -> Counts:
-    """Scatter, then all-gather: (⌈log2 n⌉ + n − 1)·α + 2(n − 1)/n·S/β (Thakur, 4.3)."""
+    """Count a scatter and an all-gather: (⌈log2 n⌉ + n − 1)·α + 2(n − 1)/n·S/β (Thakur, 4.3)."""
     n = shape.n
     messages = shape.on_one_level(log2_ceil(n) + n - 1)
     return Counts(messages, shape.on_one_level(2 * (n - 1) / n))
@@ -200,7 +200,7 @@ def _count_pipeline(shape: Shape) -> Counts:
 
 
 def _make_pipeline(hosts: Hosts, num_pieces: int) -> Made:
-    """Pieces follow each other along the ranks; rank 0's go first."""
+    """Make a line of ranks along which pieces follow each other from rank 0."""
     n = sum(hosts)
     return num_pieces, tuple(
         tuple(
@@ -216,7 +216,7 @@ def _make_pipeline(hosts: Hosts, num_pieces: int) -> Made:
 
 
 def _count_direct(shape: Shape) -> Counts:
-    """All peers at once: α + (n − 2)·post + max((p − 1)/n·S/β1, (n − p)/n·S/β2).
+    """Count all peers at once: α + (n − 2)·post + max((p − 1)/n·S/β1, (n − p)/n·S/β2).
 
     A device's link within the host and its share of the network are busy at once. Source:
     NCCL's grouped sends and receives.
@@ -227,19 +227,19 @@ def _count_direct(shape: Shape) -> Counts:
 
 
 def _make_direct(hosts: Hosts, num_pieces: int) -> Made:
-    """Every rank sends to every other at once."""
+    """Make one round in which every rank sends to every other."""
     num_parts, rounds = _make_pairwise(hosts, num_pieces)
     return num_parts, (sum(rounds, ()),)
 
 
 def _count_pairwise(shape: Shape) -> Counts:
-    """A peer per round: (p − 1)·(α1 + S/n/β1) + (n − p)·(α2 + S/n/β2) (Thakur, 4.4)."""
+    """Count a peer per round: (p − 1)·(α1 + S/n/β1) + (n − p)·(α2 + S/n/β2) (Thakur, 4.4)."""
     n, p, _ = shape
     return Counts(Levels(p - 1, n - p), Levels((p - 1) / n, (n - p) / n))
 
 
 def _make_pairwise(hosts: Hosts, _: int) -> Made:
-    """One peer per round: first within the host, then in the hosts at distance 1, 2, …
+    """Make a round per peer: first within the host, then in the hosts at distance 1, 2, …
 
     With unequal hosts the peer is the rank at distance 1, 2, …
     """
@@ -259,7 +259,7 @@ def _make_pairwise(hosts: Hosts, _: int) -> Made:
 
 
 def _count_bruck(shape: Shape) -> Counts:
-    """⌈log2 n⌉·α + b/n·S/β, b the ones in the binary digits of 0 … n − 1 (Thakur, 4.4)."""
+    """Count ⌈log2 n⌉·α + b/n·S/β, b the set bits of all numbers below n (Thakur, 4.4)."""
     n, ones = shape.n, 0
     for block in powers_below(n):
         ones += n // (2 * block) * block + max(0, n % (2 * block) - block)
@@ -267,7 +267,7 @@ def _count_bruck(shape: Shape) -> Counts:
 
 
 def _make_bruck(hosts: Hosts, _: int) -> Made:
-    """Parts that still have to go 2^k on go 2^k on, for k = 0, 1, …, with all that wait there."""
+    """Make rounds k = 0, 1, … that bring parts 2^k ranks on if bit k of their way is set."""
     n, rounds = sum(hosts), []
     for distance in powers_below(n):
         messages = []

@@ -1,4 +1,4 @@
-"""What an all-reduce of gradients costs by each algorithm that can really run it.
+"""Costs of an all-reduce of gradients by each algorithm that can really run it.
 
 In: the algorithm's name, the bytes, the group and how many of its ranks each host has. Out:
 seconds. ``"library"`` is the all-reduce of the communication library. Of NCCL that is all there is:
@@ -27,17 +27,18 @@ from .tables import Table, busiest_port
 LIBRARY = "library"
 
 BY_MESSAGES = tuple(ALGORITHMS["all_reduce"])
-"""The algorithms that the runtime executes over messages."""
+"""Algorithms that the runtime executes over messages."""
 
 ROUND_SECONDS = 1e-4
-"""What a round of messages costs the runtime beyond the links' latency: posting them from Python,
-waking the thread that waits. ``benchmarks/collectives/all_reduces.py`` measures it."""
+"""Further time of a round of messages beyond the links' latency: posting them from Python, waking
+the thread that waits. ``benchmarks/collectives/all_reduces.py`` measures it."""
 
 LEAST_GAIN = 0.1
-"""The library's all-reduce is kept unless another takes so much less: its price is surer."""
+"""Least share of time that another all-reduce must gain over the library's, whose price is
+surer."""
 
 PIECES = (1, 2, 4, 8, 16, 32)
-"""Into how many pieces a pipelined algorithm may cut what goes through one of its trees."""
+"""Numbers of pieces into which a pipelined algorithm may cut the tensor of one of its trees."""
 
 
 class RoundParts(NamedTuple):
@@ -48,7 +49,7 @@ class RoundParts(NamedTuple):
 
 
 def hosts_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[int, ...]:
-    """How many of ``ranks`` each host has, in ascending order of the ranks.
+    """Count the ``ranks`` of each host, in ascending order of the ranks.
 
     >>> from ..cluster.shorthand import parse_cluster
     >>> hosts_of(parse_cluster("2x4xH100"), (0, 1, 4))
@@ -58,7 +59,7 @@ def hosts_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def algorithms_of(group: Group, hosts: tuple[int, ...]) -> tuple[str, ...]:
-    """What can run an all-reduce of the group, the library's first."""
+    """List the algorithms that can run an all-reduce of the group, the library's first."""
     if group.library == "nccl":
         return (LIBRARY,)
     return (LIBRARY, *(name for name in BY_MESSAGES if _exists(name, hosts)))
@@ -79,7 +80,7 @@ def all_reduce_seconds(
 
 
 def best_all_reduce(num_bytes: float, group: Group, hosts: tuple[int, ...]) -> str:
-    """The name of the cheapest: on NCCL the algorithm that it is taken to choose.
+    """Return the name of the cheapest: on NCCL the algorithm that NCCL is taken to choose.
 
     >>> from ..cluster.cluster import Link
     >>> slow = Link("wire", alpha_seconds=1e-2, bytes_per_second=1e9)
@@ -97,7 +98,7 @@ def best_all_reduce(num_bytes: float, group: Group, hosts: tuple[int, ...]) -> s
 
 
 def table_for(algorithm: str, num_bytes: float, group: Group, hosts: tuple[int, ...]) -> Table:
-    """The table that is run: of a pipelined algorithm with the best number of pieces."""
+    """Return the table that is run: of a pipeline with the best number of pieces."""
     pieces = min(
         _pieces(algorithm),
         key=lambda number: _seconds(_rounds(algorithm, hosts, number), num_bytes, group),
@@ -120,7 +121,7 @@ def _exists(algorithm: str, hosts: tuple[int, ...]) -> bool:
 def _rounds(
     algorithm: str, hosts: tuple[int, ...], pieces: int
 ) -> tuple[int, tuple[RoundParts, ...]]:
-    """The number of parts of a table, and what each of its rounds sends."""
+    """Return the number of parts of a table, and the parts through ports in each round."""
     table = find_table("all_reduce", algorithm, hosts, num_pieces=pieces)
     assert table is not None, algorithm
     host = table.host_of()

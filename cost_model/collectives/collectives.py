@@ -32,7 +32,7 @@ PLAIN = Protocols()
 """The protocol of links that NCCL does not drive, or that nobody measured."""
 
 POST_SECONDS = 0.5e-6
-"""What each further peer costs where a rank sends to many at once. From the latency of empty
+"""Time of each further peer where a rank sends to many at once. From the latency of empty
 all-to-alls on 16 to 128 H100, 37 to 98 µs (meta-pytorch/autoparallel@a54c252, measured fit)."""
 
 SMALLEST_IN_SWITCH = 5
@@ -56,8 +56,8 @@ class Group:
     ``num_ranks`` = ``ranks_per_host`` × ``num_hosts`` where the hosts hold equally many of them;
     otherwise ``ranks_per_host`` is the fewest. ``sharing`` is how many such groups talk at the same
     time over the same device's link (1: each rank has its link's bandwidth to itself, which holds
-    for the groups of a mesh axis, as links are per device). ``library`` limits the algorithms to
-    those it has: NCCL has rings, trees, in-switch reduction and, with one rank per host,
+    for the groups of a mesh axis, as links are per device). ``library`` limits the algorithms: NCCL
+    has rings, trees, in-switch reduction and, with one rank per host,
     butterflies; gloo has rings, and reduce-scatters by an all-to-all, after which each rank sums
     (``runtime.messages.communicator``); ``"any"`` has all.
     """
@@ -72,7 +72,7 @@ class Group:
 
     @property
     def is_flat(self) -> bool:
-        """Whether every two ranks are joined by the same kind of link."""
+        """True where every two ranks are joined by the same kind of link."""
         return self.num_hosts == 1 or self.ranks_per_host == 1
 
     @property
@@ -81,10 +81,10 @@ class Group:
 
 
 def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
-    """The group that ``ranks`` of ``cluster`` form, with the slowest link of its hosts.
+    """Return the group of ``ranks`` of ``cluster``, with the slowest link of its hosts.
 
-    Between hosts it is priced as two levels: where it spans racks, every step between hosts
-    counts as one between racks, which is what the slowest step of a ring waits for.
+    It is priced as two levels: where it spans racks, every step between hosts counts as a step
+    between racks, as a ring waits for its slowest step.
 
     >>> from ..cluster.shorthand import parse_cluster
     >>> group = group_of(parse_cluster("4x8xH100"), range(0, 32, 8))

@@ -96,7 +96,7 @@ def ring_rounds(order: Sequence[int], owned: Sequence[Sequence[int]]) -> Rounds:
 
 
 def _make_ring(hosts: Hosts, _: int) -> Made:
-    """One ring, or over hosts as many as the smallest has ranks, each leaving at another."""
+    """Make one ring, or over hosts one per rank of the smallest, each leaving at another rank."""
     n, rings = sum(hosts), min(hosts) if len(hosts) > 1 else 1
     parallel = []
     for ring in range(rings):
@@ -115,7 +115,7 @@ def rotated(hosts: Hosts, start: int) -> list[list[int]]:
 
 
 def _count_doubling(shape: Shape) -> Counts | None:
-    """log2 n·α + (n − 1)/n·S/β, n a power of two (Thakur, 4.1; NCCL 2.23's PAT)."""
+    """Count log2 n·α + (n − 1)/n·S/β, n a power of two (Thakur, 4.1; NCCL 2.23's PAT)."""
     n = shape.n
     if not (shape.is_flat and shape.is_even and is_power_of_two(n)):
         return None
@@ -178,7 +178,7 @@ def _hierarchical(between: Gather, steps: Callable[[int], int | None]) -> Algori
 
 
 def count_butterfly(shape: Shape) -> Counts | None:
-    """Recursive doubling: (log2 m + f)·(α + S/β) (Thakur, 4.5)."""
+    """Count recursive doubling: (log2 m + f)·(α + S/β) (Thakur, 4.5)."""
     if not (shape.is_flat and shape.is_even):
         return None
     steps = shape.on_one_level(_log2_floor(shape.n) + _fold(shape.n))
@@ -186,7 +186,7 @@ def count_butterfly(shape: Shape) -> Counts | None:
 
 
 def count_halving_doubling(shape: Shape) -> Counts | None:
-    """Halving, then doubling: 2·log2 m·α + 2(m − 1)/m·S/β + f·(α + S/β) (Rabenseifner 2004)."""
+    """Count 2·log2 m·α + 2(m − 1)/m·S/β + f·(α + S/β): halving, doubling (Rabenseifner 2004)."""
     if not (shape.is_flat and shape.is_even):
         return None
     steps, fold = _log2_floor(shape.n), _fold(shape.n)

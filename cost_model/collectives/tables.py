@@ -71,7 +71,7 @@ class Shape(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """Whether every two ranks are joined by the same kind of link."""
+        """True where every two ranks are joined by the same kind of link."""
         return self.h == 1 or self.p == 1
 
     @property
@@ -93,8 +93,8 @@ class Counts(NamedTuple):
     """The messages in turn and the tensors through the busiest rank, on each level.
 
     ``at_once``: the levels carry their bytes at the same time. ``num_posts``: further peers that a
-    rank posts messages to at once. ``num_hops``: of a chain that is cut into the best number of
-    pieces, of which ``messages`` are those of the first.
+    rank posts messages to at once. ``num_hops``: length of a chain along which the tensor goes in
+    the best number of pieces; ``messages`` are then the first piece's.
     """
 
     messages: Levels

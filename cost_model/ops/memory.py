@@ -60,13 +60,13 @@ class PrecisionPolicy:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the copy that computes is another than the one that is stepped."""
+        """True where the copy that computes is not the copy that is stepped."""
         return self.gathered_bytes != self.parameter_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """What a rank holds from step to step. ``parameters`` counts a lasting gathered copy."""
+    """Bytes that a rank holds from step to step. ``parameters`` counts a lasting gathered copy."""
 
     parameters: int
     gradients: int
@@ -203,7 +203,7 @@ def sent_bytes(
 
 
 def allocated_bytes(num_bytes: int, kind: Literal["cuda", "cpu"]) -> int:
-    """What the allocator hands out for a tensor: multiples of 512 bytes on CUDA, 64 on CPU.
+    """Return the bytes allocated for a tensor: multiples of 512 on CUDA, of 64 on CPU.
 
     Source: c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize); c10/core/alignment.h.
 
@@ -218,7 +218,7 @@ _FRAGMENTATION = {"cuda": 0.03, "cpu": 0.0}
 
 
 def fragmentation_bytes(kind: Literal["cuda", "cpu"], moving_bytes: float) -> float:
-    """What the allocator cannot hand out of what comes and goes in a step.
+    """Return the bytes that the allocator loses of memory that comes and goes in a step.
 
     On CUDA 3 % of it: the caching allocator takes memory in segments (2 MiB for tensors
     up to 1 MiB, 20 MiB up to 10 MiB, multiples of 2 MiB above; c10/core/AllocatorConfig.h)
@@ -237,8 +237,8 @@ def reserve_bytes(kind: Literal["cuda", "cpu"], num_groups: int = 1) -> int:
     """Bytes of a device that belong to no tensor of the model, with ``num_groups`` process
     groups: on CUDA the context (0.4 to 0.6 GB from Volta to Hopper), the workspaces of
     cuBLAS (8 MiB per stream, 32 MiB on Hopper) and cuDNN, and NCCL's buffers (4 MiB per
-    channel, peer and protocol; estimated). On a CPU none: what a process takes to have
-    imported torch (0.2 to 0.4 GB) is not counted, nor is it in a device's usable memory.
+    channel, peer and protocol; estimated). On a CPU none: a process's memory for torch itself
+    (0.2 to 0.4 GB) is not counted, nor is it in a device's usable memory.
 
     >>> reserve_bytes("cuda", 2)
     1200000000

@@ -1,11 +1,11 @@
 """A case's op and arguments, made anew on a device.
 
 In: an ``OpCase`` and a device. Out: a ``Call`` that runs the op on tensors of the case's
-shapes and dtypes. Values are drawn from a normal distribution, as activations are (what a GPU
-draws in power, and so its clock, depends on them). Integers are drawn within what the op may
+shapes and dtypes. Values are drawn from a normal distribution, as activations are (a GPU's
+power, and so its clock, depends on them). Integers are drawn within what the op may
 index: rows of an embedding, classes of a loss, the dimension of a gather. A boolean mask of
-attention is causal, any other is true half of the time. What an op writes to is copied anew
-for every run.
+attention is causal, any other is true half of the time. Arguments that an op writes to are copied
+anew for every run.
 
 Torch is imported on use: this package is part of a room that needs none.
 """
@@ -36,7 +36,7 @@ class MeasureError(ProfileError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An op ready to run: ``prepare`` copies what it writes to, ``run`` is what is timed."""
+    """An op ready to run: ``prepare`` copies the arguments that it writes to."""
 
     op: Callable[..., Any]
     args: tuple[Any, ...]
@@ -83,7 +83,7 @@ def build_call(case: OpCase, device: str) -> Call:
 
 
 def resolve(case: OpCase) -> Any:
-    """The op that a case names. Raises ``MeasureError`` for one that torch does not know."""
+    """Return the op that a case names. Raises ``MeasureError`` if torch does not know it."""
     import torch
 
     parts = case.op.split(".")
@@ -113,7 +113,7 @@ def _tensor_index(value: Any) -> int | None:
 
 
 def _roles(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
-    """For each tensor the name of its argument in the schema, and where in a list it is."""
+    """Return the name of each tensor's argument in the schema, and its place in a list."""
     names = [argument.name for argument in op._schema.arguments]
     roles: dict[int, tuple[str, int]] = {}
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
@@ -140,7 +140,7 @@ def _fresh(value: Any) -> Any:
 
 
 def _copied(value: Any, made: dict[int, Tensor]) -> Any:
-    """An argument with new tensors, each of them noted by the one it copies."""
+    """Return an argument with new tensors, each noted by the tensor that it copies."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -175,7 +175,7 @@ def _rebuilt(value: Any, tensors: Sequence[Tensor], device: str) -> Any:
 
 
 class _Limits:
-    """What integers an op takes: ``high`` says for each tensor the smallest that is too large."""
+    """The integers that an op takes: ``high`` is the smallest that is too large for a tensor."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class _Limits:
         return self.roles.get(index, ("", 0))[0]
 
     def high(self, index: int) -> int | None:
-        """None where any integer will do."""
+        """Return the smallest integer that is too large; None where any will do."""
         role, at = self.roles.get(index, ("", 0))
         name = self.name
         if name in ("embedding", "embedding_bag") and role == "indices":

@@ -102,7 +102,7 @@ class Database:
         return sqlite3.connect(name, timeout=_BUSY_SECONDS, isolation_level=None, uri=is_uri)
 
     def _prepare(self) -> None:
-        """Checks the schema's version; a new file gets its tables."""
+        """Check the schema's version; a new file gets its tables."""
         tables = {row[0] for row in self._rows("SELECT name FROM sqlite_master")}
         if "schema_version" not in tables and (tables or self._read_only):
             raise DatabaseError("the file is another database, not a profile database", self.path)
@@ -124,7 +124,7 @@ class Database:
             )
 
     def _use_write_ahead_log(self) -> None:
-        """Readers then never wait for the writer. Retried: SQLite does not wait here itself."""
+        """Let readers never wait for the writer. Retried: SQLite does not wait here itself."""
         deadline = time.monotonic() + _BUSY_SECONDS
         while True:
             try:
@@ -155,7 +155,7 @@ class Database:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """SQLite's errors as ours."""
+        """Raise SQLite's errors as ``DatabaseError``."""
         try:
             yield
         except sqlite3.OperationalError as error:
@@ -175,7 +175,7 @@ class Database:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All or nothing; the write lock is taken at once, so that waiting works."""
+        """Write all or nothing; the write lock is taken at once, so that waiting works."""
         with self._explained():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -205,29 +205,29 @@ class Database:
         return tuple(Environment(*row) for row in rows)
 
     def put(self, environment: Environment, case: OpCase, measurement: Measurement) -> None:
-        """Keeps a measurement; it replaces an earlier one of the same case."""
+        """Keep a measurement; it replaces an earlier one of the same case."""
         with self._transaction():
             self._write(Record(environment, case, measurement, time.time()))
 
     def put_transfer(self, environment: Environment, transfer: Transfer) -> None:
-        """Keeps a measured transfer; it replaces an earlier one of the same size."""
+        """Keep a measured transfer; it replaces an earlier one of the same size."""
         with self._transaction():
             self._write(Record(environment, transfer, None, time.time()))
 
     def put_failure(self, environment: Environment, case: OpCase, reason: str) -> None:
-        """Keeps why a case could not be measured, so that it is not tried every time."""
+        """Keep the reason why a case could not be measured, so that it is not tried again."""
         with self._transaction():
             number = self._numbered(environment)
             row = (number, case.key(), reason, time.time())
             self._connection.execute("INSERT OR REPLACE INTO failures VALUES (?,?,?,?)", row)
 
     def failures(self, environment: Environment) -> Mapping[str, str]:
-        """Why cases could not be measured, by their keys."""
+        """Return the reasons why cases could not be measured, by their keys."""
         query = "SELECT key, reason FROM failures WHERE environment=?"
         return dict(self._rows(query, (self._find(environment),)))
 
     def describe(self, environment: Environment, cases: Iterable[OpCase]) -> None:
-        """Renews the features of measured cases: they may be computed better now."""
+        """Renew the features of measured cases: they may be computed better now."""
         number = self._find(environment)
         rows = [(_body(case), number, case.key()) for case in cases]
         if number is not None and rows:
@@ -262,11 +262,11 @@ class Database:
         return tuple(item for item in items if isinstance(item, Transfer))
 
     def export_file(self, path: str | Path) -> int:
-        """Writes everything to ``path`` as lines of JSON and returns how many measurements."""
+        """Write all to ``path`` as lines of JSON, and return the number of measurements."""
         return write_records(Path(path), self._records())
 
     def import_file(self, path: str | Path) -> ImportCounts:
-        """Merges an exported file, all of it or, if a line is wrong, nothing.
+        """Merge an exported file, all of it or, if a line is wrong, nothing.
 
         Where both have a row, the one with more repeats stays; of equally many the newer,
         so that the order of merges does not matter.
@@ -298,7 +298,7 @@ class Database:
         return (int(rows[0][0]), float(rows[0][1])) if rows else None
 
     def _write(self, record: Record) -> None:
-        """Inside a transaction."""
+        """Write a row, inside a transaction."""
         number = self._numbered(record.environment)
         values: tuple[Any, ...]
         if isinstance(record.item, Transfer):

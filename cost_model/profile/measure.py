@@ -43,7 +43,7 @@ _BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "bool": 1,
           "int8": 1, "int16": 2, "bfloat16": 2, "float16": 2}  # fmt: skip
 _MEMORY_SHARE = 0.8
 _BATCH_SHARE = 0.1
-"""Of a case's time that a batch of runs takes at most."""
+"""Largest share of a case's time that a batch of runs takes."""
 _AGREEMENT = 1.1
 
 
@@ -67,9 +67,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where ``measure_all`` stands: ``done`` visits ``of`` all, and what is next (None at the end).
+    """State of ``measure_all``: ``done`` visits ``of`` all, and the next case (None at the end).
 
-    ``seconds_left`` is expected, from what cases took so far, and never more than the budget.
+    ``seconds_left`` is expected from the cases so far, and never more than the budget.
     """
 
     done: int
@@ -119,7 +119,7 @@ def measure_all(
     observe: Callable[[Progress], None] | None = None,
     weights: Mapping[OpCase, float] | None = None,
 ) -> Iterator[Outcome]:
-    """Measures each distinct case that ``database`` does not have, the weightiest first.
+    """Measure each distinct case that ``database`` does not have, the weightiest first.
 
     A generator: it measures as it is iterated, and ends with the budget's seconds. All are
     visited once before any is again, and each measurement is in the database before it is
@@ -150,7 +150,7 @@ def measure_all(
 
 
 def combined(first: Measurement, second: Measurement) -> Measurement:
-    """Two measurements of one case as one, direction by direction.
+    """Combine two measurements of one case, direction by direction.
 
     Where they agree it is their mean, weighted by repeats; where they do not, the faster:
     whatever else runs on a machine only ever adds time.
@@ -178,7 +178,7 @@ def _check_here(environment: Environment) -> None:
 
 
 def _visit(case: OpCase, environment: Environment, database: Database, budget: Budget) -> Outcome:
-    """Measures a case, adds it to what the database has of it, and keeps that."""
+    """Measure a case, and keep it combined with its earlier measurement in the database."""
     try:
         found = measure(case, environment.kind, budget=budget)
     except MeasureError as error:
@@ -215,7 +215,7 @@ class _Watch:
 
 
 def _check_memory(case: OpCase, device: str) -> None:
-    """Refuses what would not fit: on a CPU the system would end the process."""
+    """Refuse cases that would not fit: on a CPU the system would end the process."""
     if device == "cuda":
         import torch
 
@@ -273,7 +273,7 @@ def _spread(forward: Sequence[float], backward: Sequence[float]) -> float:
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
     """The median, and the relative half-width of its 95 % interval by order statistics.
 
-    The interval reaches from the sample of rank (n − 1.96·√n)/2 to that of rank
+    The interval reaches from the sample of rank (n − 1.96·√n)/2 to the sample of rank
     1 + (n + 1.96·√n)/2 (the normal approximation of the binomial); all samples are inside
     it where there are few.
 

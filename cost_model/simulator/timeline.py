@@ -1,4 +1,4 @@
-"""A simulated step: what happens when on each pipeline rank, and what is lost to waiting.
+"""A simulated step: the events on each pipeline rank, and the time that is lost to waiting.
 
 A pipeline rank stands for ``replicas`` devices, its data- and tensor-parallel peers, which
 do the same at the same time and are therefore simulated once.
@@ -57,9 +57,9 @@ class Timeline:
 
     ``bubble_fraction``: the share of the step, over all ranks, in which they neither compute
     nor step nor take part in a collective. ``exposed``: communication that no compute hides.
-    ``slowdown_seconds``: how much longer compute took for the collectives beside it.
+    ``slowdown_seconds``: further time of compute for the collectives beside it.
     ``peak_activation_bytes``: the most that micro-batches in flight hold at once;
-    ``peak_memory_bytes`` adds what is static. ``memory_bytes``: the held bytes whenever they
+    ``peak_memory_bytes`` adds static memory. ``memory_bytes``: the held bytes whenever they
     change, as (second, bytes). ``replicas``: the devices that each rank stands for.
     """
 

@@ -29,7 +29,7 @@ NAMES = {
     "SEND_F": "send forward", "SEND_B": "send backward", "GATHER": "gather parameters",
     "REDUCE": "sum gradients", "STEP": "optimizer",
 }  # fmt: skip
-"""What an action is called in the trace's categories."""
+"""Names of actions in the trace's categories."""
 
 MICROSECONDS = 1e6
 
@@ -37,7 +37,7 @@ MICROSECONDS = 1e6
 def chrome_trace(timeline: Timeline, rank_names: Sequence[str] = ()) -> dict[str, Any]:
     """The trace of a timeline, ready for ``json.dump``.
 
-    ``rank_names`` are the processes' names, by default the pipeline rank and its devices.
+    ``rank_names`` are names of processes, by default the pipeline rank and its devices.
     """
     names = rank_names or tuple(map(rank_name, range(len(timeline.events)), timeline.replicas))
     events: list[TraceEvent] = []
@@ -63,9 +63,9 @@ def timeline_events(
     name: str = "",
     drawn: Container[int] | None = None,
 ) -> Iterator[TraceEvent]:
-    """The slices, arrows and memory of a timeline whose ranks are these processes of a trace.
+    """Yield the slices, arrows and memory of a timeline with these processes as its ranks.
 
-    ``name`` tells its arrows from those of other timelines in one trace. Slices and memory are
+    ``name`` tells its arrows from other timelines' in one trace. Slices and memory are
     left out of ranks that are not ``drawn``.
     """
     takers = _takers(timeline)
@@ -85,7 +85,8 @@ def timeline_events(
 
 
 def rank_name(rank: int, replicas: int) -> str:
-    """
+    """Return the name of a pipeline rank that stands for so many devices.
+
     >>> rank_name(3, 1), rank_name(0, 8)
     ('pipeline rank 3', 'pipeline rank 0 (8 devices)')
     """
@@ -95,7 +96,7 @@ def rank_name(rank: int, replicas: int) -> str:
 def labels(
     process: int, name: str, streams: Collection[Stream], order: int | None = None
 ) -> Iterator[TraceEvent]:
-    """A process' name and place in ``order``, and those of the streams that it uses."""
+    """Yield the name and the place in ``order`` of a process, and of the streams it uses."""
     yield _metadata("process_name", process, name=name)
     yield _metadata("process_sort_index", process, sort_index=process if order is None else order)
     for thread, stream in enumerate(STREAMS):

@@ -16,7 +16,7 @@ from processes import FULL_SECONDS
 
 from autoparallel.cost_model.cluster import detect
 from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
-from autoparallel.cost_model.cluster.cluster_file import dump_cluster, load_cluster
+from autoparallel.cost_model.cluster.cluster_file import from_dict, to_dict
 from autoparallel.cost_model.cluster.detect import (
     detect_cpu,
     detect_local,
@@ -28,7 +28,6 @@ from autoparallel.cost_model.cluster.detect import (
 from autoparallel.cost_model.cluster.shorthand import parse_cluster, resolve_cluster
 
 OF_CLUSTERS = [
-    "launched_cluster",
     "cluster",
     "cluster_file",
     "detect",
@@ -60,7 +59,7 @@ def cpu() -> Cluster:
 def test_the_cpu_has_a_device_per_core(cpu: Cluster) -> None:
     assert cpu.num_devices == min(usable_cores(), detect.MAX_CPU_DEVICES)
     assert cpu.device(0).kind == "cpu"
-    assert load_cluster(dump_cluster(cpu)) == cpu
+    assert from_dict(to_dict(cpu)) == cpu
 
 
 def test_measured_figures_are_those_of_a_cpu(cpu: Cluster) -> None:

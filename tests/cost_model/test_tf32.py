@@ -8,7 +8,6 @@ import pytest
 
 from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
 from autoparallel.cost_model.cluster.cluster_file import (
-    dump_cluster,
     from_dict,
     load_cluster,
     to_dict,
@@ -89,10 +88,9 @@ def test_what_is_in_tf32_survives_json_and_toml() -> None:
     for choice in FAMILIES:
         cluster = of("A100", choice)
         assert from_dict(to_dict(cluster)) == cluster
-        assert load_cluster(dump_cluster(cluster)) == cluster
     unsaid = replace(of("A100", "all"), hosts=(find_preset("A100").host(1),))
     assert "tf32" not in to_dict(unsaid)["hosts"][0]["device"]
-    assert load_cluster(dump_cluster(unsaid)).device(0).tf32 is None
+    assert from_dict(to_dict(unsaid)).device(0).tf32 is None
 
 
 @pytest.mark.parametrize("value", ['"conv"', '["attention"]', "[1]"])
