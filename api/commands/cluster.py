@@ -57,7 +57,7 @@ def show_measured(cluster: Cluster, console: Console) -> None:
     if profile is None:
         console.print("\nnothing measured yet (autoparallel profile TARGET)", style="dim")
         return
-    counts = f"{profile.num_ops} ops and {profile.num_transfers} transfers"
+    counts = f"{len(profile.ops)} ops and {len(profile.transfers)} transfers"
     console.print(f"\n[bold]measured[/] {counts} on {profile.environment}")
     if profile.mismatch:
         console.print(profile.mismatch, style="yellow", markup=False)

@@ -248,7 +248,7 @@ def _plan_measured(
     if not is_wanted(options, cluster) or is_launched(os.environ):
         return plan_program(program, target, cluster, options, observe, cache)
     leader = Leader(program, target, cluster, options)
-    if leader.known()[0].num_ops:
+    if leader.known()[0].ops:
         found = plan_program(program, target, cluster, options, observe, cache)
         if not leader.is_worth_starting(found):
             return found

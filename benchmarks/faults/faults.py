@@ -59,8 +59,7 @@ FAULTS = (
           "tests/cost_model/test_overlap.py"),
     # the first send of a rank is as late as its last
     Fault("latency-twice", "cost_model/simulator/stage_costs.py",
-          "found[key] = MessageCost(first, whole - first, calls[at], posts[at])",
-          "found[key] = MessageCost(first, whole, calls[at], posts[at])",
+          "occupied = seconds[direction][at] - first", "occupied = seconds[direction][at]",
           "tests/cost_model/test_simulator.py"),
     # activations are never freed
     Fault("activations-kept", "cost_model/simulator/simulation.py",

@@ -100,11 +100,19 @@ class Device:
     def speed(self) -> str:
         """Text that is equal for devices that run every op in the same time."""
         figures = (
-            self.name, self.kind, self.memory_bytes_per_second, sorted(self.peak_flops.items()),
-            sorted(self.efficiency.items()), self.launch_seconds, self.issue_seconds,
-            self.num_units, self.tf32 or (), sorted(self.slowdown.items()),
-            self.host_link_bytes_per_second, self.host_bytes_per_second,
-        )  # fmt: skip
+            self.name,
+            self.kind,
+            self.memory_bytes_per_second,
+            sorted(self.peak_flops.items()),
+            sorted(self.efficiency.items()),
+            self.launch_seconds,
+            self.issue_seconds,
+            self.num_units,
+            self.tf32 or (),
+            sorted(self.slowdown.items()),
+            self.host_link_bytes_per_second,
+            self.host_bytes_per_second,
+        )
         return repr(figures)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -76,16 +76,13 @@ def with_measured_link(
     In a cluster of one host it is also the link between hosts, of which there are none.
     """
 
-    def measured(link: Link) -> Link:
-        return replace(
-            link,
-            alpha_seconds=alpha_seconds,
-            bytes_per_second=bytes_per_second,
-            base_seconds=base_seconds,
-            source="measured",
-        )
-
-    hosts = tuple(replace(host, link=measured(host.link)) for host in cluster.hosts)
+    figures: dict[str, Any] = {
+        "alpha_seconds": alpha_seconds,
+        "bytes_per_second": bytes_per_second,
+        "base_seconds": base_seconds,
+        "source": "measured",
+    }
+    hosts = tuple(replace(host, link=replace(host.link, **figures)) for host in cluster.hosts)
     inter_link = hosts[0].link if len(hosts) == 1 else cluster.inter_link
     return replace(cluster, hosts=hosts, inter_link=inter_link)
 
@@ -264,10 +261,15 @@ def _detect_gpus(num_devices: int | None) -> Cluster:
         indices = list(run)
         total = int(torch.cuda.get_device_properties(indices[0]).total_memory)
         hosts.append(gpu_host(name, total, len(indices), indices[0]))
-    # GPUs of different kinds in one machine reach each other over PCIe only.
-    inter_link = hosts[0].link if len(hosts) == 1 else link_presets()["pcie4"]
+    return _cluster_of(hosts)
+
+
+def _cluster_of(hosts: Sequence[Host], inter_link: Link | None = None) -> Cluster:
+    """Return the cluster of hosts, or of GPUs of different kinds in one machine, by PCIe only."""
+    if inter_link is None:
+        inter_link = hosts[0].link if len(hosts) == 1 else link_presets()["pcie4"]
     name = "+".join(f"{host.num_devices}x{host.device.name}" for host in hosts)
-    return Cluster(name=name, hosts=tuple(hosts), inter_link=inter_link)
+    return Cluster(name, tuple(hosts), inter_link)
 
 
 def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
@@ -322,7 +324,6 @@ def _measure_gpu(name: str, index: int, total: int) -> Device:
     """Measure an unknown GPU: its large matmuls are its peaks, its copies its bandwidth."""
     import torch
 
-    kind: Literal["cuda"] = "cuda"
     where = torch.device("cuda", index)
 
     def seconds(function: Callable[[], Any]) -> float:
@@ -340,24 +341,23 @@ def _measure_gpu(name: str, index: int, total: int) -> Device:
     source = torch.ones(2**26, device=where)
     target = torch.empty_like(source)
     bandwidth = 2 * source.numel() * 4 / seconds(lambda: target.copy_(source))
-    sources: Mapping[str, str] = {
-        "memory_bytes": "torch.cuda",
-        "usable_memory_bytes": "torch.cuda",
-        "peak_flops": "measured: matmul of 4096 x 4096, taken as the peak",
-        "memory_bytes_per_second": "measured: a copy of 256 MB",
-        "efficiency": "estimate",
-        "launch_seconds": "estimate",
-    }
     return Device(
         name=name,
-        kind=kind,
+        kind="cuda",
         memory_bytes=total,
         usable_memory_bytes=total,
         memory_bytes_per_second=bandwidth,
         peak_flops=peak,
         efficiency={"attention": 0.5, "conv": 0.6, "norm": 0.85},
         launch_seconds=4e-6,
-        sources=sources,
+        sources={
+            "memory_bytes": "torch.cuda",
+            "usable_memory_bytes": "torch.cuda",
+            "peak_flops": "measured: matmul of 4096 x 4096, taken as the peak",
+            "memory_bytes_per_second": "measured: a copy of 256 MB",
+            "efficiency": "estimate",
+            "launch_seconds": "estimate",
+        },
     )
 
 
@@ -383,12 +383,11 @@ def own_process_device(index: int | None) -> ProcessDevice:
         return ProcessDevice(host, "cpu")
     import torch
 
+    name = torch.cuda.get_device_name(index)
+    memory_bytes = int(torch.cuda.get_device_properties(index).total_memory)
     others = [other for other in range(torch.cuda.device_count()) if other != index]
     reaches = [torch.cuda.can_device_access_peer(index, other) for other in others]
-    return ProcessDevice(
-        host, "cuda", torch.cuda.get_device_name(index),
-        int(torch.cuda.get_device_properties(index).total_memory), all(reaches) if others else None,
-    )  # fmt: skip
+    return ProcessDevice(host, "cuda", name, memory_bytes, all(reaches) if others else None)
 
 
 def joined_cluster(found: Sequence[ProcessDevice]) -> Cluster:
@@ -417,16 +416,11 @@ def joined_cluster(found: Sequence[ProcessDevice]) -> Cluster:
         host, fabric = _process_host(devices, own=devices[0] == found[0])
         hosts.append(host)
         fabrics.append(fabric)
-    kinds = {each.kind for each in found}
     if len(names) > 1:
-        inter_link = min(fabrics, key=lambda link: link.bytes_per_second)
-    else:
-        inter_link = hosts[0].link if len(hosts) == 1 else link_presets()["pcie4"]
-    name = "+".join(f"{host.num_devices}x{host.device.name}" for host in hosts)
-    return Cluster(
-        f"cpu:{len(found)}" if kinds == {"cpu"} and len(names) == 1 else name,
-        tuple(hosts), inter_link,
-    )  # fmt: skip
+        return _cluster_of(hosts, min(fabrics, key=lambda link: link.bytes_per_second))
+    cluster = _cluster_of(hosts)
+    on_cpus = {each.kind for each in found} == {"cpu"}
+    return replace(cluster, name=f"cpu:{len(found)}") if on_cpus else cluster
 
 
 def _process_host(devices: Sequence[ProcessDevice], *, own: bool) -> tuple[Host, Link]:

@@ -122,9 +122,6 @@ def _rings(number: int) -> tuple[_Ring, ...]:
     """List every ring through so many devices, each in one direction."""
     orders = [(0, *order) for order in permutations(range(1, number)) if order[0] <= order[-1]]
     return tuple(
-        tuple(_pair(*both) for both in zip(order, (*order[1:], 0), strict=True)) for order in orders
+        tuple((min(pair), max(pair)) for pair in zip(order, (*order[1:], 0), strict=True))
+        for order in orders
     )
-
-
-def _pair(first: int, second: int) -> _Pair:
-    return min(first, second), max(first, second)

@@ -71,11 +71,6 @@ class Group:
     library: Library = "any"
 
     @property
-    def is_flat(self) -> bool:
-        """True where every two ranks are joined by the same kind of link."""
-        return self.num_hosts == 1 or self.ranks_per_host == 1
-
-    @property
     def is_even(self) -> bool:
         return self.num_ranks == self.ranks_per_host * self.num_hosts
 

@@ -195,7 +195,7 @@ def count_halving_doubling(shape: Shape) -> Counts | None:
 
 
 def make_butterfly(hosts: Hosts, _: int) -> Made:
-    return _folded(hosts, 1, lambda core: _exchange_rounds(core))
+    return _folded(hosts, 1, _exchange_rounds)
 
 
 def make_halving_doubling(hosts: Hosts, _: int) -> Made:

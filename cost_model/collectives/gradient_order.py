@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..simulator.overlap import Collectives
@@ -78,11 +79,8 @@ def priority_order(blocks: BlockSeconds, sums: Sequence[SumSeconds]) -> tuple[in
 
 def _ready_seconds(blocks: BlockSeconds) -> dict[int, float]:
     """Return when each block's gradients are complete, from the start of the last backward."""
-    found, now = {}, 0.0
-    for block in reversed(range(len(blocks.backward))):
-        now += blocks.backward[block]
-        found[block] = now
-    return {**found, -1: now}
+    ends = list(accumulate(reversed(blocks.backward)))
+    return {**dict(enumerate(reversed(ends))), -1: ends[-1] if ends else 0.0}
 
 
 def step_seconds(

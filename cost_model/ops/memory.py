@@ -15,8 +15,14 @@ from typing import Literal
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 
 OPTIMIZER_STATES = {
-    "adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0,
-}  # fmt: skip
+    "adamw": 2,
+    "adam": 2,
+    "lion": 1,
+    "sgd-momentum": 1,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "sgd": 0,
+}
 """Tensors of a parameter's size that each optimizer keeps."""
 
 
@@ -97,9 +103,12 @@ def policy(
         known = ", ".join(OPTIMIZER_STATES)
         raise PolicyError(f"unknown optimizer {optimizer!r}: expected one of {known}")
     dtypes = {
-        "fp32": ("float32", 4, 4), "bf16": ("bfloat16", 4, 2), "fp16": ("float16", 4, 2),
-        "fp8": ("bfloat16", 4, 2), "fp64": ("float64", 8, 8),
-    }  # fmt: skip
+        "fp32": ("float32", 4, 4),
+        "bf16": ("bfloat16", 4, 2),
+        "fp16": ("float16", 4, 2),
+        "fp8": ("bfloat16", 4, 2),
+        "fp64": ("float64", 8, 8),
+    }
     if precision not in dtypes:
         raise PolicyError(
             f"unknown precision {precision!r}: expected fp32, bf16, fp16, fp8 or fp64"
@@ -133,7 +142,7 @@ def state_bytes(
 
     Stage 1 shards the optimizer's states and the master parameters, stage 2 the gradients
     too; in both (and in stage 0 with mixed precision) a gathered copy of the parameters
-    stays. Stage 3 gathers a block at a time: see ``gathered_bytes``. ``wrapped`` says that
+    stays. Stage 3 gathers a block at a time: see ``exchange_bytes``. ``wrapped`` says that
     fully_shard holds the parameters even where nothing is sharded; it then keeps a copy
     of its own in a group of one too. It never does in stage 0.
 
@@ -156,11 +165,6 @@ def state_bytes(
     )
 
 
-def gathered_bytes(numel: int, policy: PrecisionPolicy) -> int:
-    """Bytes of the copy of ``numel`` parameters that a block computes with."""
-    return numel * policy.gathered_bytes
-
-
 def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) -> float:
     """Bytes that ``numel`` parameters of a block, and their gradients, take beside the states
     while they are exchanged over ``shards`` ranks: half of it, as the running block and the
@@ -178,7 +182,7 @@ def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) 
         return 0.0
     buffer = numel * policy.gradient_bytes / 2
     gradient = numel * policy.gathered_bytes / 2 if zero >= 2 else 0.0
-    gathered = gathered_bytes(numel, policy) if zero == 3 else 0
+    gathered = numel * policy.gathered_bytes if zero == 3 else 0
     return buffer + gradient + gathered
 
 

@@ -70,8 +70,8 @@ def build_call(case: OpCase, device: str) -> Call:
     """The call of a case on ``device``. Raises ``MeasureError``."""
     op = resolve(case)
     args, kwargs = _parse(case)
-    roles = _roles(op, args, kwargs)
-    limits = _Limits(case, roles, args, kwargs, op)
+    values = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
+    limits = _Limits(case, values, _roles(values))
     tensors = [_tensor(case, at, device, limits) for at in range(len(case.tensors))]
     return Call(
         op=op,
@@ -112,11 +112,10 @@ def _tensor_index(value: Any) -> int | None:
     return value["tensor"] if isinstance(value, dict) and set(value) == {"tensor"} else None
 
 
-def _roles(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
+def _roles(values: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
     """Return the name of each tensor's argument in the schema, and its place in a list."""
-    names = [argument.name for argument in op._schema.arguments]
     roles: dict[int, tuple[str, int]] = {}
-    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+    for name, value in values.items():
         for at, item in enumerate(value if isinstance(value, list) else [value]):
             index = _tensor_index(item)
             if index is not None:
@@ -174,22 +173,20 @@ def _rebuilt(value: Any, tensors: Sequence[Tensor], device: str) -> Any:
     return {name: _rebuilt(item, tensors, device) for name, item in value.items()}
 
 
+@dataclass(frozen=True, slots=True)
 class _Limits:
-    """The integers that an op takes: ``high`` is the smallest that is too large for a tensor."""
+    """The integers that an op takes: ``high`` is the smallest that is too large for a tensor.
 
-    def __init__(
-        self,
-        case: OpCase,
-        roles: Mapping[int, tuple[str, int]],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        op: Any,
-    ) -> None:
-        self.case = case
-        self.roles = roles
-        self.name = case.op.split(".")[1].rstrip("_")
-        arguments = op._schema.arguments
-        self.values = dict(zip((each.name for each in arguments), args, strict=False)) | {**kwargs}
+    ``values`` are its arguments by name; ``roles`` name each tensor's argument.
+    """
+
+    case: OpCase
+    values: Mapping[str, Any]
+    roles: Mapping[int, tuple[str, int]]
+
+    @property
+    def name(self) -> str:
+        return self.case.op.split(".")[1].rstrip("_")
 
     def role(self, index: int) -> str:
         return self.roles.get(index, ("", 0))[0]

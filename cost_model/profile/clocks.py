@@ -143,6 +143,10 @@ def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+def _seconds_between(first: Any, last: Any) -> float:
+    return float(first.elapsed_time(last)) / 1e3
+
+
 class CpuStopwatch:
     """Seconds of a call by a monotonic clock, one by one."""
 
@@ -187,7 +191,7 @@ class GpuStopwatch:
             call()
         last.record()
         torch.cuda.synchronize()
-        return float(first.elapsed_time(last)) / 1e3 / count
+        return _seconds_between(first, last) / count
 
 
 def stopwatch(device_type: str) -> CpuStopwatch | GpuStopwatch:
@@ -210,7 +214,7 @@ class Filler:
         self.buffer.zero_()
         second.record()
         torch.cuda.synchronize()
-        self.seconds = max(first.elapsed_time(second) / 1e3, 1e-6)
+        self.seconds = max(_seconds_between(first, second), 1e-6)
 
     def count_for(self, seconds: float) -> int:
         """Return the number of runs that outlast ``seconds`` of launches by the host."""
@@ -273,5 +277,5 @@ class GpuClock:
             self.backward.run(outputs, self.call.leaves)
             events[3].record()
         torch.cuda.synchronize()
-        forward = events[0].elapsed_time(events[1]) / 1e3
-        return forward, events[2].elapsed_time(events[3]) / 1e3 if self.backward else 0.0
+        backward = _seconds_between(*events[2:]) if self.backward else 0.0
+        return _seconds_between(*events[:2]), backward

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from .case import OpCase, case_to_json
@@ -145,12 +144,7 @@ class Database:
     def __enter__(self) -> Database:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @contextmanager
@@ -158,7 +152,7 @@ class Database:
         """Raise SQLite's errors as ``DatabaseError``."""
         try:
             yield
-        except sqlite3.OperationalError as error:
+        except (sqlite3.OperationalError, OSError) as error:
             fix = "another process holds it; try again" if "locked" in str(error) else ""
             raise DatabaseError(
                 f"the profile database cannot be used: {error}", self.path, fix
@@ -167,10 +161,6 @@ class Database:
             fix = "move the file away; a new one is made"
             raise DatabaseError(
                 f"the file is not a profile database: {error}", self.path, fix
-            ) from error
-        except OSError as error:
-            raise DatabaseError(
-                f"the profile database cannot be used: {error}", self.path
             ) from error
 
     @contextmanager
@@ -249,17 +239,11 @@ class Database:
 
     def all(self, environment: Environment) -> Mapping[OpCase, Measurement]:
         """Every measured op of an environment."""
-        records = self._op_records(environment)
-        return {
-            record.item: record.measurement
-            for record in records
-            if isinstance(record.item, OpCase) and record.measurement is not None
-        }
+        return {case: measurement for case, measurement, _ in self._op_rows(environment)}
 
     def all_transfers(self, environment: Environment) -> tuple[Transfer, ...]:
         """Every measured transfer of an environment."""
-        items = (record.item for record in self._transfer_records(environment))
-        return tuple(item for item in items if isinstance(item, Transfer))
+        return tuple(transfer for transfer, _ in self._transfer_rows(environment))
 
     def export_file(self, path: str | Path) -> int:
         """Write all to ``path`` as lines of JSON, and return the number of measurements."""
@@ -324,32 +308,28 @@ class Database:
 
     def _records(self) -> Iterator[Record]:
         for environment in self.environments():
-            yield from self._op_records(environment)
-            yield from self._transfer_records(environment)
+            for case, measurement, measured_at in self._op_rows(environment):
+                yield Record(environment, case, measurement, measured_at)
+            for transfer, measured_at in self._transfer_rows(environment):
+                yield Record(environment, transfer, None, measured_at)
 
-    def _op_records(self, environment: Environment) -> list[Record]:
+    def _op_rows(self, environment: Environment) -> Iterator[tuple[OpCase, Measurement, float]]:
         rows = self._rows(
             "SELECT body, forward_seconds, backward_seconds, repeats, spread, measured_at"
             " FROM ops WHERE environment=? ORDER BY key",
             (self._find(environment),),
         )
-        return [
-            Record(
-                environment, case_of(json.loads(body), environment), Measurement(*rest), measured_at
-            )
-            for body, *rest, measured_at in rows
-        ]
+        for body, *values, measured_at in rows:
+            yield case_of(json.loads(body), environment), Measurement(*values), measured_at
 
-    def _transfer_records(self, environment: Environment) -> list[Record]:
+    def _transfer_rows(self, environment: Environment) -> Iterator[tuple[Transfer, float]]:
         rows = self._rows(
             "SELECT level, library, kind, num_ranks, num_hosts, num_bytes, seconds, repeats,"
             f" measured_at FROM transfers WHERE environment=? ORDER BY {_TRANSFER_ORDER}",
             (self._find(environment),),
         )
-        return [
-            Record(environment, Transfer(*values), None, measured_at)
-            for *values, measured_at in rows
-        ]
+        for *values, measured_at in rows:
+            yield Transfer(*values), measured_at
 
 
 def _body(case: OpCase) -> str:

@@ -18,7 +18,9 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -86,14 +88,6 @@ class Profile:
     _answers: dict[OpCase, Estimate | None] = field(default_factory=dict, repr=False)
     _curves: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    @property
-    def num_ops(self) -> int:
-        return len(self.ops)
-
-    @property
-    def num_transfers(self) -> int:
-        return len(self.transfers)
-
     def op(self, case: OpCase) -> Estimate | None:
         """Return the seconds of an op; None if it is not measured, nor near measured ops."""
         measured = self.ops.get(case)
@@ -149,20 +143,17 @@ class Profile:
         found: Curve | None = self._curves[key]
         return found
 
-    @property
+    @cached_property
     def _samples(self) -> Mapping[tuple[str, str, str, int], list[Sample]]:
         """Every measured op by family, dtype, kind of features and direction."""
-        if "samples" not in self._curves:
-            found: dict[tuple[str, str, str, int], list[Sample]] = defaultdict(list)
-            for case, measurement in self.ops.items():
-                times = (measurement.forward_seconds, measurement.backward_seconds)
-                for direction, seconds in enumerate(times):
-                    sample = _sample(case, direction, seconds)
-                    if sample is not None:
-                        kind = _features(case, direction)[0]
-                        found[case.family, case.dtype, kind, direction].append(sample)
-            self._curves["samples"] = found
-        samples: Mapping[tuple[str, str, str, int], list[Sample]] = self._curves["samples"]
+        samples: dict[tuple[str, str, str, int], list[Sample]] = defaultdict(list)
+        for case, measurement in self.ops.items():
+            times = (measurement.forward_seconds, measurement.backward_seconds)
+            for direction, seconds in enumerate(times):
+                sample = _sample(case, direction, seconds)
+                if sample is not None:
+                    kind = _features(case, direction)[0]
+                    samples[case.family, case.dtype, kind, direction].append(sample)
         return samples
 
     def interpolation_error(self, family: str) -> float | None:
@@ -277,10 +268,8 @@ def _place_of(kind: str, group: Group) -> tuple[str, str, str, int, int]:
     return level_of(group), group.library, kind, group.num_ranks, group.num_hosts
 
 
-def _place(transfer: Transfer) -> tuple[str, str, str, int, int]:
-    return (
-        transfer.level, transfer.library, transfer.kind, transfer.num_ranks, transfer.num_hosts
-    )  # fmt: skip
+_place = attrgetter("level", "library", "kind", "num_ranks", "num_hosts")
+"""Function that returns the group and kind of a transfer."""
 
 
 def _sample(case: OpCase, direction: int, seconds: float) -> Sample | None:

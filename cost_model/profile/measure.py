@@ -19,6 +19,7 @@ launching is outside the times unless the op itself launches slower than the dev
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,13 +35,17 @@ from .environment import Environment, difference, environment_of
 from .records import Measurement
 
 _RUN_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError,
-    TypeError, ValueError,
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _WARM_UP_RUNS = 2
 _WARM_UP_SHARE = 0.2
-_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "bool": 1, "uint8": 1,
-          "int8": 1, "int16": 2, "bfloat16": 2, "float16": 2}  # fmt: skip
 _MEMORY_SHARE = 0.8
 _BATCH_SHARE = 0.1
 """Largest share of a case's time that a batch of runs takes."""
@@ -214,6 +219,12 @@ class _Watch:
         return Progress(self.done, self.of, min(left, each * (self.of - self.done)), case)
 
 
+def _item_bytes(dtype: str) -> int:
+    """Return the bytes of an element by the number of bits in its dtype's name."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else 1
+
+
 def _check_memory(case: OpCase, device: str) -> None:
     """Refuse cases that would not fit: on a CPU the system would end the process."""
     if device == "cuda":
@@ -222,7 +233,7 @@ def _check_memory(case: OpCase, device: str) -> None:
         free = torch.cuda.mem_get_info()[0]
     else:
         free = available_memory_bytes()
-    given = sum(tensor.numel * _BYTES.get(tensor.dtype, 4) for tensor in case.tensors)
+    given = sum(tensor.numel * _item_bytes(tensor.dtype) for tensor in case.tensors)
     needed = 2 * given + max(case.num_bytes)
     if needed > free * _MEMORY_SHARE:
         raise MeasureError(

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-ActionKind = Literal[
-    "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "GATHER", "REDUCE", "STEP"
-]  # fmt: skip
+ComputeKind = Literal["F", "B", "I", "W"]
+MessageKind = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+ActionKind = Literal[ComputeKind, MessageKind, "GATHER", "REDUCE", "STEP"]
 
 FORWARD: Literal["F"] = "F"
 BACKWARD: Literal["B"] = "B"

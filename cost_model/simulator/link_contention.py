@@ -17,7 +17,7 @@ Alone a message takes α + o (Hockney, The communication challenge for MPP, Para
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ class _Sending:
     first message still takes to send, and its beginning."""
 
     def __init__(self, zero: float) -> None:
-        self.queues: dict[int, deque[Message]] = {}
+        self.queues: defaultdict[int, deque[Message]] = defaultdict(deque)
         self.left: dict[int, float] = {}
         self.began: dict[int, float] = {}
         self.seen = zero
@@ -105,8 +105,7 @@ class Ports:
 
     def add(self, ready_seconds: float, message: Message) -> None:
         """Add a message that is ready then."""
-        coming = ready_seconds, LEAVES, message.place, next(self._order), message, 0
-        heappush(self._coming, coming)
+        self._push(ready_seconds, LEAVES, message, 0)
 
     def next(self) -> Arrival | None:
         """Return the next message that is whole at its receiver's port; None after the last."""
@@ -133,16 +132,14 @@ class Ports:
 
     def _leaves(self, now: float, message: Message) -> None:
         port = self._sending[message.sender]
-        queue = port.queues.get(message.receiver)
-        if queue is None:
-            queue = port.queues[message.receiver] = deque()
+        queue = port.queues[message.receiver]
         queue.append(message)
         if len(queue) == 1:
             port.run(now)
-            self._first(now, message, port)
+            self._begin(now, message, port)
             self._share(now, port)
 
-    def _first(self, now: float, message: Message, port: _Sending) -> None:
+    def _begin(self, now: float, message: Message, port: _Sending) -> None:
         """Begin to send a message, as the first to its receiver."""
         port.left[message.receiver] = message.occupied
         port.began[message.receiver] = now
@@ -155,7 +152,7 @@ class Ports:
         del port.left[receiver]
         self._push(now + message.latency, PASSES, message, (port.began[receiver], now))
         if queue:
-            self._first(now, queue[0], port)
+            self._begin(now, queue[0], port)
         self._share(now, port)
 
     def _share(self, now: float, port: _Sending) -> None:

@@ -57,16 +57,12 @@ class ServerTimes:
         """Return the rate of all workers together, after the first quarter of the run."""
         end = min(times[-1] for times in self.finished)
         begin = end / 4
-        done = sum(_between(times, begin, end) for times in self.finished)
+        done = sum(_done(times, end) - _done(times, begin) for times in self.finished)
         return done / (end - begin)
 
 
-def _between(times: Sequence[float], begin: float, end: float) -> float:
-    """Return the iterations from ``begin`` to ``end``, with parts of the first and last."""
-    return _done(times, end) - _done(times, begin)
-
-
 def _done(times: Sequence[float], at: float) -> float:
+    """Return the iterations that are done at a moment, with a part of the running one."""
     before = 0.0
     for index, time in enumerate(times):
         if time > at:
@@ -148,7 +144,7 @@ class _Simulation:
         else:
             source, target, size = values
             number = next(self._numbers)
-            self._transfers[number] = _Transfer(source, target, size, process)
+            self._transfers[number] = _Transfer(source, target, process, left=size)
             self._share()
 
     def _share(self) -> None:
@@ -195,9 +191,8 @@ class _Simulation:
             self._ready.append(heappop(self._timers)[2])
 
     def _is_here(self, worker: int, block: int, iteration: int) -> bool:
-        here = self.pulled[worker]
-        return all(here.get((block, k), iteration + 1) > iteration
-                   for k in range(len(self.job.server_ranks)))  # fmt: skip
+        here, servers = self.pulled[worker], range(len(self.job.server_ranks))
+        return all(here.get((block, k), iteration + 1) > iteration for k in servers)
 
     def _worker(self, worker: int) -> Process:
         job = self.job
@@ -278,10 +273,6 @@ class _Simulation:
 class _Transfer:
     source: int
     target: int
-    size: float
     process: Process
-    left: float = 0.0
+    left: float
     rate: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.left = self.size

@@ -32,7 +32,6 @@ from .stage_costs import (
     action_seconds,
     inside_seconds,
     lines_of,
-    outgoing,
     part_of,
     slice_shares,
 )
@@ -95,8 +94,8 @@ class Simulation:
         self.shares = slice_shares(schedule, costs)
         self.seconds = action_seconds(costs)
         self.inside = inside_seconds(costs)
-        self.lines, self.is_chain = lines_of(schedule, costs)
-        self.outgoing = outgoing(self.lines[0]), outgoing(self.lines[1])
+        self.lines, self.outgoing = lines_of(schedule, costs)
+        self.is_chain = all(len(lines) < 2 for direction in self.lines for lines in direction)
         self.records, self.num_slices = records, schedule.num_slices
         self.activation = costs.activation_bytes or zeros
         static = [0] * schedule.num_ranks
@@ -338,20 +337,15 @@ class Simulation:
     def _record_states(self, rank: SimulatedRank, action: Action, start: float, end: float) -> None:
         """Add the collectives of states beside a pass: gathers from its start, sums to its end."""
         kind, stage, m, part = action
-        if kind == FORWARD and self.costs.forward_states_seconds:
-            seconds = self.costs.forward_states_seconds[stage]
-            event = Event(
-                Action(GATHER, stage, m, part), start, min(start + seconds, end), "parameter gather"
-            )
-        elif kind in (BACKWARD, INPUT_BACKWARD) and self.costs.backward_states_seconds:
-            seconds = self.costs.backward_states_seconds[stage]
-            event = Event(
-                Action(REDUCE, stage, m, part), max(start, end - seconds), end, "gradient sync"
-            )
-        else:
-            return
-        if seconds:
-            rank.events.append(event)
+        forward, backward = self.costs.forward_states_seconds, self.costs.backward_states_seconds
+        if kind == FORWARD and forward and forward[stage]:
+            end = min(start + forward[stage], end)
+            gather = Action(GATHER, stage, m, part)
+            rank.events.append(Event(gather, start, end, "parameter gather"))
+        elif kind in (BACKWARD, INPUT_BACKWARD) and backward and backward[stage]:
+            start = max(start, end - backward[stage])
+            sync = Action(REDUCE, stage, m, part)
+            rank.events.append(Event(sync, start, end, "gradient sync"))
 
     def _beside(
         self, rank: SimulatedRank, beside: Collectives, action: Action, start: float, work: float

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 from .actions import (
@@ -141,39 +142,11 @@ def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:
     return replace(costs, edges=schedule.edges, **spread)  # type: ignore[arg-type]
 
 
-class MessageCost(NamedTuple):
-    """Seconds of one message: until its first byte is there, of a port, of its two ends' calls."""
-
-    latency: float
-    occupied: float
-    send_call: float
-    receive_call: float
-
-
-MessageCosts = dict[tuple[int, int], MessageCost]
-
-
-def message_costs(schedule: Schedule, costs: StageCosts) -> tuple[MessageCosts, MessageCosts]:
-    """Return the costs of each direction's messages, by (sending stage, receiving stage)."""
-    edges = chain(schedule.num_stages) if schedule.edges is None else schedule.edges
-    none = (0 * costs.forward_seconds[0],) * len(edges)
-    latency, forward = costs.send_latency_seconds or none, costs.send_seconds or none
-    backward = costs.send_backward_seconds or forward
-    calls, posts = costs.send_call_seconds or none, costs.receive_call_seconds or none
-    there: MessageCosts = {}
-    back: MessageCosts = {}
-    for at, (source, target) in enumerate(edges):
-        for found, key, whole in (
-            (there, (source, target), forward[at]),
-            (back, (target, source), backward[at]),
-        ):
-            first = min(latency[at], whole)
-            found[key] = MessageCost(first, whole - first, calls[at], posts[at])
-    return there, back
-
-
 class Line(NamedTuple):
-    """From stage ``source`` to stage ``target``; seconds as in ``MessageCost``."""
+    """The messages from stage ``source`` to stage ``target``, which other ranks own.
+
+    Seconds of one message: until its first byte is there, of a port, of its two ends' calls.
+    """
 
     source: int
     target: int
@@ -185,34 +158,30 @@ class Line(NamedTuple):
     receive_call: float
 
 
-Lines = tuple[tuple[Line, ...], ...]
-"""Of each stage."""
+Lines = Sequence[Sequence[Sequence[Line]]]
+"""Lines of forwards' messages and of backwards' messages, each by stage."""
 
 
-def lines_of(schedule: Schedule, costs: StageCosts) -> tuple[tuple[Lines, Lines], bool]:
-    """Return the lines into each stage of forwards' and of backwards' messages, and true where no
-    stage has two of either."""
+def lines_of(schedule: Schedule, costs: StageCosts) -> tuple[Lines, Lines]:
+    """Return the lines into each stage and the lines out of it, by the other stage's number."""
+    edges = chain(schedule.num_stages) if schedule.edges is None else schedule.edges
+    none = (0 * costs.forward_seconds[0],) * len(edges)
+    latency, forward = costs.send_latency_seconds or none, costs.send_seconds or none
+    seconds = forward, costs.send_backward_seconds or forward
+    calls, posts = costs.send_call_seconds or none, costs.receive_call_seconds or none
     ranks = schedule.stage_rank
-    there, back = (
-        tuple(
-            tuple(
-                Line(source, stage, ranks[source], ranks[stage], *found[source, stage])
-                for source in sources
-            )
-            for stage, sources in enumerate(needed)
-        )
-        for needed, found in zip(schedule.messages, message_costs(schedule, costs), strict=True)
-    )
-    return (there, back), all(len(own) < 2 for own in (*there, *back))
-
-
-def outgoing(lines: Lines) -> Lines:
-    """Return the lines by the stage that they come from, by target in ascending order."""
-    found: list[list[Line]] = [[] for _ in lines]
-    for own in lines:
-        for line in own:
-            found[line.source].append(line)
-    return tuple(map(tuple, found))
+    into, out = ([[list[Line]() for _ in ranks] for _ in seconds] for _ in range(2))
+    for at, edge in sorted(enumerate(edges), key=itemgetter(1)):
+        for direction, (source, target) in enumerate((edge, edge[::-1])):
+            if ranks[source] == ranks[target]:
+                continue
+            first = min(latency[at], seconds[direction][at])
+            occupied = seconds[direction][at] - first
+            ends = (source, target, ranks[source], ranks[target])
+            line = Line(*ends, first, occupied, calls[at], posts[at])
+            into[direction][target].append(line)
+            out[direction][source].append(line)
+    return into, out
 
 
 def slice_shares(schedule: Schedule, costs: StageCosts) -> dict[str, Sequence[float]]:

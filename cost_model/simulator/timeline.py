@@ -7,17 +7,12 @@ do the same at the same time and are therefore simulated once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from .actions import Action
 
-Stream = Literal[
-    "compute", "send forward", "send backward", "gradient sync", "parameter gather"
-]  # fmt: skip
-STREAMS: tuple[Stream, ...] = (
-    "compute", "send forward", "send backward", "gradient sync", "parameter gather",
-)  # fmt: skip
-
+Stream = Literal["compute", "send forward", "send backward", "gradient sync", "parameter gather"]
+STREAMS: tuple[Stream, ...] = get_args(Stream)
 
 NO_STAGE = -1
 
@@ -84,12 +79,8 @@ class Timeline:
 
         Zero-bubble papers measure a step so: a rank may begin the next one without the others.
         """
-        rows = [events for events in self.events if events]
-        return max(
-            max(event.end_seconds for event in events if event.stream == "compute")
-            - min(event.start_seconds for event in events if event.stream == "compute")
-            for events in rows
-        )
+        rows = [[each for each in events if each.stream == "compute"] for events in self.events]
+        return max(row[-1].end_seconds - row[0].start_seconds for row in rows if row)
 
     @property
     def num_devices(self) -> int:

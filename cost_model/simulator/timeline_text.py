@@ -43,10 +43,7 @@ def draw(timeline: Timeline, width: int, *, limit: int = 16) -> tuple[str, ...]:
     head = count if count <= limit else limit // 2
     shown = [*range(head), *range(max(head, count - limit // 2), count)]
     digits = len(str(count - 1))
-    lines = [
-        f"rank {rank:>{digits}}  {_row(timeline, rank, width)}"
-        for rank in shown
-    ]  # fmt: skip
+    lines = [f"rank {rank:>{digits}}  {_row(timeline, rank, width)}" for rank in shown]
     if len(shown) < count:
         lines.insert(head, f"{'…':>{5 + digits}}  {count - len(shown)} more")
     return tuple(lines)

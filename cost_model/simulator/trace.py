@@ -25,10 +25,16 @@ from .timeline import STREAMS, Event, Stream, Timeline
 TraceEvent = dict[str, Any]
 
 NAMES = {
-    "F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights",
-    "SEND_F": "send forward", "SEND_B": "send backward", "GATHER": "gather parameters",
-    "REDUCE": "sum gradients", "STEP": "optimizer",
-}  # fmt: skip
+    "F": "forward",
+    "B": "backward",
+    "I": "backward of inputs",
+    "W": "backward of weights",
+    "SEND_F": "send forward",
+    "SEND_B": "send backward",
+    "GATHER": "gather parameters",
+    "REDUCE": "sum gradients",
+    "STEP": "optimizer",
+}
 """Names of actions in the trace's categories."""
 
 MICROSECONDS = 1e6
@@ -109,16 +115,19 @@ def _metadata(what: str, rank: int, thread: int = 0, **arguments: object) -> Tra
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": arguments}
 
 
+def _event(phase: str, rank: int, stream: Stream, seconds: float, **facts: object) -> TraceEvent:
+    thread, microseconds = STREAMS.index(stream), float(seconds) * MICROSECONDS
+    return {"ph": phase, "pid": rank, "tid": thread, "ts": microseconds, **facts}
+
+
 def _slice(rank: int, event: Event) -> TraceEvent:
     action = event.action
     arguments = {"stage": action.stage}
     if action.microbatch >= 0:
         arguments["micro-batch"] = action.microbatch
-    return {
-        "ph": "X", "name": str(action), "cat": NAMES[action.kind], "pid": rank,
-        "tid": STREAMS.index(event.stream), "ts": float(event.start_seconds) * MICROSECONDS,
-        "dur": float(event.end_seconds - event.start_seconds) * MICROSECONDS, "args": arguments,
-    }  # fmt: skip
+    duration = float(event.end_seconds - event.start_seconds) * MICROSECONDS
+    facts = {"name": str(action), "cat": NAMES[action.kind], "dur": duration, "args": arguments}
+    return _event("X", rank, event.stream, event.start_seconds, **facts)
 
 
 Takers = dict[Action, tuple[int, Event]]
@@ -147,19 +156,10 @@ def _flow(rank: int, event: Event, takers: Takers, name: str) -> Iterator[TraceE
         "cat": "message",
         "id": f"{name}{kind}-{stage}-{event.to}-{m}-{part}",
     }
-    yield {
-        **common, "ph": "s", "pid": rank, "tid": STREAMS.index(event.stream),
-        "ts": float(event.start_seconds) * MICROSECONDS,
-    }  # fmt: skip
-    yield {
-        **common, "ph": "f", "bp": "e", "pid": receiver, "tid": STREAMS.index(taker.stream),
-        "ts": float(taker.start_seconds) * MICROSECONDS,
-    }  # fmt: skip
+    yield _event("s", rank, event.stream, event.start_seconds, **common)
+    yield _event("f", receiver, taker.stream, taker.start_seconds, **common, bp="e")
 
 
 def _counter(rank: int, changes: Sequence[tuple[float, int]]) -> Iterator[TraceEvent]:
     for second, held in changes:
-        yield {
-            "ph": "C", "name": "memory", "pid": rank, "tid": 0,
-            "ts": float(second) * MICROSECONDS, "args": {"bytes": held},
-        }  # fmt: skip
+        yield _event("C", rank, "compute", second, name="memory", args={"bytes": held})

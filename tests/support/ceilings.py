@@ -19,7 +19,7 @@ SYSTEMS = "parts that are recomputed, groups that routers choose from, whose tra
 KERNELS = "prices of kernels over products, folded experts, layers of several kinds in a list"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
-    ("cost_model: lines", 8675, SYSTEMS),
+    ("cost_model: lines", 8591, SYSTEMS),
     ("cost_model: files", 45, FOLDERS),
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
@@ -44,7 +44,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("api: flat files", 2),
     ("api: imports inside functions", 280, CALLS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 103401, SYSTEMS),
+    ("all packages: lines", 103317, SYSTEMS),
     ("all packages: files", 603, FOLDERS),
     ("all packages: flat files", 35),
     ("all packages: imports inside functions", 278, CALLS),
@@ -57,11 +57,11 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("functions over 8 parameters", 22),
     ("function docstrings that begin with a clause", 799),
     ('function docstrings with "what"', 708, FORMS),
-    ("exceptions from formatting (fmt: skip, fmt: off)", 817, KERNELS),
+    ("exceptions from formatting (fmt: skip, fmt: off)", 799, KERNELS),
     ("words of docs/ without docs/adr/", 51691, SYSTEMS),
     ("words of CHANGELOG.md", 6024, SYSTEMS),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 66193, SYSTEMS),
+    ("tests: lines", 66191, SYSTEMS),
     ("tests: files", 439, FOLDERS),
     ("tests: flat files", 20),
 )
