@@ -99,9 +99,7 @@ def _inter_link(table: Mapping[str, Any], hosts: list[Host], usual: list[Link], 
     if usual:
         return min(usual, key=lambda link: link.bytes_per_second)
     if len(hosts) > 1:
-        raise ClusterError(
-            "no link between the hosts is given", at, "name a link preset, or give a table"
-        )
+        raise _missing_link("hosts", at)
     return hosts[0].link
 
 
@@ -115,10 +113,13 @@ def _rack_link(value: Any, hosts: list[Host], at: str) -> Link | None:
             'add rack = "NAME" to hosts',
         )
     if value is None and len(racks) > 1:
-        raise ClusterError(
-            "no link between the racks is given", at, "name a link preset, or give a table"
-        )
+        raise _missing_link("racks", at)
     return None if value is None else _read_link(value, at)
+
+
+def _missing_link(places: str, at: str) -> ClusterError:
+    fix = "name a link preset, or give a table"
+    return ClusterError(f"no link between the {places} is given", at, fix)
 
 
 def to_dict(cluster: Cluster) -> dict[str, Any]:

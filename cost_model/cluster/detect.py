@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,49 +43,24 @@ _PATIENCE_SECONDS = 0.06
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def detect_local(num_devices: int | None = None) -> Cluster:
-    """Detect the cluster of this machine: its GPUs if it has any, else its CPU cores.
-
-    ``num_devices`` takes that many of the GPUs, or any number of CPU processes. Raises
-    ``ClusterError`` for more GPUs than there are.
-    """
+def detect_local() -> Cluster:
+    """Detect the cluster of this machine: its GPUs if it has any, else its CPU cores."""
     import torch
 
-    if torch.cuda.is_available():
-        return _detect_gpus(num_devices)
-    return detect_cpu(num_devices)
+    return _detect_gpus() if torch.cuda.is_available() else detect_cpu()
 
 
 def detect_cpu(num_devices: int | None = None) -> Cluster:
     """Detect this machine's CPU as ``num_devices`` processes, by default a core each (at most 8).
 
     The devices' memory excludes memory in use. The link has typical figures of gloo between
-    processes of one machine; see ``with_measured_link``.
+    processes of one machine.
     """
     cores = usable_cores()
     num = num_devices or min(cores, MAX_CPU_DEVICES)
     link = link_presets()["loopback"]
     host = Host(device=_measure_cpu(num, cores), num_devices=num, link=link)
     return Cluster(name=f"cpu:{num}", hosts=(host,), inter_link=link)
-
-
-def with_measured_link(
-    cluster: Cluster, alpha_seconds: float, bytes_per_second: float, *, base_seconds: float = 0.0
-) -> Cluster:
-    """Return ``cluster`` with measured figures of the link within its hosts.
-
-    In a cluster of one host it is also the link between hosts, of which there are none.
-    """
-
-    figures: dict[str, Any] = {
-        "alpha_seconds": alpha_seconds,
-        "bytes_per_second": bytes_per_second,
-        "base_seconds": base_seconds,
-        "source": "measured",
-    }
-    hosts = tuple(replace(host, link=replace(host.link, **figures)) for host in cluster.hosts)
-    inter_link = hosts[0].link if len(hosts) == 1 else cluster.inter_link
-    return replace(cluster, hosts=hosts, inter_link=inter_link)
 
 
 def usable_cores() -> int:
@@ -245,20 +221,13 @@ def _cpu_families(peak: float, bandwidth: float) -> dict[str, float]:
     }
 
 
-def _detect_gpus(num_devices: int | None) -> Cluster:
+def _detect_gpus() -> Cluster:
     import torch
 
-    present = torch.cuda.device_count()
-    num = num_devices or present
-    if num > present:
-        raise ClusterError(
-            f"this machine has {present} GPU(s), not {num}",
-            fix="use fewer GPUs, cpu:N, or the name of the cluster that you plan for",
-        )
-    names = [torch.cuda.get_device_name(index) for index in range(num)]
+    names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
     hosts = []
-    for name, run in groupby(range(num), key=lambda index: names[index]):
-        indices = list(run)
+    for name, run in groupby(enumerate(names), key=itemgetter(1)):
+        indices = [index for index, _ in run]
         total = int(torch.cuda.get_device_properties(indices[0]).total_memory)
         hosts.append(gpu_host(name, total, len(indices), indices[0]))
     return _cluster_of(hosts)

@@ -138,8 +138,8 @@ def _seconds(rounds: tuple[int, tuple[RoundParts, ...]], num_bytes: float, group
     num_parts, each = rounds
     part = num_bytes / num_parts
     intra, inter = group.intra, group.inter
-    within = group.sharing * part / intra.bytes_per_second
-    between = group.sharing * part / (group.ranks_per_host * inter.bytes_per_second)
+    within = part / intra.bytes_per_second
+    between = part / (group.ranks_per_host * inter.bytes_per_second)
     total = 0.0
     for parts in each:
         start = inter.alpha_seconds if parts.between else intra.alpha_seconds

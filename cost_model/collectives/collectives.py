@@ -54,12 +54,10 @@ class Group:
     """Ranks that run a collective together.
 
     ``num_ranks`` = ``ranks_per_host`` × ``num_hosts`` where the hosts hold equally many of them;
-    otherwise ``ranks_per_host`` is the fewest. ``sharing`` is how many such groups talk at the same
-    time over the same device's link (1: each rank has its link's bandwidth to itself, which holds
-    for the groups of a mesh axis, as links are per device). ``library`` limits the algorithms: NCCL
-    has rings, trees, in-switch reduction and, with one rank per host,
-    butterflies; gloo has rings, and reduce-scatters by an all-to-all, after which each rank sums
-    (``runtime.messages.communicator``); ``"any"`` has all.
+    otherwise ``ranks_per_host`` is the fewest. Each rank has its link's bandwidth to itself, as
+    links are per device. ``library`` limits the algorithms: NCCL has rings, trees, in-switch
+    reduction and, with one rank per host, butterflies; gloo has rings, and reduce-scatters by an
+    all-to-all, after which each rank sums (``runtime.messages.communicator``); ``"any"`` has all.
     """
 
     num_ranks: int
@@ -67,7 +65,6 @@ class Group:
     num_hosts: int
     intra: Link
     inter: Link
-    sharing: int = 1
     library: Library = "any"
 
     @property
@@ -154,13 +151,12 @@ def algorithm_seconds(
     protocols: Mapping[str, Protocols] | None = None,
 ) -> dict[str, float]:
     """Return the seconds of each algorithm that ``group`` can run. Needs two ranks or more."""
-    intra, inter, sharing = group.intra, group.inter, group.sharing
+    intra, inter = group.intra, group.inter
     first, second = PLAIN, PLAIN
     if group.library == "nccl":
         first, second = _protocols_of(intra, protocols), _protocols_of(inter, protocols)
-    fill = first.switch_fill_seconds
-    alpha1, beta1 = intra.alpha_seconds, intra.bytes_per_second / sharing
-    alpha2, beta2 = inter.alpha_seconds, inter.bytes_per_second / sharing
+    alpha1, beta1 = intra.alpha_seconds, intra.bytes_per_second
+    alpha2, beta2 = inter.alpha_seconds, inter.bytes_per_second
     if kind == "all_to_all":
         alpha1 += first.exchange_seconds
         beta1 *= first.exchange_share
@@ -174,9 +170,8 @@ def algorithm_seconds(
         name: base + min(_seconds(counts, num_bytes, each) for each in wires)
         for name, counts in _offered(kind, shape, group.library)
     }
-    reduces_in_switch = group.library != "gloo" and shape.p >= SMALLEST_IN_SWITCH
-    if kind == "all_reduce" and intra.reduction_bytes_per_second and reduces_in_switch:
-        rate = intra.reduction_bytes_per_second / sharing
+    rate, fill = intra.reduction_bytes_per_second, first.switch_fill_seconds
+    if kind == "all_reduce" and rate and group.library != "gloo" and shape.p >= SMALLEST_IN_SWITCH:
         seconds["in_switch"] = base + min(
             _in_switch_seconds(num_bytes, shape, each, rate=rate, fill_seconds=fill)
             for each in wires

@@ -24,24 +24,24 @@ def mirrored(gather: Rounds) -> Rounds:
 
 def reduce_scatter(gather: Algorithm) -> Algorithm:
     """Return the mirror image of an all-gather, which counts as much."""
-
-    def make(hosts: Hosts, num_pieces: int) -> Made | None:
-        made = gather.make(hosts, num_pieces)
-        return None if made is None else (made[0], mirrored(made[1]))
-
-    return Algorithm(gather.count, make)
+    return _derived(gather, lambda counts: counts, mirrored)
 
 
 def all_reduce(gather: Algorithm) -> Algorithm:
     """Return the all-reduce that reduce-scatters by a gather's mirror image, then gathers."""
+    return _derived(gather, Counts.doubled, lambda rounds: mirrored(rounds) + rounds)
 
+
+def _derived(
+    gather: Algorithm, counts_of: Callable[[Counts], Counts], rounds_of: Callable[[Rounds], Rounds]
+) -> Algorithm:
     def count(shape: Shape) -> Counts | None:
         counts = gather.count(shape)
-        return None if counts is None else counts.doubled()
+        return None if counts is None else counts_of(counts)
 
     def make(hosts: Hosts, num_pieces: int) -> Made | None:
         made = gather.make(hosts, num_pieces)
-        return None if made is None else (made[0], mirrored(made[1]) + made[1])
+        return None if made is None else (made[0], rounds_of(made[1]))
 
     return Algorithm(count, make)
 

@@ -12,8 +12,8 @@ that it need not wait long for another's end. Sources: Jayarajan et al., "Priori
 Propagation for Distributed DNN Training" (P3), MLSys 2019; Peng et al., "A Generic Communication
 Scheduler for Distributed DNN Training Acceleration" (ByteScheduler), SOSP 2019.
 
-All ranks must start sums in one order, whoever is faster. So the order is found here, once, and is
-part of the plan: a rank starts a sum when its gradients and all earlier sums are there.
+All ranks must start sums in one order, so it is part of the plan: a rank starts a sum when its
+gradients and all earlier sums are there.
 """
 
 from __future__ import annotations

@@ -213,21 +213,23 @@ def bytes_in_rounds(table: Table) -> Levels:
 
     1.0 is all bytes of the tensor, or of one rank's input of an all-to-all.
     """
-    host = table.host_of()
-    intra = sum(busiest_port(messages, host, crosses=False) for messages in table.rounds)
-    inter = sum(busiest_port(messages, host, crosses=True) for messages in table.rounds)
-    return Levels(intra / table.num_parts, inter / table.num_parts)
+    return _busiest_tensors(table, table.rounds)
 
 
 def busiest_bytes(table: Table) -> Levels:
     """Return the most tensors that one rank sends or receives in all on a level.
 
-    It bounds the time of a pipelined algorithm whose parts are many.
+    It bounds the time of a pipelined algorithm with many parts.
     """
-    host, messages = table.host_of(), tuple(table.messages())
-    intra = busiest_port(messages, host, crosses=False)
-    inter = busiest_port(messages, host, crosses=True)
-    return Levels(intra / table.num_parts, inter / table.num_parts)
+    return _busiest_tensors(table, (tuple(table.messages()),))
+
+
+def _busiest_tensors(table: Table, rounds: Rounds) -> Levels:
+    host = table.host_of()
+    levels = (
+        [busiest_port(each, host, crosses=crosses) for each in rounds] for crosses in (False, True)
+    )
+    return Levels(*(sum(parts) / table.num_parts for parts in levels))
 
 
 def sent_bytes(table: Table, rank: int) -> float:

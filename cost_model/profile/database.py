@@ -14,7 +14,7 @@ import json
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
@@ -215,16 +215,6 @@ class Database:
         """Return the reasons why cases could not be measured, by their keys."""
         query = "SELECT key, reason FROM failures WHERE environment=?"
         return dict(self._rows(query, (self._find(environment),)))
-
-    def describe(self, environment: Environment, cases: Iterable[OpCase]) -> None:
-        """Renew the features of measured cases: they may be computed better now."""
-        number = self._find(environment)
-        rows = [(_body(case), number, case.key()) for case in cases]
-        if number is not None and rows:
-            with self._transaction():
-                self._connection.executemany(
-                    "UPDATE ops SET body=? WHERE environment=? AND key=?", rows
-                )
 
     def get(self, environment: Environment, case: OpCase) -> Measurement | None:
         """The measurement of a case, None if there is none."""

@@ -176,7 +176,7 @@ class Profile:
         None without any, and for many more bytes than the only size that was measured.
         ``num_bytes`` as ``collectives.collective_seconds`` counts them.
         """
-        if group.num_ranks <= 1 or num_bytes <= 0 or group.sharing != 1:
+        if group.num_ranks <= 1 or num_bytes <= 0:
             return None
         return self._transfer(_place_of(kind, group), num_bytes)
 

@@ -91,9 +91,7 @@ class _Simulation:
         self.clocks = {key: Clocks(workers, job.bound) for key in self._keys()}
         self.free_at = [0.0] * len(job.server_ranks)
         self.pulled = [dict.fromkeys(self._keys(), 1) for _ in workers]
-        self.queues: list[list[list[tuple[int, int]]]] = [
-            [[] for _ in job.server_ranks] for _ in workers
-        ]
+        self.queues = [[list[int]() for _ in job.server_ranks] for _ in workers]
         self.acknowledged = [dict.fromkeys(self._keys(), 0) for _ in workers]
         self.finished: list[list[float]] = [[] for _ in workers]
 
@@ -207,7 +205,7 @@ class _Simulation:
                 yield ("seconds", job.backward[worker][block])
                 for server, size in enumerate(job.block_bytes[block]):
                     if size:
-                        self.queues[worker][server].append((block, iteration))
+                        self.queues[worker][server].append(block)
             iteration += 1
 
     def _recorder(self, worker: int) -> Process:
@@ -224,7 +222,7 @@ class _Simulation:
         replica = job.replica[server] if job.replica else None
         while True:
             yield ("until", lambda: bool(queue))
-            block, _ = queue.pop(0)
+            block = queue.pop(0)
             size = job.block_bytes[block][server]
             if source != target:
                 yield ("seconds", job.latency_seconds)

@@ -178,14 +178,9 @@ class Simulation:
 
     def _advance(self, rank: SimulatedRank) -> int:
         """Run a rank until its row ends or it waits, and return the message it waits for."""
-        row, num_microbatches, num_slices = (
-            rank.row,
-            self.schedule.num_microbatches,
-            self.num_slices,
-        )
+        row, at, length = rank.row, rank.at, len(rank.row)
+        num_microbatches, num_slices = self.schedule.num_microbatches, self.num_slices
         posted, arrived = self.posted, self.arrived
-        length = len(row)
-        at = rank.at
         while at < length:
             action = row[at]
             kind, stage, m, part = action

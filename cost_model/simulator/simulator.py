@@ -8,10 +8,9 @@ waits for the messages of all that it needs, and stages that do not need each ot
 same time.
 
 A rank has one compute stream that runs its compute actions in order, and the calls that send a
-message or post a receive, which take the rank's time if the costs say so. A message is ready when
-its send is called and its receive is posted; a rank's messages share its two ports (see
-``link_contention``). Gradient sums and parameter gathers stop a rank, or run beside its compute
-where the costs say how much they slow it down (see ``overlap``).
+message or post a receive. A message is ready when its send is called and its receive is posted; a
+rank's messages share its two ports (see ``link_contention``). Gradient sums and parameter gathers
+stop a rank, or run beside its compute, which they slow down (see ``overlap``).
 
 With no communication, GPipe and 1F1B of D equal stages and N micro-batches have the bubble
 (D-1)/(D-1+N), and interleaved 1F1B of K chunks per rank (D-1)/(D-1+KN) (Narayanan et al.

@@ -15,7 +15,7 @@ import torch
 from processes import FULL_SECONDS
 
 from autoparallel.cost_model.cluster import detect
-from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.cluster_file import from_dict, to_dict
 from autoparallel.cost_model.cluster.detect import (
     detect_cpu,
@@ -23,9 +23,8 @@ from autoparallel.cost_model.cluster.detect import (
     match_gpu_name,
     threads_per_device,
     usable_cores,
-    with_measured_link,
 )
-from autoparallel.cost_model.cluster.shorthand import parse_cluster, resolve_cluster
+from autoparallel.cost_model.cluster.shorthand import resolve_cluster
 
 OF_CLUSTERS = [
     "cluster",
@@ -108,13 +107,6 @@ def test_a_container_quota_limits_the_cores(
     assert detect.available_memory_bytes() == 600000
 
 
-def test_a_measured_link_replaces_the_typical_one() -> None:
-    cluster = with_measured_link(parse_cluster("cpu:2"), 5e-6, 3e9, base_seconds=1e-5)
-    link = cluster.link(0, 1)
-    assert (link.alpha_seconds, link.bytes_per_second, link.base_seconds) == (5e-6, 3e9, 1e-5)
-    assert link.source == "measured"
-
-
 def test_cpu_n_is_measured_here() -> None:
     cluster = resolve_cluster("cpu:3")
     assert cluster.num_devices == 3
@@ -169,8 +161,6 @@ def test_gpus_are_found() -> None:
     cluster = detect_local()
     assert cluster.num_devices == torch.cuda.device_count()
     assert cluster.device(0).kind == "cuda"
-    with pytest.raises(ClusterError, match="this machine has"):
-        detect_local(torch.cuda.device_count() + 1)
 
 
 def test_the_cost_model_imports_without_torch() -> None:

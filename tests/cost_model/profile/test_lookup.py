@@ -212,7 +212,6 @@ def test_a_collective_is_measured_interpolated_or_unknown() -> None:
         ("all_reduce", 1 << 14, replace(RING, num_ranks=2, ranks_per_host=2)),
         ("all_reduce", 1 << 14, replace(RING, library="nccl")),
         ("all_reduce", 1 << 14, replace(RING, intra=Link("other", 0.0, 1.0))),
-        ("all_reduce", 1 << 14, replace(RING, sharing=2)),
     ):
         assert profile.collective(kind, num_bytes, group) is None
 
