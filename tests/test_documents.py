@@ -130,16 +130,15 @@ def test_the_reference_of_plans_has_every_field(references: ModuleType) -> None:
 
 
 def test_the_reference_of_devices_has_every_source(references: ModuleType) -> None:
-    from autoparallel.cost_model.cluster.link_presets import LINKS
-    from autoparallel.cost_model.cluster.presets import PRESETS
+    from autoparallel.cost_model.cluster.presets import device_presets, link_presets
 
     page = references.devices_page()
-    for name, preset in PRESETS.items():
+    for name, preset in device_presets().items():
         section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
         shown = {"host_memory_bytes", "peak_flops", "num_units", "efficiency.matmul"}
         for field in shown & set(preset.device.sources):
             assert preset.device.sources[field] in section, (name, field)
-    assert all(f"\n## {name}\n" in page for name in LINKS)
+    assert all(f"\n## {name}\n" in page for name in link_presets())
 
 
 def test_every_document_is_in_the_site(references: ModuleType) -> None:

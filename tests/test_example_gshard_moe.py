@@ -13,7 +13,7 @@ from kept_captures import capture_once
 from marks import slow
 from processes import run_processes
 
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization.deferred_init import Deferred, plain_build

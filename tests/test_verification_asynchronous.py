@@ -16,7 +16,7 @@ from one_device import loss_of
 from processes import run_processes
 from test_verification import captured, target
 
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization.deferred_init import plain_build

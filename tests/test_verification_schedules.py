@@ -9,7 +9,7 @@ import pytest
 from processes import run_processes
 from test_verification import GLOBAL_BATCH, captured, check_verified, target, verify_all
 
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import UsageError

@@ -11,7 +11,7 @@ from autoparallel.actions.terminal import print_json, stdout_console
 from autoparallel.cache.database import find_profile
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Link
 from autoparallel.cost_model.cluster.gpu_links import Wires
-from autoparallel.cost_model.cluster.presets import PRESETS
+from autoparallel.cost_model.cluster.presets import device_presets
 from autoparallel.options.words import bytes_text, percent_text, rate_text, seconds_text
 from autoparallel.planning.plan import find_cluster
 from autoparallel.report.printing import plain_table
@@ -51,7 +51,7 @@ def show_measured(cluster: Cluster, console: Console) -> None:
     if profile is None:
         console.print("\nnothing measured yet (autoparallel profile TARGET)", style="dim")
         return
-    counts = f"{profile.num_ops} ops and {profile.num_transfers} transfers"
+    counts = f"{len(profile.ops)} ops and {len(profile.transfers)} transfers"
     console.print(f"\n[bold]measured[/] {counts} on {profile.environment}")
     if profile.mismatch:
         console.print(profile.mismatch, style="yellow", markup=False)
@@ -148,13 +148,13 @@ def figure_table(figures: Figures) -> Table:
 def _show_presets(json: bool) -> None:
 
     if json:
-        print_json({name: asdict(preset) for name, preset in PRESETS.items()})
+        print_json({name: asdict(preset) for name, preset in device_presets().items()})
         return
     table = plain_table(
         ("preset", "left"), ("memory", "right"), ("bandwidth", "right"), ("best", "right"),
         ("within a host", "left"),
     )  # fmt: skip
-    for name, preset in PRESETS.items():
+    for name, preset in device_presets().items():
         device = preset.device
         dtype = next((d for d in BEST_DTYPES if d in device.peak_flops), "float32")
         table.add_row(

@@ -12,8 +12,8 @@ from rich.text import Text
 from autoparallel.actions.terminal import print_json, stdout_console
 from autoparallel.cache.plan_cache import clear_cache, read_contents
 from autoparallel.cost_model.simulator.actions import format_table
-from autoparallel.cost_model.simulator.schedule_text import draw_schedule
 from autoparallel.cost_model.simulator.simulator import StageCosts, simulate
+from autoparallel.cost_model.simulator.timeline_text import draw_schedule
 from autoparallel.options.parse import did_you_mean
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.requests.request import FORCED_SCHEDULES

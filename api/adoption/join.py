@@ -18,8 +18,11 @@ from autoparallel.calls.following import Following, followed
 from autoparallel.calls.form import CallForm
 from autoparallel.calls.modes import as_at_start, say_if_rows_are_apart
 from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
-from autoparallel.cost_model.cluster.detect import threads_per_device
-from autoparallel.cost_model.cluster.launched_cluster import joined_cluster, own_process_device
+from autoparallel.cost_model.cluster.detect import (
+    joined_cluster,
+    own_process_device,
+    threads_per_device,
+)
 from autoparallel.options.plan_options import PlanOptions, without_servers
 from autoparallel.passes.capture.capture_model import NO_LOSS
 from autoparallel.passes.capture.export import held_tensors, with_held

@@ -18,7 +18,7 @@ from autoparallel.analysis.facts import busiest_rank, rank_seconds
 from autoparallel.analysis.plan_model import EQUAL, PlanModel
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Link
-from autoparallel.cost_model.cluster.quantity import parse_bytes, parse_rate
+from autoparallel.cost_model.cluster.figures import parse_bytes, parse_rate
 from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import Evaluator

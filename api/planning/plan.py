@@ -17,7 +17,7 @@ from autoparallel.cache.captures import with_cached_memory
 from autoparallel.cache.database import database_path, find_profile
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
 from autoparallel.cost_model.cluster.cluster import ClusterError
-from autoparallel.cost_model.cluster.resolve import resolve_cluster
+from autoparallel.cost_model.cluster.shorthand import resolve_cluster
 from autoparallel.options.collection import rare_collections
 from autoparallel.options.plan_options import PlanOptions, without_servers
 from autoparallel.options.progress import Observe, ignore

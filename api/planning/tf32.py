@@ -10,8 +10,14 @@ import sys
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from autoparallel.cost_model.cluster.tf32 import FAMILIES, Tf32, has_tf32, with_tf32
-from autoparallel.cost_model.cluster.torch_tf32 import set_torch, torch_families
+from autoparallel.cost_model.cluster.tf32 import (
+    FAMILIES,
+    Tf32,
+    has_tf32,
+    set_torch,
+    torch_families,
+    with_tf32,
+)
 from autoparallel.planner.errors import UsageError
 
 if TYPE_CHECKING:

@@ -91,7 +91,7 @@ def _plan_measured(
     if not is_wanted(options, cluster) or is_launched(os.environ):
         return plan_program(program, target, cluster, options, observe, cache)
     work = PlanWork(program, target, cluster, options, database_path(options.database))
-    if work.known()[0].num_ops:
+    if work.known()[0].ops:
         found = plan_program(program, target, cluster, options, observe, cache)
         if not work.is_worth_starting(found):
             return found

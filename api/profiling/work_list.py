@@ -26,7 +26,7 @@ import torch
 from autoparallel.cache.database import explain_database_errors, measuring_environment
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.detect import MAX_CPU_DEVICES, match_gpu_name
-from autoparallel.cost_model.cluster.torch_tf32 import torch_computing
+from autoparallel.cost_model.cluster.tf32 import torch_computing
 from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.cost_model.profile.database import Database
 from autoparallel.cost_model.profile.environment import Environment

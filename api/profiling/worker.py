@@ -272,7 +272,7 @@ class SearchWork(WorkList):
             "measured": self.measured,
             "transfers": self.num_transfers,
             "left": len(self.waiting) + self.waiting_links,
-            "known": [known.num_ops, known.num_transfers],
+            "known": [len(known.ops), len(known.transfers)],
             "skipped": sorted(self.skipped.items()),
             "errors": {family: known.interpolation_error(family) for family in families},
             "counts": {

@@ -21,7 +21,7 @@ from autoparallel.calls.first_step import compare_first_step
 from autoparallel.calls.following import Following, followed
 from autoparallel.calls.form import CallForm
 from autoparallel.calls.modes import say_if_drawn_apart, say_if_rows_are_apart
-from autoparallel.cost_model.cluster.torch_tf32 import set_torch
+from autoparallel.cost_model.cluster.tf32 import set_torch
 from autoparallel.options.run_options import RunOptions
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.initialization.deferred_init import Deferred, Init, plain_build

@@ -1,7 +1,7 @@
 """Fits the constants of links to published times, and says how well they predict others'.
 
 ``python benchmarks/collectives/calibrate.py`` prints, per kind of link, the constants that
-``cost_model/cluster/link_presets.py`` holds rounded; then, for each source, the error of constants
+``cost_model/cluster/links.toml`` holds rounded; then, for each source, the error of constants
 fitted without it. Fitted: the mean over sources of the mean |log(predicted/measured)|, by
 changing one constant at a time by a factor that shrinks. Start values follow from data
 sheets alone, so that nothing of a source that was left out is known. A kind of link of which
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from cases import Case, Error, error, grouped, predicted_seconds, read_cases
 
 from autoparallel.cost_model.cluster.cluster import Link
-from autoparallel.cost_model.cluster.link_presets import Protocols
+from autoparallel.cost_model.cluster.presets import Protocols
 
 STEP_SECONDS = {"nvlink": 1e-6, "infiniband": 5e-6}
 """Not fitted: the tuning logs of NCCL 2.27.5 (meta-pytorch/autoparallel@a54c252)."""

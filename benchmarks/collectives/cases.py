@@ -14,8 +14,7 @@ from math import exp, log
 from pathlib import Path
 
 from autoparallel.cost_model.cluster.cluster import Link
-from autoparallel.cost_model.cluster.link_presets import PROTOCOLS, Protocols
-from autoparallel.cost_model.cluster.presets import find_link
+from autoparallel.cost_model.cluster.presets import Protocols, find_link
 from autoparallel.cost_model.collectives.collectives import Group, collective_seconds, p2p_seconds
 
 DATA = Path(__file__).parent / "data" / "nccl.csv"
@@ -130,7 +129,7 @@ def without_switch(link: Link) -> Link:
     return replace(link, reduction_bytes_per_second=0.0)
 
 
-def predicted_seconds(case: Case, protocols: Mapping[str, Protocols] = PROTOCOLS) -> float:
+def predicted_seconds(case: Case, protocols: Mapping[str, Protocols] | None = None) -> float:
     """What the cost model says."""
     if case.kind == "sendrecv":
         return p2p_seconds(case.num_bytes, case.group.intra, protocols=protocols)

@@ -45,8 +45,8 @@ FAULTS = (
           "warmup=eager * ((depth[stage] if depth else num_ranks - stage) - 0),",
           "tests/planner/schedules"),
     # a ring of n ranks sends n parts
-    Fault("ring-share", "cost_model/collectives/formulas.py",
-          "share = (n - 1) / n * num_bytes", "share = num_bytes",
+    Fault("ring-share", "cost_model/collectives/gathers.py",
+          "share = (n - 1) / n", "share = 1",
           "tests/cost_model/test_collectives.py tests/cost_model/test_algorithms.py"),
     # ZeRO 1 does not shard the optimizer's states
     Fault("optimizer-unsharded", "cost_model/ops/memory.py",
@@ -58,9 +58,8 @@ FAULTS = (
           "rate = 1 - self.slowed_share", "rate = 1",
           "tests/cost_model/test_overlap.py"),
     # the first send of a rank is as late as its last
-    Fault("latency-twice", "cost_model/simulator/action_costs.py",
-          "found[key] = MessageCost(first, whole - first, calls[at], posts[at])",
-          "found[key] = MessageCost(first, whole, calls[at], posts[at])",
+    Fault("latency-twice", "cost_model/simulator/stage_costs.py",
+          "occupied = seconds[direction][at] - first", "occupied = seconds[direction][at]",
           "tests/cost_model/test_simulator.py"),
     # activations are never freed
     Fault("activations-kept", "cost_model/simulator/simulation.py",

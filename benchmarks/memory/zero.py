@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from ranks import COMPARED_STEPS, on_ranks
 
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.ops.memory import GradientDtype, policy, sent_bytes
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions

@@ -30,7 +30,7 @@ from clusters import BYTES_PER_SECOND, FLOPS_PER_SECOND, NUM_RANKS, Emulated
 from ranks import measure_issue, on_ranks
 
 from autoparallel.cost_model.cluster.cluster import Cluster, Link
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.simulator.server_simulation import ServerTimes
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions

@@ -10,7 +10,7 @@ from typing import Any
 
 from one_stage import ranked
 
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.placers.space import Problem
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice

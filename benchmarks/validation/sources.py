@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
 from autoparallel.cost_model.collectives.collectives import Group, collective_seconds
-from autoparallel.cost_model.ops.compute import op_seconds
+from autoparallel.cost_model.ops.compute import rate
 from autoparallel.planner.pricing.seconds import Seconds
 from autoparallel.planner.pricing.stage_cost import StageCost
 
@@ -80,7 +80,7 @@ class Program:
         )
         if self.accumulation:
             moved = self.accumulation * cost.memory_bytes["gradients"]
-            added = op_seconds(device, "elementwise", 0.0, moved, "bfloat16")
+            added = rate(device, "elementwise", "bfloat16").seconds(0.0, moved)
             seconds = seconds._replace(backward_compute=seconds.backward_compute + added)
         if is_last and self.loss_seconds:
             half = self.loss_seconds / 2

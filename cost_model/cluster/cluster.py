@@ -16,11 +16,8 @@ from .gpu_links import MOST_DEVICES, Wires, are_wires, num_links_used, wires_amo
 Source = Literal["measured", "interpolated", "spec"]
 
 
-class ClusterError(ValueError):
-    """A description of a cluster is wrong.
-
-    ``what`` is one sentence; ``where`` the file and key, or the text given; ``fix`` what to try.
-    """
+class FigureError(ValueError):
+    """Wrong or missing figures: the error in a sentence, its place, a remedy (``fix``)."""
 
     def __init__(self, what: str, where: str = "", fix: str = "") -> None:
         super().__init__(what, where, fix)
@@ -31,6 +28,10 @@ class ClusterError(ValueError):
     def __str__(self) -> str:
         where = f" ({self.where})" if self.where else ""
         return f"{self.what}{where}" + (f": {self.fix}" if self.fix else "")
+
+
+class ClusterError(FigureError):
+    """A description of a cluster is wrong; ``where`` is the file and key, or the text given."""
 
 
 STATE_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
@@ -46,28 +47,28 @@ That average counts whole iterations, so while both really run it is a lower est
 class Device:
     """An accelerator (or a share of a CPU).
 
-    ``peak_flops`` is dense FLOP/s by dtype name. ``usable_memory_bytes`` is what a process
-    may allocate. ``sources`` says for each field name where its figure comes from.
-    ``efficiency`` is the fraction of the peak that each op family reaches (1.0 if absent); that
-    of a family in one format is called so with the format ("matmul_float8_e4m3fn").
+    ``peak_flops`` is dense FLOP/s by dtype name. ``usable_memory_bytes`` is the memory that a
+    process may allocate. ``sources`` has the source of each field's figure by the field's name.
+    ``efficiency`` is the fraction of the peak that each op family reaches (1.0 if absent); an
+    efficiency in one format is called by family and format ("matmul_float8_e4m3fn").
 
-    ``launch_seconds`` is what a kernel takes on the device whatever it does: to start and to
-    drain. ``issue_seconds`` is what the host takes to issue one, so that a run of ops takes
-    at least their number times that. ``num_units`` are the units (SMs) that the tiles of a
-    matrix product are dealt to; 0 where products do not come in waves. ``dollars_per_hour`` is
-    what one device costs, None where nobody said. ``tf32`` are the families whose float32
-    products run in TensorFloat-32; None, where nobody said, counts as none.
+    ``launch_seconds`` is the time in which any kernel starts and drains on the device.
+    ``issue_seconds`` is the host's time to issue a kernel, so that a run of ops takes at least
+    their number times that. ``num_units`` are the units (SMs) that the tiles of a matrix product
+    are dealt to; 0 where products do not come in waves. ``dollars_per_hour`` is the price of one
+    device, None if unknown. ``tf32`` are the families whose float32 products run in
+    TensorFloat-32; None, if unknown, counts as none.
 
     ``slowdown``: by kind of collective (``all_reduce``, ``all_gather``, ``reduce_scatter``) how
-    much longer compute takes while one runs beside it, at least 1. Where nobody said, it is
+    much longer compute takes while one runs beside it, at least 1. The default is
     ``MEASURED_SLOWDOWN`` on a GPU; on a CPU the two share cores and nothing is gained.
 
-    ``message_seconds`` is what the host takes to send or to receive one message of a pipeline
-    while the device waits. It is 0 where the device sends by itself (NCCL).
+    ``message_seconds`` is the host's time to send or to receive one message of a pipeline while
+    the device waits. It is 0 where the device sends by itself (NCCL).
 
     Of the host that a GPU is in: ``host_link_bytes_per_second`` is the rate of copies between the
     two, one way, ``host_bytes_per_second`` the device's share of the rate of the host's memory, and
-    ``host_memory_bytes`` its share of that memory. 0 where nobody said.
+    ``host_memory_bytes`` its share of that memory. 0 if unknown.
     """
 
     name: str
@@ -90,23 +91,28 @@ class Device:
     host_memory_bytes: int = 0
 
     def slowed_share(self, collective: str) -> float:
-        """The share of its compute that the device loses while a collective runs beside it.
-
-        0 where they do not disturb each other, 1 where compute stops.
-        """
+        """Return the share of compute that is lost beside a collective: 1 where compute stops."""
         if collective in self.slowdown:
             return 1 - 1 / self.slowdown[collective]
         return 1.0 if self.kind == "cpu" else 1 - 1 / MEASURED_SLOWDOWN
 
     @property
     def speed(self) -> str:
-        """Equal for devices that run every op in the same time."""
+        """Text that is equal for devices that run every op in the same time."""
         figures = (
-            self.name, self.kind, self.memory_bytes_per_second, sorted(self.peak_flops.items()),
-            sorted(self.efficiency.items()), self.launch_seconds, self.issue_seconds,
-            self.num_units, self.tf32 or (), sorted(self.slowdown.items()),
-            self.host_link_bytes_per_second, self.host_bytes_per_second,
-        )  # fmt: skip
+            self.name,
+            self.kind,
+            self.memory_bytes_per_second,
+            sorted(self.peak_flops.items()),
+            sorted(self.efficiency.items()),
+            self.launch_seconds,
+            self.issue_seconds,
+            self.num_units,
+            self.tf32 or (),
+            sorted(self.slowdown.items()),
+            self.host_link_bytes_per_second,
+            self.host_bytes_per_second,
+        )
         return repr(figures)
 
 
@@ -114,8 +120,8 @@ class Device:
 class Link:
     """A level of the network: latency per message and bandwidth per device, one direction.
 
-    ``base_seconds`` is what starting any transfer or collective costs once, whatever its
-    number of messages. ``reduction_bytes_per_second`` is the rate at which the switch itself
+    ``base_seconds`` is the time to start any transfer or collective, whatever its number of
+    messages. ``reduction_bytes_per_second`` is the rate at which the switch itself
     sums an all-reduce (NVLink SHARP): bytes of the tensor per second; 0 where it cannot.
     ``num_links`` is of how many links of a device the rate is; 0 where that does not matter, as
     a switch joins all. A part of a link has a part of its rate and links: of ``of_links``, else 0.
@@ -133,7 +139,7 @@ class Link:
 
 @lru_cache(maxsize=256)
 def _part_of(link: Link, num_links: int) -> Link:
-    """A link at the rate of some of a device's links."""
+    """Return a link at the rate of some of a device's links."""
     if num_links == link.num_links:
         return link
     rate = link.bytes_per_second * num_links / link.num_links
@@ -145,7 +151,7 @@ class Host:
     """Equal devices joined by one link. ``rack`` names the hosts that stand together.
 
     Without a switch, ``wires`` says how many links any two devices have to each other, and
-    ``detour`` joins those that no ring of links does. Raises ``ClusterError`` where they do
+    ``detour`` joins devices that no ring of links joins. Raises ``ClusterError`` where they do
     not fit.
     """
 
@@ -182,9 +188,9 @@ class Host:
             )
 
     def link_among(self, devices: Sequence[int]) -> Link:
-        """What a collective of some of the host's devices runs over, by their numbers in it.
+        """Return the link of a collective of some of the host's devices, by their numbers in it.
 
-        The share of the link that its rings can use; the detour where there is no ring.
+        It is the share of the link that its rings can use; the detour where there is no ring.
         """
         if not self.wires or self.detour is None or len(set(devices)) < 2:
             return self.link
@@ -192,7 +198,7 @@ class Host:
         return _part_of(self.link, used) if used else self.detour
 
     def part(self, num_devices: int) -> Host:
-        """A host of the first devices of this one."""
+        """Return a host of the first devices of this one."""
         wires = wires_among(self.wires, range(num_devices)) if self.wires else ()
         return replace(self, num_devices=num_devices, wires=wires)
 
@@ -211,7 +217,7 @@ class Cluster:
 
     @cached_property
     def usable_memory_bytes(self) -> int:
-        """What a process may allocate on every device."""
+        """Bytes that a process may allocate on every device."""
         return min(host.device.usable_memory_bytes for host in self.hosts)
 
     @cached_property
@@ -220,18 +226,18 @@ class Cluster:
 
     @cached_property
     def host_size(self) -> int | None:
-        """How many devices every host has; None where that differs."""
+        """Number of devices of every host; None where hosts differ."""
         sizes = {host.num_devices for host in self.hosts}
         return sizes.pop() if len(sizes) == 1 else None
 
     @cached_property
     def first_ranks(self) -> tuple[int, ...]:
-        """For each host its first rank."""
+        """First rank of each host."""
         return tuple(accumulate((host.num_devices for host in self.hosts[:-1]), initial=0))
 
     @cached_property
     def host_of(self) -> tuple[int, ...]:
-        """For each rank the index of its host."""
+        """Index of each rank's host."""
         return tuple(
             index for index, host in enumerate(self.hosts) for _ in range(host.num_devices)
         )
@@ -245,28 +251,27 @@ class Cluster:
         return replace(self, hosts=hosts)
 
     def link(self, first: int, second: int) -> Link:
-        """The link that two ranks talk over: the host's, that between hosts, or between racks."""
+        """Return the link of two ranks: within a host, between hosts, or between racks."""
         host, other = self.host_of[first], self.host_of[second]
         if host == other:
             return self.link_within(host, (first, second))
         return self.host_link({self.hosts[host].rack, self.hosts[other].rack})
 
     def link_within(self, host: int, ranks: Sequence[int]) -> Link:
-        """What ranks of one host talk over together."""
+        """Return the link of a collective of ranks of one host."""
         start = self.first_ranks[host]
         return self.hosts[host].link_among([rank - start for rank in ranks])
 
     def entry_link(self, first: int, size: int) -> Link:
-        """What a stage on ``size`` ranks from ``first`` on gets values over from those before it.
+        """Return the link that a stage on ``size`` ranks from ``first`` on gets values over.
 
-        It depends on nothing else: where the stage before is of another size, as if it were of
-        this one.
+        The ranks before it count as a stage of the same size.
         """
         before = range(max(first - size, 0), max(first, 1))
         return self.send_link(before, range(first, first + size))
 
     def send_link(self, sources: Sequence[int], targets: Sequence[int]) -> Link:
-        """What ranks get values over, each from one of as many others: the slowest of them.
+        """Return the slowest link by which targets get values, each from one of the sources.
 
         Between stages of one host without a switch each pair counts; else the nearest two ranks
         stand for all.
@@ -281,7 +286,7 @@ class Cluster:
         return min(links, key=lambda link: link.bytes_per_second, default=whole)
 
     def wires_of(self, first: int, size: int) -> tuple[Wires, ...]:
-        """The wires in each host of which neighbouring ranks have a part, without a switch."""
+        """Return the wires in each host without a switch of which the ranks have a part."""
         found = []
         for host in range(self.host_of[first], self.host_of[first + size - 1] + 1):
             own, start = self.hosts[host], self.first_ranks[host]
@@ -295,11 +300,11 @@ class Cluster:
         return self.inter_link if self.rack_link is None or len(racks) < 2 else self.rack_link
 
     def joins_hosts(self, link: Link) -> bool:
-        """Whether a link is one between hosts, where there are several."""
+        """Return true for a link between hosts, where there are several."""
         return len(self.hosts) > 1 and link in (self.inter_link, self.rack_link)
 
     def slowest_device(self, ranks: Sequence[int]) -> Device:
-        """What the ranks are as one: the device itself if equal, else the worst of each figure.
+        """Return the ranks' device if they are equal, else the worst of each figure.
 
         Devices that work on one op together wait for the slowest, which may differ by op.
         """
@@ -312,7 +317,7 @@ class Cluster:
 
 
 def _worst(devices: Sequence[Device]) -> Device:
-    """A device that is nowhere better than any of these."""
+    """Return a device that is nowhere better than any of these."""
     dtypes = set.intersection(*(set(device.peak_flops) for device in devices))
     lowest = {dtype: min(device.peak_flops[dtype] for device in devices) for dtype in dtypes}
     slowest = min(devices, key=lambda device: max(device.peak_flops.values(), default=0.0))
@@ -340,14 +345,14 @@ def _worst(devices: Sequence[Device]) -> Device:
 
 
 def _largest_slowdown(devices: Sequence[Device]) -> Mapping[str, float]:
-    """Of every kind of collective for which one of these devices says something."""
+    """Return the largest slowdown of each kind of collective that some device has."""
     kinds = sorted({kind for device in devices for kind in device.slowdown})
     shares = {kind: max(device.slowed_share(kind) for device in devices) for kind in kinds}
     return {kind: 1 / (1 - share) if share < 1 else float("inf") for kind, share in shares.items()}
 
 
 def _common_tf32(devices: Sequence[Device]) -> tuple[str, ...] | None:
-    """The families that all of these compute in TF32; None where nobody said of any."""
+    """Return the families that all devices compute in TF32; None if unknown of all."""
     if all(device.tf32 is None for device in devices):
         return None
     return tuple(sorted(set.intersection(*(set(device.tf32 or ()) for device in devices))))

@@ -1,88 +1,66 @@
-"""The machine at hand as a cluster: its GPUs, or shares of its CPU, measured in a moment.
+"""The machines at hand as a cluster: their GPUs, or shares of their CPU, measured in a moment.
 
-In: how many devices to use. Out: a ``Cluster`` of one host. A GPU's figures are its
-preset's, with the memory that the driver reports; an unknown GPU's rates are measured. A CPU
-"device" is one process's share: ``threads_per_device`` threads and an equal part of the
-memory that is free. Its matmul rates are measured and taken as the peak; the other families'
-efficiencies are measured against the peak or the copy bandwidth. Torch is imported on use.
+In: how many devices of this machine to use, or the device and host of each process that a launcher
+started. Out: a ``Cluster`` of one host, or of all the processes' hosts, with a device for each rank
+in order; the processes of a host must be consecutive ranks, as torchrun and Slurm number them.
+
+A GPU's figures are its preset's, with the memory that the driver reports; an unknown GPU's rates
+are measured. A CPU "device" is one process's share: ``threads_per_device`` threads and an equal
+part of the memory that is free. Its matmul rates are measured and taken as the peak; the other
+families' efficiencies are measured against the peak or the copy bandwidth. Torch is imported on
+use.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
 from .cluster import Cluster, ClusterError, Device, Host, Link
-from .link_presets import LINKS
-from .preset_parts import Preset
-from .presets import PRESETS
-from .tf32 import TFLOAT32
-from .torch_tf32 import torch_computing
+from .presets import Preset, device_presets, link_presets
+from .tf32 import TFLOAT32, torch_computing
 
 BFLOAT16_CAPABILITY = (8, 0)
-"""The first compute capability with units for bfloat16 (NVIDIA, CUDA C++ Programming Guide)."""
+"""First compute capability with units for bfloat16 (NVIDIA, CUDA C++ Programming Guide)."""
 
 MAX_CPU_DEVICES = 8
-"""Processes that the detected cluster has at most where none are asked for."""
+"""Largest default number of processes of a detected CPU."""
+
+UNKNOWN_FABRIC = "ethernet-10g"
+"""Link between hosts of devices that no preset knows."""
 
 _PATIENCE_SECONDS = 0.06
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def detect_local(num_devices: int | None = None) -> Cluster:
-    """The cluster of this machine: its GPUs if it has any, else its CPU cores.
-
-    ``num_devices`` takes that many: GPUs up to those present, CPU processes any number.
-    Raises ``ClusterError`` for more GPUs than there are.
-    """
+def detect_local() -> Cluster:
+    """Detect the cluster of this machine: its GPUs if it has any, else its CPU cores."""
     import torch
 
-    if torch.cuda.is_available():
-        return _detect_gpus(num_devices)
-    return detect_cpu(num_devices)
+    return _detect_gpus() if torch.cuda.is_available() else detect_cpu()
 
 
 def detect_cpu(num_devices: int | None = None) -> Cluster:
-    """This machine's CPU as ``num_devices`` processes, by default one per core (at most 8).
+    """Detect this machine's CPU as ``num_devices`` processes, by default a core each (at most 8).
 
-    The devices' memory excludes what is in use now. The link is what gloo typically reaches
-    between processes of one machine; see ``with_measured_link``.
+    The devices' memory excludes memory in use. The link has typical figures of gloo between
+    processes of one machine.
     """
     cores = usable_cores()
     num = num_devices or min(cores, MAX_CPU_DEVICES)
-    link = LINKS["loopback"]
+    link = link_presets()["loopback"]
     host = Host(device=_measure_cpu(num, cores), num_devices=num, link=link)
     return Cluster(name=f"cpu:{num}", hosts=(host,), inter_link=link)
-
-
-def with_measured_link(
-    cluster: Cluster, alpha_seconds: float, bytes_per_second: float, *, base_seconds: float = 0.0
-) -> Cluster:
-    """``cluster`` with what was measured for the link within its hosts.
-
-    In a cluster of one host it is also the link between hosts, of which there are none.
-    """
-
-    def measured(link: Link) -> Link:
-        return replace(
-            link,
-            alpha_seconds=alpha_seconds,
-            bytes_per_second=bytes_per_second,
-            base_seconds=base_seconds,
-            source="measured",
-        )
-
-    hosts = tuple(replace(host, link=measured(host.link)) for host in cluster.hosts)
-    inter_link = hosts[0].link if len(hosts) == 1 else cluster.inter_link
-    return replace(cluster, hosts=hosts, inter_link=inter_link)
 
 
 def usable_cores() -> int:
@@ -179,7 +157,7 @@ def _measure_cpu(num_devices: int, cores: int) -> Device:
 
 
 def _cpu_matmul_rates() -> dict[str, float]:
-    """FLOP/s of square matmuls by dtype, at the size of a training step's smaller ones."""
+    """FLOP/s of square matmuls by dtype, at the size of a training step's smaller matmuls."""
     import torch
 
     size = 512
@@ -201,7 +179,7 @@ def _cpu_copy_rate() -> float:
 
 
 def _cpu_launch_seconds() -> float:
-    """What dispatching one small op under autograd takes."""
+    """Seconds to dispatch one small op under autograd."""
     import torch
 
     with torch.enable_grad():
@@ -243,36 +221,34 @@ def _cpu_families(peak: float, bandwidth: float) -> dict[str, float]:
     }
 
 
-def _detect_gpus(num_devices: int | None) -> Cluster:
+def _detect_gpus() -> Cluster:
     import torch
 
-    present = torch.cuda.device_count()
-    num = num_devices or present
-    if num > present:
-        raise ClusterError(
-            f"this machine has {present} GPU(s), not {num}",
-            fix="use fewer GPUs, cpu:N, or the name of the cluster that you plan for",
-        )
-    names = [torch.cuda.get_device_name(index) for index in range(num)]
+    names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
     hosts = []
-    for name, run in groupby(range(num), key=lambda index: names[index]):
-        indices = list(run)
+    for name, run in groupby(enumerate(names), key=itemgetter(1)):
+        indices = [index for index, _ in run]
         total = int(torch.cuda.get_device_properties(indices[0]).total_memory)
         hosts.append(gpu_host(name, total, len(indices), indices[0]))
-    # GPUs of different kinds in one machine reach each other over PCIe only.
-    inter_link = hosts[0].link if len(hosts) == 1 else LINKS["pcie4"]
+    return _cluster_of(hosts)
+
+
+def _cluster_of(hosts: Sequence[Host], inter_link: Link | None = None) -> Cluster:
+    """Return the cluster of hosts, or of GPUs of different kinds in one machine, by PCIe only."""
+    if inter_link is None:
+        inter_link = hosts[0].link if len(hosts) == 1 else link_presets()["pcie4"]
     name = "+".join(f"{host.num_devices}x{host.device.name}" for host in hosts)
-    return Cluster(name=name, hosts=tuple(hosts), inter_link=inter_link)
+    return Cluster(name, tuple(hosts), inter_link)
 
 
 def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
-    """So many GPUs that torch calls ``name``, of ``total`` bytes, joined as they usually are.
+    """Return a host of GPUs that torch calls ``name``, of ``total`` bytes, joined as usual.
 
     Where no preset knows them, GPU ``index`` of this machine is measured.
     """
     preset = match_gpu_name(name, total)
     if preset is None:
-        return Host(_measure_gpu(name, index, total), num_devices, LINKS["pcie4"])
+        return Host(_measure_gpu(name, index, total), num_devices, link_presets()["pcie4"])
     sources = {
         **preset.device.sources,
         "memory_bytes": "torch.cuda",
@@ -280,7 +256,7 @@ def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
     }
     device = replace(preset.device, memory_bytes=total, usable_memory_bytes=total, sources=sources)
     if "SXM3" in name:  # comes with a switch
-        return Host(device, num_devices, LINKS[preset.link])
+        return Host(device, num_devices, link_presets()[preset.link])
     return preset.host(num_devices, device)
 
 
@@ -303,7 +279,7 @@ def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
     is_nvl = "NVL" in words
     candidates = [
         preset
-        for preset in PRESETS.values()
+        for preset in device_presets().values()
         if preset.device.name.split("-")[0].upper() in words
         and preset.device.name.endswith("-PCIe") == is_pcie
         and preset.device.name.endswith("-NVL") == is_nvl
@@ -314,10 +290,9 @@ def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
 
 
 def _measure_gpu(name: str, index: int, total: int) -> Device:
-    """An unknown GPU: its large matmuls are its peaks, its copies its bandwidth."""
+    """Measure an unknown GPU: its large matmuls are its peaks, its copies its bandwidth."""
     import torch
 
-    kind: Literal["cuda"] = "cuda"
     where = torch.device("cuda", index)
 
     def seconds(function: Callable[[], Any]) -> float:
@@ -335,22 +310,100 @@ def _measure_gpu(name: str, index: int, total: int) -> Device:
     source = torch.ones(2**26, device=where)
     target = torch.empty_like(source)
     bandwidth = 2 * source.numel() * 4 / seconds(lambda: target.copy_(source))
-    sources: Mapping[str, str] = {
-        "memory_bytes": "torch.cuda",
-        "usable_memory_bytes": "torch.cuda",
-        "peak_flops": "measured: matmul of 4096 x 4096, taken as the peak",
-        "memory_bytes_per_second": "measured: a copy of 256 MB",
-        "efficiency": "estimate",
-        "launch_seconds": "estimate",
-    }
     return Device(
         name=name,
-        kind=kind,
+        kind="cuda",
         memory_bytes=total,
         usable_memory_bytes=total,
         memory_bytes_per_second=bandwidth,
         peak_flops=peak,
         efficiency={"attention": 0.5, "conv": 0.6, "norm": 0.85},
         launch_seconds=4e-6,
-        sources=sources,
+        sources={
+            "memory_bytes": "torch.cuda",
+            "usable_memory_bytes": "torch.cuda",
+            "peak_flops": "measured: matmul of 4096 x 4096, taken as the peak",
+            "memory_bytes_per_second": "measured: a copy of 256 MB",
+            "efficiency": "estimate",
+            "launch_seconds": "estimate",
+        },
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessDevice:
+    """The device of a process: ``name`` and ``memory_bytes`` as the driver says.
+
+    ``reaches_peers``: its GPU can read the memory of all others that the process sees; None where
+    it sees no other.
+    """
+
+    host: str
+    kind: Literal["cuda", "cpu"]
+    name: str = "cpu"
+    memory_bytes: int = 0
+    reaches_peers: bool | None = None
+
+
+def own_process_device(index: int | None) -> ProcessDevice:
+    """Return this process's device: GPU ``index`` as it counts them, or None for the CPU."""
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    if index is None:
+        return ProcessDevice(host, "cpu")
+    import torch
+
+    name = torch.cuda.get_device_name(index)
+    memory_bytes = int(torch.cuda.get_device_properties(index).total_memory)
+    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    reaches = [torch.cuda.can_device_access_peer(index, other) for other in others]
+    return ProcessDevice(host, "cuda", name, memory_bytes, all(reaches) if others else None)
+
+
+def joined_cluster(found: Sequence[ProcessDevice]) -> Cluster:
+    """The cluster of the processes, in the order of their ranks. Rank 0 calls it.
+
+    An unknown GPU is measured on rank 0, where it has one. Raises ``ClusterError`` where the ranks
+    of a host are not consecutive, or another host has GPUs that no preset knows.
+
+    >>> gpus = [ProcessDevice(host, "cuda", "NVIDIA H100 80GB HBM3", 85 * 10**9, True)
+    ...         for host in "ab" for _ in range(8)]
+    >>> cluster = joined_cluster(gpus)
+    >>> len(cluster.hosts), cluster.num_devices, cluster.inter_link.name
+    (2, 16, 'infiniband-ndr')
+    """
+    names = [name for name, _ in groupby(each.host for each in found)]
+    if len(set(names)) < len(names):
+        again = next(name for at, name in enumerate(names) if name in names[:at])
+        raise ClusterError(
+            f"the ranks of host {again!r} are not consecutive",
+            fix="start the processes host by host, or pass --cluster",
+        )
+    hosts: list[Host] = []
+    fabrics: list[Link] = []
+    for _, run in groupby(found, key=lambda each: (each.host, each.name)):
+        devices = list(run)
+        host, fabric = _process_host(devices, own=devices[0] == found[0])
+        hosts.append(host)
+        fabrics.append(fabric)
+    if len(names) > 1:
+        return _cluster_of(hosts, min(fabrics, key=lambda link: link.bytes_per_second))
+    cluster = _cluster_of(hosts)
+    on_cpus = {each.kind for each in found} == {"cpu"}
+    return replace(cluster, name=f"cpu:{len(found)}") if on_cpus else cluster
+
+
+def _process_host(devices: Sequence[ProcessDevice], *, own: bool) -> tuple[Host, Link]:
+    """Return a host of equal devices, and the link that usually joins such hosts."""
+    first, count = devices[0], len(devices)
+    if first.kind == "cpu":
+        return detect_cpu(count).hosts[0], link_presets()[UNKNOWN_FABRIC]
+    preset = match_gpu_name(first.name, first.memory_bytes)
+    if preset is None and not own:
+        raise ClusterError(
+            f"there is no preset for {first.name!r} of host {first.host!r}",
+            fix="describe the cluster in a TOML file, and pass that",
+        )
+    host = gpu_host(first.name, first.memory_bytes, count)
+    if any(each.reaches_peers is False for each in devices):
+        host = replace(host, link=link_presets()["pcie4"], wires=(), detour=None)
+    return host, link_presets()[preset.fabric if preset else UNKNOWN_FABRIC]

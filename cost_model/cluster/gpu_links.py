@@ -1,4 +1,4 @@
-"""Hosts without a switch: which devices are wired to which, and what a group can use of it.
+"""Hosts without a switch: which devices are wired to which, and the wires that a group can use.
 
 In: for every two devices of a host the number of links between them, and the devices of a
 group. Out: over how many of its links each device can send at once while the group runs a
@@ -23,7 +23,7 @@ Wires = tuple[tuple[int, ...], ...]
 """Row i, column j: links between the devices i and j of a host. Symmetric, zero on its diagonal."""
 
 MOST_DEVICES = 8
-"""Of a host that is described by its wires; more of them come with a switch."""
+"""Most devices of a host that is described by its wires; larger hosts have a switch."""
 
 _HYBRID_CUBE_MESH: Wires = (
     (0, 1, 1, 2, 2, 0, 0, 0),
@@ -39,20 +39,20 @@ _ALL_PAIRS_TWICE: Wires = tuple(tuple(2 * (i != j) for j in range(4)) for i in r
 _ALL_PAIRS_ONCE: Wires = tuple(tuple(int(i != j) for j in range(8)) for i in range(8))
 
 MOST_STEPS = 100_000
-"""Of looking for rings, each with one more ring tried."""
+"""Most steps of the search for rings, each of which tries one more ring."""
 
 WIRES: Mapping[str, Wires] = {
     "hybrid-cube-mesh": _HYBRID_CUBE_MESH,
     "all-pairs-twice": _ALL_PAIRS_TWICE,
     "all-pairs-once": _ALL_PAIRS_ONCE,
 }
-"""By name. ``hybrid-cube-mesh``: 8 V100 with 6 links each, as ``nvidia-smi topo -m`` shows them
-on DGX-1 and AWS p3.16xlarge; of fewer devices its first ones. ``all-pairs-twice``: 4 V100 with
+"""Wires by name. ``hybrid-cube-mesh``: 8 V100 with 6 links each, as ``nvidia-smi topo -m`` shows
+them on DGX-1 and AWS p3.16xlarge; of fewer devices its first ones. ``all-pairs-twice``: 4 V100 with
 two links to each other one. ``all-pairs-once``: 8 MI300X with a link to each other one."""
 
 
 def are_wires(wires: Wires) -> bool:
-    """Whether these are counts of links between devices.
+    """Return true for counts of links between devices.
 
     >>> are_wires(((0, 2), (2, 0))), are_wires(((0, 2), (1, 0)))
     (True, False)
@@ -74,7 +74,7 @@ def wires_among(wires: Wires, members: Sequence[int]) -> Wires:
 
 @lru_cache(maxsize=4096)
 def num_links_used(wires: Wires) -> int:
-    """Links over which each of these devices sends at once in a collective; 0: no ring joins them.
+    """Count the links by which each device sends at once in a collective; 0 without a ring.
 
     >>> cube = WIRES["hybrid-cube-mesh"]
     >>> [num_links_used(wires_among(cube, range(n))) for n in (2, 4, 8)]
@@ -90,7 +90,7 @@ def num_links_used(wires: Wires) -> int:
 @dataclass
 class _Search:
     """Rings through all devices that share no link, by depth first; the best that is found in
-    ``MOST_STEPS``, which are enough for the wires of hosts that there are."""
+    ``MOST_STEPS``, which are enough for the wires of real hosts."""
 
     wires: Wires
     steps: int = 0
@@ -102,7 +102,7 @@ class _Search:
         return self._most(rings, left, min(sum(row) // 2 for row in self.wires))
 
     def _most(self, rings: Sequence[_Ring], left: dict[_Pair, int], most: int) -> int:
-        """With these rings, each as often as its links allow; no more than ``most``."""
+        """Count disjoint rings of these, each as often as its links allow, up to ``most``."""
         best = 0
         for at, ring in enumerate(rings):
             self.steps += 1
@@ -119,12 +119,9 @@ class _Search:
 
 @cache
 def _rings(number: int) -> tuple[_Ring, ...]:
-    """Every ring through so many devices, each in one direction."""
+    """List every ring through so many devices, each in one direction."""
     orders = [(0, *order) for order in permutations(range(1, number)) if order[0] <= order[-1]]
     return tuple(
-        tuple(_pair(*both) for both in zip(order, (*order[1:], 0), strict=True)) for order in orders
+        tuple((min(pair), max(pair)) for pair in zip(order, (*order[1:], 0), strict=True))
+        for order in orders
     )
-
-
-def _pair(first: int, second: int) -> _Pair:
-    return min(first, second), max(first, second)

@@ -1,13 +1,17 @@
-"""Clusters in a word: ``8xH100``, ``4x8xA100-80GB``, ``cpu:4``, ``2x8xH100@ethernet-100g``.
+"""The cluster that a word means: this machine, a shorthand, or the path of a TOML file.
 
-Hosts that differ are joined by ``+``: ``2x8xA100+8xH100``.
+Shorthands are ``8xH100``, ``4x8xA100-80GB``, ``cpu:4``, ``2x8xH100@ethernet-100g``; hosts that
+differ are joined by ``+``: ``2x8xA100+8xH100``.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from .cluster import Cluster, ClusterError, Host, Link
+from .cluster_file import load_cluster
+from .detect import detect_cpu, detect_local
 from .presets import find_link, find_preset, joins_devices
 
 _SHORTHAND = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*x\s*([^@+\s]+)", re.IGNORECASE)
@@ -15,19 +19,41 @@ _CPU = re.compile(r"cpu:(\d+)", re.IGNORECASE)
 _FIX = "write DEVICESxNAME, HOSTSxDEVICESxNAME or cpu:PROCESSES, such as 8xH100 or 4x8xA100-80GB"
 
 
+def resolve_cluster(text: str) -> Cluster:
+    """Return the cluster named by ``text``. Raises ``ClusterError``.
+
+    ``local`` detects this machine, ``cpu:N`` measures its CPU as N processes, a shorthand is
+    made from presets, anything else is the path of a TOML file.
+    """
+    word = text.strip()
+    if word == "local":
+        return detect_local()
+    if is_shorthand(word):
+        cluster = parse_cluster(word)
+        is_cpu_here = word.lower().startswith("cpu:") and not set("@+") & set(word)
+        return detect_cpu(cluster.num_devices) if is_cpu_here else cluster
+    path = Path(word)
+    try:
+        return load_cluster(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        if path.suffix == ".toml" or path.exists():
+            raise ClusterError(f"the file cannot be read: {error}", word) from error
+    return parse_cluster(word)
+
+
 def is_shorthand(text: str) -> bool:
-    """Whether ``text`` has the form of a shorthand, known names or not."""
+    """Return true for a text in the form of a shorthand, of known names or not."""
     words = [part.partition("@")[0].strip() for part in text.split("+")]
     return all(_SHORTHAND.fullmatch(word) or _CPU.fullmatch(word) for word in words)
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster that a shorthand stands for.
+    """Return the cluster of a shorthand. Raises ``ClusterError``.
 
-    ``HOSTSxDEVICESxNAME``, the hosts left out for one; several such, joined by ``+``, for
-    hosts that differ. ``@LINK`` replaces the link of the preset: a NVLink or PCIe name the
-    one within the hosts it follows, any other the one between all hosts, which else is the
-    slowest that one of the presets usually has. Raises ``ClusterError``.
+    ``HOSTSxDEVICESxNAME``, without the hosts for a single host; several such, joined by ``+``,
+    for hosts that differ. ``@LINK`` replaces a preset's link: an NVLink or PCIe name the link
+    within the hosts it follows, any other name the link between all hosts, which by default is
+    the slowest of the presets' usual links.
 
     >>> cluster = parse_cluster("4x8xA100-80GB@ethernet-100g")
     >>> len(cluster.hosts), cluster.num_devices, cluster.inter_link.name
@@ -39,22 +65,23 @@ def parse_cluster(text: str) -> Cluster:
     usual: list[Link] = []
     chosen: dict[str, Link] = {}
     for part in text.split("+"):
-        own, fabric, between = _hosts(part, text)
-        hosts += own
+        equal_hosts, fabric, between = _hosts(part, text)
+        hosts += equal_hosts
         usual.append(fabric)
         if between is not None:
             chosen[between.name] = between
     if len(chosen) > 1:
         raise ClusterError(
-            f"two links between the hosts are given: {' and '.join(chosen)}", text,
+            f"two links between the hosts are given: {' and '.join(chosen)}",
+            text,
             "give one link; describe links that differ between racks in a TOML file",
-        )  # fmt: skip
+        )
     inter_link = next(iter(chosen.values()), min(usual, key=lambda link: link.bytes_per_second))
     return Cluster(name=text.strip(), hosts=tuple(hosts), inter_link=inter_link)
 
 
 def _hosts(part: str, text: str) -> tuple[list[Host], Link, Link | None]:
-    """(equal hosts, the usual link between such hosts, the one that is named for them)."""
+    """Return equal hosts, the usual link between such hosts, the link named for them."""
     word, at, link_name = (each.strip() for each in part.partition("@"))
     num_hosts, num_devices, name = _counts(word, text)
     preset = find_preset(name, text)
@@ -76,7 +103,7 @@ def _hosts(part: str, text: str) -> tuple[list[Host], Link, Link | None]:
 
 
 def _counts(word: str, text: str) -> tuple[int, int, str]:
-    """(hosts, devices per host, device name)."""
+    """Return the numbers of hosts and of devices per host, and the device's name."""
     match = _SHORTHAND.fullmatch(word)
     cpu = _CPU.fullmatch(word)
     if match:

@@ -1,16 +1,24 @@
-"""TensorFloat-32: which float32 products of a device run on its tensor cores.
+"""TensorFloat-32: which float32 products run on tensor cores, of a device and in torch.
 
 Ampere and later GPUs multiply float32 matrices either in full float32 or, with 10 bits of
 mantissa, on tensor cores several times as fast. torch has one setting for matrix products (off
 by default) and one for convolutions (on). ``Device.tf32`` holds the families that are set;
 ``product_dtype`` gives the dtype whose peak a product runs at.
+
+torch has two generations of settings. The newer ones, per operation (``fp32_precision``), tell
+how its kernels compute whichever generation was used, so they are read. The older ones
+(``allow_tf32``) change both, so they are set: reading an older setting after a newer one was
+changed alone is an error. Torch is imported on use.
+
+Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from .cluster import Cluster, Device
 
@@ -18,22 +26,23 @@ TFLOAT32 = "tfloat32"
 """The name of the format among a device's ``peak_flops``."""
 
 Tf32 = Literal["none", "convolutions", "all"]
-"""What a user may ask for; "convolutions" is torch's default."""
+"""A user's choice; "convolutions" is torch's default."""
 
 FAMILIES: Mapping[Tf32, tuple[str, ...]] = {
     "none": (),
     "convolutions": ("conv",),
     "all": ("conv", "matmul"),
 }
+"""Families of ops whose float32 products run in TF32, by a user's choice."""
 
 
 def has_tf32(device: Device) -> bool:
-    """Whether a device computes in TF32: whether it has a peak of its own for it."""
+    """Return true for a device that has a peak of its own for TF32."""
     return TFLOAT32 in device.peak_flops
 
 
 def with_tf32(cluster: Cluster, families: Collection[str]) -> Cluster:
-    """The cluster with float32 products of ``families`` in TF32 on the devices that have it.
+    """Return the cluster with ``families`` in TF32 on the devices that have it.
 
     >>> from .presets import find_preset
     >>> host = find_preset("V100").host(1)
@@ -42,13 +51,49 @@ def with_tf32(cluster: Cluster, families: Collection[str]) -> Cluster:
     """
 
     def changed(device: Device) -> Device:
-        own = tuple(sorted(families)) if has_tf32(device) else ()
-        return replace(device, tf32=own)
+        return replace(device, tf32=tuple(sorted(families)) if has_tf32(device) else ())
 
     return cluster.with_devices(changed)
 
 
 def product_dtype(device: Device, family: str, dtype: str) -> str:
-    """The dtype that a device multiplies in, for an op of ``family`` on tensors of ``dtype``."""
+    """Return the dtype that a device multiplies in, for ops of ``family`` on ``dtype``."""
     is_set = dtype == "float32" and family in (device.tf32 or ())
     return TFLOAT32 if is_set and has_tf32(device) else dtype
+
+
+def torch_families() -> tuple[str, ...]:
+    """Return the families of float32 products that this process's torch computes in TF32."""
+    return tuple(name for name in FAMILIES["all"] if _setting(name).fp32_precision == "tf32")
+
+
+def set_torch(families: Collection[str]) -> None:
+    """Set this process's torch to compute these families in TF32, and no other."""
+    import torch
+
+    now = torch_families()
+    older: dict[str, Any] = {"conv": torch.backends.cudnn, "matmul": torch.backends.cuda.matmul}
+    for name, place in older.items():
+        if (name in families) != (name in now):
+            place.allow_tf32 = name in families
+    for name in older:  # A setting for all operations outlasts the older settings.
+        if (name in families) != (name in torch_families()):
+            _setting(name).fp32_precision = "tf32" if name in families else "ieee"
+
+
+@contextmanager
+def torch_computing(families: Collection[str]) -> Iterator[None]:
+    """Set torch as ``set_torch`` does for the length of a ``with``."""
+    before = torch_families()
+    set_torch(families)
+    try:
+        yield
+    finally:
+        set_torch(before)
+
+
+def _setting(family: str) -> Any:
+    import torch
+
+    cudnn: Any = torch.backends.cudnn  # Its attribute "conv" has no type.
+    return cudnn.conv if family == "conv" else torch.backends.cuda.matmul

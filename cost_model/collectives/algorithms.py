@@ -1,196 +1,308 @@
-"""Collective algorithms as data: who sends which part of the tensor to whom, round by round.
+"""Collective algorithms: each described once, by its counts and by its table of messages.
 
-In: a kind, an algorithm's name and the number of ranks on each host. Out: a ``Table`` of messages,
-and what follows from it: the rounds and bytes that ``collectives`` puts into formulas, and what
-every rank holds at the end. ``runtime.messages.collective_algorithms`` executes the same tables
-over point-to-point messages.
+In: how the ranks lie on hosts. Out: an algorithm's ``Counts``, closed forms for groups of any
+size, from which ``collectives`` prices it, and its ``Table`` of messages, which the runtime runs.
+A test compares the counts with those of the tables: rounds and bytes of algorithms whose rounds
+follow each other, the longest chain of messages and the busiest rank's bytes of rings and trees,
+whose parts are pipelined.
 
-A tensor is cut into ``num_parts`` equal parts. Part ids are positions in the tensor, except
-in an all-to-all, where id s·n + d is what rank s has for rank d. All messages of a round
-start with what their senders held when the round began.
+Notation: n ranks, of which p on each of h hosts; S bytes of the whole tensor; α seconds per message
+and β bytes per second of a link, index 1 within a host and 2 between hosts. All p ranks of a host
+talk to other hosts at once, each by its own share of the network: the host's rate is p·β2. m is the
+largest power of two that is at most n; f is 0 where n = m, else 2.
+
+Sources: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
+MPICH", IJHPCA 19(1), 2005 (below: Thakur); Rabenseifner, "Optimization of Collective Reduction
+Operations", ICCS 2004; Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast,
+reduction and scan", Parallel Computing 35(12), 2009; Bruck et al., "Efficient Algorithms for
+All-to-All Communications in Multiport Message-Passing Systems", IEEE TPDS 8(11), 1997; NCCL,
+src/graph/tuning.cc (steps within and between hosts) and src/graph/trees.cc.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
-
-
-class Message(NamedTuple):
-    """``sender`` sends ``parts``; ``receiver`` adds them to its own, or else copies them."""
-
-    sender: int
-    receiver: int
-    parts: tuple[int, ...]
-    adds: bool = False
-
-
-Round = tuple[Message, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """An algorithm on ranks 0 … n − 1, numbered host by host. A broadcast starts at rank 0."""
-
-    kind: CollectiveKind
-    name: str
-    hosts: tuple[int, ...]
-    num_parts: int
-    rounds: tuple[Round, ...]
-
-    @property
-    def num_ranks(self) -> int:
-        return sum(self.hosts)
-
-    def host_of(self) -> tuple[int, ...]:
-        """For each rank its host."""
-        return tuple(host for host, count in enumerate(self.hosts) for _ in range(count))
-
-    def messages(self) -> Iterator[Message]:
-        for messages in self.rounds:
-            yield from messages
+from .gathers import (
+    GATHERS,
+    all_reduce,
+    count_butterfly,
+    count_halving_doubling,
+    count_ring,
+    log2_ceil,
+    make_butterfly,
+    make_halving_doubling,
+    own_parts,
+    powers_below,
+    reduce_scatter,
+    ring_rounds,
+    rotated,
+    side_by_side,
+)
+from .tables import (
+    Algorithm,
+    CollectiveKind,
+    Counts,
+    Hosts,
+    Levels,
+    Made,
+    Message,
+    Rounds,
+    Shape,
+    Table,
+)
 
 
-class Levels(NamedTuple):
-    """A count within hosts and one between hosts."""
+def find_table(
+    kind: CollectiveKind, name: str, hosts: Sequence[int], *, num_pieces: int = 1
+) -> Table | None:
+    """Return the table of an algorithm; pipelines send ``num_pieces`` one after the other.
 
-    intra: float
-    inter: float
-
-
-def starting_parts(table: Table, rank: int) -> tuple[int, ...]:
-    """The parts that ``rank`` holds before the collective."""
-    n, parts = table.num_ranks, table.num_parts
-    if table.kind == "all_gather":
-        return tuple(range(rank * parts // n, (rank + 1) * parts // n))
-    if table.kind == "all_to_all":
-        return tuple(range(rank * n, (rank + 1) * n))
-    return tuple(range(parts)) if table.kind != "broadcast" or rank == 0 else ()
-
-
-def final_parts(table: Table, rank: int) -> tuple[int, ...]:
-    """The parts that ``rank`` must hold after the collective."""
-    n, parts = table.num_ranks, table.num_parts
-    if table.kind == "reduce_scatter":
-        return tuple(range(rank * parts // n, (rank + 1) * parts // n))
-    if table.kind == "all_to_all":
-        return tuple(range(rank, n * n, n))
-    return tuple(range(parts))
-
-
-def wrong_parts(table: Table) -> list[str]:
-    """What the ranks would end with and should not: empty for a right table.
-
-    Each part is followed as the list of ranks whose numbers are summed in it.
+    >>> table = find_table("all_gather", "ring", [3])
+    >>> len(table.rounds), table.rounds[0][0]
+    (2, Message(sender=0, receiver=1, parts=(0,), adds=False))
     """
-    ranks = range(table.num_ranks)
-    held: list[dict[int, tuple[int, ...]]] = [
-        dict.fromkeys(starting_parts(table, rank), (rank,)) for rank in ranks
-    ]
-    wrong = []
-    for number, messages in enumerate(table.rounds):
-        sent = [(m, [held[m.sender].get(part) for part in m.parts]) for m in messages]
-        for message, contents in sent:
-            for part, content in zip(message.parts, contents, strict=True):
-                if content is None:
-                    wrong.append(f"round {number}: rank {message.sender} lacks part {part}")
-                    continue
-                own = held[message.receiver].get(part, ()) if message.adds else ()
-                held[message.receiver][part] = own + content
-    summed = tuple(ranks) if table.kind in ("all_reduce", "reduce_scatter") else None
-    for rank in ranks:
-        for part in final_parts(table, rank):
-            found = tuple(sorted(held[rank].get(part, ())))
-            source = {"all_gather": part * len(ranks) // table.num_parts, "broadcast": 0}
-            expected = summed or (source.get(table.kind, part // len(ranks)),)
-            if found != expected:
-                wrong.append(f"rank {rank}, part {part}: sum of {found}, not {expected}")
-    return wrong
+    made = ALGORITHMS[kind][name].make(tuple(hosts), num_pieces)
+    return None if made is None else Table(kind, name, tuple(hosts), *made)
 
 
-def rounds(table: Table) -> Levels:
-    """Rounds that stay within hosts, and rounds in which a message crosses hosts."""
-    host = table.host_of()
-    inter = sum(any(host[m.sender] != host[m.receiver] for m in r) for r in table.rounds)
-    return Levels(len(table.rounds) - inter, inter)
+# Trees.
 
 
-def chain(table: Table) -> Levels:
-    """Messages on the longest chain in which each sends what the one before brought.
+def _count_tree(shape: Shape) -> Counts:
+    """Count two binary trees over the hosts, a chain within each host, pipelined.
 
-    It bounds the latency of a pipelined algorithm, whose rings or trees run on their own.
-    Messages between hosts count first, as they take longer.
+    Up and down: 2·((p − 1)·α1 + ⌈log2 h⌉·α2). In the trees every rank is inner in one and a
+    leaf in the other, each for half of S, so min(2, h/2)·S/p leave a rank; in the chains
+    2(p − 1)/p·S. The slower of both counts. On one level h is n and p is 1. Where hosts differ,
+    a chain has at most n − (h − 1)·p ranks. Source: Sanders et al. 2009; NCCL 2.4 trees.
     """
-    host = table.host_of()
-    longest: dict[tuple[int, int], tuple[int, int]] = {}
-    for messages in table.rounds:
-        arrivals = []
-        for message in messages:
-            keys = [(message.sender, part) for part in message.parts]
-            inter, intra = max(longest.get(key, (0, 0)) for key in keys)
-            crosses = host[message.sender] != host[message.receiver]
-            arrivals.append((message, (inter + crosses, intra + (not crosses))))
-        for message, length in arrivals:
-            for part in message.parts:
-                key = (message.receiver, part)
-                longest[key] = max(longest.get(key, (0, 0)), length)
-    inter, intra = max(longest.values(), default=(0, 0))
-    return Levels(intra, inter)
+    n, p, h = shape
+    if shape.is_flat and shape.is_even:
+        tensors = shape.on_one_level(min(2, n / 2))
+        return Counts(shape.on_one_level(2 * log2_ceil(n)), tensors)
+    messages = Levels(2 * (n - (h - 1) * p - 1), 2 * log2_ceil(h))
+    within = 2 * (p - 1) / p if shape.is_even else 2
+    return Counts(messages, Levels(within, min(2, h / 2) / p), at_once=True)
 
 
-def bytes_in_rounds(table: Table) -> Levels:
-    """Per round the most that one rank sends or receives on a level, summed over rounds.
+def _tree_parents(n: int) -> list[int]:
+    """Return each rank's parent in the binary tree with the odd ranks as leaves; −1 the root's.
 
-    In tensors (1.0 is all bytes of the tensor, or of one rank's input of an all-to-all).
+    A rank's lowest set bit says its height; its parent has the next bit set or, beyond the
+    last rank, the bit cleared alone (NCCL's btree).
     """
-    host = table.host_of()
-    intra = sum(max(_port_parts(messages, host, crosses=False)) for messages in table.rounds)
-    inter = sum(max(_port_parts(messages, host, crosses=True)) for messages in table.rounds)
-    return Levels(intra / table.num_parts, inter / table.num_parts)
+    parents = [-1]
+    for rank in range(1, n):
+        bit = rank & -rank
+        up = (rank ^ bit) | (bit << 1)
+        parents.append(up if up < n else rank ^ bit)
+    return parents
 
 
-def busiest_bytes(table: Table) -> Levels:
-    """The most that one rank sends or receives on a level in all, in tensors.
+def two_trees(n: int) -> tuple[list[int], list[int]]:
+    """Return parents in two trees in which no rank but one is inner twice: mirrored or shifted."""
+    first = _tree_parents(n)
+    if n % 2 == 0:
+        other = [n - 1 - first[n - 1 - r] if first[n - 1 - r] >= 0 else -1 for r in range(n)]
+    else:
+        shifted = [first[(r - 1) % n] for r in range(n)]
+        other = [(parent + 1) % n if parent >= 0 else -1 for parent in shifted]
+    return first, other
 
-    It bounds the time of a pipelined algorithm whose parts are many.
+
+def _make_tree(hosts: Hosts, num_pieces: int) -> Made:
+    """Make two trees over the hosts per rank of the smallest host, a chain in each host.
+
+    The chains of a host start at different ranks, each of which joins its host to a tree.
     """
-    host, messages = table.host_of(), tuple(table.messages())
-    intra = max(_port_parts(messages, host, crosses=False))
-    inter = max(_port_parts(messages, host, crosses=True))
-    return Levels(intra / table.num_parts, inter / table.num_parts)
+    tree_of = hosts if len(hosts) > 1 else (1,) * sum(hosts)
+    num_heads = min(tree_of)
+    num_trees, parallel = 2 * num_heads, []
+    for head in range(num_heads):
+        chains = rotated(tree_of, head)
+        for number, parents in enumerate(two_trees(len(tree_of))):
+            chained = [-1] * sum(hosts)
+            for ranks, up in zip(chains, parents, strict=True):
+                chained[ranks[0]] = chains[up][0] if up >= 0 else -1
+                for above, rank in pairwise(ranks):
+                    chained[rank] = above
+            parts = range(2 * head + number, num_trees * num_pieces, num_trees)
+            parallel.append(_up_and_down(chained, parts))
+    return num_trees * num_pieces, side_by_side(*parallel)
 
 
-def sent_bytes(table: Table, rank: int) -> float:
-    """What ``rank`` sends in all, in tensors."""
-    sent = sum(len(m.parts) for m in table.messages() if m.sender == rank)
-    return sent / table.num_parts
+def _up_and_down(parents: Sequence[int], parts: Sequence[int]) -> Rounds:
+    """Sum each of ``parts``, one round behind the last, up a tree and copy it down."""
+    depths = [_depth(parents, rank) for rank in range(len(parents))]
+    deepest = max(depths)
+    rounds: list[list[Message]] = [[] for _ in range(2 * deepest + len(parts) - 1)]
+    for piece, part in enumerate(parts):
+        for rank, parent in enumerate(parents):
+            if parent >= 0:
+                up, down = deepest - depths[rank], deepest + depths[parent]
+                rounds[piece + up].append(Message(rank, parent, (part,), adds=True))
+                rounds[piece + down].append(Message(parent, rank, (part,)))
+    return tuple(map(tuple, rounds))
 
 
-def _port_parts(
-    messages: Iterable[Message], host: Sequence[int], *, crosses: bool
-) -> tuple[int, ...]:
-    """Parts through each port of a level: every rank's outgoing, then incoming."""
-    count = [0] * (2 * len(host))
-    for message in messages:
-        if (host[message.sender] != host[message.receiver]) == crosses:
-            count[message.sender] += len(message.parts)
-            count[len(host) + message.receiver] += len(message.parts)
-    return tuple(count)
+def _depth(parents: Sequence[int], rank: int) -> int:
+    return 0 if parents[rank] < 0 else 1 + _depth(parents, parents[rank])
 
 
-def mirrored(gather: Table) -> Table:
-    """The reduce-scatter that undoes an all-gather: its messages backwards, adding."""
-    backwards = tuple(
-        tuple(Message(m.receiver, m.sender, m.parts, adds=True) for m in messages)
-        for messages in reversed(gather.rounds)
+# Broadcasts.
+
+
+def _count_binomial(shape: Shape) -> Counts:
+    """Count ⌈log2 n⌉·(α + S/β) (Thakur, 4.3)."""
+    steps = shape.on_one_level(log2_ceil(shape.n))
+    return Counts(steps, steps)
+
+
+def _binomial_rounds(n: int, parts_below: Callable[[int, int], Sequence[int]]) -> Rounds:
+    """Send from rank 0 over distances 2^k, …, 2, 1; ``parts_below(first, last)`` of a subtree."""
+    return tuple(
+        tuple(
+            Message(
+                rank,
+                rank + distance,
+                tuple(parts_below(rank + distance, min(rank + 2 * distance, n))),
+            )
+            for rank in range(0, n - distance, 2 * distance)
+        )
+        for distance in reversed(powers_below(n))
     )
-    return replace(gather, kind="reduce_scatter", rounds=backwards)
 
 
-def scattered_and_gathered(gather: Table, name: str) -> Table:
-    """The all-reduce that reduce-scatters by an all-gather's mirror image, then gathers."""
-    both = mirrored(gather).rounds + gather.rounds
-    return replace(gather, kind="all_reduce", name=name, rounds=both)
+def _make_binomial(hosts: Hosts, _: int) -> Made:
+    return 1, _binomial_rounds(sum(hosts), lambda first, last: (0,))
+
+
+def _count_scattered(shape: Shape) -> Counts:
+    """Count a scatter and an all-gather: (⌈log2 n⌉ + n − 1)·α + 2(n − 1)/n·S/β (Thakur, 4.3)."""
+    n = shape.n
+    messages = shape.on_one_level(log2_ceil(n) + n - 1)
+    return Counts(messages, shape.on_one_level(2 * (n - 1) / n))
+
+
+def _make_scattered(hosts: Hosts, _: int) -> Made:
+    """Scatter along a binomial tree, then all-gather around a ring (van de Geijn)."""
+    n = sum(hosts)
+    return n, _binomial_rounds(n, range) + ring_rounds(range(n), own_parts(n))
+
+
+def _count_pipeline(shape: Shape) -> Counts:
+    """Count a ring's hops, over each of which all of S goes, in pieces (NCCL's ring)."""
+    ring, n = count_ring(shape), shape.n
+    tensors = Levels(*(count * n / (n - 1) for count in ring.tensors))
+    return ring._replace(tensors=tensors, num_hops=n - 1)
+
+
+def _make_pipeline(hosts: Hosts, num_pieces: int) -> Made:
+    """Make a line of ranks along which pieces follow each other from rank 0."""
+    n = sum(hosts)
+    return num_pieces, tuple(
+        tuple(
+            Message(rank, rank + 1, (step - rank,))
+            for rank in range(n - 1)
+            if 0 <= step - rank < num_pieces
+        )
+        for step in range(n - 2 + num_pieces)
+    )
+
+
+# All-to-alls.
+
+
+def _count_direct(shape: Shape) -> Counts:
+    """Count all peers at once: α + (n − 2)·post + max((p − 1)/n·S/β1, (n − p)/n·S/β2).
+
+    A device's link within the host and its share of the network are busy at once. Source:
+    NCCL's grouped sends and receives.
+    """
+    n, p, _ = shape
+    message = Levels(0, 0, 1) if n > p else Levels(1, 0)
+    return Counts(message, Levels((p - 1) / n, (n - p) / n), at_once=True, num_posts=n - 2)
+
+
+def _make_direct(hosts: Hosts, num_pieces: int) -> Made:
+    """Make one round in which every rank sends to every other."""
+    num_parts, rounds = _make_pairwise(hosts, num_pieces)
+    return num_parts, (sum(rounds, ()),)
+
+
+def _count_pairwise(shape: Shape) -> Counts:
+    """Count a peer per round: (p − 1)·(α1 + S/n/β1) + (n − p)·(α2 + S/n/β2) (Thakur, 4.4)."""
+    n, p, _ = shape
+    return Counts(Levels(p - 1, n - p), Levels((p - 1) / n, (n - p) / n))
+
+
+def _make_pairwise(hosts: Hosts, _: int) -> Made:
+    """Make a round per peer: first within the host, then in the hosts at distance 1, 2, …
+
+    With unequal hosts the peer is the rank at distance 1, 2, …
+    """
+    n, places = sum(hosts), hosts[0]
+    is_even = all(count == places for count in hosts)
+    rounds = []
+    for shift in range(1, n):
+        across, along = divmod(shift, places) if is_even else (0, shift)
+        peers = [
+            (rank // places + across) % len(hosts) * places + (rank % places + along) % places
+            if is_even
+            else (rank + shift) % n
+            for rank in range(n)
+        ]
+        rounds.append(tuple(Message(r, peer, (r * n + peer,)) for r, peer in enumerate(peers)))
+    return n, tuple(rounds)
+
+
+def _count_bruck(shape: Shape) -> Counts:
+    """Count ⌈log2 n⌉·α + b/n·S/β, b the set bits of all numbers below n (Thakur, 4.4)."""
+    n, ones = shape.n, 0
+    for block in powers_below(n):
+        ones += n // (2 * block) * block + max(0, n % (2 * block) - block)
+    return Counts(shape.on_one_level(log2_ceil(n)), shape.on_one_level(ones / n))
+
+
+def _make_bruck(hosts: Hosts, _: int) -> Made:
+    """Make rounds k = 0, 1, … that bring parts 2^k ranks on if bit k of their way is set."""
+    n, rounds = sum(hosts), []
+    for distance in powers_below(n):
+        messages = []
+        for rank in range(n):
+            travelling = [left for left in range(n) if left & distance]
+            parts = [
+                (rank - left % distance) % n * n + (rank - left % distance + left) % n
+                for left in travelling
+            ]
+            messages.append(Message(rank, (rank + distance) % n, tuple(parts)))
+        rounds.append(tuple(messages))
+    return n, tuple(rounds)
+
+
+ALGORITHMS: Mapping[CollectiveKind, Mapping[str, Algorithm]] = {
+    "all_reduce": {
+        "ring": all_reduce(GATHERS["ring"]),
+        "tree": Algorithm(_count_tree, _make_tree),
+        "recursive_doubling": Algorithm(count_butterfly, make_butterfly),
+        "halving_doubling": Algorithm(count_halving_doubling, make_halving_doubling),
+        "hierarchical": all_reduce(GATHERS["hierarchical"]),
+        "hierarchical_doubling": all_reduce(GATHERS["hierarchical_doubling"]),
+    },
+    "all_gather": GATHERS,
+    "reduce_scatter": {name: reduce_scatter(gather) for name, gather in GATHERS.items()},
+    "all_to_all": {
+        "direct": Algorithm(_count_direct, _make_direct),
+        "pairwise": Algorithm(_count_pairwise, _make_pairwise),
+        "bruck": Algorithm(_count_bruck, _make_bruck),
+    },
+    "broadcast": {
+        "binomial_tree": Algorithm(_count_binomial, _make_binomial),
+        "scatter_all_gather": Algorithm(_count_scattered, _make_scattered),
+        "pipelined_ring": Algorithm(_count_pipeline, _make_pipeline),
+    },
+}
+"""The algorithms of each kind by name. Reduction in a switch is none of them: it is not made of
+messages between ranks."""

@@ -1,9 +1,9 @@
-"""What an all-reduce of gradients costs by each algorithm that can really run it.
+"""Costs of an all-reduce of gradients by each algorithm that can really run it.
 
 In: the algorithm's name, the bytes, the group and how many of its ranks each host has. Out:
 seconds. ``"library"`` is the all-reduce of the communication library. Of NCCL that is all there is:
 it chooses between its algorithms itself, and the cheapest is the one that it is taken to choose.
-Beside gloo, whose own is a ring, any table of ``algorithm_tables`` can be run over point-to-point
+Beside gloo, whose own is a ring, any table of ``algorithms`` can be run over point-to-point
 messages (``runtime.messages.all_reduces``). Its rounds follow each other, so a table costs
 
     Σ over rounds of  α + overhead + the time of the busiest port
@@ -20,37 +20,36 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..cluster.cluster import Cluster
-from .algorithm_tables import ALGORITHMS, find_table
-from .algorithms import Table
+from .algorithms import ALGORITHMS, find_table
 from .collectives import Group, algorithm_seconds, collective_seconds
+from .tables import Table, busiest_port
 
 LIBRARY = "library"
 
-BY_MESSAGES = ALGORITHMS["all_reduce"]
-"""The algorithms that the runtime executes over messages."""
+BY_MESSAGES = tuple(ALGORITHMS["all_reduce"])
+"""Algorithms that the runtime executes over messages."""
 
 ROUND_SECONDS = 1e-4
-"""What a round of messages costs the runtime beyond the links' latency: posting them from Python,
-waking the thread that waits. ``benchmarks/collectives/all_reduces.py`` measures it."""
+"""Further time of a round of messages beyond the links' latency: posting them from Python, waking
+the thread that waits. ``benchmarks/collectives/all_reduces.py`` measures it."""
 
 LEAST_GAIN = 0.1
-"""The library's all-reduce is kept unless another takes so much less: its price is surer."""
+"""Least share of time that another all-reduce must gain over the library's, whose price is
+surer."""
 
 PIECES = (1, 2, 4, 8, 16, 32)
-"""Into how many pieces a pipelined algorithm may cut what goes through one of its trees."""
+"""Numbers of pieces into which a pipelined algorithm may cut the tensor of one of its trees."""
 
 
 class RoundParts(NamedTuple):
-    """A round: whether it crosses hosts, the most parts through a rank's port within its host, and
-    through a host's port to the others."""
+    """The most parts of a round through a rank's port within its host and a host's to others."""
 
-    crosses: bool
     within: int
     between: int
 
 
 def hosts_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[int, ...]:
-    """How many of ``ranks`` each host has, in ascending order of the ranks.
+    """Count the ``ranks`` of each host, in ascending order of the ranks.
 
     >>> from ..cluster.shorthand import parse_cluster
     >>> hosts_of(parse_cluster("2x4xH100"), (0, 1, 4))
@@ -60,7 +59,7 @@ def hosts_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def algorithms_of(group: Group, hosts: tuple[int, ...]) -> tuple[str, ...]:
-    """What can run an all-reduce of the group, the library's first."""
+    """List the algorithms that can run an all-reduce of the group, the library's first."""
     if group.library == "nccl":
         return (LIBRARY,)
     return (LIBRARY, *(name for name in BY_MESSAGES if _exists(name, hosts)))
@@ -81,7 +80,7 @@ def all_reduce_seconds(
 
 
 def best_all_reduce(num_bytes: float, group: Group, hosts: tuple[int, ...]) -> str:
-    """The name of the cheapest: on NCCL the algorithm that it is taken to choose.
+    """Return the name of the cheapest: on NCCL the algorithm that NCCL is taken to choose.
 
     >>> from ..cluster.cluster import Link
     >>> slow = Link("wire", alpha_seconds=1e-2, bytes_per_second=1e9)
@@ -99,7 +98,7 @@ def best_all_reduce(num_bytes: float, group: Group, hosts: tuple[int, ...]) -> s
 
 
 def table_for(algorithm: str, num_bytes: float, group: Group, hosts: tuple[int, ...]) -> Table:
-    """The table that is run: of a pipelined algorithm with the best number of pieces."""
+    """Return the table that is run: of a pipeline with the best number of pieces."""
     pieces = min(
         _pieces(algorithm),
         key=lambda number: _seconds(_rounds(algorithm, hosts, number), num_bytes, group),
@@ -122,24 +121,16 @@ def _exists(algorithm: str, hosts: tuple[int, ...]) -> bool:
 def _rounds(
     algorithm: str, hosts: tuple[int, ...], pieces: int
 ) -> tuple[int, tuple[RoundParts, ...]]:
-    """The number of parts of a table, and what each of its rounds sends."""
+    """Return the number of parts of a table, and the parts through ports in each round."""
     table = find_table("all_reduce", algorithm, hosts, num_pieces=pieces)
     assert table is not None, algorithm
-    host, found = table.host_of(), []
+    host = table.host_of()
+    rounds = []
     for messages in table.rounds:
-        within: Counter[tuple[int, str]] = Counter()
-        between: Counter[tuple[int, str]] = Counter()
-        for message in messages:
-            source, target = host[message.sender], host[message.receiver]
-            if source == target:
-                within[message.sender, "out"] += len(message.parts)
-                within[message.receiver, "in"] += len(message.parts)
-            else:
-                between[source, "out"] += len(message.parts)
-                between[target, "in"] += len(message.parts)
-        most = (max(ports.values(), default=0) for ports in (within, between))
-        found.append(RoundParts(bool(between), *most))
-    return table.num_parts, tuple(found)
+        within = busiest_port(messages, host, crosses=False)
+        between = busiest_port(messages, host, crosses=True, by_host=True)
+        rounds.append(RoundParts(within, between))
+    return table.num_parts, tuple(rounds)
 
 
 def _seconds(rounds: tuple[int, tuple[RoundParts, ...]], num_bytes: float, group: Group) -> float:
@@ -147,10 +138,10 @@ def _seconds(rounds: tuple[int, tuple[RoundParts, ...]], num_bytes: float, group
     num_parts, each = rounds
     part = num_bytes / num_parts
     intra, inter = group.intra, group.inter
-    within = group.sharing * part / intra.bytes_per_second
-    between = group.sharing * part / (group.ranks_per_host * inter.bytes_per_second)
+    within = part / intra.bytes_per_second
+    between = part / (group.ranks_per_host * inter.bytes_per_second)
     total = 0.0
-    for crosses, own, shared in each:
-        start = inter.alpha_seconds if crosses else intra.alpha_seconds
-        total += start + ROUND_SECONDS + max(own * within, shared * between)
+    for parts in each:
+        start = inter.alpha_seconds if parts.between else intra.alpha_seconds
+        total += start + ROUND_SECONDS + max(parts.within * within, parts.between * between)
     return total

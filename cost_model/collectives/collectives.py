@@ -1,14 +1,13 @@
 """Seconds of collectives and transfers: latency plus bytes over bandwidth, per algorithm.
 
 In: the kind, the bytes of the full tensor, and the group of ranks. Out: seconds of the
-cheapest algorithm that is valid for the group and that its library has. The formulas, with
-their sources, are in ``formulas``; the algorithms themselves, as messages that
-are counted and run, in ``algorithms``.
+cheapest algorithm that is valid for the group and that its library has. The algorithms are
+described in ``algorithms``, with their formulas and sources.
 
 NCCL carries any of its algorithms by one of several protocols. Those for short messages
 (LL, LL128) have little latency and reach a part of a link's rate; the one for long messages
 (Simple) reaches all of it and synchronizes at every step. Both are priced and the cheaper
-counts, with what ``link_presets.PROTOCOLS`` says of the kind of link. Source: NCCL,
+counts, with what ``links.toml`` says of the kind of link. Source: NCCL,
 src/graph/tuning.cc; calibrated on measurements, see ``benchmarks/collectives``.
 """
 
@@ -16,45 +15,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from math import sqrt
+from typing import Literal, NamedTuple
 
 from ..cluster.cluster import Cluster, Link
-from ..cluster.link_presets import PROTOCOLS, Protocols
-from .algorithms import CollectiveKind
-from .formulas import (
-    Shape,
-    Wires,
-    binomial_broadcast,
-    bruck_all_to_all,
-    butterfly_all_reduce,
-    direct_all_to_all,
-    halving_doubling,
-    hierarchical_round,
-    in_switch_all_reduce,
-    is_power_of_two,
-    pairwise_all_to_all,
-    pipelined_broadcast,
-    ring_round,
-    scattered_broadcast,
-    tree_all_reduce,
-)
-
-__all__ = [
-    "CollectiveKind",
-    "Group",
-    "Library",
-    "algorithm_seconds",
-    "collective_seconds",
-    "group_of",
-    "p2p_seconds",
-]
+from ..cluster.presets import Protocols, link_protocols
+from .algorithms import ALGORITHMS
+from .gathers import log2_ceil
+from .tables import CollectiveKind as CollectiveKind
+from .tables import Counts, Shape
 
 Library = Literal["nccl", "gloo", "any"]
 
 PLAIN = Protocols()
+"""The protocol of links that NCCL does not drive, or that nobody measured."""
+
+POST_SECONDS = 0.5e-6
+"""Time of each further peer where a rank sends to many at once. From the latency of empty
+all-to-alls on 16 to 128 H100, 37 to 98 µs (meta-pytorch/autoparallel@a54c252, measured fit)."""
+
 SMALLEST_IN_SWITCH = 5
 """Ranks of a host from which NCCL has the switch sum: on 8 H200, ring is its default for 4
 and NVLS for 5 (stas00/ml-engineering@744d01e network/README.md, NCCL 2.27)."""
+
+
+class Wires(NamedTuple):
+    """α in seconds and β in bytes per second, within a host (1) and between hosts (2)."""
+
+    alpha1: float
+    beta1: float
+    alpha2: float
+    beta2: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +54,10 @@ class Group:
     """Ranks that run a collective together.
 
     ``num_ranks`` = ``ranks_per_host`` × ``num_hosts`` where the hosts hold equally many of them;
-    otherwise ``ranks_per_host`` is the fewest. ``sharing`` is how many such groups talk at the same
-    time over the same device's link (1: each rank has its link's bandwidth to itself, which holds
-    for the groups of a mesh axis, as links are per device). ``library`` limits the algorithms to
-    those it has: NCCL has rings, trees, in-switch reduction and, with one rank per host,
-    butterflies; gloo has rings, and reduce-scatters by an all-to-all, after which each rank sums
-    (``runtime.messages.communicator``); ``"any"`` has all.
+    otherwise ``ranks_per_host`` is the fewest. Each rank has its link's bandwidth to itself, as
+    links are per device. ``library`` limits the algorithms: NCCL has rings, trees, in-switch
+    reduction and, with one rank per host, butterflies; gloo has rings, and reduce-scatters by an
+    all-to-all, after which each rank sums (``runtime.messages.communicator``); ``"any"`` has all.
     """
 
     num_ranks: int
@@ -75,13 +65,7 @@ class Group:
     num_hosts: int
     intra: Link
     inter: Link
-    sharing: int = 1
     library: Library = "any"
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether every two ranks are joined by the same kind of link."""
-        return self.num_hosts == 1 or self.ranks_per_host == 1
 
     @property
     def is_even(self) -> bool:
@@ -89,10 +73,10 @@ class Group:
 
 
 def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
-    """The group that ``ranks`` of ``cluster`` form, with the slowest link of its hosts.
+    """Return the group of ``ranks`` of ``cluster``, with the slowest link of its hosts.
 
-    Between hosts it is priced as two levels: where it spans racks, every step between hosts
-    counts as one between racks, which is what the slowest step of a ring waits for.
+    It is priced as two levels: where it spans racks, every step between hosts counts as a step
+    between racks, as a ring waits for its slowest step.
 
     >>> from ..cluster.shorthand import parse_cluster
     >>> group = group_of(parse_cluster("4x8xH100"), range(0, 32, 8))
@@ -116,7 +100,7 @@ def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
 
 
 def p2p_seconds(
-    num_bytes: float, link: Link, *, protocols: Mapping[str, Protocols] = PROTOCOLS
+    num_bytes: float, link: Link, *, protocols: Mapping[str, Protocols] | None = None
 ) -> float:
     """Seconds of one message from one rank to another: α + S/β (Thakur, section 3).
 
@@ -126,10 +110,15 @@ def p2p_seconds(
     if num_bytes <= 0:
         return 0.0
     start, rate = link.base_seconds + link.alpha_seconds, link.bytes_per_second
-    found = protocols.get(link.name, PLAIN)
+    found = _protocols_of(link, protocols)
     whole = rate * link.of_links / link.num_links if link.of_links else rate
     few_channels = min(num_bytes, found.p2p_few_bytes)
     return start + max(num_bytes / rate, few_channels / (found.p2p_few_share * whole))
+
+
+def _protocols_of(link: Link, protocols: Mapping[str, Protocols] | None) -> Protocols:
+    known = link_protocols() if protocols is None else protocols
+    return known.get(link.name, PLAIN)
 
 
 def collective_seconds(
@@ -137,7 +126,7 @@ def collective_seconds(
     num_bytes: float,
     group: Group,
     *,
-    protocols: Mapping[str, Protocols] = PROTOCOLS,
+    protocols: Mapping[str, Protocols] | None = None,
 ) -> float:
     """Seconds of a collective by its cheapest algorithm; 0 for one rank or no bytes.
 
@@ -159,46 +148,117 @@ def algorithm_seconds(
     num_bytes: float,
     group: Group,
     *,
-    protocols: Mapping[str, Protocols] = PROTOCOLS,
+    protocols: Mapping[str, Protocols] | None = None,
 ) -> dict[str, float]:
-    """For each algorithm that ``group`` can run, its seconds. Needs two ranks or more."""
-    intra, inter, sharing = group.intra, group.inter, group.sharing
+    """Return the seconds of each algorithm that ``group`` can run. Needs two ranks or more."""
+    intra, inter = group.intra, group.inter
     first, second = PLAIN, PLAIN
     if group.library == "nccl":
-        first, second = protocols.get(intra.name, PLAIN), protocols.get(inter.name, PLAIN)
-    fill = first.switch_fill_seconds
-    alpha1, beta1 = intra.alpha_seconds, intra.bytes_per_second / sharing
-    alpha2, beta2 = inter.alpha_seconds, inter.bytes_per_second / sharing
+        first, second = _protocols_of(intra, protocols), _protocols_of(inter, protocols)
+    alpha1, beta1 = intra.alpha_seconds, intra.bytes_per_second
+    alpha2, beta2 = inter.alpha_seconds, inter.bytes_per_second
     if kind == "all_to_all":
         alpha1 += first.exchange_seconds
         beta1 *= first.exchange_share
-    short = Wires(alpha1, beta1 * first.short_share, alpha2, beta2 * second.short_share)
-    seconds = _by_algorithm(kind, num_bytes, group, short, fill)
+    wires = [Wires(alpha1, beta1 * first.short_share, alpha2, beta2 * second.short_share)]
     if first is not PLAIN or second is not PLAIN:
         first_alpha, second_alpha = first.long_alpha_seconds, second.long_alpha_seconds
-        long = Wires(alpha1 + first_alpha, beta1, alpha2 + second_alpha, beta2)
-        for name, other in _by_algorithm(kind, num_bytes, group, long, fill).items():
-            if other < seconds[name]:
-                seconds[name] = other
+        wires.append(Wires(alpha1 + first_alpha, beta1, alpha2 + second_alpha, beta2))
+    shape = Shape(group.num_ranks, group.ranks_per_host, group.num_hosts)
     base = _base_seconds(group)
-    if base:
-        for name in seconds:
-            seconds[name] += base
+    seconds = {
+        name: base + min(_seconds(counts, num_bytes, each) for each in wires)
+        for name, counts in _offered(kind, shape, group.library)
+    }
+    rate, fill = intra.reduction_bytes_per_second, first.switch_fill_seconds
+    if kind == "all_reduce" and rate and group.library != "gloo" and shape.p >= SMALLEST_IN_SWITCH:
+        seconds["in_switch"] = base + min(
+            _in_switch_seconds(num_bytes, shape, each, rate=rate, fill_seconds=fill)
+            for each in wires
+        )
     return seconds
 
 
-def _by_algorithm(
-    kind: CollectiveKind, num_bytes: float, group: Group, wires: Wires, fill_seconds: float
-) -> dict[str, float]:
-    if kind == "all_reduce":
-        return _all_reduce(num_bytes, group, wires, fill_seconds)
-    if kind == "reduce_scatter" and group.library == "gloo":
-        return _all_to_all(num_bytes, group, wires)
-    if kind == "all_gather" or kind == "reduce_scatter":
-        return _gather_or_scatter(num_bytes, group, wires)
-    if kind == "all_to_all":
-        return _all_to_all(num_bytes, group, wires)
-    return _broadcast(num_bytes, group, wires)
+LIBRARY_ALGORITHMS: Mapping[Library, Mapping[CollectiveKind, tuple[str, ...]]] = {
+    "nccl": {
+        "all_reduce": ("ring", "tree"),
+        "all_gather": ("ring", "recursive_doubling"),
+        "reduce_scatter": ("ring", "recursive_doubling"),
+        "all_to_all": ("direct",),
+        "broadcast": ("pipelined_ring",),
+    },
+    "gloo": {
+        "all_reduce": ("ring",),
+        "all_gather": ("ring",),
+        "reduce_scatter": ("pairwise",),
+        "all_to_all": ("pairwise",),
+        "broadcast": ("binomial_tree",),
+    },
+    "any": {kind: tuple(algorithms) for kind, algorithms in ALGORITHMS.items()},
+}
+"""The algorithms of each library. gloo's reduce-scatter is an all-to-all, see ``Group``."""
+
+
+@lru_cache(maxsize=4096)
+def _offered(
+    kind: CollectiveKind, shape: Shape, library: Library
+) -> tuple[tuple[str, Counts], ...]:
+    """Return the names and counts of a library's algorithms for a group's shape.
+
+    NCCL has trees between hosts, and recursive doubling with one rank per host.
+    """
+    offered = []
+    known = ALGORITHMS["all_to_all" if (kind, library) == ("reduce_scatter", "gloo") else kind]
+    for name in LIBRARY_ALGORITHMS[library][kind]:
+        counts = known[name].count(shape)
+        is_left_out = (name == "tree" and shape.h == 1) or (
+            name == "recursive_doubling" and shape.p > 1
+        )
+        if counts is not None and not (library == "nccl" and is_left_out):
+            offered.append((name, counts))
+    return tuple(offered)
+
+
+def _seconds(counts: Counts, num_bytes: float, wires: Wires) -> float:
+    """Return the seconds of an algorithm: its messages in turn, and its bytes."""
+    alpha1, beta1, alpha2, beta2 = wires
+    messages, tensors, at_once, num_posts, num_hops = counts
+    latency = messages.intra * alpha1 + messages.inter * alpha2 + num_posts * POST_SECONDS
+    within, between = tensors.intra / beta1, tensors.inter / beta2
+    transfer = num_bytes * (max(within, between) if at_once else within + between)
+    if messages.slowest or tensors.slowest:
+        latency += messages.slowest * max(alpha1, alpha2)
+        transfer += num_bytes * tensors.slowest / min(beta1, beta2)
+    return _pipeline_seconds(latency, transfer, num_hops) if num_hops else latency + transfer
+
+
+def _pipeline_seconds(latency: float, transfer: float, num_hops: int) -> float:
+    """Return (hops − 1 + k)·(α + S/(kβ)) at the best number of pieces k ≥ 1.
+
+    That is (√((hops − 1)·α) + √(S/β))² where the best k is more than 1; α is the mean hop.
+    """
+    hop = latency / num_hops
+    if (num_hops - 1) * transfer <= hop:
+        return num_hops * (hop + transfer)
+    return (sqrt((num_hops - 1) * hop) + sqrt(transfer)) ** 2
+
+
+def _in_switch_seconds(
+    num_bytes: float, shape: Shape, wires: Wires, *, rate: float, fill_seconds: float
+) -> float:
+    """Return the seconds of sums in the switch of each host, two trees between hosts, pipelined.
+
+    2·α1 + 2·⌈log2 h⌉·α2 + max(S/ρ, min(2, h/2)·S/(p·β2)) + min(S/ρ, fill), ρ the switch's
+    ``rate``. The last: a sum is sent out once a whole chunk is there, so a tensor below one
+    chunk passes twice in turn. Source: NCCL's NVLS and NVLSTree.
+    """
+    alpha1, _, alpha2, beta2 = wires
+    summed = num_bytes / rate
+    latency, transfer = 2 * alpha1, summed
+    if shape.h > 1:
+        latency += 2 * log2_ceil(shape.h) * alpha2
+        transfer = max(summed, min(2, shape.h / 2) * num_bytes / (shape.p * beta2))
+    return latency + transfer + min(summed, fill_seconds)
 
 
 def _base_seconds(group: Group) -> float:
@@ -207,88 +267,3 @@ def _base_seconds(group: Group) -> float:
     if group.ranks_per_host == 1:
         return group.inter.base_seconds
     return max(group.intra.base_seconds, group.inter.base_seconds)
-
-
-def _shape(group: Group) -> Shape:
-    return Shape(group.num_ranks, group.ranks_per_host, group.num_hosts)
-
-
-def _all_reduce(
-    num_bytes: float, group: Group, wires: Wires, fill_seconds: float
-) -> dict[str, float]:
-    shape = _shape(group)
-    latency, transfer = ring_round(num_bytes, shape, wires)
-    seconds = {"ring": 2 * (latency + transfer)}
-    if group.library == "gloo":
-        return seconds
-    if group.library == "any" or group.num_hosts > 1:
-        seconds["tree"] = tree_all_reduce(num_bytes, shape, wires)
-    reduction = group.intra.reduction_bytes_per_second
-    if reduction and shape.p >= SMALLEST_IN_SWITCH:
-        rate = reduction / group.sharing
-        seconds["in_switch"] = in_switch_all_reduce(
-            num_bytes, shape, wires, rate=rate, fill_seconds=fill_seconds
-        )
-    if group.library != "any":
-        return seconds
-    if shape.is_flat and shape.is_even:
-        alpha, beta = wires.flat(shape)
-        seconds["recursive_doubling"] = butterfly_all_reduce(num_bytes, shape.n, alpha, beta)
-        seconds["halving_doubling"] = halving_doubling(num_bytes, shape.n, alpha, beta)
-    seconds |= {name: 2 * half for name, half in _hierarchical(num_bytes, shape, wires).items()}
-    return seconds
-
-
-def _hierarchical(num_bytes: float, shape: Shape, wires: Wires) -> dict[str, float]:
-    if shape.is_flat or not shape.is_even:
-        return {}
-    seconds = {"hierarchical": sum(hierarchical_round(num_bytes, shape, wires, doubling=False))}
-    if is_power_of_two(shape.h):
-        doubling = sum(hierarchical_round(num_bytes, shape, wires, doubling=True))
-        seconds["hierarchical_doubling"] = doubling
-    return seconds
-
-
-def _gather_or_scatter(num_bytes: float, group: Group, wires: Wires) -> dict[str, float]:
-    """All-gather, or the reduce-scatter that is its mirror image.
-
-    recursive_doubling (halving for reduce-scatter): log2 n·α + (n − 1)/n·S/β, n a power of
-    two (Thakur, section 4.1; NCCL 2.23's PAT, with one rank per host).
-    """
-    shape = _shape(group)
-    latency, transfer = ring_round(num_bytes, shape, wires)
-    seconds = {"ring": latency + transfer}
-    if group.library == "gloo":
-        return seconds
-    has_butterfly = group.library == "any" or shape.p == 1
-    if shape.is_flat and shape.is_even and has_butterfly and is_power_of_two(shape.n):
-        alpha, _ = wires.flat(shape)
-        seconds["recursive_doubling"] = (shape.n.bit_length() - 1) * alpha + transfer
-    if group.library == "any":
-        seconds |= _hierarchical(num_bytes, shape, wires)
-    return seconds
-
-
-def _all_to_all(num_bytes: float, group: Group, wires: Wires) -> dict[str, float]:
-    shape = _shape(group)
-    if group.library == "gloo":
-        return {"pairwise": pairwise_all_to_all(num_bytes, shape, wires)}
-    seconds = {"direct": direct_all_to_all(num_bytes, shape, wires)}
-    if group.library == "any":
-        seconds["pairwise"] = pairwise_all_to_all(num_bytes, shape, wires)
-        alpha, beta = wires.flat(shape)
-        seconds["bruck"] = bruck_all_to_all(num_bytes, shape.n, alpha, beta)
-    return seconds
-
-
-def _broadcast(num_bytes: float, group: Group, wires: Wires) -> dict[str, float]:
-    shape = _shape(group)
-    alpha, beta = wires.flat(shape)
-    seconds: dict[str, float] = {}
-    if group.library != "nccl":
-        seconds["binomial_tree"] = binomial_broadcast(num_bytes, shape.n, alpha, beta)
-    if group.library == "any":
-        seconds["scatter_all_gather"] = scattered_broadcast(num_bytes, shape.n, alpha, beta)
-    if group.library != "gloo":
-        seconds["pipelined_ring"] = pipelined_broadcast(num_bytes, shape, wires)
-    return seconds

@@ -1,7 +1,7 @@
 """Seconds of sending tokens to the ranks that hold their experts, or of bringing results back.
 
 In: the bytes of a rank's own tokens, how many experts each token visits, the group of ranks over
-which the experts are spread evenly, what sends. Out: seconds of one direction.
+which the experts are spread evenly, the dispatcher. Out: seconds of one direction.
 
 ``alltoall``, NCCL's, sends a copy of a token for every expert that it visits. ``deepep`` and
 ``hybridep`` send a token once to each other host, over the network, and hand it on there to each
@@ -29,24 +29,24 @@ runtime does."""
 DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
 
 ROW_COPIES: Mapping[Dispatcher, int] = {"gather": 2, "alltoall": 4, "deepep": 2, "hybridep": 0}
-"""How often a row is copied within a rank on its way to an expert and back. For NCCL's all-to-all
-rows are sorted by rank, and those received by expert; HybridEP's kernels sort them as they send
-(deepseek-ai/DeepEP, branch hybrid-ep)."""
+"""Number of times that a row is copied within a rank on its way to an expert and back. For NCCL's
+all-to-all rows are sorted by rank, and those received by expert; HybridEP's kernels sort them as
+they send (deepseek-ai/DeepEP, branch hybrid-ep)."""
 
 Routing = Literal["any", "neighbours"]
-"""Which experts a token visits. ``neighbours``: the next k in a row, as gates of benchmarks deal
-them out (the balanced gate of NVIDIA's NeMo AutoModel), mostly on one host."""
+"""Choice of the experts that a token visits. ``neighbours``: the next k in a row, as gates of
+benchmarks deal them out (the balanced gate of NVIDIA's NeMo AutoModel), mostly on one host."""
 
 GroupLimit = tuple[int, int]
-"""In how many groups, of neighbours, a router divides the experts, and how many of the groups it
-first chooses for a token."""
+"""Number of groups, of neighbours, into which a router divides the experts, and number of groups
+that it first chooses for a token."""
 
 WITHIN_SHARE = 0.75
-"""Of the rate of collectives within a host what both reach: 494 and 420 GB/s (DeepEP, 24 units),
-536 and 531 (HybridEP, 16 units) of 680 on 8 B200, 4096 tokens of 7168 in bfloat16
+"""Share of the rate of collectives within a host that both reach: 494 and 420 GB/s (DeepEP, 24
+units), 536 and 531 (HybridEP, 16 units) of 680 on 8 B200, 4096 tokens of 7168 in bfloat16
 (deepseek-ai/DeepEP, branch hybrid-ep)."""
 BETWEEN_SHARE = 0.8
-"""Of the rate between hosts: HybridEP on 64 H100 of 8 hosts brings 41 to 48 GB/s of tokens to
+"""Share of the rate between hosts: HybridEP on 64 H100 of 8 hosts brings 41 to 48 GB/s of tokens to
 their hosts, of which 7 of 8 cross 50 GB/s (same source)."""
 
 

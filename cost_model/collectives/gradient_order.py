@@ -1,31 +1,32 @@
-"""In which order gradients are summed, and what a step takes with that order.
+"""The order in which gradients are summed, and the seconds of a step with that order.
 
 In: seconds of each block of a model that one rank computes, forward, backward and its update, and
 of each sum of gradients. Out: the seconds of a step among many like it.
 
 "backward": sums run as the backward makes their gradients; when all are done the weights are
 updated, and the next step begins. "priority": a block is updated when its own sums are done, and
-the next forward waits at each block for that block alone, so that sums run beside the next
-forward, too. What the forward needs first, the backward makes last, so among the sums that could
-run the one of the earliest block is started first; large ones are cut into parts, so that it need
-not wait long for another one's end. Sources: Jayarajan et al., "Priority-based Parameter
+the next forward waits at each block for that block alone, so that sums run beside the next forward,
+too. The gradients of the blocks that the forward needs first are the last of the backward, so among
+the sums that could run the earliest block's is started first; large sums are cut into parts, so
+that it need not wait long for another's end. Sources: Jayarajan et al., "Priority-based Parameter
 Propagation for Distributed DNN Training" (P3), MLSys 2019; Peng et al., "A Generic Communication
 Scheduler for Distributed DNN Training Acceleration" (ByteScheduler), SOSP 2019.
 
-All ranks must start sums in one order, whoever is faster. So the order is found here, once, and is
-part of the plan: a rank starts a sum when its gradients and all earlier sums are there.
+All ranks must start sums in one order, so it is part of the plan: a rank starts a sum when its
+gradients and all earlier sums are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..simulator.overlap import Collectives
 
 STEPS = 4
-"""Steps that are simulated: the period is that of the last one."""
+"""Number of simulated steps, of which the last gives the period."""
 
 
 class SumSeconds(NamedTuple):
@@ -36,7 +37,7 @@ class SumSeconds(NamedTuple):
 
     @property
     def needed_by(self) -> int:
-        """The block whose forward reads the parameters first, for all that is known."""
+        """First block that may read the parameters in a forward."""
         return max(self.block, 0)
 
 
@@ -53,10 +54,10 @@ class BlockSeconds:
 
 
 def priority_order(blocks: BlockSeconds, sums: Sequence[SumSeconds]) -> tuple[int, ...]:
-    """The numbers of the sums in the order in which they are started.
+    """Return the numbers of the sums in the order in which they are started.
 
-    Whenever the links are free, the one that the forward needs first of those whose gradients are
-    there.
+    Whenever the links are free, the next is the sum that the forward needs first, among sums whose
+    gradients are there.
 
     >>> blocks = BlockSeconds((1, 1), (1, 1), (0, 0))
     >>> priority_order(blocks, [SumSeconds(1, 0.5), SumSeconds(1, 2.0), SumSeconds(0, 1.0)])
@@ -77,12 +78,9 @@ def priority_order(blocks: BlockSeconds, sums: Sequence[SumSeconds]) -> tuple[in
 
 
 def _ready_seconds(blocks: BlockSeconds) -> dict[int, float]:
-    """When the gradients of each block are complete, from the start of the last backward."""
-    found, now = {}, 0.0
-    for block in reversed(range(len(blocks.backward))):
-        now += blocks.backward[block]
-        found[block] = now
-    return {**found, -1: now}
+    """Return when each block's gradients are complete, from the start of the last backward."""
+    ends = list(accumulate(reversed(blocks.backward)))
+    return {**dict(enumerate(reversed(ends))), -1: ends[-1] if ends else 0.0}
 
 
 def step_seconds(
@@ -118,7 +116,7 @@ def step_seconds(
 def _forward(
     blocks: BlockSeconds, links: Collectives, now: float, done: Sequence[tuple[int, float]]
 ) -> float:
-    """When a step's first forward ends, if the sums of the step before end as ``done`` says."""
+    """Return the end of a step's first forward, if the last step's sums end as ``done`` says."""
     for block, seconds in enumerate(blocks.forward):
         ends = [end for needed_by, end in done if needed_by == block]
         if ends:
@@ -131,7 +129,7 @@ def _forward(
 def _last_backward(
     blocks: BlockSeconds, sums: Sequence[SumSeconds], links: Collectives, now: float
 ) -> tuple[float, list[tuple[int, float]]]:
-    """When the backward ends, and for each sum the block that needs it, and when it ends."""
+    """Return the end of the backward, and of each sum with the block that needs it."""
     done: list[tuple[int, float]] = []
     for block in reversed(range(len(blocks.backward))):
         now = links.finish(now, blocks.backward[block])

@@ -29,9 +29,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from ..cluster.cluster import Cluster, Device
 from ..cluster.tf32 import product_dtype
 from .products import Product, alignment, attention_seconds, product_bytes, product_seconds
@@ -66,19 +63,11 @@ class Rate:
     seconds_per_byte: float
 
     def seconds(self, flops: float, num_bytes: float) -> float:
-        """Seconds of an op; one without work (a view) takes none."""
+        """Return the seconds of an op; 0 without work (a view)."""
         if flops <= 0 and num_bytes <= 0:
             return 0.0
         compute = self.ramp_seconds + flops * self.seconds_per_flop if flops > 0 else 0.0
         return self.launch_seconds + max(compute, num_bytes * self.seconds_per_byte)
-
-    def seconds_array(
-        self, flops: npt.NDArray[np.float64], num_bytes: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.float64]:
-        """``seconds`` of many ops at once, of equally shaped arrays."""
-        compute = np.where(flops > 0, self.ramp_seconds + flops * self.seconds_per_flop, 0.0)
-        busy = self.launch_seconds + np.maximum(compute, num_bytes * self.seconds_per_byte)
-        return np.where((flops > 0) | (num_bytes > 0), busy, 0.0)
 
 
 def rate(device: Device, family: str, dtype: str) -> Rate:
@@ -120,20 +109,8 @@ def _efficiency(device: Device, family: str, dtype: str) -> float:
     return device.efficiency.get(family, 1.0) if own is None else own
 
 
-def op_seconds(device: Device, family: str, flops: float, num_bytes: float, dtype: str) -> float:
-    """Seconds of one op of ``flops`` FLOPs that reads and writes ``num_bytes``.
-
-    For many ops of one family, take ``rate`` once.
-
-    >>> device = Device("d", "cpu", 1, 1, 1e9, {"float32": 1e9}, launch_seconds=0.5)
-    >>> op_seconds(device, "matmul", 2e9, 1e9, "float32")
-    2.5
-    """
-    return rate(device, family, dtype).seconds(flops, num_bytes)
-
-
 class OpWork(Protocol):
-    """What an op does on one rank, forward and backward: see ``planner.rules.work``."""
+    """The work of an op on one rank, forward and backward: see ``planner.rules.work``."""
 
     @property
     def family(self) -> str: ...
@@ -158,8 +135,8 @@ class OpWork(Protocol):
 
 
 _DRAWN_BYTES = 64
-"""What counting one 32-bit random number moves on a CPU: some passes over int32. A GPU computes
-it where it is used, in the one kernel that reads and writes the tensor."""
+"""Bytes moved on a CPU to count one 32-bit random number: some passes over int32. A GPU computes
+it where it is used, in the kernel that reads and writes the tensor."""
 
 
 def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float]:
@@ -197,7 +174,7 @@ def host_seconds(device: Device, work: OpWork) -> tuple[float, float]:
 def eight_bit_seconds(
     device: Device, work: OpWork, dtype: str, factor_dtype: str, cast_bytes: float
 ) -> tuple[float, float]:
-    """``work_seconds`` of a matrix product that casts its factors to ``factor_dtype``.
+    """Return ``work_seconds`` of a matrix product that casts its factors to ``factor_dtype``.
 
     ``cast_bytes`` are moved per element that is cast: forward both factors, backward the output's
     gradient, a kernel each.
@@ -269,7 +246,7 @@ def _attention_seconds(device: Device, own: Rate, work: OpWork) -> tuple[float, 
 
 
 def peak_flops(device: Device, dtype: str) -> float:
-    """The dense peak in ``dtype``, or that of the dtype it is emulated in.
+    """Return the dense peak in ``dtype``, or in the dtype it is emulated in.
 
     float16 without its own figure runs as bfloat16 or float32, bfloat16 as float32: a GPU
     without units for it computes in float32. float64 without

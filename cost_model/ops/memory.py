@@ -15,8 +15,14 @@ from typing import Literal
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 
 OPTIMIZER_STATES = {
-    "adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0,
-}  # fmt: skip
+    "adamw": 2,
+    "adam": 2,
+    "lion": 1,
+    "sgd-momentum": 1,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "sgd": 0,
+}
 """Tensors of a parameter's size that each optimizer keeps."""
 
 
@@ -60,13 +66,13 @@ class PrecisionPolicy:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the copy that computes is another than the one that is stepped."""
+        """True where the copy that computes is not the copy that is stepped."""
         return self.gathered_bytes != self.parameter_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """What a rank holds from step to step. ``parameters`` counts a lasting gathered copy."""
+    """Bytes that a rank holds from step to step. ``parameters`` counts a lasting gathered copy."""
 
     parameters: int
     gradients: int
@@ -97,9 +103,12 @@ def policy(
         known = ", ".join(OPTIMIZER_STATES)
         raise PolicyError(f"unknown optimizer {optimizer!r}: expected one of {known}")
     dtypes = {
-        "fp32": ("float32", 4, 4), "bf16": ("bfloat16", 4, 2), "fp16": ("float16", 4, 2),
-        "fp8": ("bfloat16", 4, 2), "fp64": ("float64", 8, 8),
-    }  # fmt: skip
+        "fp32": ("float32", 4, 4),
+        "bf16": ("bfloat16", 4, 2),
+        "fp16": ("float16", 4, 2),
+        "fp8": ("bfloat16", 4, 2),
+        "fp64": ("float64", 8, 8),
+    }
     if precision not in dtypes:
         raise PolicyError(
             f"unknown precision {precision!r}: expected fp32, bf16, fp16, fp8 or fp64"
@@ -133,7 +142,7 @@ def state_bytes(
 
     Stage 1 shards the optimizer's states and the master parameters, stage 2 the gradients
     too; in both (and in stage 0 with mixed precision) a gathered copy of the parameters
-    stays. Stage 3 gathers a block at a time: see ``gathered_bytes``. ``wrapped`` says that
+    stays. Stage 3 gathers a block at a time: see ``exchange_bytes``. ``wrapped`` says that
     fully_shard holds the parameters even where nothing is sharded; it then keeps a copy
     of its own in a group of one too. It never does in stage 0.
 
@@ -156,11 +165,6 @@ def state_bytes(
     )
 
 
-def gathered_bytes(numel: int, policy: PrecisionPolicy) -> int:
-    """Bytes of the copy of ``numel`` parameters that a block computes with."""
-    return numel * policy.gathered_bytes
-
-
 def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) -> float:
     """Bytes that ``numel`` parameters of a block, and their gradients, take beside the states
     while they are exchanged over ``shards`` ranks: half of it, as the running block and the
@@ -178,7 +182,7 @@ def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) 
         return 0.0
     buffer = numel * policy.gradient_bytes / 2
     gradient = numel * policy.gathered_bytes / 2 if zero >= 2 else 0.0
-    gathered = gathered_bytes(numel, policy) if zero == 3 else 0
+    gathered = numel * policy.gathered_bytes if zero == 3 else 0
     return buffer + gradient + gathered
 
 
@@ -203,7 +207,7 @@ def sent_bytes(
 
 
 def allocated_bytes(num_bytes: int, kind: Literal["cuda", "cpu"]) -> int:
-    """What the allocator hands out for a tensor: multiples of 512 bytes on CUDA, 64 on CPU.
+    """Return the bytes allocated for a tensor: multiples of 512 on CUDA, of 64 on CPU.
 
     Source: c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize); c10/core/alignment.h.
 
@@ -218,7 +222,7 @@ _FRAGMENTATION = {"cuda": 0.03, "cpu": 0.0}
 
 
 def fragmentation_bytes(kind: Literal["cuda", "cpu"], moving_bytes: float) -> float:
-    """What the allocator cannot hand out of what comes and goes in a step.
+    """Return the bytes that the allocator loses of memory that comes and goes in a step.
 
     On CUDA 3 % of it: the caching allocator takes memory in segments (2 MiB for tensors
     up to 1 MiB, 20 MiB up to 10 MiB, multiples of 2 MiB above; c10/core/AllocatorConfig.h)
@@ -237,8 +241,8 @@ def reserve_bytes(kind: Literal["cuda", "cpu"], num_groups: int = 1) -> int:
     """Bytes of a device that belong to no tensor of the model, with ``num_groups`` process
     groups: on CUDA the context (0.4 to 0.6 GB from Volta to Hopper), the workspaces of
     cuBLAS (8 MiB per stream, 32 MiB on Hopper) and cuDNN, and NCCL's buffers (4 MiB per
-    channel, peer and protocol; estimated). On a CPU none: what a process takes to have
-    imported torch (0.2 to 0.4 GB) is not counted, nor is it in a device's usable memory.
+    channel, peer and protocol; estimated). On a CPU none: a process's memory for torch itself
+    (0.2 to 0.4 GB) is not counted, nor is it in a device's usable memory.
 
     >>> reserve_bytes("cuda", 2)
     1200000000

@@ -76,9 +76,9 @@ def element_bytes(dtype: str) -> int:
 
 
 def alignment(product: Product, dtype: str) -> float:
-    """The share of the rate that a product reaches by how its rows lie in memory.
+    """Return the share of the rate that a product reaches by how its rows lie in memory.
 
-    Rows are of n or k elements: those of the output and of the factors. The products of the
+    Rows of the output and of the factors have n or k elements. The products of the
     backward have the same rows as the forward's, so they share its alignment.
 
     >>> alignment((1, 1024, 50257, 1024), "float16")
@@ -101,7 +101,7 @@ def product_seconds(
 ) -> float:
     """Seconds of one product on a device with ``num_units``, without its launch.
 
-    ``flops_per_second`` is what the largest tile reaches on all units.
+    ``flops_per_second`` is the rate of the largest tile on all units.
     """
     if min(product) <= 0:
         return 0.0

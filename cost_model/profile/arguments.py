@@ -1,11 +1,11 @@
 """A case's op and arguments, made anew on a device.
 
 In: an ``OpCase`` and a device. Out: a ``Call`` that runs the op on tensors of the case's
-shapes and dtypes. Values are drawn from a normal distribution, as activations are (what a GPU
-draws in power, and so its clock, depends on them). Integers are drawn within what the op may
+shapes and dtypes. Values are drawn from a normal distribution, as activations are (a GPU's
+power, and so its clock, depends on them). Integers are drawn within what the op may
 index: rows of an embedding, classes of a loss, the dimension of a gather. A boolean mask of
-attention is causal, any other is true half of the time. What an op writes to is copied anew
-for every run.
+attention is causal, any other is true half of the time. Arguments that an op writes to are copied
+anew for every run.
 
 Torch is imported on use: this package is part of a room that needs none.
 """
@@ -36,7 +36,7 @@ class MeasureError(ProfileError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An op ready to run: ``prepare`` copies what it writes to, ``run`` is what is timed."""
+    """An op ready to run: ``prepare`` copies the arguments that it writes to."""
 
     op: Callable[..., Any]
     args: tuple[Any, ...]
@@ -70,8 +70,8 @@ def build_call(case: OpCase, device: str) -> Call:
     """The call of a case on ``device``. Raises ``MeasureError``."""
     op = resolve(case)
     args, kwargs = _parse(case)
-    roles = _roles(op, args, kwargs)
-    limits = _Limits(case, roles, args, kwargs, op)
+    values = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
+    limits = _Limits(case, values, _roles(values))
     tensors = [_tensor(case, at, device, limits) for at in range(len(case.tensors))]
     return Call(
         op=op,
@@ -83,7 +83,7 @@ def build_call(case: OpCase, device: str) -> Call:
 
 
 def resolve(case: OpCase) -> Any:
-    """The op that a case names. Raises ``MeasureError`` for one that torch does not know."""
+    """Return the op that a case names. Raises ``MeasureError`` if torch does not know it."""
     import torch
 
     parts = case.op.split(".")
@@ -112,11 +112,10 @@ def _tensor_index(value: Any) -> int | None:
     return value["tensor"] if isinstance(value, dict) and set(value) == {"tensor"} else None
 
 
-def _roles(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
-    """For each tensor the name of its argument in the schema, and where in a list it is."""
-    names = [argument.name for argument in op._schema.arguments]
+def _roles(values: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
+    """Return the name of each tensor's argument in the schema, and its place in a list."""
     roles: dict[int, tuple[str, int]] = {}
-    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+    for name, value in values.items():
         for at, item in enumerate(value if isinstance(value, list) else [value]):
             index = _tensor_index(item)
             if index is not None:
@@ -140,7 +139,7 @@ def _fresh(value: Any) -> Any:
 
 
 def _copied(value: Any, made: dict[int, Tensor]) -> Any:
-    """An argument with new tensors, each of them noted by the one it copies."""
+    """Return an argument with new tensors, each noted by the tensor that it copies."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -174,28 +173,26 @@ def _rebuilt(value: Any, tensors: Sequence[Tensor], device: str) -> Any:
     return {name: _rebuilt(item, tensors, device) for name, item in value.items()}
 
 
+@dataclass(frozen=True, slots=True)
 class _Limits:
-    """What integers an op takes: ``high`` says for each tensor the smallest that is too large."""
+    """The integers that an op takes: ``high`` is the smallest that is too large for a tensor.
 
-    def __init__(
-        self,
-        case: OpCase,
-        roles: Mapping[int, tuple[str, int]],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        op: Any,
-    ) -> None:
-        self.case = case
-        self.roles = roles
-        self.name = case.op.split(".")[1].rstrip("_")
-        arguments = op._schema.arguments
-        self.values = dict(zip((each.name for each in arguments), args, strict=False)) | {**kwargs}
+    ``values`` are its arguments by name; ``roles`` name each tensor's argument.
+    """
+
+    case: OpCase
+    values: Mapping[str, Any]
+    roles: Mapping[int, tuple[str, int]]
+
+    @property
+    def name(self) -> str:
+        return self.case.op.split(".")[1].rstrip("_")
 
     def role(self, index: int) -> str:
         return self.roles.get(index, ("", 0))[0]
 
     def high(self, index: int) -> int | None:
-        """None where any integer will do."""
+        """Return the smallest integer that is too large; None where any will do."""
         role, at = self.roles.get(index, ("", 0))
         name = self.name
         if name in ("embedding", "embedding_bag") and role == "indices":

@@ -1,4 +1,4 @@
-"""What is measured and looked up: one op on tensors of given shapes.
+"""Cases to measure and to look up: one op on tensors of given shapes.
 
 In: an op's path, the shapes and dtypes of its tensors, its other arguments. Out: an
 ``OpCase`` whose ``key`` is the same for every op of a model (or of another) that runs the
@@ -11,31 +11,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
+from ..cluster.cluster import FigureError
 from ..cluster.tf32 import TFLOAT32
 
 Product = tuple[int, int, int, int]
 
 
-class ProfileError(ValueError):
-    """Something about measured times is wrong: ``what``, ``where``, and what to try (``fix``)."""
-
-    def __init__(self, what: str, where: str = "", fix: str = "") -> None:
-        super().__init__(what, where, fix)
-        self.what = what
-        self.where = where
-        self.fix = fix
-
-    def __str__(self) -> str:
-        where = f" ({self.where})" if self.where else ""
-        return f"{self.what}{where}" + (f": {self.fix}" if self.fix else "")
+class ProfileError(FigureError):
+    """Measured times are missing or wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorCase:
-    """A tensor argument: local shape, dtype by name, whether its gradient is computed."""
+    """A tensor argument: local shape, dtype by name, and true if its gradient is computed."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -52,7 +43,7 @@ class TensorCase:
 
 @dataclass(frozen=True, slots=True)
 class OpCase:
-    """One op at local shapes. Equality and hash are those of what is run, not of the features.
+    """One op at local shapes. Equality and hash follow from the work to run, not the features.
 
     ``op`` is a ``torch.ops`` path (``"aten.linear.default"``); ``tensors`` its tensor
     arguments in call order, repeats repeated; ``arguments`` all its arguments as
@@ -72,13 +63,13 @@ class OpCase:
     tf32: tuple[str, ...] = ()
 
     def key(self) -> str:
-        """What is run, as text: op, tensors, arguments, and what of it is in TF32."""
+        """Return the work to run as text: op, tensors, arguments, and families in TF32."""
         text = f"{self.op} {' '.join(map(str, self.tensors))} {self.arguments}"
         return text + (f" tf32={','.join(self.tf32)}" if self.tf32 else "")
 
     @property
     def dtype(self) -> str:
-        """The dtype that is computed in: of the first floating tensor, else of the first."""
+        """Dtype that is computed in: of the first floating tensor, else of the first."""
         if self.tf32:
             return TFLOAT32
         floating = [t.dtype for t in self.tensors if is_floating(t.dtype)]
@@ -90,17 +81,17 @@ class OpCase:
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether a dtype of this name can have a gradient."""
+    """Return true for the name of a dtype that can have a gradient."""
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def canonical(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Arguments as one line of JSON, the same for equal calls.
+    """Return arguments as one line of JSON, the same for equal calls.
 
-    A tensor argument is given as ``{"tensor": i}``, its position in ``OpCase.tensors``.
-    What torch has its own types for becomes ``{"dtype": "float32"}``, ``{"device": ""}``
-    (whoever runs it puts its own in), ``{"memory_format": …}``, ``{"layout": …}``; an
-    infinite or undefined number ``{"float": "inf"}``.
+    A tensor argument is given as ``{"tensor": i}``, its position in ``OpCase.tensors``. Values of
+    torch's own types become ``{"dtype": "float32"}``, ``{"device": ""}`` (a run puts its own in),
+    ``{"memory_format": …}``, ``{"layout": …}``; an infinite or undefined number
+    ``{"float": "inf"}``.
 
     >>> canonical(({"tensor": 0}, (1, 2)), {"p": float("inf")})
     '[[{"tensor":0},[1,2]],{"p":{"float":"inf"}}]'
@@ -129,21 +120,12 @@ def _plain(value: Any) -> Any:
 
 
 def case_to_json(case: OpCase) -> dict[str, Any]:
-    """The case as JSON values; ``case_from_json`` is the inverse."""
-    return {
-        "op": case.op,
-        "tensors": [[list(t.shape), t.dtype, t.requires_grad] for t in case.tensors],
-        "arguments": case.arguments,
-        "family": case.family,
-        "flops": list(case.flops),
-        "num_bytes": list(case.num_bytes),
-        "products": [list(product) for product in case.products],
-        "tf32": list(case.tf32),
-    }
+    """Return the case as values for JSON; ``case_from_json`` is the inverse."""
+    return {**asdict(case), "tensors": [astuple(tensor) for tensor in case.tensors]}
 
 
 def case_from_json(values: Mapping[str, Any], *, on_gpu: bool = False) -> OpCase:
-    """A case from what ``case_to_json`` made. Raises ``ProfileError`` for anything else.
+    """Return the case of values of ``case_to_json``. Raises ``ProfileError`` for other values.
 
     Earlier versions did not write ``tf32`` and measured on GPUs as torch does by default: with
     convolutions in TF32.

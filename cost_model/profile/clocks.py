@@ -19,10 +19,10 @@ _MOST_FLUSHES = 64
 _GPU_SAMPLES = 5
 _ENGINE_RUNS = 50
 _SETS_BYTES = 64e6
-"""What a batch of runs touches at most: more than a core's own caches hold."""
+"""Most bytes that a batch of runs touches: more than a core's own caches hold."""
 _MOST_SETS = 16
 _LEAST_SHARE = 0.1
-"""Of a backward that is left at least where the engine is taken off."""
+"""Least share of a backward that is left where the engine is taken off."""
 
 
 def backward_of(call: Call) -> Backward | None:
@@ -51,7 +51,7 @@ def flat(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """What the backward is given: gradients of outputs, by their number."""
+    """Arguments of a backward: gradients of outputs, by their number."""
 
     gradients: tuple[tuple[int, Tensor], ...]
 
@@ -71,9 +71,9 @@ class CpuClock:
 
     Runs come in batches, as the equal layers of a model do: each has its inputs to itself,
     all forwards are run before the backwards, and their outputs are kept until then. So
-    memory is as new to an op as in training, where what is written is not soon freed. What
-    starting autograd's engine costs, which a step pays once and not once per op, is
-    measured and taken off each backward.
+    memory is as new to an op as in training, where written memory is not soon freed. The time to
+    start autograd's engine, which a step pays once and not once per op, is measured and taken
+    off each backward.
     """
 
     def __init__(self, call: Call, backward: Backward | None) -> None:
@@ -143,6 +143,10 @@ def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+def _seconds_between(first: Any, last: Any) -> float:
+    return float(first.elapsed_time(last)) / 1e3
+
+
 class CpuStopwatch:
     """Seconds of a call by a monotonic clock, one by one."""
 
@@ -187,7 +191,7 @@ class GpuStopwatch:
             call()
         last.record()
         torch.cuda.synchronize()
-        return float(first.elapsed_time(last)) / 1e3 / count
+        return _seconds_between(first, last) / count
 
 
 def stopwatch(device_type: str) -> CpuStopwatch | GpuStopwatch:
@@ -210,14 +214,14 @@ class Filler:
         self.buffer.zero_()
         second.record()
         torch.cuda.synchronize()
-        self.seconds = max(first.elapsed_time(second) / 1e3, 1e-6)
+        self.seconds = max(_seconds_between(first, second), 1e-6)
 
     def count_for(self, seconds: float) -> int:
-        """How many runs last longer than the host needs for ``seconds`` of launches."""
+        """Return the number of runs that outlast ``seconds`` of launches by the host."""
         return int(min(_MOST_FLUSHES, math.ceil(1.5 * seconds / self.seconds)))
 
     def run(self, count: int) -> None:
-        """Queues ``count`` runs."""
+        """Queue ``count`` runs."""
         for _ in range(count):
             self.buffer.zero_()
 
@@ -233,7 +237,7 @@ class GpuClock:
         self.flushes = self._flushes_to_stay_ahead()
 
     def _flushes_to_stay_ahead(self) -> int:
-        """How often to fill the stream for the host to launch the op in the meantime."""
+        """Return how often to fill the stream while the host launches the op."""
         import torch
 
         torch.cuda.synchronize()
@@ -273,5 +277,5 @@ class GpuClock:
             self.backward.run(outputs, self.call.leaves)
             events[3].record()
         torch.cuda.synchronize()
-        forward = events[0].elapsed_time(events[1]) / 1e3
-        return forward, events[2].elapsed_time(events[3]) / 1e3 if self.backward else 0.0
+        backward = _seconds_between(*events[2:]) if self.backward else 0.0
+        return _seconds_between(*events[:2]), backward

@@ -14,11 +14,10 @@ import json
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from .case import OpCase, case_to_json
@@ -102,7 +101,7 @@ class Database:
         return sqlite3.connect(name, timeout=_BUSY_SECONDS, isolation_level=None, uri=is_uri)
 
     def _prepare(self) -> None:
-        """Checks the schema's version; a new file gets its tables."""
+        """Check the schema's version; a new file gets its tables."""
         tables = {row[0] for row in self._rows("SELECT name FROM sqlite_master")}
         if "schema_version" not in tables and (tables or self._read_only):
             raise DatabaseError("the file is another database, not a profile database", self.path)
@@ -124,7 +123,7 @@ class Database:
             )
 
     def _use_write_ahead_log(self) -> None:
-        """Readers then never wait for the writer. Retried: SQLite does not wait here itself."""
+        """Let readers never wait for the writer. Retried: SQLite does not wait here itself."""
         deadline = time.monotonic() + _BUSY_SECONDS
         while True:
             try:
@@ -145,20 +144,15 @@ class Database:
     def __enter__(self) -> Database:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """SQLite's errors as ours."""
+        """Raise SQLite's errors as ``DatabaseError``."""
         try:
             yield
-        except sqlite3.OperationalError as error:
+        except (sqlite3.OperationalError, OSError) as error:
             fix = "another process holds it; try again" if "locked" in str(error) else ""
             raise DatabaseError(
                 f"the profile database cannot be used: {error}", self.path, fix
@@ -168,14 +162,10 @@ class Database:
             raise DatabaseError(
                 f"the file is not a profile database: {error}", self.path, fix
             ) from error
-        except OSError as error:
-            raise DatabaseError(
-                f"the profile database cannot be used: {error}", self.path
-            ) from error
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All or nothing; the write lock is taken at once, so that waiting works."""
+        """Write all or nothing; the write lock is taken at once, so that waiting works."""
         with self._explained():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -205,36 +195,26 @@ class Database:
         return tuple(Environment(*row) for row in rows)
 
     def put(self, environment: Environment, case: OpCase, measurement: Measurement) -> None:
-        """Keeps a measurement; it replaces an earlier one of the same case."""
+        """Keep a measurement; it replaces an earlier one of the same case."""
         with self._transaction():
             self._write(Record(environment, case, measurement, time.time()))
 
     def put_transfer(self, environment: Environment, transfer: Transfer) -> None:
-        """Keeps a measured transfer; it replaces an earlier one of the same size."""
+        """Keep a measured transfer; it replaces an earlier one of the same size."""
         with self._transaction():
             self._write(Record(environment, transfer, None, time.time()))
 
     def put_failure(self, environment: Environment, case: OpCase, reason: str) -> None:
-        """Keeps why a case could not be measured, so that it is not tried every time."""
+        """Keep the reason why a case could not be measured, so that it is not tried again."""
         with self._transaction():
             number = self._numbered(environment)
             row = (number, case.key(), reason, time.time())
             self._connection.execute("INSERT OR REPLACE INTO failures VALUES (?,?,?,?)", row)
 
     def failures(self, environment: Environment) -> Mapping[str, str]:
-        """Why cases could not be measured, by their keys."""
+        """Return the reasons why cases could not be measured, by their keys."""
         query = "SELECT key, reason FROM failures WHERE environment=?"
         return dict(self._rows(query, (self._find(environment),)))
-
-    def describe(self, environment: Environment, cases: Iterable[OpCase]) -> None:
-        """Renews the features of measured cases: they may be computed better now."""
-        number = self._find(environment)
-        rows = [(_body(case), number, case.key()) for case in cases]
-        if number is not None and rows:
-            with self._transaction():
-                self._connection.executemany(
-                    "UPDATE ops SET body=? WHERE environment=? AND key=?", rows
-                )
 
     def get(self, environment: Environment, case: OpCase) -> Measurement | None:
         """The measurement of a case, None if there is none."""
@@ -249,24 +229,18 @@ class Database:
 
     def all(self, environment: Environment) -> Mapping[OpCase, Measurement]:
         """Every measured op of an environment."""
-        records = self._op_records(environment)
-        return {
-            record.item: record.measurement
-            for record in records
-            if isinstance(record.item, OpCase) and record.measurement is not None
-        }
+        return {case: measurement for case, measurement, _ in self._op_rows(environment)}
 
     def all_transfers(self, environment: Environment) -> tuple[Transfer, ...]:
         """Every measured transfer of an environment."""
-        items = (record.item for record in self._transfer_records(environment))
-        return tuple(item for item in items if isinstance(item, Transfer))
+        return tuple(transfer for transfer, _ in self._transfer_rows(environment))
 
     def export_file(self, path: str | Path) -> int:
-        """Writes everything to ``path`` as lines of JSON and returns how many measurements."""
+        """Write all to ``path`` as lines of JSON, and return the number of measurements."""
         return write_records(Path(path), self._records())
 
     def import_file(self, path: str | Path) -> ImportCounts:
-        """Merges an exported file, all of it or, if a line is wrong, nothing.
+        """Merge an exported file, all of it or, if a line is wrong, nothing.
 
         Where both have a row, the one with more repeats stays; of equally many the newer,
         so that the order of merges does not matter.
@@ -298,7 +272,7 @@ class Database:
         return (int(rows[0][0]), float(rows[0][1])) if rows else None
 
     def _write(self, record: Record) -> None:
-        """Inside a transaction."""
+        """Write a row, inside a transaction."""
         number = self._numbered(record.environment)
         values: tuple[Any, ...]
         if isinstance(record.item, Transfer):
@@ -324,32 +298,28 @@ class Database:
 
     def _records(self) -> Iterator[Record]:
         for environment in self.environments():
-            yield from self._op_records(environment)
-            yield from self._transfer_records(environment)
+            for case, measurement, measured_at in self._op_rows(environment):
+                yield Record(environment, case, measurement, measured_at)
+            for transfer, measured_at in self._transfer_rows(environment):
+                yield Record(environment, transfer, None, measured_at)
 
-    def _op_records(self, environment: Environment) -> list[Record]:
+    def _op_rows(self, environment: Environment) -> Iterator[tuple[OpCase, Measurement, float]]:
         rows = self._rows(
             "SELECT body, forward_seconds, backward_seconds, repeats, spread, measured_at"
             " FROM ops WHERE environment=? ORDER BY key",
             (self._find(environment),),
         )
-        return [
-            Record(
-                environment, case_of(json.loads(body), environment), Measurement(*rest), measured_at
-            )
-            for body, *rest, measured_at in rows
-        ]
+        for body, *values, measured_at in rows:
+            yield case_of(json.loads(body), environment), Measurement(*values), measured_at
 
-    def _transfer_records(self, environment: Environment) -> list[Record]:
+    def _transfer_rows(self, environment: Environment) -> Iterator[tuple[Transfer, float]]:
         rows = self._rows(
             "SELECT level, library, kind, num_ranks, num_hosts, num_bytes, seconds, repeats,"
             f" measured_at FROM transfers WHERE environment=? ORDER BY {_TRANSFER_ORDER}",
             (self._find(environment),),
         )
-        return [
-            Record(environment, Transfer(*values), None, measured_at)
-            for *values, measured_at in rows
-        ]
+        for *values, measured_at in rows:
+            yield Transfer(*values), measured_at
 
 
 def _body(case: OpCase) -> str:

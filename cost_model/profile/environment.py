@@ -1,7 +1,7 @@
-"""Where times are measured: device, driver, torch, threads.
+"""Environments of measured times: device, driver, torch, threads.
 
-Times of one environment say nothing certain about another; ``difference`` puts into words
-what differs where a profile is used all the same.
+Times of one environment say nothing certain about another; ``difference`` puts their difference
+into words where a profile is used all the same.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _DISTINCT_WORDS = frozenset({"PCIE", "NVL"})
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where times were measured; with the op and its shapes the key of a measurement.
+    """The environment of a measurement; with the op and its shapes the measurement's key.
 
-    ``device`` is a CPU's model name or what the driver calls the GPU; ``driver`` the GPU
-    driver's version ("" on CPUs); ``threads`` those of one process on a CPU, 0 on a GPU.
+    ``device`` is a CPU's model name or the driver's name of the GPU; ``driver`` the GPU driver's
+    version ("" on CPUs); ``threads`` the number of threads of a process on a CPU, 0 on a GPU.
     """
 
     device: str
@@ -43,10 +43,10 @@ class Environment:
 
 
 def environment_of(device: str = "local", *, threads: int | None = None) -> Environment:
-    """The environment of this machine, or that of a device elsewhere.
+    """Return the environment of this machine, or of a device elsewhere.
 
     ``"local"`` is this machine's GPU if it has one, else its CPU; ``"cpu"`` and ``"cuda"``
-    say which. ``threads`` of a CPU are those torch now computes with unless given. Any
+    choose. ``threads`` of a CPU are torch's present number of threads unless given. Any
     other ``device`` is a GPU's name (a preset's or the driver's): its driver is "", unknown,
     and its torch the one installed here.
     """
@@ -61,7 +61,7 @@ def environment_of(device: str = "local", *, threads: int | None = None) -> Envi
 
 
 def difference(measured: Environment, wanted: Environment) -> str:
-    """What differs, as a clause; "" if nothing that is known on both sides does.
+    """Return the difference as a clause; "" if both agree in all that is known.
 
     >>> here = Environment("cpu A", "", "2.13.0+cpu", 2)
     >>> difference(Environment("cpu A", "", "2.12.1+cpu", 2), here)
@@ -80,7 +80,7 @@ def difference(measured: Environment, wanted: Environment) -> str:
 
 
 def nearest(measured: tuple[Environment, ...], wanted: Environment) -> Environment | None:
-    """The environment of the same device (and threads) that differs least; None if there is none.
+    """Return the environment of the same device (and threads) that differs least, or None.
 
     On equal terms the newest torch counts, then the later in ``measured``.
     """
@@ -102,7 +102,7 @@ def nearest(measured: tuple[Environment, ...], wanted: Environment) -> Environme
 
 
 def is_same_device(measured: Environment, wanted: Environment) -> bool:
-    """Whether both names mean one device: "H200" and "NVIDIA H200" do.
+    """Return true where both names mean one device, as "H200" and "NVIDIA H200" do.
 
     >>> full, preset = Environment("NVIDIA H100 PCIe", "", "", 0), Environment("H100", "", "", 0)
     >>> is_same_device(full, preset)

@@ -4,10 +4,10 @@ In: measured samples (features, FLOPs, bytes, seconds) of one kind of op in one 
 Out: for another size, seconds and the relative error to expect, or None.
 
 The base is the roofline that fits the samples best, t₀ + FLOPs/F + bytes/B with t₀, 1/F and
-1/B not negative, by least squares of relative errors. What remains, log(measured / base), is
+1/B not negative, by least squares of relative errors. The rest, log(measured / base), is
 interpolated over the logarithms of the features by a local linear regression (Cleveland,
 "Robust Locally Weighted Regression", JASA 74, 1979; weights (d² + s²)⁻² for a distance of d
-octaves, slopes damped), and held within what was measured. The answer is then bounded: an op
+octaves, slopes damped), and held within the measured range. The answer is then bounded: an op
 no smaller in any feature than a measured one is not faster, one no larger is not slower.
 Where the only feature is a size in bytes, the measured points are made monotone (pool
 adjacent violators) and joined by straight lines in log-log instead, so that more bytes are
@@ -19,7 +19,7 @@ its features and in FLOPs and bytes; beyond that the answer is None.
 The error is found by leaving out: each sample is predicted by the others (of other ops, where
 the samples are of several ops and stand in for one that was never measured). The error of an
 answer is the root mean square of these errors, half of the weight on all alike and half by
-nearness. It grows by half per factor of two outside what was measured.
+nearness. It grows by half per factor of two outside the measured sizes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Sample:
 class Curve:
     """Samples of one kind, ready to be interpolated.
 
-    ``pooled``: they are of several ops and are asked for one that is not among them.
+    ``pooled``: they are of several ops and are asked for another op.
     """
 
     samples: tuple[Sample, ...]
@@ -109,14 +109,14 @@ class Curve:
 
     @cached_property
     def _known_errors(self) -> tuple[Any, Floats, float]:
-        """Which samples are predicted by others, their squared errors, and these errors' mean."""
+        """Samples that others predict, their squared errors, and these errors' mean."""
         known = np.flatnonzero(~np.isnan(self.left_out))
         errors = self.left_out[known] ** 2
         return known, errors, float(errors.mean()) if len(errors) else 0.0
 
     @cached_property
     def left_out(self) -> Floats:
-        """For each sample the relative error with which the others predict it, or NaN."""
+        """Relative error with which the others predict each sample, or NaN."""
         errors = np.full(len(self.samples), np.nan)
         for at, sample in enumerate(self.samples):
             curve = self._without(at)
@@ -141,7 +141,7 @@ class Curve:
         return Curve(others, self.pooled, base)  # type: ignore[arg-type]
 
     def _octaves_outside(self, place: Floats, work: Floats) -> float:
-        """By how many factors of two a size leaves the samples: features, then FLOPs, bytes."""
+        """Count the factors of two by which a size leaves the samples: features, FLOPs, bytes."""
         low, high, least, most = self._box
         over = np.maximum(place - high, low - place)
         wanted = np.log2(np.maximum(work[1:], 1.0))
@@ -186,7 +186,7 @@ class Curve:
         return float(self.logs.min()), float(self.logs.max())
 
     def _bounded(self, seconds: float, place: Floats, work: Floats) -> float:
-        """Not faster than a smaller measured op, not slower than a larger one."""
+        """Bound seconds by smaller measured ops from below, by larger from above."""
         smaller = (self.features <= place + 1e-9).all(axis=1)
         smaller &= (self.work <= work * _ROUNDING).all(axis=1)
         larger = (self.features >= place - 1e-9).all(axis=1)
@@ -240,7 +240,7 @@ def fit_base(work: Floats, seconds: Floats) -> Floats:
     """(t₀, 1/F, 1/B) ≥ 0 of the least sum of squared relative errors.
 
     ``work`` has rows (1, FLOPs, bytes). Every choice of terms that may be above zero is
-    solved; of those without a negative one the best is taken.
+    solved; the best solution without a negative term is taken.
     """
     rows = work / seconds[:, None]
     best: tuple[float, Floats] | None = None

@@ -1,11 +1,11 @@
-"""A profile as a value: what was measured in one environment, asked for by op or collective.
+"""A profile as a value: measurements of one environment, asked for by op or collective.
 
 In: an ``OpCase``, or a collective's kind, bytes and group. Out: seconds, whether they are
 measured or interpolated, and the relative error to expect; None where neither holds, for the
 caller to fall back on its analytic model.
 
-An op that was measured answers with its median. Otherwise its family says what its speed
-depends on: a matmul on (batch, m, n, k) of its product, attention on (batch·heads, queries,
+An op that was measured answers with its median. Otherwise its speed depends on features by its
+family: a matmul on (batch, m, n, k) of its product, attention on (batch·heads, queries,
 keys, head size), a normalization on rows and columns, a convolution on FLOPs and bytes, all
 others on bytes. It is interpolated among the samples of the same op, called with the same
 switches, in the same dtype; if these are too few or too far away, among those of the other
@@ -18,7 +18,9 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -56,8 +58,8 @@ class Estimate:
 
 
 class Factor(NamedTuple):
-    """What multiplies an op's seconds, forward and backward, so that its block adds up to what it
-    took in one piece; there the op read and wrote ``num_bytes``."""
+    """Factors of an op's seconds, forward and backward, so that its block adds up to its measured
+    time in one piece; there the op read and wrote ``num_bytes``."""
 
     forward: float
     backward: float
@@ -66,11 +68,11 @@ class Factor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """What was measured in ``environment``; nothing changes it after it is made.
+    """Measurements of ``environment``; nothing changes a profile after it is made.
 
-    ``mismatch`` says in a clause how that differs from what was asked for ("" if it does
-    not). ``factors`` are of the ops of one model, by the name of its node: what their blocks
-    took in one piece, over the sum (see ``planner.pricing.whole_block``); ``rest`` is the mean
+    ``mismatch`` is a clause about its difference from the environment asked for ("" without
+    one). ``factors`` are of the ops of one model, by the name of its node: their blocks'
+    seconds in one piece, over the sum (see ``planner.pricing.whole_block``); ``rest`` is the mean
     factor, forward and backward, for ops of other blocks that were not measured. ``update`` is
     the optimizer whose measured step counts, where it is the model's own. Answers are kept,
     which no caller can see.
@@ -86,16 +88,8 @@ class Profile:
     _answers: dict[OpCase, Estimate | None] = field(default_factory=dict, repr=False)
     _curves: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    @property
-    def num_ops(self) -> int:
-        return len(self.ops)
-
-    @property
-    def num_transfers(self) -> int:
-        return len(self.transfers)
-
     def op(self, case: OpCase) -> Estimate | None:
-        """Seconds of an op; None if it is neither measured nor near enough to what is."""
+        """Return the seconds of an op; None if it is not measured, nor near measured ops."""
         measured = self.ops.get(case)
         if measured is not None:
             return Estimate(
@@ -149,20 +143,17 @@ class Profile:
         found: Curve | None = self._curves[key]
         return found
 
-    @property
+    @cached_property
     def _samples(self) -> Mapping[tuple[str, str, str, int], list[Sample]]:
         """Every measured op by family, dtype, kind of features and direction."""
-        if "samples" not in self._curves:
-            found: dict[tuple[str, str, str, int], list[Sample]] = defaultdict(list)
-            for case, measurement in self.ops.items():
-                times = (measurement.forward_seconds, measurement.backward_seconds)
-                for direction, seconds in enumerate(times):
-                    sample = _sample(case, direction, seconds)
-                    if sample is not None:
-                        kind = _features(case, direction)[0]
-                        found[case.family, case.dtype, kind, direction].append(sample)
-            self._curves["samples"] = found
-        samples: Mapping[tuple[str, str, str, int], list[Sample]] = self._curves["samples"]
+        samples: dict[tuple[str, str, str, int], list[Sample]] = defaultdict(list)
+        for case, measurement in self.ops.items():
+            times = (measurement.forward_seconds, measurement.backward_seconds)
+            for direction, seconds in enumerate(times):
+                sample = _sample(case, direction, seconds)
+                if sample is not None:
+                    kind = _features(case, direction)[0]
+                    samples[case.family, case.dtype, kind, direction].append(sample)
         return samples
 
     def interpolation_error(self, family: str) -> float | None:
@@ -180,12 +171,12 @@ class Profile:
     def collective(
         self, kind: str, num_bytes: float, group: Group
     ) -> tuple[float, MessageSource] | None:
-        """Seconds of a collective from those measured in an equal group.
+        """Return the seconds of a collective from measurements in an equal group.
 
-        None without any, and of many more bytes than the only size that was measured.
+        None without any, and for many more bytes than the only size that was measured.
         ``num_bytes`` as ``collectives.collective_seconds`` counts them.
         """
-        if group.num_ranks <= 1 or num_bytes <= 0 or group.sharing != 1:
+        if group.num_ranks <= 1 or num_bytes <= 0:
             return None
         return self._transfer(_place_of(kind, group), num_bytes)
 
@@ -261,9 +252,9 @@ def load_shipped(name: str) -> Profile | None:
 
 
 def _label(case: OpCase) -> str:
-    """The op without namespace and overload, and the switches it is called with.
+    """Return the op without namespace and overload, and the switches it is called with.
 
-    So causal attention and full attention are told apart, and casts by what they cast to.
+    So causal attention and full attention are told apart, and casts by their dtype.
     """
     name = case.op.split(".")[1] if "." in case.op else case.op
     return " ".join([name, *_SWITCHES.findall(case.arguments)])
@@ -277,10 +268,8 @@ def _place_of(kind: str, group: Group) -> tuple[str, str, str, int, int]:
     return level_of(group), group.library, kind, group.num_ranks, group.num_hosts
 
 
-def _place(transfer: Transfer) -> tuple[str, str, str, int, int]:
-    return (
-        transfer.level, transfer.library, transfer.kind, transfer.num_ranks, transfer.num_hosts
-    )  # fmt: skip
+_place = attrgetter("level", "library", "kind", "num_ranks", "num_hosts")
+"""Function that returns the group and kind of a transfer."""
 
 
 def _sample(case: OpCase, direction: int, seconds: float) -> Sample | None:
@@ -292,7 +281,7 @@ def _sample(case: OpCase, direction: int, seconds: float) -> Sample | None:
 
 
 def _features(case: OpCase, direction: int) -> tuple[str, tuple[float, ...]]:
-    """What an op's speed depends on in its family, and which kind of features that is."""
+    """Return the features that an op's speed depends on in its family, and their kind."""
     if case.family in ("matmul", "attention") and case.products:
         return "product", tuple(map(float, max(case.products, key=prod)))
     if case.family in ("matmul", "attention", "conv"):

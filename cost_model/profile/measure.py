@@ -19,72 +19,48 @@ launching is outside the times unless the op itself launches slower than the dev
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ..cluster.detect import available_memory_bytes
-from ..cluster.torch_tf32 import torch_computing
+from ..cluster.tf32 import torch_computing
 from .arguments import MeasureError, build_call
-from .case import OpCase, ProfileError
+from .case import OpCase
 from .clocks import CpuClock, GpuClock, backward_of
-from .database import Database
-from .environment import Environment, difference, environment_of
 from .records import Measurement
 
 _RUN_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError,
-    TypeError, ValueError,
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _WARM_UP_RUNS = 2
 _WARM_UP_SHARE = 0.2
-_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "bool": 1, "uint8": 1,
-          "int8": 1, "int16": 2, "bfloat16": 2, "float16": 2}  # fmt: skip
 _MEMORY_SHARE = 0.8
 _BATCH_SHARE = 0.1
-"""Of a case's time that a batch of runs takes at most."""
-_AGREEMENT = 1.1
+"""Largest share of a case's time that a batch of runs takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long to measure: seconds in all and per case, and when a median is good enough.
+    """Limits of measuring a case.
 
-    A case ends when the relative half-width of its medians' interval is ``half_width`` or
-    less, or with its seconds; it is run once at least. ``visits`` is how often
-    ``measure_all`` comes back to a case: something else on the machine may slow it down for
-    seconds, which no number of runs in a row can tell.
+    It ends when the relative half-width of its medians' interval is ``half_width`` or less, or
+    with its seconds; it is run once at least.
     """
 
-    total_seconds: float = 300.0
     case_seconds: float = 1.0
     half_width: float = 0.03
     min_repeats: int = 7
     max_repeats: int = 1000
-    visits: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where ``measure_all`` stands: ``done`` visits ``of`` all, and what is next (None at the end).
-
-    ``seconds_left`` is expected, from what cases took so far, and never more than the budget.
-    """
-
-    done: int
-    of: int
-    seconds_left: float
-    case: OpCase | None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A visit of ``measure_all`` to a case: its measurement so far, or why there is none."""
-
-    case: OpCase
-    measurement: Measurement | None
-    error: MeasureError | None = None
 
 
 def measure(case: OpCase, device: Literal["cpu", "cuda"], *, budget: Budget) -> Measurement:
@@ -110,119 +86,21 @@ def measure(case: OpCase, device: Literal["cpu", "cuda"], *, budget: Budget) -> 
         raise MeasureError(text, case) from error
 
 
-def measure_all(
-    cases: Sequence[OpCase],
-    database: Database,
-    environment: Environment,
-    *,
-    budget: Budget,
-    observe: Callable[[Progress], None] | None = None,
-    weights: Mapping[OpCase, float] | None = None,
-) -> Iterator[Outcome]:
-    """Measures each distinct case that ``database`` does not have, the weightiest first.
-
-    A generator: it measures as it is iterated, and ends with the budget's seconds. All are
-    visited once before any is again, and each measurement is in the database before it is
-    yielded, so whatever interrupts the loop loses nothing. ``weights`` are expected shares
-    of the predicted time. Raises ``ProfileError`` if ``environment`` is not this process's.
-    """
-    _check_here(environment)
-    distinct = list(dict.fromkeys(cases))
-    known = database.all(environment)
-    database.describe(environment, [case for case in distinct if case in known])
-    missing = [case for case in distinct if case not in known]
-    if weights is not None:
-        missing.sort(key=lambda case: -weights.get(case, 0.0))
-    watch = _Watch(budget, of=len(distinct), known=len(distinct) - len(missing))
-    tell = observe or (lambda progress: None)
-    failed: set[OpCase] = set()
-    for case in missing * budget.visits:
-        tell(watch.progress(case))
-        if watch.is_over:
-            return
-        if case not in failed:
-            outcome = _visit(case, environment, database, budget)
-            if outcome.error is not None:
-                failed.add(case)
-            yield outcome
-        watch.done += 1
-    tell(watch.progress(None))
-
-
-def combined(first: Measurement, second: Measurement) -> Measurement:
-    """Two measurements of one case as one, direction by direction.
-
-    Where they agree it is their mean, weighted by repeats; where they do not, the faster:
-    whatever else runs on a machine only ever adds time.
-    """
-    repeats = first.repeats + second.repeats
-
-    def joined(one: float, other: float) -> float:
-        if max(one, other) > _AGREEMENT * min(one, other):
-            return min(one, other)
-        return (one * first.repeats + other * second.repeats) / repeats
-
-    return Measurement(
-        joined(first.forward_seconds, second.forward_seconds),
-        joined(first.backward_seconds, second.backward_seconds),
-        repeats,
-        max(first.spread, second.spread),
-    )
-
-
-def _check_here(environment: Environment) -> None:
-    here = environment_of(environment.kind)
-    if here != environment:
-        why = difference(here, environment) or "measured elsewhere"
-        raise ProfileError("the times would be stored for another machine", why)
-
-
-def _visit(case: OpCase, environment: Environment, database: Database, budget: Budget) -> Outcome:
-    """Measures a case, adds it to what the database has of it, and keeps that."""
-    try:
-        found = measure(case, environment.kind, budget=budget)
-    except MeasureError as error:
-        return Outcome(case, None, error)
-    before = database.get(environment, case)
-    if before is not None:
-        found = combined(before, found)
-    database.put(environment, case, found)
-    return Outcome(case, found)
-
-
-class _Watch:
-    """The time that a run over ``of`` cases, ``known`` of them measured, has used and has left."""
-
-    def __init__(self, budget: Budget, *, of: int, known: int) -> None:
-        self.budget = budget
-        self.of, self.known = of * budget.visits, known * budget.visits
-        self.done = self.known
-        self.start = time.monotonic()
-
-    @property
-    def used_seconds(self) -> float:
-        return time.monotonic() - self.start
-
-    @property
-    def is_over(self) -> bool:
-        return self.used_seconds >= self.budget.total_seconds
-
-    def progress(self, case: OpCase | None) -> Progress:
-        measured = self.done - self.known
-        each = self.used_seconds / measured if measured else self.budget.case_seconds
-        left = max(0.0, self.budget.total_seconds - self.used_seconds)
-        return Progress(self.done, self.of, min(left, each * (self.of - self.done)), case)
+def _item_bytes(dtype: str) -> int:
+    """Return the bytes of an element by the number of bits in its dtype's name."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else 1
 
 
 def _check_memory(case: OpCase, device: str) -> None:
-    """Refuses what would not fit: on a CPU the system would end the process."""
+    """Refuse cases that would not fit: on a CPU the system would end the process."""
     if device == "cuda":
         import torch
 
         free = torch.cuda.mem_get_info()[0]
     else:
         free = available_memory_bytes()
-    given = sum(tensor.numel * _BYTES.get(tensor.dtype, 4) for tensor in case.tensors)
+    given = sum(tensor.numel * _item_bytes(tensor.dtype) for tensor in case.tensors)
     needed = 2 * given + max(case.num_bytes)
     if needed > free * _MEMORY_SHARE:
         raise MeasureError(
@@ -273,7 +151,7 @@ def _spread(forward: Sequence[float], backward: Sequence[float]) -> float:
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
     """The median, and the relative half-width of its 95 % interval by order statistics.
 
-    The interval reaches from the sample of rank (n − 1.96·√n)/2 to that of rank
+    The interval reaches from the sample of rank (n − 1.96·√n)/2 to the sample of rank
     1 + (n + 1.96·√n)/2 (the normal approximation of the binomial); all samples are inside
     it where there are few.
 

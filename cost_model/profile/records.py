@@ -1,7 +1,7 @@
 """Measurements as values, and as lines of JSON in a file.
 
-The first line says what the file is, every other is one record: environment, what was
-measured, seconds, repeats, and when (seconds since 1970). Such a file takes a cluster's
+The first line identifies the file, every other is one record: environment, op or transfer,
+seconds, repeats, and time (seconds since 1970). Such a file takes a cluster's
 profile to a laptop, can be read and compared, and is how profiles come with the package.
 """
 
@@ -39,7 +39,7 @@ class Measurement:
 class Transfer:
     """Seconds of a collective, or of a message between two ranks (kind ``"p2p"``).
 
-    ``level`` is what ``transfers.level_of`` says of the group, ``num_bytes`` what
+    ``level`` is the group's ``transfers.level_of``, ``num_bytes`` the bytes that
     ``collectives.collective_seconds`` counts (for a message, its own).
     """
 
@@ -69,7 +69,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class ImportCounts:
-    """Rows that an import added, that replaced a lesser one, and that gave way to a better one."""
+    """Rows that an import added, rows that it replaced, and rows that gave way to better rows."""
 
     added: int
     replaced: int
@@ -82,7 +82,7 @@ def _of(record: Record) -> Measurement:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> int:
-    """Writes a whole file at once and returns how many records it holds."""
+    """Write a whole file at once, and return the number of its records."""
     count = 0
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:

@@ -55,7 +55,7 @@ class TransferCurve:
 
 
 def level_of(group: Group) -> str:
-    """The links a group talks over, by name: what a transfer is measured and found under.
+    """Return the links that a group talks over, by name: the level of its transfers.
 
     >>> from ..cluster.cluster import Link
     >>> fast, slow = Link("nvlink4", 0.0, 1.0), Link("ethernet-100g", 0.0, 1.0)
@@ -73,7 +73,7 @@ def level_of(group: Group) -> str:
 
 
 def overlapped(kind: str) -> str:
-    """The kind under which a profile stores what compute loses while a collective runs beside it.
+    """Return the kind of a profile's transfers that run beside compute: compute's lost seconds.
 
     >>> overlapped("all_gather")
     'all_gather beside compute'
@@ -91,7 +91,7 @@ def transfer_curve(transfers: Iterable[Transfer]) -> TransferCurve:
 
 
 def link_points(transfers: Iterable[Transfer]) -> tuple[LinkPoint, ...]:
-    """What measured transfers of one level say of its link.
+    """Return the points by which measured transfers of one level describe its link.
 
     Messages between two ranks if there are any; else rings: an all-gather or reduce-scatter
     of S bytes among n ranks sends n − 1 messages and S(n − 1)/n bytes one after the other,

@@ -1,8 +1,8 @@
-"""Actions: what each pipeline rank does in one training step, as a table.
+"""Actions of each pipeline rank in one training step, as a table.
 
-An action prints and parses as in ``torch.distributed.pipelining``: the stage, what is
-done, the micro-batch. ``1F0`` is the forward of micro-batch 0 in stage 1, ``1SEND_F0``
-sends its results to later stages, ``2RECV_F0`` posts the receive of what stage 2 needs;
+An action prints and parses as in ``torch.distributed.pipelining``: the stage, the kind, the
+micro-batch. ``1F0`` is the forward of micro-batch 0 in stage 1, ``1SEND_F0``
+sends its results to later stages, ``2RECV_F0`` posts the receive of stage 2's inputs;
 ``1F0.2`` is slice 2 of that micro-batch's sequence, where sequences are sliced.
 One table drives the static checks, the simulator and the interpreter that executes it.
 """
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-ActionKind = Literal[
-    "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "GATHER", "REDUCE", "STEP"
-]  # fmt: skip
+ComputeKind = Literal["F", "B", "I", "W"]
+MessageKind = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+ActionKind = Literal[ComputeKind, MessageKind, "GATHER", "REDUCE", "STEP"]
 
 FORWARD: Literal["F"] = "F"
 BACKWARD: Literal["B"] = "B"
@@ -41,16 +41,16 @@ _ACTION = re.compile(
 )
 
 Weights = Literal["flushed", "stashed", "double-buffered", "latest"]
-"""Which version of its weights a stage computes with, see ``weight_versions``."""
+"""Rule for the version of its weights that a stage computes with, see ``weight_versions``."""
 
 
 class Action(NamedTuple):
-    """One thing that a pipeline rank does for one of its stages.
+    """One action of a pipeline rank for one of its stages.
 
     ``F`` forward, ``B`` backward, ``I``/``W`` the halves of a backward that is split into
     gradients of inputs and of weights; ``RECV_*`` posts an asynchronous receive, which the
-    compute that needs it waits for; ``SEND_*`` sends asynchronously what that stage has just
-    computed (``I`` computes what ``SEND_B`` sends); ``GATHER`` gathers the stage's sharded
+    compute that needs it waits for; ``SEND_*`` sends asynchronously the stage's latest results
+    (``I`` computes the gradients that ``SEND_B`` sends); ``GATHER`` gathers the stage's sharded
     parameters, ``REDUCE`` completes its gradients, ``STEP`` updates its weights. These three
     belong to the whole step; only asynchronous schedules update more often, and there the
     micro-batch of ``REDUCE`` and ``STEP`` is the last one whose gradients they take. ``GATHER``
@@ -78,11 +78,11 @@ Table = tuple[Row, ...]
 
 
 Edges = tuple[tuple[int, int], ...]
-"""Pairs of stages, earlier and later: the later one needs what the earlier one makes."""
+"""Pairs of stages, earlier and later: the later stage needs the earlier stage's results."""
 
 
 def chain(num_stages: int) -> Edges:
-    """The edges of stages that each need the one before.
+    """Return the edges of stages that each need the stage before.
 
     >>> chain(3)
     ((0, 1), (1, 2))
@@ -91,7 +91,7 @@ def chain(num_stages: int) -> Edges:
 
 
 class Wiring(NamedTuple):
-    """By stage, whose results it needs and who needs its results, in ascending order.
+    """The stages that each stage gets results from and sends results to, in ascending order.
 
     The gradients of a stage's inputs go back to its producers.
     """
@@ -101,7 +101,8 @@ class Wiring(NamedTuple):
 
     @staticmethod
     def of(num_stages: int, edges: Edges) -> Wiring:
-        """
+        """Return the wiring of edges. Raises ValueError for an edge that leads nowhere.
+
         >>> Wiring.of(3, ((0, 2), (1, 2)))
         Wiring(producers=((), (), (0, 1)), consumers=((2,), (2,), ()))
         """
@@ -115,7 +116,7 @@ class Wiring(NamedTuple):
         return Wiring(tuple(map(tuple, producers)), tuple(map(tuple, consumers)))
 
     def between_ranks(self, stage_rank: Sequence[int]) -> Wiring:
-        """The same without what stages of one rank need of each other, which takes no message.
+        """Return the wiring without edges between stages of one rank, which take no message.
 
         >>> Wiring.of(3, ((0, 1), (0, 2))).between_ranks((0, 1, 0))
         Wiring(producers=((), (0,), ()), consumers=((1,), (), ()))
@@ -132,12 +133,12 @@ class Wiring(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table and who owns what.
+    """A table, and the owners of stages.
 
     ``stage_rank[s]`` is the pipeline rank (the row of ``table``) that owns stage ``s``; any map
     is allowed. A pipeline rank stands for all devices of its submesh and may own several
-    stages. ``edges`` say which stages need which; None for a chain, in which each needs the
-    one before.
+    stages. ``edges`` lead from stages to the stages that need them; None for a chain, in which each
+    needs the stage before.
 
     ``parts[s]`` is the part of the model that stage ``s`` computes; empty where stage ``s`` is
     part ``s``. Stages of the same part are replicas: they hold the same weights, each takes
@@ -185,12 +186,12 @@ class Schedule:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether weights are updated while micro-batches are under way."""
+        """True where weights are updated while micro-batches are under way."""
         return self.weights != "flushed"
 
     @property
     def per_update(self) -> int:
-        """How many micro-batches make an update; all of them in synchronous schedules."""
+        """Number of micro-batches per update; all of them in synchronous schedules."""
         row = self.table[self.stage_rank[0]]
         updates = sum(action.kind == STEP and action.stage == 0 for action in row)
         return self.num_microbatches // max(1, updates)
@@ -211,10 +212,10 @@ class Schedule:
 
 
 def weight_versions(schedule: Schedule) -> dict[Action, int]:
-    """The version of its stage's weights that each compute action uses.
+    """Return the version of its stage's weights that each compute action uses.
 
-    Version 0 is what the table starts with, version v what the stage's v-th STEP of this table
-    made. A STEP applies the gradients since the one before to the newest version.
+    The table starts with version 0, and the stage's v-th STEP of this table makes version v. A
+    STEP applies the gradients since the last STEP to the newest version.
 
     ============= ========================================================================
     flushed       version 0: all compute comes before the only STEP
@@ -250,7 +251,7 @@ def weight_versions(schedule: Schedule) -> dict[Action, int]:
 
 
 def versions_needed(schedule: Schedule, stage: int) -> tuple[frozenset[int], ...]:
-    """For each STEP of a stage, the versions of its weights that its actions after it use."""
+    """Return, for each STEP of a stage, the versions of its weights that later actions use."""
     versions = weight_versions(schedule)
     later: set[int] = set()
     found: list[frozenset[int]] = []
@@ -263,7 +264,7 @@ def versions_needed(schedule: Schedule, stage: int) -> tuple[frozenset[int], ...
 
 
 def versions_held(schedule: Schedule, stage: int) -> int:
-    """The most versions of its weights that a stage holds at once: the newest, older in use.
+    """Return the most versions of its weights that a stage holds at once: newest, and in use.
 
     1 where there is one memory that updates write to.
 
@@ -278,7 +279,7 @@ def versions_held(schedule: Schedule, stage: int) -> int:
 
 
 def _update_of(row: Row) -> dict[tuple[int, int], int]:
-    """By (stage, micro-batch), the number of the stage's STEP that takes its gradients."""
+    """Return the number of the STEP that takes the gradients of each (stage, micro-batch)."""
     found: dict[tuple[int, int], int] = {}
     count: dict[int, int] = {}
     for kind, stage, m, _ in row:
@@ -341,7 +342,7 @@ def parse_table(text: str) -> Table:
 
 
 def matching_receives(send: Action, wiring: Wiring) -> tuple[Action, ...]:
-    """The receives, one per stage it goes to, that take what ``send`` sends.
+    """Return the receives of ``send``, one for each stage that it goes to.
 
     >>> wiring = Wiring.of(3, ((0, 2), (1, 2)))
     >>> [str(receive) for receive in matching_receives(Action("SEND_B", 2, 0), wiring)]
@@ -354,5 +355,5 @@ def matching_receives(send: Action, wiring: Wiring) -> tuple[Action, ...]:
 
 
 def compute_only(row: Sequence[Action]) -> Row:
-    """The row without communication and step: what is drawn in a picture of a schedule."""
+    """Return the row without communication and step, as in a picture of a schedule."""
     return tuple(action for action in row if action.kind in COMPUTE)

@@ -1,14 +1,14 @@
-"""When a worker of parameter servers may read a weight: BSP, SSP and ASP as one state machine.
+"""Times when a worker of parameter servers may read a weight: BSP, SSP and ASP as one machine.
 
-In: how many updates each worker has pushed to one piece of the weights. Out: whether a worker may
-begin its next iteration with that piece. A worker's clock is the number of its pushes. It may
-begin iteration ``c`` where the slowest worker that still works has pushed at least ``c - s``
+In: how many updates each worker has pushed to one piece of the weights. Out: the workers that
+may begin their next iteration with that piece. A worker's clock is the number of its pushes. It may
+begin iteration ``c`` where the slowest of the remaining workers has pushed at least ``c - s``
 times; ``s`` is the bound:
 
 =====  ==============  ====================================================================
 bsp    s = 0           every iteration sees all pushes of all iterations before it, only these
 ssp    s = 1, 2, ...   it sees all pushes of iterations before ``c - s``, and some later ones
-asp    no bound        it sees what has arrived
+asp    no bound        it sees the pushes that have arrived
 =====  ==============  ====================================================================
 
 Under bsp pushes of an iteration are applied together; otherwise each is applied as it comes.
@@ -51,20 +51,20 @@ class Clocks:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Those that still work."""
+        """Workers that still work."""
         return tuple(self._clocks)
 
     def clock(self, worker: int) -> int:
-        """How often a worker has pushed."""
+        """Return the number of a worker's pushes."""
         return self._clocks[worker]
 
     @property
     def slowest(self) -> int:
-        """The clock of the slowest worker; 0 where none is left."""
+        """Clock of the slowest worker; 0 without workers."""
         return min(self._clocks.values(), default=0)
 
     def may_begin(self, worker: int) -> bool:
-        """Whether a worker may begin its next iteration; never one that has left."""
+        """Return true where a worker may begin its next iteration, and has not left."""
         if worker not in self._clocks:
             return False
         return self.bound is None or self._clocks[worker] - self.slowest <= self.bound
@@ -75,5 +75,5 @@ class Clocks:
         return self._clocks[worker]
 
     def leave(self, worker: int) -> None:
-        """Nobody waits for this worker any more: it is done, or lost."""
+        """Let nobody wait for a worker any more: it is done, or lost."""
         self._clocks.pop(worker, None)

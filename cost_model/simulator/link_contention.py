@@ -17,7 +17,7 @@ Alone a message takes α + o (Hockney, The communication challenge for MPP, Para
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, NamedTuple
@@ -26,10 +26,8 @@ LEAVES, LEFT, FLOWS, PASSES = 0, 1, 2, 3
 
 
 class Message(NamedTuple):
-    """One message. ``number`` and ``source`` are its names, the rest is as above.
-
-    ``place`` is that of its send in the sender's row.
-    """
+    """One message, named by ``number`` and ``source``; ``place`` of its send in the sender's
+    row."""
 
     sender: int
     receiver: int
@@ -50,18 +48,18 @@ class Arrival(NamedTuple):
 
 
 class _Sending:
-    """The messages that a rank sends, by receiver in order; of each first one, what is left of
-    it and since when it leaves."""
+    """The messages that a rank sends, in order by receiver, with the time that each receiver's
+    first message still takes to send, and its beginning."""
 
     def __init__(self, zero: float) -> None:
-        self.queues: dict[int, deque[Message]] = {}
+        self.queues: defaultdict[int, deque[Message]] = defaultdict(deque)
         self.left: dict[int, float] = {}
         self.began: dict[int, float] = {}
         self.seen = zero
         self.version = 0
 
     def run(self, now: float) -> None:
-        """Sends until now."""
+        """Send until now."""
         if self.left:
             done = (now - self.seen) / len(self.left)
             for receiver in self.left:
@@ -70,14 +68,14 @@ class _Sending:
 
 
 class _Receiving:
-    """What flows into a rank, at which rates by message, and what waits there."""
+    """The rates by message at which messages flow into a rank, and the seconds that wait there."""
 
     def __init__(self, zero: float) -> None:
         self.rates: dict[int, float] = {}
         self.waiting = self.seen = self.zero = zero
 
     def run(self, now: float) -> float:
-        """Lets messages through until now; what waits then, in seconds."""
+        """Let messages through until now, and return the seconds of messages that still wait."""
         if self.waiting or len(self.rates) > 1:  # one alone flows no faster than it passes
             more = (now - self.seen) * (sum(self.rates.values()) - 1)
             self.waiting = max(self.waiting + more, self.zero)
@@ -106,12 +104,11 @@ class Ports:
         self._coming: list[tuple[float, int, int, int, Message, Any]] = []
 
     def add(self, ready_seconds: float, message: Message) -> None:
-        """A message that is ready then."""
-        coming = ready_seconds, LEAVES, message.place, next(self._order), message, 0
-        heappush(self._coming, coming)
+        """Add a message that is ready then."""
+        self._push(ready_seconds, LEAVES, message, 0)
 
     def next(self) -> Arrival | None:
-        """The next message that is whole at its receiver's port; None if all have been."""
+        """Return the next message that is whole at its receiver's port; None after the last."""
         coming = self._coming
         while coming:
             now, what, _, _, message, value = heappop(coming)
@@ -135,17 +132,15 @@ class Ports:
 
     def _leaves(self, now: float, message: Message) -> None:
         port = self._sending[message.sender]
-        queue = port.queues.get(message.receiver)
-        if queue is None:
-            queue = port.queues[message.receiver] = deque()
+        queue = port.queues[message.receiver]
         queue.append(message)
         if len(queue) == 1:
             port.run(now)
-            self._first(now, message, port)
+            self._begin(now, message, port)
             self._share(now, port)
 
-    def _first(self, now: float, message: Message, port: _Sending) -> None:
-        """The message is the first of those to its receiver from now on."""
+    def _begin(self, now: float, message: Message, port: _Sending) -> None:
+        """Begin to send a message, as the first to its receiver."""
         port.left[message.receiver] = message.occupied
         port.began[message.receiver] = now
 
@@ -157,11 +152,11 @@ class Ports:
         del port.left[receiver]
         self._push(now + message.latency, PASSES, message, (port.began[receiver], now))
         if queue:
-            self._first(now, queue[0], port)
+            self._begin(now, queue[0], port)
         self._share(now, port)
 
     def _share(self, now: float, port: _Sending) -> None:
-        """Tells the receivers how fast they are sent to now, and when the next message ends."""
+        """Tell receivers the rates of their messages from now on, and plan the next end."""
         port.version += 1
         left, queues = port.left, port.queues
         number = len(left)

@@ -1,10 +1,9 @@
 """Compute beside collectives, on one rank: exact times at piecewise constant rates.
 
-While a collective of the rank runs, a share of its compute is lost, so that it goes at the rate
-``1 - share``, else at 1. A
-collective stream carries one after the other, each from when it is ready. A collective is
-ready once something that the rank has already computed is done, so when a piece of compute
-is timed, all that runs beside it is known and has no gaps: it lasts to ``busy_until``.
+While a collective of the rank runs, a share of its compute is lost, so that it goes at the rate ``1
+- share``, else at 1. A collective stream carries one after the other, each from when it is ready. A
+collective is ready once something that the rank has already computed is done, so when a piece of
+compute is timed, all that runs beside it is known and has no gaps: it lasts to ``busy_until``.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from .timeline import Event, Stream
 class Collectives:
     """A rank's collectives so far, of which the last ends at ``busy_until``.
 
-    ``gathered[stage]``: when each bucket of the stage's parameters is there, in order;
-    ``reduced[stage]``: when all of its gradients are summed. ``lost_seconds``: how much longer
-    compute has taken beside collectives. ``slowed_share`` is that of the
-    collective that was launched last.
+    ``gathered[stage]``: times at which the buckets of the stage's parameters are there, in order;
+    ``reduced[stage]``: time at which all of its gradients are summed. ``lost_seconds``: further
+    time of compute beside collectives. ``slowed_share`` is the share of the last launched
+    collective.
     """
 
     slowed_share: float
@@ -35,7 +34,7 @@ class Collectives:
     lost_seconds: float = 0
 
     def launch(self, action: Action, stream: Stream, ready: float, seconds: float) -> float:
-        """Puts a collective on its stream; when it ends."""
+        """Put a collective on its stream, and return its end."""
         start = max(ready, self.free.get(stream, ready))
         end = start + seconds
         self.free[stream] = end
@@ -44,7 +43,7 @@ class Collectives:
         return end
 
     def gather(self, stage: int, costs: StageCosts, now: float) -> None:
-        """Launches the gathering of a stage's parameters, bucket by bucket."""
+        """Launch the gathering of a stage's parameters, bucket by bucket."""
         seconds = costs.gather_seconds[stage]
         self.gathered[stage] = [
             self.launch(Action(GATHER, stage), "parameter gather", now, seconds * share)
@@ -52,14 +51,13 @@ class Collectives:
         ]
 
     def _launched_buckets(self, stage: int, costs: StageCosts) -> Buckets:
-        """The buckets of a stage whose collectives are launched next; compute is slowed by its
-        share from now on."""
+        """Return the buckets of a stage, by whose share compute is slowed from now on."""
         if costs.slowed_share:
             self.slowed_share = costs.slowed_share[stage]
         return _buckets(stage, costs)
 
     def finish(self, start: float, work: float) -> float:
-        """When ``work`` seconds of undisturbed compute end that start at ``start``.
+        """Return the end of ``work`` seconds of undisturbed compute that start at ``start``.
 
         >>> Collectives(0.5, busy_until=3.0).finish(1.0, 2.5)
         4.5
@@ -79,7 +77,7 @@ class Collectives:
     def first_forward(
         self, stage: int, costs: StageCosts, start: float, work: float
     ) -> tuple[float, float, float]:
-        """A forward that needs each bucket before its share: (start, end, waited within both)."""
+        """Time a forward that needs each bucket before its share: (start, end, seconds waited)."""
         ends = self.gathered[stage]
         shares = _buckets(stage, costs).forward
         began = now = max(start, ends[0])
@@ -92,7 +90,7 @@ class Collectives:
         return began, now, waited
 
     def last_backward(self, stage: int, costs: StageCosts, start: float, work: float) -> float:
-        """A backward whose every share completes a bucket of gradients; when it ends."""
+        """Return the end of a backward of which every share completes a bucket of gradients."""
         buckets = self._launched_buckets(stage, costs)
         seconds = costs.gradient_sync_seconds[stage]
         now = start

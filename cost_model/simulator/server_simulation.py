@@ -1,14 +1,13 @@
 """How fast workers train with parameter servers: a simulation of pushes, pulls and compute.
 
-In: what each worker computes in an iteration, the bytes of every block on every server, the rates
+In: each worker's compute of an iteration, the bytes of every block on every server, the rates
 of the ranks' links, the consistency. Out: when each worker has finished each iteration.
 
 A worker waits in its forward for the weights of each block, as its backward leaves a block it
 pushes the block's gradients, server by server one message at a time, and asks for the weights of
-the next iteration in the order of first use. A server applies what comes one after the other, and
-forwards it to its replica before it acknowledges it. Transfers that share a port share its rate:
-each gets what max-min fairness gives it (Bertsekas and Gallager, Data Networks, section 6.5.2), as
-TCP connections do.
+the next iteration in the order of first use. A server applies one push after the other, and
+forwards it to its replica before it acknowledges it. Transfers that share a port share its rate by
+max-min fairness (Bertsekas and Gallager, Data Networks, section 6.5.2), as TCP connections do.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ Process = Generator[tuple[Any, ...], None, None]
 
 @dataclass(frozen=True, slots=True)
 class ServerJob:
-    """What is simulated. Ranks number the ports; several may be those of workers and servers.
+    """Workers and servers to simulate. Ranks number the ports, which both may share.
 
     ``forward[w][b]`` and ``backward[w][b]`` are seconds of worker ``w`` in block ``b``, in its
-    first forward and its last backward; ``between[w]`` what it computes between the two.
+    first forward and its last backward; ``between[w]`` its seconds of compute between the two.
     ``block_bytes[b][k]`` are on server ``k``, which takes ``update_seconds[b][k]`` to apply one
     push, or all of an iteration under bsp. ``replica[k]`` is the server to which ``k`` forwards
-    what it gets, None without replicas. ``bound`` is that of ``consistency.bound_of``.
+    its pushes, None without replicas. ``bound``: see ``consistency.bound_of``.
     """
 
     worker_ranks: tuple[int, ...]
@@ -50,24 +49,20 @@ class ServerJob:
 
 @dataclass(frozen=True, slots=True)
 class ServerTimes:
-    """``finished[w]``: when worker ``w`` had each of its pushes of an iteration acknowledged."""
+    """Times ``finished[w]`` at which all pushes of an iteration of ``w`` were acknowledged."""
 
     finished: tuple[tuple[float, ...], ...]
 
     def iterations_per_second(self) -> float:
-        """Of all workers together, once the first quarter of the run is over."""
+        """Return the rate of all workers together, after the first quarter of the run."""
         end = min(times[-1] for times in self.finished)
         begin = end / 4
-        done = sum(_between(times, begin, end) for times in self.finished)
+        done = sum(_done(times, end) - _done(times, begin) for times in self.finished)
         return done / (end - begin)
 
 
-def _between(times: Sequence[float], begin: float, end: float) -> float:
-    """The iterations from ``begin`` to ``end``, with the parts of those at the ends."""
-    return _done(times, end) - _done(times, begin)
-
-
 def _done(times: Sequence[float], at: float) -> float:
+    """Return the iterations that are done at a moment, with a part of the running one."""
     before = 0.0
     for index, time in enumerate(times):
         if time > at:
@@ -77,7 +72,7 @@ def _done(times: Sequence[float], at: float) -> float:
 
 
 def simulate_servers(job: ServerJob, iterations: int) -> ServerTimes:
-    """Every worker makes ``iterations``; without a bound the fast ones make more meanwhile."""
+    """Simulate ``iterations`` of every worker; without a bound fast workers make more meanwhile."""
     return _Simulation(job, iterations).run()
 
 
@@ -96,9 +91,7 @@ class _Simulation:
         self.clocks = {key: Clocks(workers, job.bound) for key in self._keys()}
         self.free_at = [0.0] * len(job.server_ranks)
         self.pulled = [dict.fromkeys(self._keys(), 1) for _ in workers]
-        self.queues: list[list[list[tuple[int, int]]]] = [
-            [[] for _ in job.server_ranks] for _ in workers
-        ]
+        self.queues = [[list[int]() for _ in job.server_ranks] for _ in workers]
         self.acknowledged = [dict.fromkeys(self._keys(), 0) for _ in workers]
         self.finished: list[list[float]] = [[] for _ in workers]
 
@@ -125,7 +118,7 @@ class _Simulation:
         return all(len(times) >= self.iterations for times in self.finished)
 
     def _resume(self) -> None:
-        """Runs processes until all wait."""
+        """Run processes until all wait."""
         while self._ready:
             process = self._ready.pop()
             self._step(process)
@@ -149,11 +142,11 @@ class _Simulation:
         else:
             source, target, size = values
             number = next(self._numbers)
-            self._transfers[number] = _Transfer(source, target, size, process)
+            self._transfers[number] = _Transfer(source, target, process, left=size)
             self._share()
 
     def _share(self) -> None:
-        """Max-min fair rates: the fullest port first gives each of its transfers as much."""
+        """Set max-min fair rates: the fullest port first gives each of its transfers as much."""
         open_ = dict(self._transfers)
         rates = self.job.bytes_per_second
         left = {}
@@ -175,7 +168,7 @@ class _Simulation:
                         del users[other]
 
     def _advance(self) -> None:
-        """To the next moment at which something ends."""
+        """Advance to the next moment at which something ends."""
         moments = [self.now + each.left / each.rate for each in self._transfers.values()]
         if self._timers:
             moments.append(self._timers[0][0])
@@ -196,9 +189,8 @@ class _Simulation:
             self._ready.append(heappop(self._timers)[2])
 
     def _is_here(self, worker: int, block: int, iteration: int) -> bool:
-        here = self.pulled[worker]
-        return all(here.get((block, k), iteration + 1) > iteration
-                   for k in range(len(self.job.server_ranks)))  # fmt: skip
+        here, servers = self.pulled[worker], range(len(self.job.server_ranks))
+        return all(here.get((block, k), iteration + 1) > iteration for k in servers)
 
     def _worker(self, worker: int) -> Process:
         job = self.job
@@ -213,11 +205,11 @@ class _Simulation:
                 yield ("seconds", job.backward[worker][block])
                 for server, size in enumerate(job.block_bytes[block]):
                     if size:
-                        self.queues[worker][server].append((block, iteration))
+                        self.queues[worker][server].append(block)
             iteration += 1
 
     def _recorder(self, worker: int) -> Process:
-        """Notes when an iteration's pushes have all been acknowledged."""
+        """Note when an iteration's pushes have all been acknowledged."""
         acknowledged = self.acknowledged[worker]
         while True:
             number = len(self.finished[worker])
@@ -230,7 +222,7 @@ class _Simulation:
         replica = job.replica[server] if job.replica else None
         while True:
             yield ("until", lambda: bool(queue))
-            block, _ = queue.pop(0)
+            block = queue.pop(0)
             size = job.block_bytes[block][server]
             if source != target:
                 yield ("seconds", job.latency_seconds)
@@ -245,7 +237,7 @@ class _Simulation:
             self.acknowledged[worker][block, server] += 1
 
     def _apply(self, worker: int, block: int, server: int) -> Process:
-        """The server applies the push, or under bsp, with the last one, all of an iteration."""
+        """Apply a push, or under bsp, with the last push, all of an iteration."""
         clocks = self.clocks[block, server]
         before = clocks.slowest
         is_alone = self.job.bound != 0
@@ -279,10 +271,6 @@ class _Simulation:
 class _Transfer:
     source: int
     target: int
-    size: float
     process: Process
-    left: float = 0.0
+    left: float
     rate: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.left = self.size

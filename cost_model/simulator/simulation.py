@@ -7,12 +7,6 @@ from __future__ import annotations
 
 from operator import itemgetter
 
-from .action_costs import (
-    action_seconds,
-    inside_seconds,
-    part_of,
-    slice_shares,
-)
 from .actions import (
     BACKWARD,
     FORWARD,
@@ -27,24 +21,62 @@ from .actions import (
     STEP,
     WEIGHT_BACKWARD,
     Action,
+    Row,
     Schedule,
 )
-from .channels import Line, lines_of, outgoing
 from .link_contention import Arrival, Message, Ports
 from .overlap import Collectives
-from .simulated_rank import SimulatedRank
-from .stage_costs import StageCosts
+from .stage_costs import (
+    Line,
+    StageCosts,
+    action_seconds,
+    inside_seconds,
+    lines_of,
+    part_of,
+    slice_shares,
+)
 from .timeline import Event, Exposed, Stream, Timeline
 
 NOTHING = -1
-"""No message. Numbers below stand for the sum of a part's gradients over its replicas."""
+"""No message. Smaller numbers stand for the sum of a part's gradients over its replicas."""
 
 NEEDS_MESSAGE = frozenset((FORWARD, BACKWARD, INPUT_BACKWARD))
-"""What waits for a message, where its stage's neighbour is on another rank."""
+"""Kinds that wait for a message, where their stage's neighbour is on another rank."""
+
+
+class SimulatedRank:
+    """The state of one rank: its place in its row, its clock, its books."""
+
+    def __init__(self, row: Row, zero: float, static_bytes: int) -> None:
+        self.row = row
+        self.at = 0
+        self.clock = self.ended = zero
+        self.busy = zero
+        self.inside = zero
+        self.messages = zero
+        self.gradient_sync = zero
+        self.gather = zero
+        self.static = self.held = static_bytes
+        self.events: list[Event] = []
+        self.memory: list[tuple[float, int]] = [(zero, static_bytes)]
+        self.collectives: Collectives | None = None
+        self.beside: set[Action] = set()
+        self.first_forwards: dict[int, Action] = {}
+        self.last_backwards: dict[int, Action] = {}
+        for action in row:
+            if action.kind == FORWARD:
+                self.first_forwards.setdefault(action.stage, action)
+            elif action.kind in (BACKWARD, WEIGHT_BACKWARD):
+                self.last_backwards[action.stage] = action
+
+    def call(self, seconds: float) -> None:
+        """Spend the rank's own time to send a message or to post a receive."""
+        self.clock += seconds
+        self.messages += seconds
 
 
 class Simulation:
-    """The state of one run. A message's number is that of the compute action that needs it."""
+    """The state of one run. A message is numbered by the compute action that needs it."""
 
     def __init__(
         self,
@@ -62,8 +94,8 @@ class Simulation:
         self.shares = slice_shares(schedule, costs)
         self.seconds = action_seconds(costs)
         self.inside = inside_seconds(costs)
-        self.lines, self.is_chain = lines_of(schedule, costs)
-        self.outgoing = outgoing(self.lines[0]), outgoing(self.lines[1])
+        self.lines, self.outgoing = lines_of(schedule, costs)
+        self.is_chain = all(len(lines) < 2 for direction in self.lines for lines in direction)
         self.records, self.num_slices = records, schedule.num_slices
         self.activation = costs.activation_bytes or zeros
         static = [0] * schedule.num_ranks
@@ -92,18 +124,18 @@ class Simulation:
         return self._timeline(replicas or (1,) * len(self.ranks))
 
     def step_seconds(self) -> float:
-        """When the last rank is done: each message is there before some compute begins."""
+        """Return when the last rank is done: each message is there before some compute begins."""
         self._run()
         return max(rank.ended for rank in self.ranks)
 
     def step_and_bubble(self) -> tuple[float, float]:
-        """That, and the share of the step in which ranks wait."""
+        """Return the seconds of the step, and its share in which ranks wait."""
         step, number = self.step_seconds(), len(self.ranks)
         busy = sum(rank.busy for rank in self.ranks)
         return step, 1 - busy / (step * number) if step else self.zero
 
     def _run(self) -> None:
-        """Runs every rank as far as it can, then one message, until there is none."""
+        """Run every rank as far as it can, then one message, until there is none."""
         ranks, waiting, advance, arrive = self.ranks, self.waiting, self._advance, self._arrive
         for rank in ranks:
             self._begin(rank)
@@ -123,7 +155,7 @@ class Simulation:
             raise ValueError(f"the schedule deadlocks at {', '.join(stuck)}")
 
     def _begin(self, rank: SimulatedRank) -> None:
-        """Gathers parameters: before all else, or beside it."""
+        """Gather parameters: before all else, or beside it."""
         costs = self.costs
         gathers = costs.gather_seconds
         stages = [s for s in rank.first_forwards if gathers and gathers[s]]
@@ -145,15 +177,10 @@ class Simulation:
             }
 
     def _advance(self, rank: SimulatedRank) -> int:
-        """Runs a rank until its row ends or it waits; the message it waits for."""
-        row, num_microbatches, num_slices = (
-            rank.row,
-            self.schedule.num_microbatches,
-            self.num_slices,
-        )
+        """Run a rank until its row ends or it waits, and return the message it waits for."""
+        row, at, length = rank.row, rank.at, len(rank.row)
+        num_microbatches, num_slices = self.schedule.num_microbatches, self.num_slices
         posted, arrived = self.posted, self.arrived
-        length = len(row)
-        at = rank.at
         while at < length:
             action = row[at]
             kind, stage, m, part = action
@@ -188,7 +215,7 @@ class Simulation:
         return NOTHING
 
     def _receive(self, rank: SimulatedRank, stage: int, number: int) -> None:
-        """Posts the receive of what a compute action needs."""
+        """Post the receive of a compute action's inputs."""
         lines = self.lines[number & 1][stage]
         for line in lines:
             if line.receive_call:
@@ -200,7 +227,7 @@ class Simulation:
                 self._transfer(line, number, max(sent[0], rank.clock), sent[1])
 
     def _send(self, rank: SimulatedRank, action: Action) -> None:
-        """Sends what a stage has made to those that need it."""
+        """Send a stage's results to the stages that need them."""
         kind, stage, m, part = action
         backward = kind == SEND_BACKWARD
         for line in self.outgoing[backward][stage]:
@@ -215,7 +242,7 @@ class Simulation:
                 rank.call(line.send_call)
 
     def _transfer(self, line: Line, number: int, ready: float, place: int) -> None:
-        """Gives a message to the ports, as both sides are there."""
+        """Give a message to the ports, as both sides are there."""
         occupied = line.occupied
         if self.shares:
             occupied = occupied * self.shares[SEND_FORWARD][number // 2 % self.num_slices]
@@ -228,10 +255,7 @@ class Simulation:
             self._arrive(Arrival(message, ready, ready, ready))
 
     def _arrive(self, arrival: Arrival) -> None:
-        """Books a message and wakes its receiver.
-
-        The compute that needs it waits for the last of those that it comes from.
-        """
+        """Book a message, and wake its receiver if it is the last that the compute needs."""
         message, start, _, end = arrival
         number = message.number
         if self.records:
@@ -245,7 +269,7 @@ class Simulation:
             self.ready.append(index)
 
     def _record(self, arrival: Arrival) -> None:
-        """Adds a message to its sender's events."""
+        """Add a message to its sender's events."""
         message, start, left, _ = arrival
         unit, part = divmod(message.number // 2, self.num_slices)
         stage, m = divmod(unit, self.schedule.num_microbatches)
@@ -255,7 +279,7 @@ class Simulation:
         self.ranks[message.sender].events.append(Event(action, start, left, stream, stage))
 
     def _is_last(self, number: int, start: float, end: float) -> bool:
-        """Whether all that ``number`` is made of has now come; books the one that ends last."""
+        """Return true once all messages of ``number`` have come, and book the latest end."""
         stage = number // 2 // self.num_slices // self.schedule.num_microbatches
         needed = len(self.lines[number & 1][stage])
         if needed > 1:
@@ -271,7 +295,7 @@ class Simulation:
     def _compute(
         self, rank: SimulatedRank, action: Action, arrival: float | None, begun: float
     ) -> None:
-        """A forward or backward, from when the rank is free and its message there."""
+        """Compute a forward or backward once the rank is free and its message there."""
         kind, stage, _, part = action
         free = start = rank.clock
         if arrival is not None and arrival > free:
@@ -306,27 +330,22 @@ class Simulation:
                 rank.memory.append((end, rank.held))
 
     def _record_states(self, rank: SimulatedRank, action: Action, start: float, end: float) -> None:
-        """Adds the collectives of states beside a pass: gathers from its start, sums to its end."""
+        """Add the collectives of states beside a pass: gathers from its start, sums to its end."""
         kind, stage, m, part = action
-        if kind == FORWARD and self.costs.forward_states_seconds:
-            seconds = self.costs.forward_states_seconds[stage]
-            event = Event(
-                Action(GATHER, stage, m, part), start, min(start + seconds, end), "parameter gather"
-            )
-        elif kind in (BACKWARD, INPUT_BACKWARD) and self.costs.backward_states_seconds:
-            seconds = self.costs.backward_states_seconds[stage]
-            event = Event(
-                Action(REDUCE, stage, m, part), max(start, end - seconds), end, "gradient sync"
-            )
-        else:
-            return
-        if seconds:
-            rank.events.append(event)
+        forward, backward = self.costs.forward_states_seconds, self.costs.backward_states_seconds
+        if kind == FORWARD and forward and forward[stage]:
+            end = min(start + forward[stage], end)
+            gather = Action(GATHER, stage, m, part)
+            rank.events.append(Event(gather, start, end, "parameter gather"))
+        elif kind in (BACKWARD, INPUT_BACKWARD) and backward and backward[stage]:
+            start = max(start, end - backward[stage])
+            sync = Action(REDUCE, stage, m, part)
+            rank.events.append(Event(sync, start, end, "gradient sync"))
 
     def _beside(
         self, rank: SimulatedRank, beside: Collectives, action: Action, start: float, work: float
     ) -> tuple[float, float]:
-        """When compute that other things may slow down starts and ends."""
+        """Return the start and end of compute that collectives may slow down."""
         arrived = start
         if action not in rank.beside:
             end = beside.finish(start, work)
@@ -343,9 +362,9 @@ class Simulation:
         return bool(seconds) and seconds[stage] > 0
 
     def _sum_replicas(self, rank: SimulatedRank, stage: int) -> bool:
-        """Whether all replicas of the stage have come to sum their gradients; if so, sums them.
+        """Sum the gradients of a stage's replicas once all have come; return false before.
 
-        Those that came first wait; the last one wakes them.
+        Replicas that came first wait; the last wakes them.
         """
         come = self.at_sum.setdefault(self.schedule.part(stage), {})
         come.setdefault(stage, rank.clock)
@@ -362,7 +381,7 @@ class Simulation:
         return True
 
     def _reduce(self, rank: SimulatedRank, action: Action) -> None:
-        """Sums the stage's gradients, unless that began beside the last backward."""
+        """Sum the stage's gradients, unless that began beside the last backward."""
         if not self._syncs(action.stage) or self.hides[action.stage]:
             return
         start = rank.clock
@@ -373,7 +392,7 @@ class Simulation:
         rank.events.append(Event(action, start, rank.clock, "gradient sync"))
 
     def _step(self, rank: SimulatedRank, action: Action) -> None:
-        """The optimizer, once the stage's gradients are summed."""
+        """Run the optimizer, once the stage's gradients are summed."""
         start, beside = rank.clock, rank.collectives
         seconds = self.costs.step_seconds
         work = seconds[action.stage] if seconds else self.zero

@@ -8,10 +8,9 @@ waits for the messages of all that it needs, and stages that do not need each ot
 same time.
 
 A rank has one compute stream that runs its compute actions in order, and the calls that send a
-message or post a receive, which take the rank's time if the costs say so. A message is ready when
-its send is called and its receive is posted; a rank's messages share its two ports (see
-``link_contention``). Gradient sums and parameter gathers stop a rank, or run beside its compute
-where the costs say how much they slow it down (see ``overlap``).
+message or post a receive. A message is ready when its send is called and its receive is posted; a
+rank's messages share its two ports (see ``link_contention``). Gradient sums and parameter gathers
+stop a rank, or run beside its compute, which they slow down (see ``overlap``).
 
 With no communication, GPipe and 1F1B of D equal stages and N micro-batches have the bubble
 (D-1)/(D-1+N), and interleaved 1F1B of K chunks per rank (D-1)/(D-1+KN) (Narayanan et al.
@@ -37,9 +36,9 @@ def simulate(
     *,
     replicas: Sequence[int] = (),
 ) -> Timeline:
-    """Runs the table once. Raises ValueError if it deadlocks or does not fit the costs.
+    """Run the table once. Raises ValueError if it deadlocks or does not fit the costs.
 
-    ``replicas``: how many devices each pipeline rank stands for, one by default.
+    ``replicas``: number of devices that each pipeline rank stands for, one by default.
 
     >>> from autoparallel.cost_model.simulator.actions import parse_table
     >>> table = parse_table("0F0 0SEND_F0 0RECV_B0 0B0\\n1RECV_F0 1F0 1B0 1SEND_B0")
@@ -54,33 +53,19 @@ def simulate(
 
 
 def step_seconds(schedule: Schedule, costs: StageCosts) -> float:
-    """``simulate(…).step_seconds``, without the timeline.
-
-    >>> from autoparallel.cost_model.simulator.actions import parse_table
-    >>> table = parse_table("0F0 0SEND_F0 0RECV_B0 0B0\\n1RECV_F0 1F0 1B0 1SEND_B0")
-    >>> costs = StageCosts((1.0, 1.0), (2.0, 2.0), send_seconds=(0.5,))
-    >>> step_seconds(Schedule("example", 1, (0, 1), table), costs)
-    7.0
-    """
+    """Return ``simulate(…).step_seconds``, without the timeline."""
     costs = _checked(schedule, costs)
     return Simulation(schedule, costs, records=False).step_seconds()
 
 
 def step_and_bubble(schedule: Schedule, costs: StageCosts) -> tuple[float, float]:
-    """``step_seconds`` and ``bubble_fraction`` of ``simulate(…)``, without the timeline.
-
-    >>> from autoparallel.cost_model.simulator.actions import parse_table
-    >>> table = parse_table("0F0 0SEND_F0 0RECV_B0 0B0\\n1RECV_F0 1F0 1B0 1SEND_B0")
-    >>> costs = StageCosts((1.0, 1.0), (2.0, 2.0), send_seconds=(0.5,))
-    >>> step_and_bubble(Schedule("example", 1, (0, 1), table), costs)[0]
-    7.0
-    """
+    """Return ``step_seconds`` and ``bubble_fraction`` of ``simulate(…)``, without the timeline."""
     costs = _checked(schedule, costs)
     return Simulation(schedule, costs, records=False).step_and_bubble()
 
 
 def _checked(schedule: Schedule, costs: StageCosts) -> StageCosts:
-    """The costs of the schedule's stages. Raises ValueError where they do not fit it."""
+    """Return the costs of the schedule's stages. Raises ValueError where they do not fit it."""
     if len(costs.forward_seconds) != schedule.num_parts:
         raise ValueError(
             f"costs of {len(costs.forward_seconds)} stages for a schedule of {schedule.num_parts}"

@@ -1,15 +1,32 @@
-"""What the simulator knows of each stage: seconds and bytes, checked once."""
+"""Costs of a schedule: seconds and bytes of each stage, and of its actions and messages.
+
+In: the ``StageCosts`` of the stages, checked once, and a schedule. Out: the seconds of each compute
+action by kind and stage, the lines that messages go by between stages of different ranks, with the
+seconds of a message on each, and the part that a slice is of both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import NamedTuple
 
-from .actions import Edges, Schedule
+from .actions import (
+    BACKWARD,
+    FORWARD,
+    INPUT_BACKWARD,
+    SEND_FORWARD,
+    WEIGHT_BACKWARD,
+    Edges,
+    Schedule,
+    chain,
+)
 
 OF_EDGES = ("send_", "receive_")
-"""What the names of costs begin with that have one entry per edge."""
+"""Beginnings of the names of costs that have one entry per edge."""
+OF_SLICES = ("slice_", "edges")
+"""Beginnings of the names of fields that have no entry per stage or edge."""
 
 
 class Buckets(NamedTuple):
@@ -26,7 +43,7 @@ class Buckets(NamedTuple):
 
     @staticmethod
     def equal(number: int) -> Buckets:
-        """So many equal parts."""
+        """Return so many equal parts."""
         return Buckets(*((1 / number,) * number for _ in range(4)))
 
 
@@ -35,19 +52,19 @@ ONE_BUCKET = Buckets((1,), (1,), (1,), (1,))
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """Seconds and bytes by stage, one entry per stage. What is left empty is zero.
+    """Seconds and bytes by stage, one entry per stage. Fields that are left empty are zero.
 
     ``forward_seconds``, ``backward_seconds``: one micro-batch, with the collectives inside,
     which ``forward_communication_seconds`` and ``backward_communication_seconds`` give again.
     ``send_seconds[s]``: one micro-batch's message from stage s to s+1, and the same backwards
     unless ``send_backward_seconds[s]`` (from s+1 to s) says otherwise; one entry less than
     there are stages. With ``edges`` between stages they have one entry per edge.
-    ``send_latency_seconds``: of them, those that a message is on its way without keeping its
-    ranks from sending and receiving others. ``send_call_seconds``, ``receive_call_seconds``:
+    ``send_latency_seconds``: the part of them in which a message is on its way without keeping
+    its ranks from sending and receiving others. ``send_call_seconds``, ``receive_call_seconds``:
     the time of a rank itself to send such a message and to post its receive; a message is on its
     way from the beginning of the call. All three are for both directions.
     ``forward_states_seconds``, ``backward_states_seconds``: collectives of states that run beside a
-    micro-batch's compute, whose passes have what they add; for the timeline.
+    micro-batch's compute, whose passes have the time that they add; for the timeline.
     ``gather_seconds``: gathering sharded parameters, once per step, for the first forward.
     ``gradient_sync_seconds``: summing gradients, once per step, after the last backward. Where
     the ``slowed_share`` is below 1, both run beside that forward and that backward in ``buckets``
@@ -56,11 +73,11 @@ class StageCosts:
     that share of the rank's compute is lost: 0 where they do not disturb each other. With 1, the
     default, they stop their rank.
     ``step_seconds``: the optimizer, once.
-    ``activation_bytes``: what one micro-batch keeps until its backward, on the worst rank.
-    ``static_bytes``: everything held throughout. ``weight_backward_seconds``: the part of the
+    ``activation_bytes``: kept of one micro-batch until its backward, on the worst rank.
+    ``static_bytes``: held throughout. ``weight_backward_seconds``: the part of the
     backward that a split schedule may delay, half of it by default.
     ``slice_forward_shares``, ``slice_backward_shares``: of a micro-batch in slices, the part of
-    its time that each slice takes, in every stage; that of its length by default.
+    its time that each slice takes, in every stage; by default its share of the length.
     ``replica_sum_seconds``: summing a stage's gradients with those of its replicas in other
     pipeline ranks, once, where the schedule has replicas.
     """
@@ -93,7 +110,7 @@ class StageCosts:
         stages = len(self.forward_seconds)
         num_edges = stages - 1 if self.edges is None else len(self.edges)
         for name in self.__slots__:
-            if name == "edges" or name.startswith("slice_"):
+            if name.startswith(OF_SLICES):
                 continue
             found = len(getattr(self, name))
             length = num_edges if name.startswith(OF_EDGES) else stages
@@ -107,7 +124,7 @@ class StageCosts:
 
 
 def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:
-    """The costs of a schedule's stages from those of the parts of the model they compute."""
+    """Return the costs of a schedule's stages from the costs of the parts they compute."""
     if not schedule.parts:
         return costs
     if costs.edges is not None:
@@ -115,7 +132,7 @@ def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:
     spread: dict[str, tuple[float, ...]] = {}
     for name in costs.__slots__:
         values = getattr(costs, name)
-        if name in ("edges", "slice_forward_shares", "slice_backward_shares") or not values:
+        if name.startswith(OF_SLICES) or not values:
             continue
         if name.startswith(OF_EDGES):
             assert schedule.edges is not None
@@ -123,3 +140,99 @@ def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:
         else:
             spread[name] = tuple(values[part] for part in schedule.parts)
     return replace(costs, edges=schedule.edges, **spread)  # type: ignore[arg-type]
+
+
+class Line(NamedTuple):
+    """The messages from stage ``source`` to stage ``target``, which other ranks own.
+
+    Seconds of one message: until its first byte is there, of a port, of its two ends' calls.
+    """
+
+    source: int
+    target: int
+    sender: int
+    receiver: int
+    latency: float
+    occupied: float
+    send_call: float
+    receive_call: float
+
+
+Lines = Sequence[Sequence[Sequence[Line]]]
+"""Lines of forwards' messages and of backwards' messages, each by stage."""
+
+
+def lines_of(schedule: Schedule, costs: StageCosts) -> tuple[Lines, Lines]:
+    """Return the lines into each stage and the lines out of it, by the other stage's number."""
+    edges = chain(schedule.num_stages) if schedule.edges is None else schedule.edges
+    none = (0 * costs.forward_seconds[0],) * len(edges)
+    latency, forward = costs.send_latency_seconds or none, costs.send_seconds or none
+    seconds = forward, costs.send_backward_seconds or forward
+    calls, posts = costs.send_call_seconds or none, costs.receive_call_seconds or none
+    ranks = schedule.stage_rank
+    into, out = ([[list[Line]() for _ in ranks] for _ in seconds] for _ in range(2))
+    for at, edge in sorted(enumerate(edges), key=itemgetter(1)):
+        for direction, (source, target) in enumerate((edge, edge[::-1])):
+            if ranks[source] == ranks[target]:
+                continue
+            first = min(latency[at], seconds[direction][at])
+            occupied = seconds[direction][at] - first
+            ends = (source, target, ranks[source], ranks[target])
+            line = Line(*ends, first, occupied, calls[at], posts[at])
+            into[direction][target].append(line)
+            out[direction][source].append(line)
+    return into, out
+
+
+def slice_shares(schedule: Schedule, costs: StageCosts) -> dict[str, Sequence[float]]:
+    """Return each slice's part of a micro-batch by kind; empty where sequences are whole.
+
+    A slice's message occupies its ports by its length.
+    """
+    if not schedule.slices:
+        return {}
+    length = sum(schedule.slices)
+    even = [each / length for each in schedule.slices]
+    forward = costs.slice_forward_shares or even
+    backward = costs.slice_backward_shares or even
+    if len(forward) != len(even) or len(backward) != len(even):
+        raise ValueError(f"shares of {len(forward)} and {len(backward)} slices, not {len(even)}")
+    return {
+        FORWARD: forward,
+        BACKWARD: backward,
+        INPUT_BACKWARD: backward,
+        WEIGHT_BACKWARD: backward,
+        SEND_FORWARD: even,
+    }
+
+
+def part_of(num_bytes: int, slices: Sequence[int], part: int) -> int:
+    """Return a slice's bytes by its length, so that all slices add up to the whole."""
+    length, before = sum(slices), sum(slices[:part])
+    return num_bytes * (before + slices[part]) // length - num_bytes * before // length
+
+
+def action_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
+    """The seconds of each compute action, by kind and stage."""
+    whole = costs.backward_seconds
+    weight = costs.weight_backward_seconds or [s / 2 for s in whole]
+    return {
+        FORWARD: costs.forward_seconds,
+        BACKWARD: whole,
+        INPUT_BACKWARD: [s - w for s, w in zip(whole, weight, strict=True)],
+        WEIGHT_BACKWARD: weight,
+    }
+
+
+def inside_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
+    """Return the seconds of collectives inside compute actions; empty if there are none."""
+    if not costs.forward_communication_seconds and not costs.backward_communication_seconds:
+        return {}
+    none = (0.0,) * len(costs.forward_seconds)
+    backward = costs.backward_communication_seconds or none
+    return {
+        FORWARD: costs.forward_communication_seconds or none,
+        BACKWARD: backward,
+        INPUT_BACKWARD: backward,
+        WEIGHT_BACKWARD: none,
+    }

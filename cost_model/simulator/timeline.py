@@ -1,4 +1,4 @@
-"""A simulated step: what happens when on each pipeline rank, and what is lost to waiting.
+"""A simulated step: the events on each pipeline rank, and the time that is lost to waiting.
 
 A pipeline rank stands for ``replicas`` devices, its data- and tensor-parallel peers, which
 do the same at the same time and are therefore simulated once.
@@ -7,17 +7,12 @@ do the same at the same time and are therefore simulated once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from .actions import Action
 
-Stream = Literal[
-    "compute", "send forward", "send backward", "gradient sync", "parameter gather"
-]  # fmt: skip
-STREAMS: tuple[Stream, ...] = (
-    "compute", "send forward", "send backward", "gradient sync", "parameter gather",
-)  # fmt: skip
-
+Stream = Literal["compute", "send forward", "send backward", "gradient sync", "parameter gather"]
+STREAMS: tuple[Stream, ...] = get_args(Stream)
 
 NO_STAGE = -1
 
@@ -57,9 +52,9 @@ class Timeline:
 
     ``bubble_fraction``: the share of the step, over all ranks, in which they neither compute
     nor step nor take part in a collective. ``exposed``: communication that no compute hides.
-    ``slowdown_seconds``: how much longer compute took for the collectives beside it.
+    ``slowdown_seconds``: further time of compute for the collectives beside it.
     ``peak_activation_bytes``: the most that micro-batches in flight hold at once;
-    ``peak_memory_bytes`` adds what is static. ``memory_bytes``: the held bytes whenever they
+    ``peak_memory_bytes`` adds static memory. ``memory_bytes``: the held bytes whenever they
     change, as (second, bytes). ``replicas``: the devices that each rank stands for.
     """
 
@@ -84,12 +79,8 @@ class Timeline:
 
         Zero-bubble papers measure a step so: a rank may begin the next one without the others.
         """
-        rows = [events for events in self.events if events]
-        return max(
-            max(event.end_seconds for event in events if event.stream == "compute")
-            - min(event.start_seconds for event in events if event.stream == "compute")
-            for events in rows
-        )
+        rows = [[each for each in events if each.stream == "compute"] for events in self.events]
+        return max(row[-1].end_seconds - row[0].start_seconds for row in rows if row)
 
     @property
     def num_devices(self) -> int:

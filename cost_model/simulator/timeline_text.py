@@ -1,4 +1,6 @@
-"""A timeline as text: one line per pipeline rank, one character per slice of the step.
+"""Timelines and schedules as text: a row per pipeline rank.
+
+A timeline has one character per slice of the step, which shows the longest part of the slice:
 
 ====  ===================================================
 F B   forward and backward, ``f b`` of every second chunk
@@ -8,13 +10,18 @@ r g   waiting for gradients to be summed, for parameters
 .     bubble: nothing to do, or waiting for a message
 ====  ===================================================
 
-A character shows what takes most of its slice.
+A schedule, of whose timeline all times are multiples of the shortest action, has a cell per such
+slot: ``F`` forward, ``B`` whole backward, ``I`` and ``W`` its halves, the micro-batch after it;
+small letters are a rank's further chunks, ``s`` an update of an asynchronous schedule; dots are
+idle. An action of several slots is drawn over all of them. Where a line is too long the picture
+goes on below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .actions import COMPUTE, STEP, Action, Schedule
 from .timeline import Event, Timeline
 
 BUBBLE = "."
@@ -22,7 +29,7 @@ GLYPHS = {"F": "F", "B": "B", "I": "B", "W": "W", "STEP": "s", "REDUCE": "r", "G
 
 
 def draw(timeline: Timeline, width: int, *, limit: int = 16) -> tuple[str, ...]:
-    """A line of ``width`` characters per rank; beyond ``limit`` ranks the middle ones are left out.
+    """Draw a line of ``width`` characters per rank, without the middle ranks beyond ``limit``.
 
     >>> from .actions import Schedule, parse_table
     >>> from .simulator import StageCosts, simulate
@@ -36,10 +43,7 @@ def draw(timeline: Timeline, width: int, *, limit: int = 16) -> tuple[str, ...]:
     head = count if count <= limit else limit // 2
     shown = [*range(head), *range(max(head, count - limit // 2), count)]
     digits = len(str(count - 1))
-    lines = [
-        f"rank {rank:>{digits}}  {_row(timeline, rank, width)}"
-        for rank in shown
-    ]  # fmt: skip
+    lines = [f"rank {rank:>{digits}}  {_row(timeline, rank, width)}" for rank in shown]
     if len(shown) < count:
         lines.insert(head, f"{'…':>{5 + digits}}  {count - len(shown)} more")
     return tuple(lines)
@@ -92,3 +96,76 @@ def _spans(events: tuple[Event, ...]) -> Iterator[Event]:
             now = other.end_seconds
         if now < event.end_seconds:
             yield event._replace(start_seconds=now)
+
+
+def draw_schedule(schedule: Schedule, timeline: Timeline, width: int) -> tuple[str, ...]:
+    """Draw a schedule in lines of at most ``width`` characters.
+
+    >>> from .actions import parse_table
+    >>> from .simulator import StageCosts, simulate
+    >>> table = parse_table("0F0 0SEND_F0 0RECV_B0 0B0\\n1RECV_F0 1F0 1B0 1SEND_B0")
+    >>> schedule = Schedule("example", 1, (0, 1), table)
+    >>> timeline = simulate(schedule, StageCosts((1.0, 1.0), (2.0, 2.0)))
+    >>> print("\\n".join(draw_schedule(schedule, timeline, 40)))
+    rank 0  F0 .  .  .  B0 --
+    rank 1  .  F0 B0 -- .  .
+    """
+    rows = _cells(schedule, timeline)
+    cell = max(len(text) for row in rows for text in row) + 1
+    digits = len(str(schedule.num_ranks - 1))
+    head = len("rank ") + digits + 2
+    per_line = max(1, (width - head + 1) // cell)
+    length = max(len(row) for row in rows)
+    lines: list[str] = []
+    for first in range(0, length, per_line):
+        if first:
+            lines.append("")
+        for rank, row in enumerate(rows):
+            texts = "".join(f"{text:<{cell}}" for text in row[first : first + per_line])
+            lines.append(f"rank {rank:>{digits}}  {texts}".rstrip())
+    return tuple(lines)
+
+
+def _cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
+    """Return the text of each slot of each rank."""
+    events = [
+        [e for e in row if e.action.kind in COMPUTE and e.end_seconds > e.start_seconds]
+        for row in timeline.events
+    ]
+    slot = min(e.end_seconds - e.start_seconds for row in events for e in row)
+    count = round(max(e.end_seconds for row in events for e in row) / slot)
+    rows = []
+    for rank, row in enumerate(events):
+        cells = ["."] * count
+        stages = schedule.stages(rank)
+        updates = _updated_after(schedule, rank)
+        for event in row:
+            first, last = round(event.start_seconds / slot), round(event.end_seconds / slot)
+            text = _text(event.action, stages.index(event.action.stage))
+            last = max(last, first + 1)
+            cells[first:last] = [text] + ["--"] * (last - first - 1)
+            if event.action in updates:
+                cells[last - 1] = cells[last - 1] + "s" if last - first == 1 else "-s"
+        rows.append(cells[:count])
+    return rows
+
+
+def _text(action: Action, chunk: int) -> str:
+    kind = action.kind if chunk == 0 else action.kind.lower()
+    part = "abcdefghijklmnopqrstuvwxyz"[action.slice % 26] if action.slice else ""
+    return f"{kind}{action.microbatch}{part}"
+
+
+def _updated_after(schedule: Schedule, rank: int) -> set[Action]:
+    """The computes that an update follows, where there are several updates."""
+    row = schedule.table[rank]
+    if schedule.weights == "flushed":
+        return set()
+    found: set[Action] = set()
+    last: Action | None = None
+    for action in row:
+        if action.kind in COMPUTE:
+            last = action
+        elif action.kind == STEP and last is not None:
+            found.add(last)
+    return found

@@ -25,11 +25,17 @@ from .timeline import STREAMS, Event, Stream, Timeline
 TraceEvent = dict[str, Any]
 
 NAMES = {
-    "F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights",
-    "SEND_F": "send forward", "SEND_B": "send backward", "GATHER": "gather parameters",
-    "REDUCE": "sum gradients", "STEP": "optimizer",
-}  # fmt: skip
-"""What an action is called in the trace's categories."""
+    "F": "forward",
+    "B": "backward",
+    "I": "backward of inputs",
+    "W": "backward of weights",
+    "SEND_F": "send forward",
+    "SEND_B": "send backward",
+    "GATHER": "gather parameters",
+    "REDUCE": "sum gradients",
+    "STEP": "optimizer",
+}
+"""Names of actions in the trace's categories."""
 
 MICROSECONDS = 1e6
 
@@ -37,7 +43,7 @@ MICROSECONDS = 1e6
 def chrome_trace(timeline: Timeline, rank_names: Sequence[str] = ()) -> dict[str, Any]:
     """The trace of a timeline, ready for ``json.dump``.
 
-    ``rank_names`` are the processes' names, by default the pipeline rank and its devices.
+    ``rank_names`` are names of processes, by default the pipeline rank and its devices.
     """
     names = rank_names or tuple(map(rank_name, range(len(timeline.events)), timeline.replicas))
     events: list[TraceEvent] = []
@@ -63,9 +69,9 @@ def timeline_events(
     name: str = "",
     drawn: Container[int] | None = None,
 ) -> Iterator[TraceEvent]:
-    """The slices, arrows and memory of a timeline whose ranks are these processes of a trace.
+    """Yield the slices, arrows and memory of a timeline with these processes as its ranks.
 
-    ``name`` tells its arrows from those of other timelines in one trace. Slices and memory are
+    ``name`` tells its arrows from other timelines' in one trace. Slices and memory are
     left out of ranks that are not ``drawn``.
     """
     takers = _takers(timeline)
@@ -85,7 +91,8 @@ def timeline_events(
 
 
 def rank_name(rank: int, replicas: int) -> str:
-    """
+    """Return the name of a pipeline rank that stands for so many devices.
+
     >>> rank_name(3, 1), rank_name(0, 8)
     ('pipeline rank 3', 'pipeline rank 0 (8 devices)')
     """
@@ -95,7 +102,7 @@ def rank_name(rank: int, replicas: int) -> str:
 def labels(
     process: int, name: str, streams: Collection[Stream], order: int | None = None
 ) -> Iterator[TraceEvent]:
-    """A process' name and place in ``order``, and those of the streams that it uses."""
+    """Yield the name and the place in ``order`` of a process, and of the streams it uses."""
     yield _metadata("process_name", process, name=name)
     yield _metadata("process_sort_index", process, sort_index=process if order is None else order)
     for thread, stream in enumerate(STREAMS):
@@ -108,16 +115,19 @@ def _metadata(what: str, rank: int, thread: int = 0, **arguments: object) -> Tra
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": arguments}
 
 
+def _event(phase: str, rank: int, stream: Stream, seconds: float, **facts: object) -> TraceEvent:
+    thread, microseconds = STREAMS.index(stream), float(seconds) * MICROSECONDS
+    return {"ph": phase, "pid": rank, "tid": thread, "ts": microseconds, **facts}
+
+
 def _slice(rank: int, event: Event) -> TraceEvent:
     action = event.action
     arguments = {"stage": action.stage}
     if action.microbatch >= 0:
         arguments["micro-batch"] = action.microbatch
-    return {
-        "ph": "X", "name": str(action), "cat": NAMES[action.kind], "pid": rank,
-        "tid": STREAMS.index(event.stream), "ts": float(event.start_seconds) * MICROSECONDS,
-        "dur": float(event.end_seconds - event.start_seconds) * MICROSECONDS, "args": arguments,
-    }  # fmt: skip
+    duration = float(event.end_seconds - event.start_seconds) * MICROSECONDS
+    facts = {"name": str(action), "cat": NAMES[action.kind], "dur": duration, "args": arguments}
+    return _event("X", rank, event.stream, event.start_seconds, **facts)
 
 
 Takers = dict[Action, tuple[int, Event]]
@@ -146,19 +156,10 @@ def _flow(rank: int, event: Event, takers: Takers, name: str) -> Iterator[TraceE
         "cat": "message",
         "id": f"{name}{kind}-{stage}-{event.to}-{m}-{part}",
     }
-    yield {
-        **common, "ph": "s", "pid": rank, "tid": STREAMS.index(event.stream),
-        "ts": float(event.start_seconds) * MICROSECONDS,
-    }  # fmt: skip
-    yield {
-        **common, "ph": "f", "bp": "e", "pid": receiver, "tid": STREAMS.index(taker.stream),
-        "ts": float(taker.start_seconds) * MICROSECONDS,
-    }  # fmt: skip
+    yield _event("s", rank, event.stream, event.start_seconds, **common)
+    yield _event("f", receiver, taker.stream, taker.start_seconds, **common, bp="e")
 
 
 def _counter(rank: int, changes: Sequence[tuple[float, int]]) -> Iterator[TraceEvent]:
     for second, held in changes:
-        yield {
-            "ph": "C", "name": "memory", "pid": rank, "tid": 0,
-            "ts": float(second) * MICROSECONDS, "args": {"bytes": held},
-        }  # fmt: skip
+        yield _event("C", rank, "compute", second, name="memory", args={"bytes": held})

@@ -79,8 +79,7 @@ def plan_page() -> str:
 def devices_page() -> str:
     """Every preset of a device and a link, each figure with its source."""
     from autoparallel.actions.cluster import device_figures, link_figures
-    from autoparallel.cost_model.cluster.link_presets import LINKS
-    from autoparallel.cost_model.cluster.presets import PRESETS
+    from autoparallel.cost_model.cluster.presets import device_presets, link_presets
 
     lines = [
         "# Devices and links", "",
@@ -89,11 +88,11 @@ def devices_page() -> str:
         "float32 accumulation. Measure your own machine to replace them "
         "([profiling.md](profiling.md)).",
     ]  # fmt: skip
-    for name, preset in PRESETS.items():
+    for name, preset in device_presets().items():
         lines += ["", f"## {name}", "", f"Usually {preset.host_size} on a host, joined by "
                   f"`{preset.link}`; hosts by `{preset.fabric}`."]  # fmt: skip
         lines += _figures(device_figures(preset.device))
-    for name, link in LINKS.items():
+    for name, link in link_presets().items():
         lines += ["", f"## {name}", *_figures(link_figures(link))]
     return "\n".join(lines) + "\n"
 

@@ -4,7 +4,7 @@ In: tensors, one after the other, each with an algorithm's name. Out: works to w
 which every rank of the group holds the same sums, bit for bit: each part is added up in one place
 or, by recursive doubling, in the same pairs everywhere, and float addition commutes.
 
-The messages of a table (``cost_model.collectives.algorithms``) go through sends and receives of a
+The messages of a table (``cost_model.collectives.tables``) go through sends and receives of a
 process group of their own, so that they meet no other traffic, and a thread of their own, which
 runs one all-reduce after the other: so the order in which they are asked for is that in which they
 run. A thread that waits for messages holds no lock of Python's, and the backward goes on.
@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...cost_model.cluster.cluster import Cluster
-from ...cost_model.collectives.algorithms import Message, Table
 from ...cost_model.collectives.all_reduce import LIBRARY, hosts_of, table_for
 from ...cost_model.collectives.collectives import group_of
+from ...cost_model.collectives.tables import Message, Table
 from .groups import gloo_group_beside
 
 Span = tuple[int, int]

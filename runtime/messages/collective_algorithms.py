@@ -1,6 +1,6 @@
 """Collectives run as their tables say, over point-to-point messages that are counted.
 
-In: a ``Table`` of ``cost_model.collectives.algorithms`` and this rank's tensor; the process group
+In: a ``Table`` of ``cost_model.collectives.tables`` and this rank's tensor; the process group
 has a rank per rank of the table. Out: what the collective leaves on this rank, and how many
 messages, rounds and bytes it took. It checks the tables that the cost model prices. Training sums
 gradients by such tables where its plan says so (``all_reduces``), and uses the collectives of
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...cost_model.collectives.algorithms import Message, Table, final_parts, starting_parts
+from ...cost_model.collectives.tables import Message, Table, final_parts, starting_parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from one_stage import plan
 from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.cost_model.cluster.cluster_file import dump_cluster, load_cluster
+from autoparallel.cost_model.cluster.cluster_file import from_dict, to_dict
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
@@ -75,8 +75,8 @@ def test_prices_are_never_invented_and_come_from_the_cluster_file_too() -> None:
             toys().hosts[0], device=replace(toys().hosts[0].device, dollars_per_hour=2.0)
         ),),
     )  # fmt: skip
-    assert load_cluster(dump_cluster(priced)) == priced
-    assert load_cluster(dump_cluster(toys())) == toys()
+    assert from_dict(to_dict(priced)) == priced
+    assert from_dict(to_dict(toys())) == toys()
     found = planned(Goal(), priced)
     assert found.goal is not None
     assert found.goal.dollars_per_hour == 8.0

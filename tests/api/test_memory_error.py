@@ -11,7 +11,7 @@ import torch
 from commands import run_python
 
 from autoparallel import Plan, load_plan
-from autoparallel.cost_model.cluster.quantity import parse_bytes
+from autoparallel.cost_model.cluster.figures import parse_bytes
 from autoparallel.planner.errors import DeviceMemoryError
 from autoparallel.planner.plan import Alternative
 from autoparallel.runtime.launch.process import Worker

@@ -8,7 +8,7 @@ import pytest
 from handmade import flat_plan
 
 from autoparallel.__main__ import run_command
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.exporting.plans import (
     CHECKPOINT_FORMATS,
     WRITERS,

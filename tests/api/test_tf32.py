@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import autoparallel
 from autoparallel.__main__ import run_command
-from autoparallel.cost_model.cluster.tf32 import FAMILIES
-from autoparallel.cost_model.cluster.torch_tf32 import torch_computing, torch_families
+from autoparallel.cost_model.cluster.tf32 import FAMILIES, torch_computing, torch_families
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import CHECKSUMS, _checksums, dumps, loads

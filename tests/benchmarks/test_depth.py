@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.cost_model.ops.compute import op_seconds
+from autoparallel.cost_model.ops.compute import rate
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import (
@@ -102,7 +102,7 @@ def test_gradients_that_are_kept_twice_and_added_by_kernels_cost_bytes_and_passe
     found = own.around(base, device, is_first=True, is_last=True)
     gradients = base.memory_bytes["gradients"]
     assert found.total_bytes - base.total_bytes == pytest.approx(gradients / 2)
-    added = op_seconds(device, "elementwise", 0.0, 3 * gradients, "bfloat16")
+    added = rate(device, "elementwise", "bfloat16").seconds(0.0, 3 * gradients)
     assert added > 3 * gradients / device.memory_bytes_per_second
     more = found.seconds.backward_compute - base.seconds.backward_compute
     assert more == pytest.approx(added)

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from processes import run_processes
 
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.plan_file import dumps

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.cluster.cluster import Link
-from autoparallel.cost_model.collectives.algorithm_tables import ALGORITHMS, find_table, two_trees
-from autoparallel.cost_model.collectives.algorithms import (
+from autoparallel.cost_model.collectives.algorithms import ALGORITHMS, find_table, two_trees
+from autoparallel.cost_model.collectives.collectives import Group, algorithm_seconds
+from autoparallel.cost_model.collectives.tables import (
     CollectiveKind,
     Levels,
     Message,
@@ -16,11 +17,9 @@ from autoparallel.cost_model.collectives.algorithms import (
     busiest_bytes,
     bytes_in_rounds,
     chain,
-    mirrored,
     rounds,
     wrong_parts,
 )
-from autoparallel.cost_model.collectives.collectives import Group, algorithm_seconds
 
 HOSTS = [(n,) for n in range(2, 17)] + [
     (places,) * hosts for hosts in (2, 3, 4) for places in (1, 2, 3, 4) if places * hosts <= 16
@@ -189,7 +188,8 @@ def test_two_trees_share_the_work(n: int) -> None:
 def test_a_mirror_turns_every_message_around() -> None:
     gather = find_table("all_gather", "ring", [3])
     assert gather is not None
-    scatter = mirrored(gather)
+    scatter = find_table("reduce_scatter", "ring", [3])
+    assert scatter is not None
     assert scatter.kind == "reduce_scatter"
     assert scatter.rounds[0][0] == Message(1, 0, (2,), adds=True)
     assert gather.rounds[1][0] == Message(0, 1, (2,))

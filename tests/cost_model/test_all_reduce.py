@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from autoparallel.cost_model.cluster.cluster import Link
-from autoparallel.cost_model.collectives.algorithms import busiest_bytes
 from autoparallel.cost_model.collectives.all_reduce import (
     LIBRARY,
     ROUND_SECONDS,
@@ -15,6 +14,7 @@ from autoparallel.cost_model.collectives.all_reduce import (
     table_for,
 )
 from autoparallel.cost_model.collectives.collectives import Group, algorithm_seconds
+from autoparallel.cost_model.collectives.tables import busiest_bytes
 
 ALPHA, RATE = 2e-3, 1e8
 FAST = Link("switch", ALPHA, RATE)

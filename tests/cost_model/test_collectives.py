@@ -5,12 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.cluster.cluster import Cluster, Host, Link
-from autoparallel.cost_model.cluster.link_presets import Protocols
-from autoparallel.cost_model.cluster.presets import find_link
+from autoparallel.cost_model.cluster.presets import Protocols, find_link
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.cost_model.collectives.algorithm_tables import find_table
-from autoparallel.cost_model.collectives.algorithms import wrong_parts
+from autoparallel.cost_model.collectives.algorithms import find_table
 from autoparallel.cost_model.collectives.collectives import (
+    POST_SECONDS,
     CollectiveKind,
     Group,
     Library,
@@ -19,7 +18,7 @@ from autoparallel.cost_model.collectives.collectives import (
     group_of,
     p2p_seconds,
 )
-from autoparallel.cost_model.collectives.formulas import POST_SECONDS
+from autoparallel.cost_model.collectives.tables import wrong_parts
 
 KINDS: tuple[CollectiveKind, ...] = (
     "all_reduce",
@@ -153,14 +152,6 @@ def test_an_uneven_group_has_no_hierarchy() -> None:
     assert "hierarchical" not in algorithm_seconds("all_reduce", 1e6, Group(5, 2, 2, FAST, SLOW))
 
 
-def test_sharing_a_link_halves_the_bandwidth_not_the_latency() -> None:
-    alone = algorithm_seconds("all_reduce", 4e9, one_host(4))
-    shared = algorithm_seconds("all_reduce", 4e9, Group(4, 4, 1, SLOW, SLOW, sharing=2))
-    for name, seconds in alone.items():
-        latency = algorithm_seconds("all_reduce", 1e-30, one_host(4))[name]
-        assert shared[name] - latency == pytest.approx(2 * (seconds - latency), rel=1e-9), name
-
-
 def test_the_start_of_a_collective_is_paid_once() -> None:
     started = Link("s", ALPHA, BETA, base_seconds=1.0)
     for kind in KINDS:
@@ -216,7 +207,6 @@ def groups(draw: st.DrawFn) -> Group:
         hosts,
         draw(links),
         draw(links),
-        sharing=draw(st.integers(1, 4)),
         library=draw(st.sampled_from(["nccl", "gloo", "any"])),
     )
 

@@ -1,18 +1,16 @@
-"""The roofline: hand-made devices, its vector form, and published matmul rates."""
+"""The roofline: hand-made devices, and published matmul rates."""
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.cost_model.cluster.cluster import Device
-from autoparallel.cost_model.cluster.presets import PRESETS, find_preset
+from autoparallel.cost_model.cluster.presets import find_preset
 from autoparallel.cost_model.ops.compute import (
     SCALED_RATES,
     eight_bit_seconds,
-    op_seconds,
     peak_flops,
     rate,
     work_seconds,
@@ -33,26 +31,26 @@ DEVICE = Device(
 
 def test_a_matmul_is_bound_by_flops_or_by_bytes() -> None:
     """10 GFLOP at 0.5 of 1 GFLOP/s is 20 s; 20 GB at 0.5 of 1 GB/s is 40 s; 1 s to launch."""
-    assert op_seconds(DEVICE, "matmul", 10e9, 1e9, "float32") == pytest.approx(21.0)
-    assert op_seconds(DEVICE, "matmul", 10e9, 20e9, "float32") == pytest.approx(41.0)
+    assert rate(DEVICE, "matmul", "float32").seconds(10e9, 1e9) == pytest.approx(21.0)
+    assert rate(DEVICE, "matmul", "float32").seconds(10e9, 20e9) == pytest.approx(41.0)
 
 
 def test_a_dtype_has_its_own_peak() -> None:
-    assert op_seconds(DEVICE, "matmul", 10e9, 0, "bfloat16") == pytest.approx(1.0 + 5.0)
+    assert rate(DEVICE, "matmul", "bfloat16").seconds(10e9, 0) == pytest.approx(1.0 + 5.0)
 
 
 def test_other_families_move_bytes_at_their_share_of_the_bandwidth() -> None:
-    assert op_seconds(DEVICE, "norm", 1.0, 1e9, "float32") == pytest.approx(1.0 + 4.0)
-    assert op_seconds(DEVICE, "elementwise", 1.0, 1e9, "float32") == pytest.approx(1.0 + 1.0)
+    assert rate(DEVICE, "norm", "float32").seconds(1.0, 1e9) == pytest.approx(1.0 + 4.0)
+    assert rate(DEVICE, "elementwise", "float32").seconds(1.0, 1e9) == pytest.approx(1.0 + 1.0)
 
 
 def test_an_unknown_family_counts_as_elementwise() -> None:
-    known = op_seconds(DEVICE, "elementwise", 5.0, 1e9, "float32")
-    assert op_seconds(DEVICE, "scan", 5.0, 1e9, "float32") == known
+    known = rate(DEVICE, "elementwise", "float32").seconds(5.0, 1e9)
+    assert rate(DEVICE, "scan", "float32").seconds(5.0, 1e9) == known
 
 
 def test_an_op_without_work_takes_no_time() -> None:
-    assert op_seconds(DEVICE, "copy", 0, 0, "float32") == 0.0
+    assert rate(DEVICE, "copy", "float32").seconds(0, 0) == 0.0
 
 
 def test_a_missing_dtype_runs_as_the_one_that_emulates_it() -> None:
@@ -63,24 +61,12 @@ def test_a_missing_dtype_runs_as_the_one_that_emulates_it() -> None:
     assert peak_flops(v100, "bfloat16") == 15.7e12
 
 
-@given(
-    st.sampled_from(["matmul", "attention", "conv", "norm", "elementwise", "copy"]),
-    st.lists(st.tuples(st.floats(0, 1e15), st.floats(0, 1e12)), min_size=1, max_size=8),
-)
-def test_the_vector_form_agrees(family: str, ops: list[tuple[float, float]]) -> None:
-    for name in ("H100", "cpu"):
-        one = rate(PRESETS[name].device, family, "bfloat16")
-        flops, num_bytes = (np.array(column) for column in zip(*ops, strict=True))
-        many = one.seconds_array(flops, num_bytes)
-        assert many.tolist() == [one.seconds(*op) for op in ops]
-
-
 @given(st.floats(0, 1e15), st.floats(0, 1e15), st.floats(0, 1e12), st.floats(0, 1e12))
 def test_more_work_is_never_faster(a: float, b: float, c: float, d: float) -> None:
     device = find_preset("A100-80GB").device
     flops, num_bytes = sorted((a, b)), sorted((c, d))
-    less = op_seconds(device, "matmul", flops[0], num_bytes[0], "bfloat16")
-    assert less <= op_seconds(device, "matmul", flops[1], num_bytes[1], "bfloat16")
+    less = rate(device, "matmul", "bfloat16").seconds(flops[0], num_bytes[0])
+    assert less <= rate(device, "matmul", "bfloat16").seconds(flops[1], num_bytes[1])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +89,7 @@ def test_published_matmul_rates_are_met_within_30_percent(
     flops, num_bytes = 2 * m * n * k, 2 * (m * n + n * k + m * k)
     # Back-to-back launches of a benchmark hide the launch.
     device = replace(find_preset(name).device, launch_seconds=0.0)
-    seconds = op_seconds(device, "matmul", flops, num_bytes, dtype)
+    seconds = rate(device, "matmul", dtype).seconds(flops, num_bytes)
     assert flops / seconds / 1e12 == pytest.approx(measured_tflops, rel=0.3)
 
 
@@ -111,7 +97,7 @@ def test_an_efficiency_may_be_of_one_format() -> None:
     """Blackwell holds more of its peak in 8 bits than in bfloat16 through long runs."""
     device = find_preset("B200").device
     reached = [
-        flops / op_seconds(device, "matmul", flops, 0.0, dtype) / peak_flops(device, dtype)
+        flops / rate(device, "matmul", dtype).seconds(flops, 0.0) / peak_flops(device, dtype)
         for dtype in ("bfloat16", "float8_e4m3fn", "mxfp8", "float8_rowwise")
         for flops in (1e18,)
     ]

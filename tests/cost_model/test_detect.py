@@ -15,23 +15,26 @@ import torch
 from processes import FULL_SECONDS
 
 from autoparallel.cost_model.cluster import detect
-from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
-from autoparallel.cost_model.cluster.cluster_file import dump_cluster, load_cluster
+from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster_file import from_dict, to_dict
 from autoparallel.cost_model.cluster.detect import (
     detect_cpu,
     detect_local,
     match_gpu_name,
     threads_per_device,
     usable_cores,
-    with_measured_link,
 )
-from autoparallel.cost_model.cluster.resolve import resolve_cluster
-from autoparallel.cost_model.cluster.shorthand import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import resolve_cluster
 
-OF_CLUSTERS = (
-    "launched_cluster", "cluster", "cluster_file", "detect", "link_presets", "presets", "quantity",
-    "resolve", "shorthand",
-)  # fmt: skip
+OF_CLUSTERS = [
+    "cluster",
+    "cluster_file",
+    "detect",
+    "figures",
+    "presets",
+    "shorthand",
+    "tf32",
+]
 MODULES = [
     *(f"cluster.{name}" for name in OF_CLUSTERS),
     *("collectives.collectives", "ops.compute", "ops.memory"),
@@ -55,7 +58,7 @@ def cpu() -> Cluster:
 def test_the_cpu_has_a_device_per_core(cpu: Cluster) -> None:
     assert cpu.num_devices == min(usable_cores(), detect.MAX_CPU_DEVICES)
     assert cpu.device(0).kind == "cpu"
-    assert load_cluster(dump_cluster(cpu)) == cpu
+    assert from_dict(to_dict(cpu)) == cpu
 
 
 def test_measured_figures_are_those_of_a_cpu(cpu: Cluster) -> None:
@@ -102,13 +105,6 @@ def test_a_container_quota_limits_the_cores(
     monkeypatch.setattr(detect, "_CGROUP", tmp_path)
     assert usable_cores() == 1
     assert detect.available_memory_bytes() == 600000
-
-
-def test_a_measured_link_replaces_the_typical_one() -> None:
-    cluster = with_measured_link(parse_cluster("cpu:2"), 5e-6, 3e9, base_seconds=1e-5)
-    link = cluster.link(0, 1)
-    assert (link.alpha_seconds, link.bytes_per_second, link.base_seconds) == (5e-6, 3e9, 1e-5)
-    assert link.source == "measured"
 
 
 def test_cpu_n_is_measured_here() -> None:
@@ -165,8 +161,6 @@ def test_gpus_are_found() -> None:
     cluster = detect_local()
     assert cluster.num_devices == torch.cuda.device_count()
     assert cluster.device(0).kind == "cuda"
-    with pytest.raises(ClusterError, match="this machine has"):
-        detect_local(torch.cuda.device_count() + 1)
 
 
 def test_the_cost_model_imports_without_torch() -> None:

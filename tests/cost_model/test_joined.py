@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoparallel.cost_model.cluster.cluster import ClusterError
-from autoparallel.cost_model.cluster.launched_cluster import (
+from autoparallel.cost_model.cluster.detect import (
     ProcessDevice,
     joined_cluster,
     own_process_device,

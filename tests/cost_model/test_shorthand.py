@@ -3,8 +3,13 @@
 import pytest
 
 from autoparallel.cost_model.cluster.cluster import ClusterError
-from autoparallel.cost_model.cluster.link_presets import LINKS
-from autoparallel.cost_model.cluster.presets import DEVICE_ALIASES, PRESETS, find_link, find_preset
+from autoparallel.cost_model.cluster.presets import (
+    device_aliases,
+    device_presets,
+    find_link,
+    find_preset,
+    link_presets,
+)
 from autoparallel.cost_model.cluster.shorthand import is_shorthand, parse_cluster
 
 
@@ -65,7 +70,7 @@ def test_an_unknown_fabric_is_told_the_close_ones() -> None:
 def test_a_name_like_nothing_is_told_all() -> None:
     with pytest.raises(ClusterError) as raised:
         parse_cluster("8xqqqqqq")
-    assert all(name in raised.value.fix for name in PRESETS)
+    assert all(name in raised.value.fix for name in device_presets())
 
 
 @pytest.mark.parametrize("text", ["", "H100", "x8xH100", "8 H100", "cpu:", "cpu:two"])
@@ -88,16 +93,16 @@ def test_more_devices_than_a_host_has_are_split_by_the_user() -> None:
 
 
 def test_every_alias_and_link_of_a_preset_exists() -> None:
-    assert set(DEVICE_ALIASES.values()) <= set(PRESETS)
-    for preset in PRESETS.values():
-        assert {preset.link, preset.fabric} <= set(LINKS)
+    assert set(device_aliases().values()) <= set(device_presets())
+    for preset in device_presets().values():
+        assert {preset.link, preset.fabric} <= set(link_presets())
         assert preset.device.usable_memory_bytes <= preset.device.memory_bytes
 
 
 def test_every_figure_has_a_source() -> None:
-    for link in LINKS.values():
+    for link in link_presets().values():
         assert link.source, link.name
-    for preset in PRESETS.values():
+    for preset in device_presets().values():
         device = preset.device
         figures = {"memory_bytes", "memory_bytes_per_second", "peak_flops", "launch_seconds"}
         figures |= {
@@ -118,7 +123,7 @@ def test_an_h100_is_what_its_data_sheet_says() -> None:
 
 def test_cards_without_a_format_are_refused_in_it() -> None:
     """bf16 from compute capability 8.0, fp8 from 8.9; AMD's 8 bits until CDNA 3 are others."""
-    peaks = {name: set(preset.device.peak_flops) for name, preset in PRESETS.items()}
+    peaks = {name: set(preset.device.peak_flops) for name, preset in device_presets().items()}
     no_bf16 = {name for name, formats in peaks.items() if "bfloat16" not in formats}
     assert no_bf16 == {"V100-16GB", "V100-32GB", "T4"}
     fp8 = {name for name, formats in peaks.items() if "float8_e4m3fn" in formats}

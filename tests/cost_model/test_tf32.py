@@ -8,12 +8,11 @@ import pytest
 
 from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
 from autoparallel.cost_model.cluster.cluster_file import (
-    dump_cluster,
     from_dict,
     load_cluster,
     to_dict,
 )
-from autoparallel.cost_model.cluster.presets import PRESETS, find_preset
+from autoparallel.cost_model.cluster.presets import device_presets, find_preset
 from autoparallel.cost_model.cluster.tf32 import FAMILIES, Tf32, has_tf32, with_tf32
 from autoparallel.cost_model.ops.compute import least_seconds, rate
 
@@ -62,7 +61,7 @@ def test_a_device_of_which_nobody_said_computes_in_full_float32() -> None:
 
 
 def test_no_preset_is_faster_in_tf32_than_half_of_its_bfloat16() -> None:
-    devices = [preset.device for preset in PRESETS.values()]
+    devices = [preset.device for preset in device_presets().values()]
     known = {device.name for device in devices if has_tf32(device)}
     assert known == {each.name for each in devices if each.kind == "cuda"} - {
         "V100-16GB", "V100-32GB", "T4", "MI250X", "MI300X", "MI325X", "MI355X",
@@ -89,10 +88,9 @@ def test_what_is_in_tf32_survives_json_and_toml() -> None:
     for choice in FAMILIES:
         cluster = of("A100", choice)
         assert from_dict(to_dict(cluster)) == cluster
-        assert load_cluster(dump_cluster(cluster)) == cluster
     unsaid = replace(of("A100", "all"), hosts=(find_preset("A100").host(1),))
     assert "tf32" not in to_dict(unsaid)["hosts"][0]["device"]
-    assert load_cluster(dump_cluster(unsaid)).device(0).tf32 is None
+    assert from_dict(to_dict(unsaid)).device(0).tf32 is None
 
 
 @pytest.mark.parametrize("value", ['"conv"', '["attention"]', "[1]"])

@@ -8,7 +8,7 @@ import pytest
 from small_graphs import mlp
 
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import evaluate

@@ -8,7 +8,7 @@ import pytest
 from test_verification import SEQ, captured, target
 
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import UsageError

@@ -1,6 +1,6 @@
 import pytest
 
-from autoparallel.cost_model.cluster.resolve import resolve_cluster
+from autoparallel.cost_model.cluster.shorthand import resolve_cluster
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Graph, Node, Ref
 from autoparallel.planner.precision import EIGHT_BITS, check_precision, with_precision

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from processes import run_processes
 
-from autoparallel.cost_model.collectives.algorithm_tables import ALGORITHMS, find_table
-from autoparallel.cost_model.collectives.algorithms import (
+from autoparallel.cost_model.collectives.algorithms import ALGORITHMS, find_table
+from autoparallel.cost_model.collectives.tables import (
     Levels,
     Table,
     busiest_bytes,

@@ -12,7 +12,7 @@ from processes import run_processes
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.cost_model.collectives.algorithm_tables import ALGORITHMS, find_table
+from autoparallel.cost_model.collectives.algorithms import ALGORITHMS, find_table
 from autoparallel.runtime.messages.all_reduces import AllReduces, MessageAllReduce, SumLane
 from autoparallel.runtime.messages.groups import gloo_group_beside
 from autoparallel.runtime.update.gradients import Bucket

@@ -16,7 +16,7 @@ from one_device import build_optimizer, reference_of
 from processes import RankError, run_processes
 from test_verification_shares import batch_of, captured, target
 
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.batch import Example

@@ -9,7 +9,7 @@ import torch
 from processes import run_processes
 from torch import nn
 
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.memory.stage_memory import stage_memory

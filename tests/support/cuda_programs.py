@@ -69,7 +69,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from autoparallel.cost_model.cluster.resolve import parse_cluster  # noqa: E402
+from autoparallel.cost_model.cluster.shorthand import parse_cluster  # noqa: E402
 from autoparallel.options.parse import parse_parallel  # noqa: E402
 from autoparallel.options.plan_options import PlanOptions  # noqa: E402
 from autoparallel.passes.local.local_functions import (  # noqa: E402

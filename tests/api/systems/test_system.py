@@ -14,7 +14,7 @@ from exported_plans import BATCH, CASES, NUM_DEVICES, SYSTEMS, case, plans, writ
 from marks import slow
 
 from autoparallel.__main__ import run_command
-from autoparallel.cost_model.cluster.resolve import resolve_cluster
+from autoparallel.cost_model.cluster.shorthand import resolve_cluster
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from forked_interpreters import ForkedInterpreter
 from profile_cases import (
     attention,
     call,
@@ -27,24 +21,15 @@ from profile_cases import (
 )
 
 from autoparallel.cost_model.profile.arguments import MeasureError, build_call
-from autoparallel.cost_model.profile.case import OpCase, ProfileError, canonical
+from autoparallel.cost_model.profile.case import OpCase, canonical
 from autoparallel.cost_model.profile.clocks import backward_of, flat
-from autoparallel.cost_model.profile.database import (
-    Database,
-    Environment,
-    Measurement,
-    environment_of,
-)
 from autoparallel.cost_model.profile.measure import (
     Budget,
-    Progress,
-    combined,
     measure,
-    measure_all,
     median_interval,
 )
 
-QUICK = Budget(total_seconds=20.0, case_seconds=0.05, max_repeats=20)
+QUICK = Budget(case_seconds=0.05, max_repeats=20)
 TRANSFORMER = (
     linear(32, 64, 16),
     attention(2, 16, 8, is_causal=True),
@@ -195,108 +180,6 @@ def test_the_median_and_its_interval_are_those_of_the_order_statistics() -> None
     median, half_width = median_interval([float(each) for each in range(100, 0, -1)])
     assert median == 50.5
     assert half_width == pytest.approx((61 - 40) / 2 / 50.5)
-
-
-def test_of_two_visits_that_disagree_the_faster_counts() -> None:
-    first, second = Measurement(1.0, 4.0, 10, 0.01), Measurement(1.05, 2.0, 30, 0.02)
-    assert combined(first, second) == Measurement((10 + 31.5) / 40, 2.0, 40, 0.02)
-
-
-def test_each_distinct_case_is_measured_and_a_second_run_measures_nothing() -> None:
-    environment = environment_of("cpu")
-    seen: list[Progress] = []
-    with Database(":memory:") as database:
-        cases = [gelu(4), gelu(8), gelu(4)]
-        outcomes = list(
-            measure_all(cases, database, environment, budget=QUICK, observe=seen.append)
-        )
-        assert [outcome.case for outcome in outcomes] == [gelu(4), gelu(8)] * 2
-        assert dict(database.all(environment)).keys() == {gelu(4), gelu(8)}
-        last = {outcome.case: outcome.measurement for outcome in outcomes}
-        assert database.all(environment) == last
-        assert [each.done for each in seen] == [0, 1, 2, 3, 4]
-        assert {each.of for each in seen} == {4}
-        assert [each.case for each in seen] == [gelu(4), gelu(8), gelu(4), gelu(8), None]
-        assert seen[-1].seconds_left == 0.0
-        assert all(each.seconds_left <= QUICK.total_seconds for each in seen)
-        assert list(measure_all(cases, database, environment, budget=QUICK)) == []
-
-
-def test_the_weightiest_case_is_measured_first_and_the_budget_ends_it() -> None:
-    cases = [gelu(4), gelu(8), gelu(16)]
-    weights = {gelu(8): 0.7, gelu(16): 0.2}
-    environment = environment_of("cpu")
-    with Database(":memory:") as database:
-        run = measure_all(cases, database, environment, budget=QUICK, weights=weights)
-        order = [outcome.case for outcome in run]
-        assert order[:3] == [gelu(8), gelu(16), gelu(4)]
-    with Database(":memory:") as database:
-        spent = replace(QUICK, total_seconds=0.0)
-        assert list(measure_all(cases, database, environment, budget=spent)) == []
-
-
-def test_a_case_that_fails_is_reported_once_and_the_others_are_measured() -> None:
-    broken = call("aten.mm.default", [tensor(2, 3), tensor(2, 3)])
-    environment = environment_of("cpu")
-    with Database(":memory:") as database:
-        run = measure_all([broken, gelu(4)], database, environment, budget=QUICK)
-        failed = [outcome for outcome in run if outcome.error is not None]
-        assert [outcome.case for outcome in failed] == [broken]
-        assert set(database.all(environment)) == {gelu(4)}
-
-
-def test_features_of_a_measured_case_are_renewed() -> None:
-    environment = environment_of("cpu")
-    better = replace(gelu(4), flops=(77.0, 88.0))
-    with Database(":memory:") as database:
-        database.put(environment, gelu(4), Measurement(1.0, 1.0, 9, 0.0))
-        assert list(measure_all([better], database, environment, budget=QUICK)) == []
-        (kept,) = database.all(environment)
-        assert kept.flops == (77.0, 88.0)
-
-
-def test_times_are_not_recorded_for_another_environment() -> None:
-    elsewhere = Environment("another CPU", "", "2.13.0", 64)
-    with Database(":memory:") as database, pytest.raises(ProfileError, match="another CPU"):
-        list(measure_all([gelu(4)], database, elsewhere, budget=QUICK))
-
-
-SUPPORT = Path(__file__).parents[2] / "support"
-INTERRUPTED = """
-import sys
-sys.path.insert(0, sys.argv[2])
-from autoparallel.cost_model.profile.database import Database, environment_of
-from autoparallel.cost_model.profile.measure import Budget, measure_all
-from profile_cases import gelu
-cases = [gelu(size) for size in range(1, 100_000)]
-with Database(sys.argv[1]) as database:
-    budget = Budget(total_seconds=100, case_seconds=0.02)
-    for outcome in measure_all(cases, database, environment_of("cpu"), budget=budget):
-        print(outcome.case.tensors[0].shape[0], flush=True)
-"""
-
-
-def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
-    path = tmp_path / "profile.sqlite"
-    script = tmp_path / "interrupted.py"
-    script.write_text(INTERRUPTED)
-    run = ForkedInterpreter(
-        [sys.executable, str(script), str(path), str(SUPPORT)], env=os.environ,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert run.stdout is not None
-    with run.stdout:
-        told = [int(run.stdout.readline()) for _ in range(5)]
-        os.kill(run.pid, signal.SIGINT)
-        rest = run.stdout.read().decode().splitlines()
-    assert run.wait(timeout=60) != 0
-    assert "KeyboardInterrupt" in rest[-1]
-    told += [int(line) for line in rest if line.isdigit()]
-    with Database(path) as database:
-        (environment,) = database.environments()
-        kept = {case.tensors[0].shape[0] for case in database.all(environment)}
-    assert set(told) <= kept
-    assert len(kept) <= len(told) + 1
 
 
 def test_a_case_ends_with_its_seconds() -> None:

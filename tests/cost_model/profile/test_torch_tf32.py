@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from autoparallel.cost_model.cluster.torch_tf32 import torch_computing, torch_families
+from autoparallel.cost_model.cluster.tf32 import torch_computing, torch_families
 
 MATMUL, CONV = "torch.backends.cuda.matmul", "torch.backends.cudnn"
 SETTINGS = {
@@ -29,7 +29,7 @@ import os
 import sys
 import traceback
 import torch
-from autoparallel.cost_model.cluster.torch_tf32 import set_torch, torch_families
+from autoparallel.cost_model.cluster.tf32 import set_torch, torch_families
 
 def child(setting):
     exec(setting)

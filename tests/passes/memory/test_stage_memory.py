@@ -14,7 +14,7 @@ from schedule_cases import Case
 from small_graphs import mlp
 from torch.nn import functional
 
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.ops.memory import communicator_bytes
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions

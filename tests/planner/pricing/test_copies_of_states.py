@@ -6,7 +6,7 @@ import pytest
 from small_graphs import cluster as small_cluster
 
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.cost_model.cluster.resolve import resolve_cluster
+from autoparallel.cost_model.cluster.shorthand import resolve_cluster
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Transfer

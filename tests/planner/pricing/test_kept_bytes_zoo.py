@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.memory.saved_tensors import Moment, run_microbatch

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import autoparallel
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.plan import Plan

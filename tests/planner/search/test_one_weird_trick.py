@@ -26,7 +26,7 @@ from processes import run_processes
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.cluster_file import load_cluster
-from autoparallel.cost_model.cluster.resolve import parse_cluster
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.capture.export import find_loss

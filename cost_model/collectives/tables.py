@@ -1,0 +1,254 @@
+"""An algorithm's messages: counted in closed form, and as a table of who sends which part to whom.
+
+In: the counts and the rounds of a collective algorithm (see ``algorithms``). Out: the parts that
+each rank holds before and after a table, and the table's rounds and bytes, by which counts are
+tested.
+``runtime.messages.collective_algorithms`` executes the same tables over point-to-point messages.
+
+A tensor is cut into ``num_parts`` equal parts. Part ids are positions in the tensor, except
+in an all-to-all, where id s·n + d is what rank s has for rank d. All messages of a round
+start with what their senders held when the round began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+
+
+class Message(NamedTuple):
+    """``sender`` sends ``parts``; ``receiver`` adds them to its own, or else copies them."""
+
+    sender: int
+    receiver: int
+    parts: tuple[int, ...]
+    adds: bool = False
+
+
+Round = tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An algorithm on ranks 0 … n − 1, numbered host by host. A broadcast starts at rank 0."""
+
+    kind: CollectiveKind
+    name: str
+    hosts: tuple[int, ...]
+    num_parts: int
+    rounds: tuple[Round, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.hosts)
+
+    def host_of(self) -> tuple[int, ...]:
+        """Return each rank's host."""
+        return tuple(host for host, count in enumerate(self.hosts) for _ in range(count))
+
+    def messages(self) -> Iterator[Message]:
+        for messages in self.rounds:
+            yield from messages
+
+
+class Levels(NamedTuple):
+    """Counts within hosts, between hosts, and on the slower of the two kinds of link."""
+
+    intra: float
+    inter: float
+    slowest: float = 0
+
+
+class Shape(NamedTuple):
+    """How a group lies: n ranks, p on the host with the fewest, h hosts."""
+
+    n: int
+    p: int
+    h: int
+
+    @property
+    def is_flat(self) -> bool:
+        """True where every two ranks are joined by the same kind of link."""
+        return self.h == 1 or self.p == 1
+
+    @property
+    def is_even(self) -> bool:
+        return self.n == self.p * self.h
+
+    def on_one_level(self, count: float) -> Levels:
+        """Return a count on the one kind of link of a flat group, else on the slower kind.
+
+        >>> Shape(4, 4, 1).on_one_level(3.0)
+        Levels(intra=3.0, inter=0, slowest=0)
+        """
+        if self.h == 1:
+            return Levels(count, 0)
+        return Levels(0, count) if self.p == 1 else Levels(0, 0, count)
+
+
+class Counts(NamedTuple):
+    """The messages in turn and the tensors through the busiest rank, on each level.
+
+    ``at_once``: the levels carry their bytes at the same time. ``num_posts``: further peers that a
+    rank posts messages to at once. ``num_hops``: length of a chain along which the tensor goes in
+    the best number of pieces; ``messages`` are then the first piece's.
+    """
+
+    messages: Levels
+    tensors: Levels
+    at_once: bool = False
+    num_posts: int = 0
+    num_hops: int = 0
+
+    def doubled(self) -> Counts:
+        """Return the counts of an algorithm that runs twice: there and back."""
+        messages, tensors = (Levels(*(2 * count for count in each)) for each in self[:2])
+        return self._replace(messages=messages, tensors=tensors)
+
+
+Hosts = tuple[int, ...]
+"""Number of ranks on each host."""
+Rounds = tuple[Round, ...]
+Made = tuple[int, Rounds]
+"""A table's number of parts, and its rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """An algorithm's counts by shape, and its rounds by hosts and number of pieces.
+
+    Either is None where the algorithm does not exist for such a layout: recursive doubling of an
+    all-gather needs 2^k ranks, a hierarchy needs hosts with equally many ranks.
+    """
+
+    count: Callable[[Shape], Counts | None]
+    make: Callable[[Hosts, int], Made | None]
+
+
+def starting_parts(table: Table, rank: int) -> tuple[int, ...]:
+    """Return the parts that ``rank`` holds before the collective."""
+    n, parts = table.num_ranks, table.num_parts
+    if table.kind == "all_gather":
+        return tuple(range(rank * parts // n, (rank + 1) * parts // n))
+    if table.kind == "all_to_all":
+        return tuple(range(rank * n, (rank + 1) * n))
+    return tuple(range(parts)) if table.kind != "broadcast" or rank == 0 else ()
+
+
+def final_parts(table: Table, rank: int) -> tuple[int, ...]:
+    """Return the parts that ``rank`` must hold after the collective."""
+    n, parts = table.num_ranks, table.num_parts
+    if table.kind == "reduce_scatter":
+        return tuple(range(rank * parts // n, (rank + 1) * parts // n))
+    if table.kind == "all_to_all":
+        return tuple(range(rank, n * n, n))
+    return tuple(range(parts))
+
+
+def wrong_parts(table: Table) -> list[str]:
+    """Describe the parts that ranks lack or end with wrongly; empty for a right table.
+
+    Each part is followed as the list of ranks whose numbers are summed in it.
+    """
+    ranks = range(table.num_ranks)
+    held: list[dict[int, tuple[int, ...]]] = [
+        dict.fromkeys(starting_parts(table, rank), (rank,)) for rank in ranks
+    ]
+    wrong = []
+    for number, messages in enumerate(table.rounds):
+        sent = [(m, [held[m.sender].get(part) for part in m.parts]) for m in messages]
+        for message, contents in sent:
+            for part, content in zip(message.parts, contents, strict=True):
+                if content is None:
+                    wrong.append(f"round {number}: rank {message.sender} lacks part {part}")
+                    continue
+                own = held[message.receiver].get(part, ()) if message.adds else ()
+                held[message.receiver][part] = own + content
+    summed = tuple(ranks) if table.kind in ("all_reduce", "reduce_scatter") else None
+    for rank in ranks:
+        for part in final_parts(table, rank):
+            found = tuple(sorted(held[rank].get(part, ())))
+            source = {"all_gather": part * len(ranks) // table.num_parts, "broadcast": 0}
+            expected = summed or (source.get(table.kind, part // len(ranks)),)
+            if found != expected:
+                wrong.append(f"rank {rank}, part {part}: sum of {found}, not {expected}")
+    return wrong
+
+
+def rounds(table: Table) -> Levels:
+    """Count the rounds within hosts, and the rounds in which a message crosses hosts."""
+    host = table.host_of()
+    inter = sum(any(host[m.sender] != host[m.receiver] for m in r) for r in table.rounds)
+    return Levels(len(table.rounds) - inter, inter)
+
+
+def chain(table: Table) -> Levels:
+    """Count the messages of the longest chain in which each passes on parts of the last.
+
+    It bounds the latency of a pipelined algorithm, whose rings or trees run on their own.
+    Messages between hosts count first, as they take longer.
+    """
+    host = table.host_of()
+    longest: dict[tuple[int, int], tuple[int, int]] = {}
+    for messages in table.rounds:
+        arrivals = []
+        for message in messages:
+            keys = [(message.sender, part) for part in message.parts]
+            inter, intra = max(longest.get(key, (0, 0)) for key in keys)
+            crosses = host[message.sender] != host[message.receiver]
+            arrivals.append((message, (inter + crosses, intra + (not crosses))))
+        for message, length in arrivals:
+            for part in message.parts:
+                key = (message.receiver, part)
+                longest[key] = max(longest.get(key, (0, 0)), length)
+    inter, intra = max(longest.values(), default=(0, 0))
+    return Levels(intra, inter)
+
+
+def bytes_in_rounds(table: Table) -> Levels:
+    """Return the most tensors that one rank sends or receives per round, summed over rounds.
+
+    1.0 is all bytes of the tensor, or of one rank's input of an all-to-all.
+    """
+    return _busiest_tensors(table, table.rounds)
+
+
+def busiest_bytes(table: Table) -> Levels:
+    """Return the most tensors that one rank sends or receives in all on a level.
+
+    It bounds the time of a pipelined algorithm with many parts.
+    """
+    return _busiest_tensors(table, (tuple(table.messages()),))
+
+
+def _busiest_tensors(table: Table, rounds: Rounds) -> Levels:
+    host = table.host_of()
+    levels = (
+        [busiest_port(each, host, crosses=crosses) for each in rounds] for crosses in (False, True)
+    )
+    return Levels(*(sum(parts) / table.num_parts for parts in levels))
+
+
+def sent_bytes(table: Table, rank: int) -> float:
+    """Return the tensors that ``rank`` sends in all."""
+    sent = sum(len(m.parts) for m in table.messages() if m.sender == rank)
+    return sent / table.num_parts
+
+
+def busiest_port(
+    messages: Iterable[Message], host: Sequence[int], *, crosses: bool, by_host: bool = False
+) -> int:
+    """Return the most parts through one port of a level, in one direction.
+
+    Each rank has a port of its own, or with ``by_host`` all ranks of a host share one.
+    """
+    sent, received = [0] * len(host), [0] * len(host)
+    for message in messages:
+        sender, receiver = host[message.sender], host[message.receiver]
+        if (sender != receiver) == crosses:
+            sent[sender if by_host else message.sender] += len(message.parts)
+            received[receiver if by_host else message.receiver] += len(message.parts)
+    return max(sent + received)
