@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as one tree.
+"""The tree of all errors.
 
 ::
 
@@ -27,8 +27,8 @@ from typing import Any, ClassVar
 class AutoparallelError(Exception):
     """The root of the tree. ``code`` is stable and documented in docs/errors.md.
 
-    ``what`` is one sentence; ``why`` the cause; ``where`` the user's ``file:line``, module
-    path or option; ``fix`` what to try.
+    ``what`` is one sentence; ``why`` the cause; ``where`` the user's ``file:line``, module path or
+    option; ``fix`` a remedy to try.
     """
 
     exit_code: ClassVar[int] = 1

@@ -1,8 +1,8 @@
-"""What a plan costs, walked node by node: the check on everything that the solvers say.
+"""Independent price of a plan, walked node by node: the check on the results of the solvers.
 
-In: the graph, its blocks, a plan, the cluster. Out: seconds and bytes of every stage and of
-the step. Every block is walked with the layouts of its own stage (``stage_walk``), blocks that
-are equal in all that counts once; nothing is taken from the solvers' tables but the unit prices.
+In: the graph, its blocks, a plan, the cluster. Out: seconds and bytes of every stage and of the
+step. Every block is walked with the layouts of its own stage (``stage_walk``), equivalent blocks
+are walked once; nothing is taken from the solvers' tables but the unit prices.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from .stage_walk import StageWalk, Walked, walked_none
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The plan's own figures, found again. ``objective_seconds``: per stage, what was minimized."""
+    """Re-computed figures of a plan. ``objective_seconds``: the minimized objective of each
+    stage."""
 
     step_seconds: float
     bubble_fraction: float
@@ -51,7 +52,7 @@ def evaluate(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> Evaluation:
-    """Prices a plan again. Raises ``PlanError`` where it does not fit the graph.
+    """Price a plan again. Raises ``PlanError`` if it does not fit the graph.
 
     ``graph`` may be at any batch size: it is brought to the plan's micro-batch.
     """
@@ -59,7 +60,7 @@ def evaluate(
 
 
 def at_microbatch(graph: Graph, plan: Plan) -> Graph:
-    """The graph at the plan's precision and micro-batch."""
+    """Return the graph at the plan's precision and micro-batch."""
     graph = with_precision(graph, plan.model.precision)
     if graph.batch_size != plan.microbatch_size:
         graph = graph.with_batch_size(plan.microbatch_size)
@@ -68,7 +69,7 @@ def at_microbatch(graph: Graph, plan: Plan) -> Graph:
 
 @dataclass(frozen=True)
 class Staged:
-    """A plan with what its stages cost."""
+    """A plan with the costs of its stages."""
 
     plan: Plan
     costs: Sequence[StageCost]
@@ -77,9 +78,9 @@ class Staged:
 
     @property
     def least_seconds(self) -> float:
-        """What the step is not below: the busiest rank does all of its own stages.
+        """Return a lower bound on the step: the busiest rank runs all of its own stages.
 
-        Not of schedules with replicas of stages.
+        It does not hold for schedules with replicas of stages.
         """
         totals: dict[frozenset[int], float] = {}
         for stage, cost in zip(self.plan.stages, self.costs, strict=True):
@@ -90,11 +91,12 @@ class Staged:
         return max(totals.values())
 
     def peak_bytes(self, activation_bytes: Sequence[int] = ()) -> int:
-        """The most that a device holds; ``activation_bytes`` of ranks with replicas of stages."""
+        """Return the peak bytes of a device; ``activation_bytes`` applies to ranks with replicas of
+        stages."""
         return round(max(_rank_bytes(self.plan, self.costs, activation_bytes)))
 
     def evaluation(self) -> Evaluation:
-        """All figures, the step simulated."""
+        """Simulate the step and return all figures."""
         plan = self.plan
         timeline = simulate_stages(
             Pipeline(
@@ -109,7 +111,8 @@ class Staged:
         return figures if plan.gradient_order == "backward" else self._overlapped(figures)
 
     def _overlapped(self, figures: Evaluation) -> Evaluation:
-        """The figures of a plan of one stage, whose last sums run beside the next forward."""
+        """Return the figures of a single-stage plan whose last gradient sums overlap the next
+        forward."""
         gain = order_gain(self.plan, self.costs[0])
         (stage,) = figures.stages
         exposed = max(0.0, stage.seconds["exposed_sync"] - gain)
@@ -120,7 +123,7 @@ class Staged:
         )
 
     def figures(self, step_seconds: float, bubble_fraction: float, peak_bytes: int) -> Evaluation:
-        """All figures, with a step and a peak of memory."""
+        """Assemble all figures from the step and the peak memory."""
         sends = send_seconds(self.costs, self.edges)
         return Evaluation(
             step_seconds,
@@ -133,9 +136,9 @@ class Staged:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Prices plans of one graph, which may be at any batch size.
+    """Pricer of plans of one graph, which may be at any batch size.
 
-    What was walked for one plan is kept for the next.
+    Walks of one plan are kept for the next.
     """
 
     graph: Graph
@@ -145,13 +148,13 @@ class Evaluator:
     _walked: dict[tuple[Precision, int], Walked] = field(default_factory=dict, repr=False)
 
     def evaluation(self, plan: Plan, cluster: Cluster) -> Evaluation:
-        """The figures of a plan on a cluster."""
+        """Price a plan on a cluster."""
         if plan.servers is not None:
             return self._served(replace(plan, cluster=cluster))
         return self.staged(plan, cluster).evaluation()
 
     def _served(self, plan: Plan) -> Evaluation:
-        """The figures of a plan with parameter servers: of its one stage on every worker."""
+        """Price a plan with parameter servers: its one stage, on every worker."""
         assert plan.servers is not None
         (stage,) = plan.stages
         known: dict[str, Staged] = {}
@@ -172,7 +175,7 @@ class Evaluator:
         return each[0].figures(seconds, waits, served_peak_bytes(plan, costs))
 
     def staged(self, plan: Plan, cluster: Cluster) -> Staged:
-        """A plan on a cluster with its stages' figures, its step yet to be simulated."""
+        """Price the stages of a plan on a cluster, without simulating the step."""
         plan, walked = replace(plan, cluster=cluster), self._at(plan)
         edges = _edges(walked, plan)
         costs = _stages(walked, plan, edges, rules=self.rules, basis=self.basis)
@@ -191,7 +194,7 @@ class Evaluator:
         return Staged(plan, costs, edges, slices)
 
     def _at(self, plan: Plan) -> Walked:
-        """What is known at the plan's precision and micro-batch."""
+        """Return the cached walk at the plan's precision and micro-batch."""
         key = plan.model.precision, plan.microbatch_size
         if key not in self._walked:
             graph = at_microbatch(self.graph, plan)
@@ -202,7 +205,7 @@ class Evaluator:
 def priced_stages(
     graph: Graph, blocks: Blocks, plan: Plan, *, rules: Rules, basis: Basis
 ) -> list[StageCost]:
-    """What each stage costs. ``graph`` is ``at_microbatch``, or a slice of that."""
+    """Return the cost of each stage. ``graph`` is ``at_microbatch``, or a slice of that."""
     walked = walked_none(graph, blocks, rules)
     return _stages(walked, plan, _edges(walked, plan), rules=rules, basis=basis)
 
@@ -210,7 +213,8 @@ def priced_stages(
 def walked_stages(
     graph: Graph, blocks: Blocks, plan: Plan, basis: Basis = DEFAULT
 ) -> list[StageWalk]:
-    """Each stage of a plan, walked: of unlike shares of the batch the one that keeps the most.
+    """Walk each stage of a plan; of unequal shares of the batch, keep the walk with the most
+    activations.
 
     ``graph`` is ``at_microbatch``.
     """
@@ -222,7 +226,8 @@ def walked_stages(
 def held_micro_batches(
     graph: Graph, blocks: Blocks, plan: Plan, *, rules: Rules = default_rules
 ) -> Sequence[Halves]:
-    """The micro-batches that each stage holds at once, by what of their backward is left."""
+    """Return the micro-batches that each stage holds at once, by the part of their backward still
+    to run."""
     walked = walked_none(at_microbatch(graph, plan), blocks, rules)
     return _held(plan, _edges(walked, plan))
 
@@ -242,13 +247,13 @@ def _stages(
 def _walks(
     walked: Walked, plan: Plan, edges: WeightedEdges | None, *, rules: Rules, basis: Basis
 ) -> Iterator[list[StageWalk]]:
-    """Of each stage a walk for every share of the batch."""
+    """Yield for each stage its walks, one per share of the batch."""
     held = _held(plan, edges)
     start = 0
     for index, stage in enumerate(plan.stages):
         own = []
         for rows, ranks in _groups(stage, walked.graph.batch_size):
-            # one that asks must hear of every stage's groups
+            # a basis that records queries must see every stage's groups
             cache = PriceCache() if basis.asked is not None else walked.cache(plan.cluster)
             prices = _prices(plan, stage, ranks, cache, rules=rules, basis=basis)
             part = walked.graph.with_batch_size(rows)
@@ -261,7 +266,8 @@ def _walks(
 
 
 def _held(plan: Plan, edges: WeightedEdges | None) -> Sequence[Halves]:
-    """The micro-batches that each stage holds at once, by what of their backward is left."""
+    """Return the micro-batches that each stage holds at once, by the part of their backward still
+    to run."""
     number = len(plan.stages)
     if plan.num_chunks > 1:
         return stage_halves(plan.schedule, number, plan.num_microbatches, plan.num_chunks)
@@ -272,10 +278,10 @@ def _held(plan: Plan, edges: WeightedEdges | None) -> Sequence[Halves]:
 def _rank_bytes(
     plan: Plan, costs: Sequence[StageCost], activation_bytes: Sequence[int]
 ) -> Iterable[float]:
-    """The bytes on the devices of each rank of the pipeline: of all its stages together.
+    """Return the bytes on the devices of each pipeline rank, over all its stages.
 
-    What is transient counts once, as one stage computes at a time. Of a rank with replicas of
-    stages the activations are ``activation_bytes``, those that it holds at once.
+    Transient bytes count once, as one stage computes at a time. Ranks with replicas of stages have
+    ``activation_bytes`` as their peak activations.
     """
     if plan.schedule == "chimera":
         totals_of = zip(costs, reversed(costs), activation_bytes, strict=True)
@@ -302,7 +308,8 @@ def _brief_bytes(cost: StageCost) -> float:
 
 
 def _groups(stage: StagePlan, batch_size: int) -> list[tuple[int, tuple[int, ...]]]:
-    """The batch that a stage's ranks run at, with the ranks; of unequal shares one per share."""
+    """Return the batch sizes at which a stage's ranks run, with the ranks: one entry per unequal
+    share."""
     if not stage.shares:
         return [(batch_size, ())]
     return [

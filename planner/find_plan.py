@@ -1,4 +1,4 @@
-"""From a graph, a cluster and a request to a plan.
+"""Search for the plan of a graph, a cluster and a request.
 
 The search is a tuple of proposers. Each takes the context of the search and the pool of candidates
 so far, and makes candidates; the pool keeps what fits and knows the fastest. The winner becomes a
@@ -59,7 +59,7 @@ Proposer = Callable[[SearchContext, CandidatePool], Iterator[Candidate]]
 PROPOSERS: tuple[Proposer, ...] = (
     dynamic_program,  # pipelines of one stage per rank: stages of one size, then of any
     parallel_branches,  # branches of the model on devices of their own
-    local_search,  # cuts next to those of the fastest
+    local_search,  # cuts next to the cuts of the fastest candidates
     refined_layouts,  # the fastest again, their layouts proven by integer programs
     free_axes,  # meshes whose axis "dp" splits weights too
     uneven_shares,  # unlike devices take unequal shares of the batch
@@ -75,9 +75,12 @@ OTHER_SCHEDULES = PROPOSERS[6:]
 
 @dataclass(frozen=True, slots=True)
 class SearchMethod:
-    """How a search is done: which proposers make candidates, who searches the parts of the
-    micro-batch sizes, and whether the plan gets a lower bound, which takes about as long again.
-    ``tables``: those of earlier searches of the same graphs, by the same rules."""
+    """How a search is run.
+
+    ``proposers`` make the candidates, ``start_workers`` starts the searches of parts of the
+    micro-batch sizes, ``is_bounded`` adds a lower bound, which about doubles the time. ``tables``
+    of earlier searches of the same graphs by the same rules may be shared.
+    """
 
     proposers: tuple[Proposer, ...] = PROPOSERS
     start_workers: StartWorkers = serial
@@ -86,13 +89,13 @@ class SearchMethod:
 
 
 COARSE = SearchMethod((dynamic_program,), undivided, is_bounded=False)
-"""For a first answer: pipelines of one stage per rank, without a bound."""
+"""Method for a first answer: pipelines of one stage per rank, without a bound."""
 
 
 DEFAULT_METHOD = SearchMethod()
 
 SAME = 1e-6
-"""The search and ``evaluate`` may differ by this part of a figure, which rounding explains."""
+"""Relative difference that rounding explains between figures of the search and of ``evaluate``."""
 
 
 def plan(
@@ -106,7 +109,7 @@ def plan(
     basis: Basis = DEFAULT,
     method: SearchMethod = DEFAULT_METHOD,
 ) -> Plan:
-    """The fastest plan found that fits.
+    """Find the fastest plan that fits.
 
     Raises ``UsageError`` for a request that cannot be met (AP170 where times must be measured
     and are not, AP546 and AP158 for a schedule that is forced with what it cannot run, AP196 and
@@ -159,9 +162,9 @@ def _offloaded(
     failure: InfeasibleError,
     searched: Callable[[Request], Found],
 ) -> Found:
-    """What is found with the optimizer's states in host memory, where nothing fits without.
+    """Search again with the optimizer's states in host memory, after nothing fitted without.
 
-    Raises ``failure`` where that may not be, or changes nothing: it helps GPUs, and only those.
+    Raises ``failure`` if offloading is not allowed or does not help; it helps GPUs only.
     """
     may_offload = (
         request.forced.offload is None
@@ -189,10 +192,10 @@ def _with_servers(
     basis: Basis,
     method: SearchMethod,
 ) -> Plan:
-    """The plan of parameter servers that is forced: that of one worker alone, on all of them.
+    """Return the forced plan of parameter servers: the plan of one worker alone, on all workers.
 
-    Raises as ``plan``, UsageError AP950, AP951, AP954 and AP956, and AP301 where the fullest rank
-    has too little memory.
+    Raises as ``plan``, UsageError AP950, AP951, AP954 and AP956, and AP301 if the fullest rank has
+    too little memory.
     """
     check_served_model(graph, request.precision)
     alone = one_device(cluster)
@@ -240,12 +243,13 @@ def search(
     basis: Basis = DEFAULT,
     method: SearchMethod = DEFAULT_METHOD,
 ) -> Found:
-    """The candidates of the best order of the hosts. Raises as ``plan``."""
+    """Search every order of the hosts and return the best order's candidates. Raises as
+    ``plan``."""
     own_blocks = pinned_blocks(graph, blocks, request.pins)
     tables = (method.tables or SharedTables()).of(graph, own_blocks, request.precision)
     if basis.mode == "measured":
         basis = replace(basis, asked=Asked(uses_of(own_blocks)))
-    if is_mixed(cluster):  # the orders of its hosts share what one process has solved
+    if is_mixed(cluster):  # host orders share solved problems of one process
         method = replace(method, start_workers=serial)
     contexts: list[SearchContext] = []
 
@@ -256,7 +260,7 @@ def search(
         context = SearchContext.of(
             graph, own_blocks, order.cluster, limited, rules=rules, basis=basis, tables=tables
         )
-        if contexts:  # the same but for the order of the hosts
+        if contexts:  # equal except for the order of the hosts
             context = context.like(contexts[0])
         context.observe, context.start_workers = observe, method.start_workers
         try:
@@ -282,7 +286,7 @@ def search(
 def run_proposers(
     context: SearchContext, proposers: Sequence[Proposer] = PROPOSERS
 ) -> CandidatePool:
-    """The pool that the proposers fill, also where Ctrl-C ends them. Raises as ``plan``."""
+    """Run the proposers and return their pool, also after Ctrl-C. Raises as ``plan``."""
     context.check_total_bytes()
     pool, left = CandidatePool(context), list(_for_request(context.request, proposers))
     try:
@@ -308,7 +312,7 @@ def run_proposers(
 
 
 def _for_request(request: Request, proposers: Sequence[Proposer]) -> Sequence[Proposer]:
-    """With a placer its pipelines take the place of those of the dynamic program."""
+    """Replace the dynamic program by the placer's pipelines if the request has a placer."""
     if request.placer is None:
         return proposers
     of_placer = (learned, refined_layouts, *OTHER_SCHEDULES)
@@ -317,10 +321,10 @@ def _for_request(request: Request, proposers: Sequence[Proposer]) -> Sequence[Pr
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found, on the hosts in the order that is best.
+    """Result of a search, for the best order of the hosts.
 
-    ``pool`` is the best order's, ``others`` the candidates of the other orders; ``contexts`` are
-    those of all orders that can be bounded.
+    ``pool`` belongs to the best order, ``others`` are the candidates of the other orders;
+    ``contexts`` has every order that can be bounded.
     """
 
     graph: Graph
@@ -334,8 +338,8 @@ class Found:
     contexts: tuple[SearchContext, ...]
 
     def best_plan(self) -> Plan:
-        """The simplest plan within the tolerance of the fastest, its layouts proven, with those
-        that lost to it and how good it is."""
+        """Return the simplest plan within the tolerance of the fastest, its layouts proven, with
+        the losing alternatives and its gap."""
         context, pool = self.context, self.pool
         pinned = pinned_blocks(self.graph, self.blocks, self.request.pins)
         tolerance = self.request.tolerance
@@ -358,7 +362,7 @@ class Found:
         return replace(found, solver=replace(self._solver_info(found), simplest=why))
 
     def _plan(self, best: Candidate, losers: Sequence[Candidate]) -> Plan:
-        """The plan of a candidate, its ranks and kinds as they were given."""
+        """Build the plan of a candidate, in the given ranks and kinds."""
         order, request, context = self.order, self.request, self.context
         found = make_plan(context.structure, order.cluster, request, best, losers, context.spent())
         found = in_given_ranks(found, order, self.cluster)
@@ -367,7 +371,7 @@ class Found:
         return in_given_kinds(found, pinned, self.blocks)
 
     def _solver_info(self, plan: Plan) -> SolverInfo:
-        """How good a plan is, what it took to find, and what ended the search early.
+        """Return the plan's gap, the effort of the search, and the cause of an early end.
 
         Slices skip masked pairs of attention, which the bound counts, and asynchronous schedules
         update more often: there is no bound for these.
@@ -390,7 +394,7 @@ class Found:
 def check_prediction(
     plan: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis
 ) -> None:
-    """Raises ``InternalError`` where ``evaluate`` does not find the plan's own figures again."""
+    """Raise ``InternalError`` if ``evaluate`` does not reproduce the plan's figures."""
     found = evaluate(graph, blocks, plan, plan.cluster, rules=rules, basis=basis)
     pairs = {
         "seconds of a step": (plan.prediction.step_seconds, found.step_seconds),
@@ -417,7 +421,7 @@ def _ended_early(by: str) -> TimeLimitError:
 
 
 def _nothing_found(context: SearchContext, pool: CandidatePool) -> AutoparallelError:
-    """Why there is no plan."""
+    """Return the error that explains why there is no plan."""
     request = context.request
     if not pool.known and not pool.rejected:
         failure = context.failure(is_proven=not pool.is_open)

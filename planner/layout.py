@@ -188,7 +188,7 @@ def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int])
 
 
 def divides(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> bool:
-    """Whether every split of ``layout`` divides its dimension of ``shape`` evenly."""
+    """Return whether every split of ``layout`` divides its dimension of ``shape`` evenly."""
     local = list(shape)
     for placement, size in zip(layout, mesh_shape, strict=True):
         if placement.is_shard:
@@ -379,7 +379,7 @@ def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
 
 
 def keeps_groups(axes: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
-    """Whether axes of these sizes, together, cut grouped dimensions between groups only."""
+    """Return whether axes of these sizes, together, cut grouped dimensions between groups only."""
     parts: dict[str, int] = {}
     for axis, size in zip(axes, sizes, strict=True):
         if axis.groups:

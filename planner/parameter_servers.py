@@ -87,7 +87,7 @@ def one_device(cluster: Cluster) -> Cluster:
 
 
 def check_forced_servers(forced: Forced, cluster: Cluster) -> None:
-    """Raises UsageError AP952 for what servers cannot be combined with, AP953 for GPUs."""
+    """Raise UsageError AP952 for what servers cannot be combined with, AP953 for GPUs."""
     if forced.servers is None:
         return
     others = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "chunks": 1}
@@ -112,7 +112,7 @@ def check_forced_servers(forced: Forced, cluster: Cluster) -> None:
 
 
 def check_not_served(plan: Plan | None) -> None:
-    """Raises UsageError AP961 for a plan with parameter servers."""
+    """Raise UsageError AP961 for a plan with parameter servers."""
     if plan is not None and plan.servers is not None:
         raise UsageError(
             "AP961", "the plan has parameter servers, which scripts cannot run",
@@ -122,7 +122,7 @@ def check_not_served(plan: Plan | None) -> None:
 
 
 def check_served_memory(plan: Plan, peak_bytes: int, limit_bytes: int | None) -> None:
-    """Raises InfeasibleError AP301 where a rank has too little memory for its part."""
+    """Raise InfeasibleError AP301 where a rank has too little memory for its part."""
     assert plan.servers is not None
     ranks = sorted({*plan.servers.workers, *plan.servers.servers})
     limit = limit_bytes or plan.cluster.slowest_device(ranks).usable_memory_bytes
@@ -137,7 +137,7 @@ def check_served_memory(plan: Plan, peak_bytes: int, limit_bytes: int | None) ->
 
 
 def check_served_model(graph: Graph, precision: str) -> None:
-    """Raises UsageError AP954 for buffers that training changes, AP956 for half precision."""
+    """Raise UsageError AP954 for buffers that training changes, AP956 for half precision."""
     if graph.updates:
         raise UsageError(
             "AP954", f"parameter servers cannot train the buffer {min(graph.updates)}",

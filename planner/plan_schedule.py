@@ -46,7 +46,7 @@ def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:
 
 
 def splits_backward(schedule: Schedule, stage: int) -> bool:
-    """Whether a stage computes gradients of inputs and of weights apart."""
+    """Return whether a stage computes gradients of inputs and of weights apart."""
     row = schedule.table[schedule.stage_rank[stage]]
     return any(action.kind == INPUT_BACKWARD and action.stage == stage for action in row)
 
@@ -63,7 +63,7 @@ def updating_plan(plan: Plan, schedule: Schedule) -> Plan:
 
 
 def _carries(schedule: Schedule, crossing: Set[tuple[int, int]]) -> bool:
-    """Whether every value between ranks is sent and received at some action."""
+    """Return whether every value between ranks is sent and received at some action."""
     ranks = schedule.stage_rank
     known = {action for row in schedule.table for action in row if action.microbatch == 0}
     return all(

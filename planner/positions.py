@@ -82,7 +82,7 @@ def positions_where_whole(
 
 
 def splits(node: Node, strategy: AxisStrategy, dims: Dims) -> bool:
-    """Whether a strategy splits a value that it reads or makes along rows or positions."""
+    """Return whether a strategy splits a value that it reads or makes along rows or positions."""
     made = tuple(Ref(node.name, index) for index in range(len(node.outputs)))
     return any(
         placement.is_shard and placement.dim in dims.get(ref, ())

@@ -48,7 +48,7 @@ def _with_eight_bit_products(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def check_precision(cluster: Cluster, precision: Precision) -> None:
-    """Raises UsageError AP126 for fp8, and for bf16 on a GPU, on a device without units for it,
+    """Raise UsageError AP126 for fp8, and for bf16 on a GPU, on a device without units for it,
     which is one with no figure of its own for the format (bfloat16: before compute capability 8.0,
     V100, T4; 8 bits: before 8.9)."""
     if precision == "fp8":

@@ -56,7 +56,7 @@ Storages = Mapping[tuple[str, int], tuple[str, int]]
 
 
 def is_costly(node: Node) -> bool:
-    """Whether selective recomputation does not run an op again.
+    """Return whether selective recomputation does not run an op again.
 
     >>> [is_costly(Node("up", "op", f"aten.{op}")) for op in ("linear.default", "add.Tensor")]
     [True, False]
@@ -79,7 +79,7 @@ class Replay:
     unread: Mapping[Recompute, frozenset[tuple[str, int]]]
 
     def repeats(self, uses: Iterable[tuple[str, int]]) -> tuple[bool, bool]:
-        """Whether a value is converted again, in each of ``RECOMPUTE_MODES``.
+        """Return whether a value is converted again, in each of ``RECOMPUTE_MODES``.
 
         ``uses`` are all those in the block: an op and the position of its input.
         """
@@ -253,11 +253,11 @@ class _Replays:
                 return None
 
     def _has_rows(self, name: str) -> bool:
-        """Whether a value has the batch's rows: one without is smaller in larger batches."""
+        """Return whether a value has the batch's rows: one without is smaller in larger batches."""
         return any(dim is not None for dim in self.graph.batch_dims.get(name, ()))
 
     def _unread(self, skipped: frozenset[str]) -> Iterator[tuple[str, int]]:
-        """Uses by what does not run again; costly ops are called for what they keep."""
+        """Use by what does not run again; costly ops are called for what they keep."""
         for name in skipped - self._called:
             for position, ref in enumerate(self.nodes[name].inputs):
                 if ref not in self._saved[name]:

@@ -42,7 +42,7 @@ def stages_of_ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def check_replicas(graph: Graph) -> None:
-    """Raises PlanError AP547 where replicas of a stage would change buffers, each its own way."""
+    """Raise PlanError AP547 where replicas of a stage would change buffers, each its own way."""
     changed = sorted(graph.updates)
     if changed:
         raise PlanError(

@@ -97,7 +97,7 @@ def find_places(graph: Graph) -> Places:
 
 
 def _follow(found: Places, graph: Graph, node: Node, dims: Dims) -> None:
-    """Adds what a node makes to ``found``."""
+    """Add what a node makes to ``found``."""
     refs = node.inputs
     places = {i: found.places[ref] for i, ref in enumerate(refs) if ref in found.places}
     if any(ref.name in found.sums for ref in refs):
@@ -130,7 +130,8 @@ def _follow(found: Places, graph: Graph, node: Node, dims: Dims) -> None:
 
 
 def _is_alone(graph: Graph, node: Node, places: Mapping[int, Place]) -> bool:
-    """Whether a concatenation has one input, and else empty ones: a cache that is not used."""
+    """Return whether a concatenation has one input, and else empty ones: a cache that is not
+    used."""
     empty = sum(graph.spec(ref).numel == 0 for ref in node.inputs)
     return len(places) == 1 and empty == len(node.inputs) - 1
 
@@ -271,7 +272,8 @@ def _follow_strategy(found: Places, graph: Graph, node: Node, places: Mapping[in
 
 
 def _fits(strategy: AxisStrategy, places: Mapping[int, Place]) -> bool:
-    """Whether a strategy splits just the given values along positions, and talks to nobody."""
+    """Return whether a strategy splits just the given values along positions, and talks to
+    nobody."""
     outputs = strategy.outputs
     return (
         not strategy.collectives

@@ -67,7 +67,7 @@ def _alternative(plan: Plan, winner: Plan, why: str) -> Alternative:
 
 
 def may_offer(best: Plan, graph: Graph, request: Request) -> bool:
-    """Whether servers can run what is asked for, and could win."""
+    """Return whether servers can run what is asked for, and could win."""
     cluster, asks = best.cluster, request
     is_free = asks.forced == Forced() and not (asks.pins or asks.stage_at or asks.placer)
     return (
@@ -86,12 +86,12 @@ def may_offer(best: Plan, graph: Graph, request: Request) -> bool:
 
 
 def is_unequal(cluster: Cluster) -> bool:
-    """Whether devices are of unequal speed."""
+    """Return whether devices are of unequal speed."""
     return len({host.device.speed for host in cluster.hosts}) > 1
 
 
 def is_thin(best: Plan, graph: Graph) -> bool:
-    """Whether a link is thin beside what a step takes."""
+    """Return whether a link is thin beside what a step takes."""
     cluster = best.cluster
     ranks = range(1, cluster.num_devices)
     rate = min(cluster.link(0, rank).bytes_per_second for rank in ranks)

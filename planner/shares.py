@@ -88,7 +88,8 @@ def why_not(
 
 
 def _is_even(graph: Graph, ref: Ref, held: Layout) -> bool:
-    """Whether axis 0 splits a value along the batch and nothing else, and no other axis does."""
+    """Return whether axis 0 splits a value along the batch and nothing else, and no other axis
+    does."""
     dim = graph.batch_dims[ref.name][ref.index]
     rows: Placement | None = None if dim is None else shard(dim)
     if graph[ref.name].kind == "parameter":

@@ -67,7 +67,7 @@ def _only_user(graph: Graph, node: Node, op: str) -> Node | None:
 
 
 def _swaps_last(graph: Graph, node: Node) -> bool:
-    """Whether a node swaps the last two dimensions."""
+    """Return whether a node swaps the last two dimensions."""
     if node.op != "aten.transpose.int":
         return False
     count = len(node.spec.shape)
@@ -76,7 +76,7 @@ def _swaps_last(graph: Graph, node: Node) -> bool:
 
 
 def _is_causal(graph: Graph, mask: Ref) -> bool:
-    """Whether a mask fills what is above the diagonal of a square of ones."""
+    """Return whether a mask fills what is above the diagonal of a square of ones."""
     flipped = graph[mask.name]
     if flipped.op != "aten.logical_not.default":
         return False

@@ -213,7 +213,7 @@ def _branched(graph: Graph, parts: list[_Part]) -> list[_Part]:
 
 
 def _light(graph: Graph, node: Node) -> bool:
-    """Whether a node carries no gradient and comes from inputs alone."""
+    """Return whether a node carries no gradient and comes from inputs alone."""
     pending, seen = [node], {node.name}
     while pending:
         current = pending.pop()

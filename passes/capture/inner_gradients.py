@@ -141,7 +141,7 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_composite(op: OpOverload) -> bool:
-    """Tell whether autograd sees the ops that an op consists of, and not the op."""
+    """Return whether autograd sees the ops that an op consists of, and not the op."""
     name: str = op.name()  # type: ignore[no-untyped-call]
     return (
         op.namespace == "aten"

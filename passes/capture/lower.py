@@ -348,7 +348,7 @@ def _read_written(state: _Lowering) -> None:
 
 
 def _are_equal(state: _Lowering, refs: list[Ref]) -> bool:
-    """Whether values have one shape, so that broadcasting them together changes none."""
+    """Return whether values have one shape, so that broadcasting them together changes none."""
     return len({_spec_of(state, ref).shape for ref in refs}) == 1
 
 
@@ -379,7 +379,7 @@ def _canonical(
 
 
 def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
-    """Whether torch's default dtype decides the floats that an op makes of integers."""
+    """Return whether torch's default dtype decides the floats that an op makes of integers."""
     if not node.op.startswith("aten.") or has_argument(node.op, "dtype") or not node.inputs:
         return False
     read = (_spec_of(state, ref) for ref in node.inputs)

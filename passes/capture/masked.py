@@ -102,7 +102,7 @@ def selected(values: Tensor, mask: Tensor) -> Masked:
 
 
 def is_selection(values: Any, index: Any) -> bool:
-    """Tell whether ``values[index]`` selects elements or rows by truth values."""
+    """Return whether ``values[index]`` selects elements or rows by truth values."""
     return (
         isinstance(values, Tensor)
         and isinstance(index, Tensor)
@@ -146,7 +146,7 @@ def _computed(
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two masks are equal: the same tensor, or made by the same ops of the same."""
+    """Return whether two masks are equal: the same tensor, or made by the same ops of the same."""
     mode = get_proxy_mode()
     if one is other or mode is None:  # where nothing is recorded, a capture has looked
         return True
@@ -166,7 +166,7 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 
 def _is_inner(dim: int, values: Tensor, mask: Tensor) -> bool:
-    """Tell whether a dimension of the selected rows lies within a row."""
+    """Return whether a dimension of the selected rows lies within a row."""
     inner = values.dim() - mask.dim()
     return 0 < dim <= inner if dim >= 0 else -dim <= inner
 

@@ -105,7 +105,7 @@ def _may_repeat(
     path: str, layer: nn.Module, modules: Mapping[str, nn.Module], shared: set[str],
     uses: Mapping[int, int],
 ) -> bool:  # fmt: skip
-    """Whether a layer is large enough, and shares no module or parameter with anyone."""
+    """Return whether a layer is large enough, and shares no module or parameter with anyone."""
     if len(modules) < MIN_MODULES or "forward" in vars(layer):
         return False
     if hasattr(type(layer), ANNOTATION) or any(uses[id(each)] > 1 for each in modules.values()):
@@ -141,7 +141,7 @@ def _same_setting(name: str, one: Any, other: Any) -> bool:
 
 
 def _counts(one: Any, number: int, other: Any, first: int) -> bool:
-    """Whether two settings are integers that grow with the layer's number."""
+    """Return whether two settings are integers that grow with the layer's number."""
     return type(one) is int and type(other) is int and one - number == other - first
 
 
@@ -169,7 +169,7 @@ def _same_form(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _same(one: Any, other: Any, depth: int = 0) -> bool:
-    """Whether two settings are equal, by what they hold; when in doubt they are not."""
+    """Return whether two settings are equal, by what they hold; when in doubt they are not."""
     if one is other:
         return True
     if type(one) is not type(other) or depth > _MAX_DEPTH:

@@ -188,7 +188,8 @@ def _reads_floats(graph: Graph, node: Node) -> bool:
 
 
 def _says_dtype(node: Node) -> bool:
-    """Whether the call says the dtype of its result: a cast, or ``dtype=`` of a reduction."""
+    """Return whether the call says the dtype of its result: a cast, or ``dtype=`` of a
+    reduction."""
     if node.rule is not None or not has_argument(node.op, "dtype"):
         return False
     names = [argument.name for argument in resolve(node.op)._schema.arguments]
@@ -197,6 +198,6 @@ def _says_dtype(node: Node) -> bool:
 
 
 def _keeps_format(node: Node, kind: str) -> bool:
-    """Whether an op computes in the format that it was captured in, whatever came before."""
+    """Return whether an op computes in the format that it was captured in, whatever came before."""
     is_own = not node.op.startswith("aten.") and kind not in _COUNTED
     return node.rule is not None or is_own or kind in LOWER or "batch_norm" in kind

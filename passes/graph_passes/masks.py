@@ -73,7 +73,7 @@ def has_equal_rows(graph: Graph, name: str, dim: int, buffers: Mapping[str, Tens
 def can_evaluate(
     graph: Graph, name: str, buffers: Mapping[str, Tensor], *, limit: int = LIMIT_ELEMENTS
 ) -> bool:
-    """Whether a constant's value can be had here: it is small, and all it reads is known."""
+    """Return whether a constant's value can be had here: it is small, and all it reads is known."""
     nodes = [graph[ancestor] for ancestor in ancestors(graph, [name])]
     return all(
         node.spec.numel <= limit and (node.kind != "buffer" or node.name in buffers)
@@ -183,7 +183,7 @@ def _using(node: Node, old: str, new: str) -> Node:
 
 
 def _broadcasts(graph: Graph, user: Node, name: str, row: TensorSpec) -> bool:
-    """Whether ``user`` gives the same with ``name`` reduced to ``row``."""
+    """Return whether ``user`` gives the same with ``name`` reduced to ``row``."""
     if user.op == SDPA:
         return _mask_of(user) == Ref(name) and user.inputs.count(Ref(name)) == 1
     if not is_pointwise(user.op):

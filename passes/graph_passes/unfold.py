@@ -60,7 +60,7 @@ class _Unfolding:
         return replace(node, args=(self._unfold(source, shape[0]), *node.args[1:]))
 
     def _repeats(self, ref: Ref, count: int) -> bool:
-        """Whether rows are copies, or products with copies, made ``count`` times."""
+        """Return whether rows are copies, or products with copies, made ``count`` times."""
         node = self.graph[ref.name]
         if node.op == "aten.repeat.default":
             copies, source = tuple(node.args[1]), self.graph.spec(node.args[0])

@@ -115,7 +115,7 @@ def box_view(view: Tensor, base: Tensor) -> BoxView | None:
 
 
 def _is_dense(base: Tensor) -> bool:
-    """Whether a tensor has every element of its storage once."""
+    """Return whether a tensor has every element of its storage once."""
     expected = 1
     for dim in sorted(range(base.dim()), key=base.stride):
         if base.shape[dim] > 1:

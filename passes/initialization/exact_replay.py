@@ -124,7 +124,7 @@ class _Replay:
         return needed
 
     def _is_lazy(self, index: int) -> bool:
-        """Whether a call only names memory: an empty allocation, or a view of one."""
+        """Return whether a call only names memory: an empty allocation, or a view of one."""
         call = self.log.calls[index]
         if call.written:
             return False
@@ -241,7 +241,7 @@ def _normal_numbers(size: int) -> int:
 
 @cache
 def _draws_add_up() -> bool:
-    """Whether this torch advances its CPU generator by uniform numbers as by normal ones.
+    """Return whether this torch advances its CPU generator by uniform numbers as by normal ones.
 
     So torch 2.11 to 2.13 do. It is tried rather than assumed.
     """
@@ -268,5 +268,5 @@ def _producers(log: Log) -> dict[int, int]:
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its storage."""
+    """Return whether a tensor is all of its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

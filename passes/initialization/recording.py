@@ -143,7 +143,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_on_meta(tensor: Tensor) -> bool:
-    """Whether the build itself made a tensor on ``meta``, where no number is drawn."""
+    """Return whether the build itself made a tensor on ``meta``, where no number is drawn."""
     return tensor.device.type == "meta"
 
 
@@ -245,7 +245,7 @@ def _refuse_state(new_state: Tensor) -> None:
 
 
 def _whole_trunc_normal(log: Log) -> Callable[..., Any]:
-    """Records ``trunc_normal_`` as one call: it rejects samples by their values, in a loop."""
+    """Record ``trunc_normal_`` as one call: it rejects samples by their values, in a loop."""
     original = getattr(torch.nn.init, TRUNC_NORMAL)
 
     def recorded(

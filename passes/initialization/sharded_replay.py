@@ -215,7 +215,7 @@ class _PartReplay:
             self._need(slot, full_box(self.log.tensors[slot].shape), before=index)
 
     def _is_view(self, call: Call) -> bool:
-        """Whether a call only names memory, new or that of its argument."""
+        """Return whether a call only names memory, new or that of its argument."""
         if call.name in UNINITIALIZED:
             for slot in call.outputs:
                 self.live.pop(self.log.storage(slot), None)
@@ -345,12 +345,12 @@ def broadcast_box(box: Region, tensor: Tensor) -> Region:
 
 
 def is_packed(view: BoxView) -> bool:
-    """Whether a view leaves out no element of the box that it spans."""
+    """Return whether a view leaves out no element of the box that it spans."""
     return all(along is None or along[1] == 1 for along in view.dims)
 
 
 def overwrites(call: Call) -> bool:
-    """Whether a call sets every element of what it writes to, whatever was there."""
+    """Return whether a call sets every element of what it writes to, whatever was there."""
     return call.is_random or call.name.removesuffix("_") in _OVERWRITES
 
 

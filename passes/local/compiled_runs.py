@@ -52,7 +52,7 @@ class Run:
 def compile_runs(
     module: fx.GraphModule, compiled: Callable[[Run], Callable[..., object]], *, in_parts: bool
 ) -> None:
-    """Replaces each run of a block's graph by a call of ``compiled(run)``, in place.
+    """Replace each run of a block's graph by a call of ``compiled(run)``, in place.
 
     ``in_parts``: the backward recomputes the block except its matrix products, which are kept.
     """
@@ -90,7 +90,7 @@ def _is_plain(node: fx.Node, *, in_parts: bool) -> bool:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether a node is one of several results of an op."""
+    """Return whether a node is one of several results of an op."""
     return getattr(node.target, "__name__", "") == "getitem"
 
 

@@ -151,7 +151,7 @@ def localize_block(
 def _localize_node(
     body: fx.Graph, values: _Values, graph: Graph, node: Node, *, layout: NodeLayout, rank: Rank
 ) -> list[fx.Node]:
-    """Adds a node's conversions and its local call; what it became."""
+    """Add a node's conversions and its local call; what it became."""
     _check(graph, node, layout, rank)
     refs = node.inputs
     inputs = [
@@ -186,7 +186,7 @@ def _localize_node(
 
 
 def _sums_no_rows(layout: NodeLayout, rank: Rank) -> bool:
-    """Whether an op makes a partial sum over rows on a rank that has none."""
+    """Return whether an op makes a partial sum over rows on a rank that has none."""
     if rank.share is None or rank.share.rows or layout.outputs[0][0].kind != "P":
         return False
     return any(held[0].is_shard for held in layout.inputs)

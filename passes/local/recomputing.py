@@ -167,7 +167,7 @@ class _Marked(ABC):
 
     @abstractmethod
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs in a recomputed block, in its forward or again."""
+        """Run in a recomputed block, in its forward or again."""
 
 
 class _Kept(_Marked):

@@ -30,7 +30,7 @@ class Replayed:
     replay: Replay
 
     def mark(self, node: Node, results: Sequence[fx.Node]) -> None:
-        """Marks what an op became: its call, and what scales the result of that."""
+        """Mark what an op became: its call, and what scales the result of that."""
         how = self._mark(node)
         if how is None:
             return
@@ -54,7 +54,7 @@ class Replayed:
         return KEPT if is_kept else SPARED
 
     def mark_unread(self, uses: Mapping[fx.Node, Iterable[tuple[str, int]]]) -> None:
-        """Marks conversions that no use (an op, the position of its input) wants again."""
+        """Mark conversions that no use (an op, the position of its input) wants again."""
         for converted, readers in uses.items():
             if self.replay.unread[self.mode].issuperset(readers):
                 converted.meta[MARK] = SPARED

@@ -199,7 +199,7 @@ class WeightGradients:
             after_block({deferred.block for deferred in waiting})
 
     def clear(self) -> None:
-        """Forgets all: a step begins."""
+        """Forget all: a step begins."""
         self._waiting.clear()
 
 
@@ -326,7 +326,7 @@ def _given(node: fx.Node, position: int) -> bool:
 
 
 def _fits(node: fx.Node, halves: Halves, made_of: dict[fx.Node, frozenset[str]]) -> bool:
-    """Whether the op's weights are parameters and its data is not."""
+    """Return whether the op's weights are parameters and its data is not."""
     weights = [node.args[p] for p in halves.weights if _given(node, p)]
     data = node.args[halves.data]
     return (

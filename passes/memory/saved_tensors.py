@@ -196,7 +196,7 @@ class _Run:
 
     @property
     def _sums_apart(self) -> bool:
-        """Whether gradients are summed in another format than parameters compute in."""
+        """Return whether gradients are summed in another format than parameters compute in."""
         return self.policy.gradient_bytes != self.policy.gathered_bytes
 
     def _watch_gradients(self) -> None:

@@ -84,8 +84,8 @@ def with_memory(plan: Plan, bytes_of: Sequence[Mapping[str, int]]) -> Plan:
 
 
 def runs_stages(plan: Plan, blocks: Blocks) -> bool:
-    """Whether running a plan's stages on fake tensors takes no longer than it should, and is what
-    ranks do: what a compiler keeps follows from the groups of ops that it fuses."""
+    """Return whether running a plan's stages on fake tensors takes no longer than it should, and is
+    what ranks do: what a compiler keeps follows from the groups of ops that it fuses."""
     kinds = (blocks.kinds[block.kind] for stage in plan.stages for block in stage.blocks)
     return not plan.compiled and sum(len(kind.nodes) for kind in kinds) <= MOST_OPS_RUN
 
@@ -126,7 +126,7 @@ def host_bytes(plan: Plan, graph: Graph, blocks: Blocks) -> dict[int, float]:
 
 
 def check_host_memory(plan: Plan, graph: Graph, blocks: Blocks) -> None:
-    """Raises InfeasibleError AP301 where a host's memory is too small for what is offloaded."""
+    """Raise InfeasibleError AP301 where a host's memory is too small for what is offloaded."""
     for number, needed in host_bytes(plan, graph, blocks).items():
         host = plan.cluster.hosts[number]
         limit = host.device.host_memory_bytes * host.num_devices

@@ -56,7 +56,7 @@ class Owner:
 
 
 def is_sharded(declared: ParameterProgram, mesh: Mesh, zero: int) -> bool:
-    """Whether ZeRO shards a parameter over axis "dp"
+    """Return whether ZeRO shards a parameter over axis "dp"
     (``runtime.parameters.shards.is_fully_sharded``)."""
     return (
         zero > 0
@@ -68,7 +68,7 @@ def is_sharded(declared: ParameterProgram, mesh: Mesh, zero: int) -> bool:
 
 
 def is_reduced(layout: Sequence[Placement], mesh: Mesh) -> bool:
-    """Whether a gradient is summed over some axis besides ZeRO's."""
+    """Return whether a gradient is summed over some axis besides ZeRO's."""
     return any(
         size > 1 and not placement.is_shard
         for size, placement in zip(mesh.shape, layout, strict=True)

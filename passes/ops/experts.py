@@ -112,7 +112,8 @@ class _Groups:
 
 
 def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Whether ``grouped_mm`` takes these without asking the device how many rows a group has.
+    """Return whether ``grouped_mm`` takes these without asking the device how many rows a group
+    has.
 
     On CUDA these are bfloat16; on the CPU there is nothing to ask. Rows are multiples of 16 bytes.
     """

@@ -33,7 +33,7 @@ def lower_right_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Queries (..., L, D) of the last L of S positions; keys (..., S, D), values (..., S, E)."""
+    """Query (..., L, D) of the last L of S positions; keys (..., S, D), values (..., S, E)."""
     rows, columns = query.shape[-2], key.shape[-2]
     mask: Tensor | None = None
     if isinstance(query, FakeTensor):  # It has no values to hide, and on a GPU no mask is written.
@@ -71,7 +71,7 @@ def balanced_attention(
 
 
 def halved(query: Tensor) -> tuple[Tensor, ...]:
-    """Queries in two halves along their positions, of which the first is no shorter."""
+    """Query in two halves along their positions, of which the first is no shorter."""
     length = query.shape[-2]
     return torch.split(query, [length - length // 2, length // 2], -2)
 

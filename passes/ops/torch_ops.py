@@ -50,7 +50,7 @@ def mutated_argument(path: str) -> str | None:
 
 @cache
 def is_view(path: str) -> bool:
-    """Whether an output may share memory with an input without writing to it."""
+    """Return whether an output may share memory with an input without writing to it."""
     schema = resolve(path)._schema
     return any(
         result.alias_info is not None and not result.alias_info.is_write
@@ -60,19 +60,19 @@ def is_view(path: str) -> bool:
 
 @cache
 def has_argument(path: str, name: str) -> bool:
-    """Whether the op's schema has an argument of that name."""
+    """Return whether the op's schema has an argument of that name."""
     return any(argument.name == name for argument in resolve(path)._schema.arguments)
 
 
 @cache
 def is_random(path: str) -> bool:
-    """Whether the op draws from the random generator (dropout counts, whatever its rate)."""
+    """Return whether the op draws from the random generator (dropout counts, whatever its rate)."""
     op = resolve(path)
     return torch.Tag.nondeterministic_seeded in op.tags or "dropout" in path or "counter_" in path
 
 
 def draws_by_itself(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call draws from a generator of torch, not counted numbers.
+    """Return whether a call draws from a generator of torch, not counted numbers.
 
     Dropout of a rate of 0, or not in training, draws nothing.
     """
@@ -90,7 +90,7 @@ def draws_by_itself(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 @cache
 def is_pointwise(path: str) -> bool:
-    """Whether the op computes each element of its broadcast inputs by itself."""
+    """Return whether the op computes each element of its broadcast inputs by itself."""
     op = resolve(path)
     return torch.Tag.pointwise in op.tags or path.startswith("aten.masked_fill.")
 
@@ -102,6 +102,6 @@ def forget() -> None:
 
 
 def returns_several(path: str) -> bool:
-    """Whether an op returns a tuple or list, even of one."""
+    """Return whether an op returns a tuple or list, even of one."""
     returns = resolve(path)._schema.returns
     return len(returns) > 1 or str(returns[0].type).startswith("List")

@@ -255,7 +255,7 @@ def register_dataclasses(tree: Any) -> None:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Tell whether an object has attributes that are tensors, or structures with tensors."""
+    """Return whether an object has attributes that are tensors, or structures with tensors."""
     if is_dataclass(value):
         held = [getattr(value, field.name, None) for field in fields(value)]
     else:
@@ -265,6 +265,6 @@ def holds_tensors(value: Any) -> bool:
 
 
 def _is_structure(value: Any) -> bool:
-    """Tell whether a value is an object of a dataclass that holds tensors."""
+    """Return whether a value is an object of a dataclass that holds tensors."""
     is_class = isinstance(value, type)
     return is_dataclass(value) and not is_class and holds_tensors(value)

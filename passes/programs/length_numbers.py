@@ -53,7 +53,7 @@ def _numbers(node: Node) -> list[Any]:
 
 
 def _is_known(program: Program, node: Node) -> bool:
-    """Tell whether a constant follows from no buffer of the model."""
+    """Return whether a constant follows from no buffer of the model."""
     graph: Graph = program.graph
     return all(
         graph[name].kind != "buffer" or name in program.literals
@@ -62,7 +62,7 @@ def _is_known(program: Program, node: Node) -> bool:
 
 
 def _begins(value: Tensor, shorter: Tensor) -> bool:
-    """Tell whether a tensor begins, in every dimension, with the shorter one."""
+    """Return whether a tensor begins, in every dimension, with the shorter one."""
     if value.dim() != shorter.dim():
         return False
     sizes = [min(pair) for pair in zip(value.shape, shorter.shape, strict=True)]

@@ -229,7 +229,7 @@ class Family:
 
 
 def _column(counts: Sequence[int], num_axes: int) -> Floats:
-    """Counts per run along the first axis of a table."""
+    """Count per run along the first axis of a table."""
     return np.array(counts, dtype=np.float64).reshape((-1,) + (1,) * (num_axes - 1))
 
 

@@ -114,13 +114,13 @@ class IntraOp:
         self._noted["any"] = min(num_bytes, self._noted.get("any", num_bytes))
 
     def prepare(self, runs: Sequence[Run], num_microbatches: int) -> None:
-        """Solves runs of one family without the memory limit."""
+        """Solve runs of one family without the memory limit."""
         new = [run for run in runs if (run.key, num_microbatches) not in self._bounds]
         if new and not self._prepare_by_tables(new, num_microbatches):
             self._solve_programs(new, self._plain(num_microbatches))
 
     def _prepare_by_tables(self, runs: Sequence[Run], num_microbatches: int) -> bool:
-        """Bounds runs of one family; False where tables are too wide, or the time is up."""
+        """Bound runs of one family; False where tables are too wide, or the time is up."""
         rates = self._plain(num_microbatches)
         solved = self._solve(runs, rates)
         if solved is None:
@@ -160,7 +160,7 @@ class IntraOp:
         return self._families[run.family]
 
     def is_quick(self, run: Run, num_microbatches: int) -> bool:
-        """Whether a run is solved by tables."""
+        """Return whether a run is solved by tables."""
         if (run.key, num_microbatches) in self._bounds:
             return self._family(run) is not None
         return self._prepare_by_tables((run,), num_microbatches)
@@ -234,8 +234,8 @@ class IntraOp:
         return StageAnswer(run, table, solution, best.setting, best.objective, gap)
 
     def _expose(self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool) -> bool:
-        """Adds solutions for the case that collectives of states take longer than the compute
-        that they run beside; whether there were any to add. Once per power of two of blocks."""
+        """Add solutions for the case that collectives of states take longer than the compute that
+        they run beside; whether there were any to add. Once per power of two of blocks."""
         del in_flight, nothing_fits
         key = (run.family, num_microbatches, run.num_blocks.bit_length())
         if key in self._exposed or self.budget.left_seconds <= 0:
@@ -258,7 +258,7 @@ class IntraOp:
     def _make_fit(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
-        """Adds solutions for the case that memory binds; whether there were any to add.
+        """Add solutions for the case that memory binds; whether there were any to add.
 
         Those that are best when a byte has a price, with all blocks recomputed in the same way;
         once per family and per power of two of blocks and of micro-batches in flight.
@@ -414,7 +414,7 @@ class IntraOp:
         self, run: Run, setting: Setting, *, gap: float = 0.0, cutoff: float = np.inf,
         start: Solution | None = None,
     ) -> ilp.Answer | None:  # fmt: skip
-        """Solves one integer program and puts its solution in the pool; None if time is up.
+        """Solve one integer program and put its solution in the pool; None if time is up.
 
         It is not solved to the end where nothing below ``cutoff`` can be. ``start``: see
         ``ilp.optimize``.

@@ -119,7 +119,7 @@ class EdgeTables:
     repeats: tuple[bool, bool]
 
     def is_repeated(self, mode: Recompute) -> bool:
-        """Whether the forward runs once more where blocks are recomputed in a mode."""
+        """Return whether the forward runs once more where blocks are recomputed in a mode."""
         return mode in RECOMPUTE_MODES and self.repeats[RECOMPUTE_MODES.index(mode)]
 
     def seconds(self, *, twice: bool) -> Floats:
@@ -296,7 +296,7 @@ class KindTables:
         return found
 
     def check(self) -> None:
-        """Raises ``TooWideError`` where tables would be too large."""
+        """Raise ``TooWideError`` where tables would be too large."""
         assert self.order
 
     def solve(self, rates: Rates) -> Eliminated:

@@ -92,7 +92,7 @@ def _layout_text(layout: Layout) -> str:
 
 
 def legal(name: str) -> str:
-    """Replaces the characters of a name that LP and MPS files do not allow.
+    """Replace the characters of a name that LP and MPS files do not allow.
 
     >>> legal("layers/0 up-proj")
     'layers_0_up_proj'
@@ -101,7 +101,7 @@ def legal(name: str) -> str:
 
 
 def _short(name: str, number: int) -> str:
-    """Shortens a name to ``LONGEST`` characters; the number of its column keeps it unique."""
+    """Shorten a name to ``LONGEST`` characters; the number of its column keeps it unique."""
     if len(name) <= LONGEST:
         return name
     end = f"__column{number}"

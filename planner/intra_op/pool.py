@@ -98,7 +98,7 @@ class Pool:
         return Assembly(self.model, self.run)
 
     def add(self, solution: Solution) -> Entry:
-        """Takes a solution in, unless it is there already."""
+        """Take a solution in, unless it is there already."""
         choices = self._assembly.choices(solution)
         if choices not in self.entries:
             table = StageTable(self._assembly, choices)

@@ -112,7 +112,7 @@ def import_pulp(what: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences PuLP's deprecation warnings."""
+    """Silence PuLP's deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
@@ -207,7 +207,7 @@ class _Loaded:
         return Raw(status, values, bound)
 
     def _start(self) -> None:
-        """Gives the variables the values of the solution that is known."""
+        """Give the variables the values of the solution that is known."""
         for each in self.variables:
             each.varValue = None
         if self.options.start is not None:
@@ -249,7 +249,8 @@ class _Loaded:
 
 
 def _solves(program: Program, values: Floats, *, integral: bool) -> bool:
-    """Whether values keep to all rows and bounds, and binaries are integral where they must be."""
+    """Return whether values keep to all rows and bounds, and binaries are integral where they must
+    be."""
     if values.min(initial=0.0) < -DIGITS:
         return False
     binaries = values[: program.num_binaries]

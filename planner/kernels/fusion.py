@@ -60,7 +60,8 @@ def with_fused(graph: Graph, found: Mapping[str, Fused]) -> Graph:
 
 
 def is_fusible(node: Node, apart: frozenset[str] = APART) -> bool:
-    """Whether a compiler generates the kernel of an op itself, so that others can be fused with it.
+    """Return whether a compiler generates the kernel of an op itself, so that others can be fused
+    with it.
 
     Ops ``apart`` run as kernels of their own.
 
@@ -215,7 +216,7 @@ class _Group:
         return found
 
     def _forks(self, root: Ref) -> bool:
-        """Whether ops after the group read a value too.
+        """Return whether ops after the group read a value too.
 
         The group's backward runs after theirs and then adds its gradient to theirs.
         """
@@ -229,7 +230,8 @@ class _Group:
         return {name: at for at, name in enumerate(self.block)}
 
     def _passes_on(self, name: str) -> bool:
-        """Whether the gradient of an op's output is that of its inputs: nothing is computed."""
+        """Return whether the gradient of an op's output is that of its inputs: nothing is
+        computed."""
         node = self.nodes[name]
         shapes = {self.graph.spec(ref).shape for ref in node.inputs}
         inside = [user for user in self.graph.users[name] if user in self.nodes]

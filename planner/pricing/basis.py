@@ -85,7 +85,7 @@ class Asked:
         entry.seconds += seconds
 
     def add(self, other: Asked) -> None:
-        """Takes over what another record has and this one lacks."""
+        """Take over what another record has and this one lacks."""
         for case, op in other.ops.items():
             self.ops.setdefault(case, op)
         for key, transfer in other.transfers.items():
@@ -175,7 +175,7 @@ class CostAssumptions:
 
     @property
     def keeps_sent(self) -> bool:
-        """Tell whether the backward repeats no collective of an op that it does not run again.
+        """Return whether the backward repeats no collective of an op that it does not run again.
 
         This package's own backward may: it calls the kernels of attention over several ranks again,
         with their collectives, for the tensors that autograd keeps.
@@ -184,7 +184,7 @@ class CostAssumptions:
 
     @property
     def sends_tokens(self) -> bool:
-        """Tells whether each rank of experts has tokens of its own, and sends them to experts."""
+        """Return whether each rank of experts has tokens of its own, and sends them to experts."""
         return self.dispatcher != "gather"
 
 

@@ -399,7 +399,7 @@ def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:
 
 
 def _serves(wanted: Layout, held: Layout) -> bool:
-    """Whether every axis on which a split is wanted is held so."""
+    """Return whether every axis on which a split is wanted is held so."""
     return all(own == want for want, own in zip(wanted, held, strict=True) if want.is_shard)
 
 
@@ -428,7 +428,8 @@ def _is_whole_on(layout: NodeLayout, axis: int) -> bool:
 
 
 def _is_kept_whole_by(node: Node, graph: Graph, size: int, prices: Prices) -> bool:
-    """Whether the axis' size, and nothing else, keeps an op that does work from some split."""
+    """Return whether the axis' size, and nothing else, keeps an op that does work from some
+    split."""
     work = prices.rules.work(node, input_specs(node, graph), node.outputs)
     if not work.flops_forward or work.family not in ("matmul", "attention", "conv"):
         return False

@@ -92,7 +92,7 @@ def _gathered_over(ref: Ref, node: Node, layout: NodeLayout, prices: Prices) -> 
 
 
 def _is_kept(ref: Ref, root: Ref, node: Node, layout: NodeLayout, graph: Graph) -> bool:
-    """Whether what an op keeps takes memory of its own.
+    """Return whether what an op keeps takes memory of its own.
 
     A parameter and a view of one are there anyway; but a part of one that is wanted split
     (a projection of fused ones) is made anew, as the parameter's own split cuts elsewhere.
@@ -278,7 +278,7 @@ def _argument(node: Node, position: int) -> Ref | None:
 
 
 def _is_of_parameters(ref: Ref, graph: Graph, prices: Prices) -> bool:
-    """Whether a value is computed from parameters and nothing else."""
+    """Return whether a value is computed from parameters and nothing else."""
     known = prices.cache.from_parameters
     if ref.name not in known:
         for node in graph:

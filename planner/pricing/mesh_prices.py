@@ -150,7 +150,7 @@ class MeshPrices:
 
     @property
     def has_spec(self) -> bool:
-        """Tells whether seconds from specifications count."""
+        """Return whether seconds from specifications count."""
         return self.only in (None, "spec")
 
     def num_parts(self, layout: Layout) -> int:
@@ -258,7 +258,7 @@ class MeshPrices:
 
     @property
     def shares_links(self) -> bool:
-        """Tells whether collectives of states use links that the stage's other collectives use.
+        """Return whether collectives of states use links that the stage's other collectives use.
 
         Over several hosts they are bound by the links between hosts.
         """

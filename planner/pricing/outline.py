@@ -129,7 +129,7 @@ class _Draft:
 
 
 def is_own_parameter(ref: Ref, node: Node, graph: Graph) -> bool:
-    """Whether a parameter is used by this node alone, and once."""
+    """Return whether a parameter is used by this node alone, and once."""
     return (
         graph[ref.name].kind == "parameter"
         and graph.users[ref.name] == (node.name,)
@@ -172,14 +172,15 @@ def _followed(node: Node, graph: Graph, home: Mapping[str, int], prices: Prices)
 
 
 def _read_once(ref: Ref, graph: Graph) -> bool:
-    """Whether one node reads a value; others might share a conversion that comes before it."""
+    """Return whether one node reads a value; others might share a conversion that comes before
+    it."""
     return sum(ref in graph[user].inputs for user in graph.users[ref.name]) == 1
 
 
 def _follow(
     draft: _Draft, node: Node, options: Sequence[Way], home: dict[str, int], leader: int
 ) -> bool:
-    """Adds a node to a decision if every choice of it has a way to go on."""
+    """Add a node to a decision if every choice of it has a way to go on."""
     extended: list[dict[str, Way]] = []
     refs = node.inputs
     for option in draft.options:
@@ -285,7 +286,7 @@ class _Making:
         )
 
     def _compare(self, members: Sequence[str], choices: Sequence[Choice]) -> None:
-        """Notes which candidates of a decision look alike from outside."""
+        """Note which candidates of a decision look alike from outside."""
         start, groups = len(self.rows) - len(choices), dict[object, list[int]]()
         exposed = _exposed(members, self.graph)
         for number, choice in enumerate(choices, start):
@@ -451,7 +452,7 @@ def _light(block: Block, graph: Graph, prices: Prices) -> tuple[bool, ...]:
 
 
 def is_light(node: Node, graph: Graph, prices: Prices) -> bool:
-    """Whether an op does no work, and makes nothing larger than what it reads."""
+    """Return whether an op does no work, and makes nothing larger than what it reads."""
     read = [ref for ref in node.inputs if graph[ref.name].kind not in ("constant", "buffer")]
     if not read or any(graph[ref.name].kind != "op" for ref in read):
         return False

@@ -160,7 +160,7 @@ class Prices(MeshPrices):
 
     @property
     def casts_experts(self) -> bool:
-        """Tells whether the products of experts are 8-bit ones."""
+        """Return whether the products of experts are 8-bit ones."""
         return self.assumptions.casts_experts and self.precision == "fp8"
 
     @property

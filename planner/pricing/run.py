@@ -48,7 +48,8 @@ class Edge:
 
     @property
     def is_held(self) -> bool:
-        """Whether the block keeps the value, if it is recomputed, for itself and later readers."""
+        """Return whether the block keeps the value, if it is recomputed, for itself and later
+        readers."""
         return self.origin != "parameter" and not self.again
 
 

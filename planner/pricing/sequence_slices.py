@@ -118,7 +118,7 @@ class _Work:
         return Ref(node.name)
 
     def add(self, node: Node, block: int, stage: _StageLayouts) -> None:
-        """Adds a node as the slice has it, and what it needs."""
+        """Add a node as the slice has it, and what it needs."""
         layout = stage.of(node.name)
         assert layout is not None, node.name
         refs = list(node.inputs)

@@ -148,7 +148,7 @@ def undivided_axis(part: SequenceSlice) -> str | None:
 
 
 def is_attention(node: Node) -> bool:
-    """Whether a node is an attention that slices hand keys and values on for."""
+    """Return whether a node is an attention that slices hand keys and values on for."""
     return node.op.startswith(f"{ATTENTION}.")
 
 

@@ -80,7 +80,7 @@ def parameters_split(
 
 
 def _is_weight(node: Node, graph: Graph) -> bool:
-    """Whether a node is a parameter, or the parts of one (a fused weight's)."""
+    """Return whether a node is a parameter, or the parts of one (a fused weight's)."""
     is_cut = node.kind == "op" and node.op.startswith("aten.split_with_sizes.")
     return node.kind == "parameter" or (is_cut and _is_weight(graph[node.inputs[0].name], graph))
 

@@ -278,7 +278,8 @@ class StageModel:
         return self.made(edge.name, edge.index)
 
     def repeats(self, edge: Edge) -> tuple[bool, bool]:
-        """Whether a recomputed block converts the value again, in each of ``RECOMPUTE_MODES``."""
+        """Return whether a recomputed block converts the value again, in each of
+        ``RECOMPUTE_MODES``."""
         if edge not in self._repeats:
             block = self.structure.blocks.kinds[edge.uses[0].kind]
             own = replay(block, self.structure.graph, self.prices)

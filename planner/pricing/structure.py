@@ -86,7 +86,7 @@ class Structure:
         )
 
     def is_shared(self, parameter: str) -> bool:
-        """Whether several blocks use a parameter."""
+        """Return whether several blocks use a parameter."""
         return parameter in self._shared
 
     def parameter_key(self, parameter: str) -> str:
@@ -137,7 +137,8 @@ class Structure:
         return tuple((ref, tuple(uses)) for ref, uses in found.items())
 
     def _is_priced(self, ref: Ref, node: Node) -> bool:
-        """Whether a use of a value from elsewhere has a layout of its own to convert from."""
+        """Return whether a use of a value from elsewhere has a layout of its own to convert
+        from."""
         kind = self.graph[ref.name].kind
         if kind == "parameter":
             return not is_own_parameter(ref, node, self.graph)

@@ -17,7 +17,7 @@ from .stage_cost import StageCost
 
 
 def is_asynchronous(schedule: str | None) -> bool:
-    """Whether a schedule of this name updates weights while micro-batches are under way.
+    """Return whether a schedule of this name updates weights while micro-batches are under way.
 
     >>> is_asynchronous("pipedream"), is_asynchronous("1f1b")
     (True, False)

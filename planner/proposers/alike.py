@@ -59,7 +59,7 @@ def alike_pipelines(context: SearchContext, pool: CandidatePool) -> list[Candida
 
 
 def is_alike(context: SearchContext, made: Candidate) -> bool:
-    """Whether all stages have one mesh, and each needs the one before it."""
+    """Return whether all stages have one mesh, and each needs the one before it."""
     meshes = {model.prices.mesh for model, _ in made.answers}
     return len(meshes) == 1 and edges(context, made.rows, made.stages) is None
 

@@ -150,7 +150,8 @@ def _enough(sums: Floats, number: int) -> float:
 
 
 def _fits(sums: Floats, number: int, most: float) -> bool:
-    """Whether ``number`` runs of no more than ``most``, each as long as can be, are enough."""
+    """Return whether ``number`` runs of no more than ``most``, each as long as can be, are
+    enough."""
     at, count = 0, len(sums) - 1
     for _ in range(number):
         at = int(np.searchsorted(sums, sums[at] + most, side="right")) - 1

@@ -209,7 +209,7 @@ class Interleaving:
 
     @property
     def is_priced(self) -> bool:
-        """Whether every stage has layouts."""
+        """Return whether every stage has layouts."""
         return len(self.priced) == len(self.stages)
 
     def least_seconds(self) -> float:
@@ -303,7 +303,7 @@ class Interleaving:
 def fits(
     stages: Sequence[RankStage], policies: Sequence[RecomputePolicy], limit_bytes: float
 ) -> bool:
-    """Whether the stages of a rank fit together."""
+    """Return whether the stages of a rank fit together."""
     costs = [stage.cost(policy) for stage, policy in zip(stages, policies, strict=True)]
     total = sum(together([cost.memory_bytes for cost in costs], once=BRIEF).values())
     return total <= limit_bytes

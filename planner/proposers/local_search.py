@@ -96,7 +96,7 @@ def few_pipelines(
 
 
 def is_few(context: SearchContext, numbers: tuple[int, ...]) -> bool:
-    """Whether there are few ways to cut the blocks into so many stages."""
+    """Return whether there are few ways to cut the blocks into so many stages."""
     num_blocks = len(context.structure.blocks.blocks)
     return sum(comb(num_blocks - 1, number - 1) for number in numbers) <= MOST_CUTS
 

@@ -91,7 +91,7 @@ class _Exploration:
         self._works: dict[int, float] = {}
 
     def run(self) -> None:
-        """Follows nodes with stages of one size, then of any."""
+        """Follow nodes with stages of one size, then of any."""
         context, nodes = self.context, list[SearchNode]()
         for index, rows in enumerate(self.sizes):
             if self.pool.proposals and context.is_late(0.5):
@@ -170,7 +170,7 @@ class _Exploration:
     def _follow(
         self, nodes: list[SearchNode], *, until_first: bool = False, began: float | None = None
     ) -> None:
-        """Makes the nodes' pipelines, the most promising first; ``began`` limits the work."""
+        """Make the nodes' pipelines, the most promising first; ``began`` limits the work."""
         context, pool = self.context, self.pool
 
         def enough(estimate: float, found: list[PipelineProposal]) -> bool:

@@ -80,13 +80,13 @@ def sliced(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
 
 
 def _can_be_sliced(context: SearchContext, base: Candidate) -> bool:
-    """Whether the stages are a chain, and no mesh splits the positions already."""
+    """Return whether the stages are a chain, and no mesh splits the positions already."""
     has_cp = any("cp" in model.prices.mesh.axes for model, _ in base.answers)
     return not has_cp and edges(context, base.rows, base.stages) is None
 
 
 def _may_fit(context: SearchContext, base: Candidate) -> bool:
-    """Whether all micro-batches may be in memory at once."""
+    """Return whether all micro-batches may be in memory at once."""
     for stage, cost in zip(base.stages, base.costs, strict=True):
         lasting = cost.total_bytes - cost.memory_bytes["activations"]
         held = base.num_microbatches * cost.activation_bytes

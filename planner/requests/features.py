@@ -53,11 +53,11 @@ class Features:
         return name not in self.denied
 
     def allows_change(self, name: str) -> bool:
-        """Whether the search may take one of ``CHANGES``."""
+        """Return whether the search may take one of ``CHANGES``."""
         return name in self.changes and name not in self.denied
 
     def allows_mesh(self, mesh: Mesh, max_tp: int | None = None) -> bool:
-        """Whether a stage may lie on a mesh.
+        """Return whether a stage may lie on a mesh.
 
         >>> features = Features(frozenset({"2d-mesh"}))
         >>> features.allows_mesh(Mesh(("tp",), (4,)))

@@ -18,8 +18,8 @@ from .request import CHUNKED_NAMES, Forced, Request, divisors
 
 
 def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) -> None:
-    """Raises ``UsageError`` where the forced degrees cannot use every device exactly once, or
-    cannot share the experts of ``graph``."""
+    """Raise ``UsageError`` where the forced degrees cannot use every device exactly once, or cannot
+    share the experts of ``graph``."""
     check_experts(forced.dp, forced.ep, () if graph is None else experts_of_layers(graph))
     degrees = {
         name: value
@@ -46,8 +46,8 @@ def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) 
 
 
 def check_experts(dp: int | None, ep: int | None, numbers: Sequence[int] = ()) -> None:
-    """Raises ``UsageError`` AP127 where data-parallel ranks cannot share experts so; ``numbers``
-    are how many experts layers have."""
+    """Raise ``UsageError`` AP127 where data-parallel ranks cannot share experts so; ``numbers`` are
+    how many experts layers have."""
     if ep is None:
         return
     possible = divisors(gcd(dp or 0, *numbers) or ep)
@@ -239,7 +239,7 @@ def _possible_stages(most: int, cluster: Cluster, num_blocks: int) -> tuple[int,
 
 
 def check_forced_schedule(request: Request, num_blocks: int) -> None:
-    """Raises UsageError AP546 for stages per rank that cannot be, AP153 for an odd number of
+    """Raise UsageError AP546 for stages per rank that cannot be, AP153 for an odd number of
     Chimera's ranks, AP549 where positions are split in two ways."""
     forced = request.forced
     _check_chunks(request)

@@ -45,7 +45,7 @@ class Pin:
         return f"{self.pattern}={self.placement}@{self.axis}"
 
     def keeps(self, layout: Layout, mesh: Mesh) -> bool:
-        """Whether a layout on a mesh is as pinned."""
+        """Return whether a layout on a mesh is as pinned."""
         return self._kept(_on(layout, mesh, self.axis))
 
     def _kept(self, placement: Placement) -> bool:
@@ -157,7 +157,7 @@ def nearest(text: str, known: Iterable[str], *, is_pattern: bool = True) -> str:
 
 
 def _check(pin: Pin, name: str, graph: Graph) -> None:
-    """Raises AP183 for what no mesh could give this node."""
+    """Raise AP183 for what no mesh could give this node."""
     node, placement = graph[name], pin.placement
     shape = node.spec.shape
     why = ""
@@ -300,7 +300,7 @@ def check_kept(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) ->
 
 
 def check_priced(seconds: Iterable[float], pins: Sequence[Pin]) -> None:
-    """Raises AP184 where a configuration's seconds have the penalty of a pin that is broken."""
+    """Raise AP184 where a configuration's seconds have the penalty of a pin that is broken."""
     if pins and max(seconds) >= PENALTY_SECONDS:
         raise UsageError(
             "AP184",

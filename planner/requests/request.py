@@ -235,8 +235,8 @@ class Request:
 
     @property
     def allows_one_stage(self) -> bool:
-        """Whether a rank of a pipeline may have one stage; if not, pipelines are only searched
-        so to be cut again."""
+        """Return whether a rank of a pipeline may have one stage; if not, pipelines are only
+        searched so to be cut again."""
         if self.forced.schedule is not None:
             return not self.forces_chunks and self.forced.schedule not in HELD_AS
         return any(map(self.features.allows, SCHEDULES))
@@ -251,7 +251,8 @@ class Request:
 
     @property
     def forces_chunks(self) -> bool:
-        """Whether several stages per rank are forced: by the schedule, or by their number."""
+        """Return whether several stages per rank are forced: by the schedule, or by their
+        number."""
         return self.forced.schedule is not None and self.forced.least_chunks > 1
 
     @property
@@ -263,7 +264,7 @@ class Request:
 
     @property
     def frees_axes(self) -> bool:
-        """Whether an axis "dp" may split weights: it is one of tensor parallelism then."""
+        """Return whether an axis "dp" may split weights: it is one of tensor parallelism then."""
         return self.features.allows("tp") and self.max_tp is None
 
     @property
@@ -287,7 +288,7 @@ class Request:
 
 
 def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap: float) -> None:
-    """Raises AP186 where a choice is forced and denied, AP187 for a gap that is none."""
+    """Raise AP186 where a choice is forced and denied, AP187 for a gap that is none."""
     if not 0 <= gap < 1:
         raise UsageError("AP187", f"a gap of {gap:g} is not between 0 and 1")
     if max_tp is not None and max_tp < 1:
@@ -312,7 +313,7 @@ def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap
 
 
 def check_tolerance(tolerance: float) -> None:
-    """Raises AP841 for a tolerance that is none."""
+    """Raise AP841 for a tolerance that is none."""
     if not 0 <= tolerance < 1:
         raise UsageError(
             "AP841", f"a tolerance of {tolerance:g} is not between 0 and 1",

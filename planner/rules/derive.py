@@ -91,7 +91,7 @@ def _divisible(signature: Signature, specs: Sequence[TensorSpec], axis_size: int
 def _contract(
     signature: Signature, letter: str, inputs: Sequence[TensorSpec], placements: list[Placement]
 ) -> bool:
-    """Whether the outputs are sums over the letter; terms without it then enter as ``P``."""
+    """Return whether the outputs are sums over the letter; terms without it then enter as ``P``."""
     if signature.sums:
         return True
     for term in signature.terms:

@@ -133,7 +133,7 @@ def saved_outputs(node: Node) -> tuple[int, ...]:
 
 
 def is_exponential(node: Node) -> bool:
-    """Whether a power's exponent is a tensor: its gradient reads the result."""
+    """Return whether a power's exponent is a tensor: its gradient reads the result."""
     return node.op != "aten.pow.Tensor_Scalar"
 
 
@@ -193,8 +193,8 @@ def kept_extra_bytes(
 
 
 def writes_scores(node: Node, inputs: Sequence[TensorSpec]) -> bool:
-    """Whether an attention runs as two products and a softmax, as it does where its mask has a
-    gradient: PyTorch's flash attention has none of that.
+    """Return whether an attention runs as two products and a softmax, as it does where its mask has
+    a gradient: PyTorch's flash attention has none of that.
 
     It keeps its own copies of queries, keys and values, and the softmax's result, in float32
     at least (``_scaled_dot_product_attention_math``, ATen/native/transformers/attention.cpp).
@@ -226,7 +226,8 @@ def expert_pairs(node: Node, inputs: Sequence[TensorSpec]) -> int:
 
 
 def is_identity(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
-    """Whether an op that can be skipped returns its input: a cast to the same dtype, no dropout."""
+    """Return whether an op that can be skipped returns its input: a cast to the same dtype, no
+    dropout."""
     name = packet(node.op)
     if name == "to":
         return inputs[0].dtype == outputs[0].dtype and not node.kwargs.get("copy", False)

@@ -157,7 +157,7 @@ def _fresh(node: Node, graph: Graph, strides: Mapping[Key, Strides]) -> Strides 
 
 
 def is_dense(shape: Sequence[int], strides: Strides) -> bool:
-    """Whether the strides are those of a row-major tensor (dims of size 1 do not matter)."""
+    """Return whether the strides are those of a row-major tensor (dims of size 1 do not matter)."""
     return all(
         size == 1 or held == wanted
         for size, held, wanted in zip(shape, strides, contiguous(shape), strict=True)

@@ -16,7 +16,7 @@ _NAMES = frozenset(name for name, _ in RULES)
 
 
 def has_rule(op: str) -> bool:
-    """Whether an op can be split at all.
+    """Return whether an op can be split at all.
 
     >>> has_rule("aten.linear.default"), has_rule("aten.svd.default")
     (True, False)

@@ -372,7 +372,7 @@ def _product_flops(
 
 
 def is_lower_right(node: Node, query: TensorSpec) -> bool:
-    """Whether an attention is causal and this rank has a part of its queries' positions."""
+    """Return whether an attention is causal and this rank has a part of its queries' positions."""
     return (
         packet(node.op) == "scaled_dot_product_attention"
         and bool(argument(node, 5, "is_causal", False))

@@ -36,7 +36,7 @@ from ..errors import PlanError
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raises PlanError if the table is not a correct training (or inference) step."""
+    """Raise PlanError if the table is not a correct training (or inference) step."""
     trains = any(a.kind in (BACKWARD, INPUT_BACKWARD) for row in schedule.table for a in row)
     _check_ownership(schedule)
     _check_passes(schedule, trains)
@@ -247,7 +247,7 @@ def sends_under_way(schedule: Schedule) -> int:
 
 
 def _stuck(schedule: Schedule, under_way: int | None = None) -> list[str]:
-    """Runs the table; where ranks cannot go on, in words. With ``under_way`` a send waits until
+    """Run the table; where ranks cannot go on, in words. With ``under_way`` a send waits until
     fewer than so many of its rank's to the same one are not received."""
     ranks = schedule.stage_rank
     split = {a for row in schedule.table for a in row if a.kind == INPUT_BACKWARD}

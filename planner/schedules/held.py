@@ -40,7 +40,7 @@ MANY_TIMES = 4
 
 @lru_cache(maxsize=64)
 def splits(name: str) -> bool:
-    """Whether a schedule puts gradients of weights off.
+    """Return whether a schedule puts gradients of weights off.
 
     >>> splits("zb-h2"), splits("eager-1f1b")
     (True, False)
@@ -92,7 +92,7 @@ def _largest(pairs: set[tuple[int, int]]) -> Halves:
 
 
 def is_split(pairs: Halves) -> bool:
-    """Whether gradients of weights are put off."""
+    """Return whether gradients of weights are put off."""
     return any(late for _, late in pairs)
 
 
@@ -189,7 +189,7 @@ class _Walk:
             self.expected[other] = deque(sends) if other != self.rank else deque()
 
     def post(self, receive: Action) -> None:
-        """Receives what a stage needs, and all that its senders send before."""
+        """Receive what a stage needs, and all that its senders send before."""
         is_forward = receive.kind == RECV_FORWARD
         kind = SEND_FORWARD if is_forward else "SEND_B"
         for source in self.senders.get((receive.stage, is_forward), ()):
@@ -207,7 +207,7 @@ class _Walk:
             self._wait(send, pair, self.sizes.taken[pair])
 
     def send(self, action: Action) -> None:
-        """Keeps a message to each rank that takes it; the oldest of too many has gone."""
+        """Keep a message to each rank that takes it; the oldest of too many has gone."""
         for peer in dict.fromkeys(self.schedule.stage_rank):
             pairs = self._to(action, peer) if peer != self.rank else ()
             if not pairs:

@@ -113,7 +113,7 @@ def compute_orders(name: str, num_stages: int, num_microbatches: int, num_chunks
 
 
 def can_have(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> bool:
-    """Whether a schedule runs so many stages, micro-batches, and stages per rank.
+    """Return whether a schedule runs so many stages, micro-batches, and stages per rank.
 
     >>> can_have("zbv", 4, 8, 2), can_have("zbv", 6, 8, 3), can_have("1f1b", 4, 8, 2)
     (True, False, False)

@@ -65,7 +65,7 @@ def _split_1f1b(
 
 
 def _with_weights(order: Row, *, behind: int) -> Row:
-    """Adds each input backward's weight backward, after the ``behind`` next input backwards."""
+    """Add each input backward's weight backward, after the ``behind`` next input backwards."""
     actions: list[Action] = []
     waiting: deque[Action] = deque()
     for action in order:

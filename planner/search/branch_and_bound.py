@@ -80,7 +80,7 @@ class SearchNode:
         return self.costs.runs.classes.num_blocks
 
     def look(self, cutoff: float) -> None:
-        """Finds the best pipeline under what is known; the estimate is infinite if none is.
+        """Find the best pipeline under what is known; the estimate is infinite if none is.
 
         It is as it was where nothing was priced since. Some pipeline, the even cut or the best
         so far, says what no better one takes. Of very many blocks stages of any sizes are cut at
@@ -145,7 +145,7 @@ class SearchNode:
         ]
 
     def price(self, patience: float) -> Pipeline | None:
-        """Prices the stages of the best pipeline while it takes no longer than ``patience``.
+        """Price the stages of the best pipeline while it takes no longer than ``patience``.
 
         Returns it with its exact T, or None if it was left before.
         """
@@ -220,8 +220,8 @@ def best_first(
 
 
 def _look_at_first(heap: list[tuple[float, int, SearchNode]]) -> bool:
-    """Looks at the node with the least estimate, and puts it where it belongs; False where
-    there is none, or it was looked at before."""
+    """Look at the node with the least estimate, and put it where it belongs; False where there is
+    none, or it was looked at before."""
     if not heap or heap[0][2].is_looked_at:
         return False
     _, number, node = heapq.heappop(heap)

@@ -148,7 +148,7 @@ def _refine(
     context: SearchContext, rows: int, stages: Sequence[StageChoice], held: Sequence[Halves],
     chosen: list[Chosen], programs: int,
 ) -> None:  # fmt: skip
-    """Narrows the gaps of stages, the slowest first, as long as that can make the step shorter.
+    """Narrow the gaps of stages, the slowest first, as long as that can make the step shorter.
 
     T = Σ q + max m (``costs``) is within half the gap of its least once the slowest stages
     are: what the others take counts once.
@@ -274,7 +274,7 @@ def _simulated_numbers(made: Candidate) -> tuple[int, int]:
 
 
 def is_whole(made: Candidate) -> bool:
-    """Whether every micro-batch of a candidate's step is simulated."""
+    """Return whether every micro-batch of a candidate's step is simulated."""
     few, more = _simulated_numbers(made)
     most = few + more if made.num_chunks > 1 else 2 * more
     count = made.num_microbatches
@@ -309,8 +309,8 @@ class Candidate:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether there are several stages, one per rank, under a schedule without replicas or
-        slices: what other kinds of candidates are made of."""
+        """Return whether there are several stages, one per rank, under a schedule without replicas
+        or slices: what other kinds of candidates are made of."""
         return self.base is None and len(self.stages) > 1
 
     @property

@@ -60,7 +60,7 @@ Observe = Callable[[str, float, float], None]
 
 
 def ignore(what: str, done: float, total: float) -> None:
-    """Observes nothing."""
+    """Observe nothing."""
 
 
 GRACE_SECONDS = 2.0
@@ -158,7 +158,7 @@ class SearchContext:
         return tuple(stage_begins(own.graph, own.blocks, self.request.stage_at))
 
     def begins_as_asked(self, stages: Sequence[StageChoice]) -> bool:
-        """Whether stages begin wherever they are to."""
+        """Return whether stages begin wherever they are to."""
         return {choice.start for choice in stages}.issuperset(self._begins)
 
     @cached_property
@@ -240,7 +240,7 @@ class SearchContext:
         return found
 
     def _can_split(self, rows: int, parts: int) -> bool:
-        """Tells whether a micro-batch can be split into parts of the size that was asked for."""
+        """Return whether a micro-batch can be split into parts of the size that was asked for."""
         size = self.request.microbatch_size
         return rows % parts == 0 and size in (None, rows // parts)
 
@@ -274,7 +274,7 @@ class SearchContext:
         )  # fmt: skip
 
     def check_total_bytes(self) -> None:
-        """Raises InfeasibleError AP301 where the model is larger than all devices together."""
+        """Raise InfeasibleError AP301 where the model is larger than all devices together."""
         if len({host.device.kind for host in self.cluster.hosts}) > 1:
             return  # these hold a state in different numbers of bytes
         rows, ranks = min(self.microbatch_rows), range(self.cluster.num_devices)
@@ -302,11 +302,12 @@ class SearchContext:
         )
 
     def is_late(self, share: float = 0.7) -> bool:
-        """Whether this share of the time has passed."""
+        """Return whether this share of the time has passed."""
         return self.budget.left_seconds < (1 - share) * self.request.time_limit_seconds
 
     def is_long(self, began: float) -> bool:
-        """Whether what was begun at some work has taken a third of all before it, and much."""
+        """Return whether what was begun at some work has taken a third of all before it, and
+        much."""
         spent = self.budget.work - began
         return spent > max(0.5 * LONG, (began - self.began_work) / 3)
 
@@ -329,7 +330,7 @@ class SearchContext:
         return self.stopped or ("its time limit" if self.budget.left_seconds <= 0 else "")
 
     def end(self) -> None:
-        """Ends the processes beside this one."""
+        """End the processes beside this one."""
         if "workers" in self.__dict__:
             self.workers.end()
 
@@ -393,7 +394,7 @@ class _Exact:
 
 
 def check_measured(basis: Basis, request: Request) -> None:
-    """Raises AP170 where the search asked for a time that was not measured."""
+    """Raise AP170 where the search asked for a time that was not measured."""
     missing = basis.asked.unmeasured if basis.asked is not None else []
     if missing:
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if missing[8:] else "")

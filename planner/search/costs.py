@@ -65,7 +65,7 @@ class Known:
         return Known(*(np.full(number, np.nan) for _ in range(3)))
 
     def take(self, number: int, found: StageAnswer | None, count: int) -> None:
-        """Notes what a class costs; infinite where it does not fit."""
+        """Note what a class costs; infinite where it does not fit."""
         if found is None:
             self.objective[number] = self.once[number] = self.slowest[number] = np.inf
             return
@@ -75,7 +75,7 @@ class Known:
         self.objective[number] = once + cost.step_seconds / count
 
     def copy(self, other: Known, numbers: Sequence[int]) -> None:
-        """Takes some classes from another."""
+        """Take some classes from another."""
         for own, theirs in (
             (self.objective, other.objective), (self.once, other.once),
             (self.slowest, other.slowest),
@@ -103,7 +103,7 @@ class MeshCosts:
         self.lower, self.once, self.slowest = (np.full(number, np.nan) for _ in range(3))
 
     def bound(self, wanted: Iterable[Series]) -> None:
-        """Makes lower bounds for all classes of some series; infinite for what cannot fit."""
+        """Make lower bounds for all classes of some series; infinite for what cannot fit."""
         asked_for = [series for series in wanted if series not in self._bounded]
         self._bounded.update(asked_for)
         for series in asked_for:
@@ -286,7 +286,7 @@ class PlaceCosts:
         return float(known.once[number]), float(known.slowest[number])
 
     def _between(self, number: int, in_flight: int) -> None:
-        """Takes what a class costs with fewer and with more in flight, where that is the same."""
+        """Take what a class costs with fewer and with more in flight, where that is the same."""
         held = sorted(h for h, own in self.exact.items() if not np.isnan(own.objective[number]))
         fewer = [self.exact[h] for h in held if h < in_flight]
         more = [self.exact[h] for h in held if h > in_flight]

@@ -74,7 +74,7 @@ def _with_gaps(best: Candidate, proven: Candidate | None) -> Candidate:
 
 
 def _is_like(best: Candidate, found: Candidate) -> bool:
-    """Whether the stages are on the same meshes, solved by the same solver."""
+    """Return whether the stages are on the same meshes, solved by the same solver."""
     return all(
         model is other and not answer.shares
         for (model, answer), (other, _) in zip(best.answers, found.answers, strict=True)

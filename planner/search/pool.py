@@ -50,11 +50,11 @@ class CandidatePool:
         return [each for each in self.known if self.is_allowed(each)]
 
     def is_allowed(self, candidate: Candidate) -> bool:
-        """Whether the request allows a candidate as a plan."""
+        """Return whether the request allows a candidate as a plan."""
         return self.context.request.allows_one_stage or not candidate.is_pipeline
 
     def add(self, candidate: Candidate) -> None:
-        """Takes in a candidate."""
+        """Take in a candidate."""
         if not candidate.fits:
             self.rejected.append(candidate)
             return
@@ -63,7 +63,7 @@ class CandidatePool:
             self.best = candidate
 
     def add_all(self, candidates: Iterable[Candidate]) -> None:
-        """Takes in candidates as they are made: what is known says which are worth making."""
+        """Take in candidates as they are made: what is known says which are worth making."""
         for candidate in candidates:
             self.add(candidate)
 
@@ -95,7 +95,7 @@ class CandidatePool:
         return None if len(hopeless) == len(least) else hopeless
 
     def settle(self) -> None:
-        """Simulates the whole step of the fastest candidate that may win, of the next if that is
+        """Simulate the whole step of the fastest candidate that may win, of the next if that is
         then faster, and so on."""
         while True:
             first = min(self.allowed, key=_order, default=None)
@@ -104,7 +104,7 @@ class CandidatePool:
             self.replace(first, completed(self.context, first))
 
     def replace(self, one: Candidate, other: Candidate) -> None:
-        """Puts a candidate in the place of another."""
+        """Put a candidate in the place of another."""
         self.known = [other if each is one else each for each in self.known]
         self.best = min(self.known, key=_order)
 

@@ -206,7 +206,7 @@ def _add_leaves(
     structure: Structure,
     blocks: tuple[int, int],
 ) -> None:
-    """Adds how batch inputs, constants and buffers are held."""
+    """Add how batch inputs, constants and buffers are held."""
     graph, template = structure.graph, structure.blocks.template
     wants: dict[str, dict[Layout, None]] = {}
     for block in structure.blocks.blocks[slice(*blocks)]:

@@ -35,7 +35,7 @@ class Workers(Protocol):
         ...
 
     def end(self) -> None:
-        """Ends them; what they have not answered is done here when it is asked for."""
+        """End them; what they have not answered is done here when it is asked for."""
         ...
 
 
