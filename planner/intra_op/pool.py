@@ -1,9 +1,9 @@
-"""The solutions found for a family of runs, and the cheapest that fits for each of its runs.
+"""Solutions found for a family of runs, and the cheapest that fits for each of its runs.
 
-In: solutions (choices by kind), a run, micro-batches per step and in flight, a limit of bytes.
-Out: the best of every solution, ZeRO stage and recomputation policy. With nothing recomputed all
-solutions and stages are compared at once, as arrays; policies are tried only for those that do
-not fit and would otherwise be faster than what does.
+In: solutions (choices by kind), a run, micro-batches per step and in flight, a limit of bytes. Out:
+the best of every solution, ZeRO stage and recomputation policy. With nothing recomputed all
+solutions and stages are compared at once, as arrays; policies are tried only for solutions that do
+not fit but would otherwise be faster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..requests.features import MODES
 from .elimination import Floats
 
 SAME = 1 + 1e-9
-"""Two objectives within this factor are equal."""
+"""Factor within which two objectives count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best way for a run: which solution, the setting, the objective."""
+    """The best solution for a run, its setting and objective."""
 
     entry: Entry
     setting: Setting
@@ -49,7 +49,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class StageAnswer:
-    """A stage's best way: its choices (by kind), setting, objective, and the solver's gap."""
+    """The best solution of a stage: its choices (by kind), setting, objective, and gap."""
 
     run: Run
     table: StageTable
@@ -60,7 +60,7 @@ class StageAnswer:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The rows of each coordinate of "dp"; () where they are split evenly."""
+        """Return the rows of each coordinate of "dp"; () if they are split evenly."""
         return ()
 
     @property
@@ -69,7 +69,7 @@ class StageAnswer:
 
 
 def gap_between(bound: float, objective: float) -> float:
-    """By what part of it an objective may be more than the least; 0 where it is nothing.
+    """Return the part of an objective by which it may exceed the least; 0 if it cannot.
 
     >>> gap_between(3.0, 4.0), gap_between(5.0, 4.0), gap_between(0.0, 0.0)
     (0.25, 0.0, 0.0)
@@ -98,7 +98,7 @@ class Pool:
         return Assembly(self.model, self.run)
 
     def add(self, solution: Solution) -> Entry:
-        """Take a solution in, unless it is there already."""
+        """Add a solution unless it is in the pool already."""
         choices = self._assembly.choices(solution)
         if choices not in self.entries:
             table = StageTable(self._assembly, choices)
@@ -110,7 +110,7 @@ class Pool:
     def cheapest(
         self, run: Run, num_microbatches: int, in_flight: int, limit_bytes: float
     ) -> Found | None:
-        """The best way for a run of the family, None where nothing fits."""
+        """Return the best solution for a run of the family, None if nothing fits."""
         if not self.entries:
             return None
         base = Setting(num_microbatches, in_flight=in_flight)
@@ -142,8 +142,8 @@ class Pool:
     def _objectives(
         self, run: Run, figures: Floats, num_microbatches: int
     ) -> tuple[Floats, Floats]:
-        """The objective of ``figures[solution, zero, figure]``, and a lower bound of it however
-        much of the collectives of states runs beside compute."""
+        """Return the objective of ``figures[solution, zero, figure]``, and a lower bound of it for
+        any overlap of the collectives of states with compute."""
         shares_links = self.model.prices.shares_links
         seconds, received = figures[..., : len(Resource)], figures[..., RECEIVED]
         groups = self._groups(run)
@@ -157,7 +157,7 @@ class Pool:
         return list(self.entries.values())
 
     def unrecomputed(self, run: Run) -> Floats:
-        """With nothing recomputed, ``[solution, zero, figure]`` of ``RowCost.unrecomputed``."""
+        """Return ``[solution, zero, figure]`` of ``RowCost.unrecomputed`` for a run."""
         totals = self._totals.get(run.key)
         if totals is None or len(totals) < len(self.entries):
             rows = [(row, sum(own)) for row, own in run.occurrences(NO_RECOMPUTE).items()]
@@ -167,7 +167,7 @@ class Pool:
         return totals
 
     def _groups(self, run: Run) -> Groups:
-        """The blocks of a run in every solution and ZeRO stage, with nothing recomputed.
+        """Return the unrecomputed blocks of a run in every solution and ZeRO stage.
 
         ``seconds[solution, zero, entry, RESOURCE]``.
         """
@@ -180,7 +180,7 @@ class Pool:
         return Groups(seconds, counts)
 
     def _row(self, row: Row | Boundary) -> Floats:
-        """What a row adds in every solution; found once for each."""
+        """Return the figures of a row in every solution. Cached."""
         known = self._rows.get(row, np.zeros((0, len(ZEROS), NUM_FIGURES)))
         if len(known) < len(self.entries):
             new = [own.table.unrecomputed(row) for own in self._listed[len(known) :]]
@@ -189,13 +189,14 @@ class Pool:
 
     @property
     def _recomputing(self) -> tuple[Recompute, ...]:
-        """The modes in which blocks may be recomputed."""
+        """Return the modes in which blocks may be recomputed."""
         if self.recompute is not None:
             return (self.recompute,)
         return tuple(mode for mode in RECOMPUTE_MODES if mode in self.modes)
 
     def _lower_bounds(self, seconds: Floats, over: Floats, kept: Floats, in_flight: int) -> Floats:
-        """What recomputing until it fits costs at least, infinite where it cannot fit."""
+        """Return a lower bound of the seconds with enough recomputed to fit; infinite if it cannot
+        fit."""
         rate, share = np.array(self._per_byte)[:, :, None].swapaxes(0, 1)
         needed = np.maximum(over, 0.0)
         return np.where(needed <= share * kept, seconds + needed / in_flight * rate, np.inf)
@@ -208,9 +209,10 @@ class Pool:
         base: Setting,
         best: Found | None,
     ) -> Found | None:
-        """The best recomputation policy of solutions that do not fit without, in this order.
+        """Return the best recomputation policy of solutions that only fit with one, tried in
+        ``order``.
 
-        ``figures``: by solution and ZeRO stage a lower bound of the seconds with enough
+        ``figures``: by solution and ZeRO stage, a lower bound of the seconds with enough
         recomputed, and the bytes over the limit.
         """
         lower, over_limit = figures
