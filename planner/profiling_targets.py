@@ -1,10 +1,10 @@
-"""What is worth measuring for a planning context, the most important first.
+"""Measurements worth making for a planning context, the most important first.
 
-In: what ``find_plan.plan`` takes, and the profile there is so far. Out: the op cases and
-transfers that the search asked for and no measurement answers. The search runs once and
-records its questions. What the candidates that were simulated spend time on comes first, by
-the largest share of a candidate's step that hangs on it, less the slower the candidate; then
-what else was asked for, by its predicted seconds. Equal layers, and equal ops, are one case.
+In: the arguments of ``find_plan.plan``, and the profile so far. Out: the op cases and transfers
+that the search queried and no measurement answers. The search runs once and records its queries.
+Costs of simulated candidates come first, by their largest share of a candidate's step, weighted
+less for slower candidates; then other queries, by predicted seconds. Equal layers, and equal ops,
+are one case.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .search.context import Observe, ignore
 from .search.report_plan import make_plan
 
 NUM_CANDIDATES = 12
-"""Candidates whose every op is put before the rest."""
+"""Number of candidates whose costs come before all others."""
 
 OTHERS = 1e-3
-"""The weight of what no such candidate needs, relative to the candidates'."""
+"""Weight of costs outside these candidates, relative to costs inside."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Cases and transfers, the most important first; ``num_asked`` counts known ones too."""
+    """Cases and transfers, the most important first; ``num_asked`` counts known ops, too."""
 
     ops: tuple[AskedOp, ...]
     transfers: tuple[AskedTransfer, ...]
@@ -47,7 +47,8 @@ def asked_cases(
     basis: Basis = DEFAULT,
     observe: Observe = ignore,
 ) -> Wanted:
-    """What the search for this request asks for and was not measured. Raises as ``plan``."""
+    """Return the queries of the search for this request that were not measured. Raises as
+    ``plan``."""
     everything = Asked(uses_of(blocks))
     basis = replace(basis, mode="auto", asked=everything)
     found = search(graph, blocks, cluster, request, observe=observe, basis=basis)
@@ -79,7 +80,8 @@ def _seconds(asked: Asked) -> dict[object, float]:
 
 
 def _weigh(weights: dict[object, float], own: Asked, candidate: Candidate, fastest: float) -> None:
-    """Each case's share of the candidate's step, times how near that is to the fastest."""
+    """Weigh each case by its share of the candidate's step, times the candidate's relative
+    speed."""
     factor = fastest / candidate.step_seconds**2 if candidate.step_seconds else 0.0
     for key, seconds in _seconds(own).items():
         weights[key] = max(weights.get(key, 0.0), seconds * factor)

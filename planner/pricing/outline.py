@@ -1,9 +1,9 @@
-"""The decisions of a kind of block before they are priced: what each may be, as numbers.
+"""The decisions of a kind of block before they are priced, as numbers.
 
-In: a block, the graph, a mesh and what its axes are for. Out: an ``Outline``: for each decision
-its members and candidates (the layouts of its members), which way of each node and which holding
-of each parameter a candidate is, and which candidates look alike to others. It depends on
-prices in nothing, so one serves every mesh and number of rows with the same ``structure_key``.
+In: a block, the graph, a mesh and restrictions of its axes. Out: an ``Outline``: for each decision
+its members and candidates (the layouts of its members), each candidate's strategy by node and
+holding by parameter, and the candidates that look equal from outside. It does not depend on prices,
+so one outline serves every mesh and number of rows with the same ``structure_key``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """A decision that is not priced yet. ``members`` are op nodes in order, then parameters."""
+    """A decision before pricing. ``members`` are op nodes in order, then parameters. ``members``
+    are op nodes in order, then parameters."""
 
     members: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -63,16 +64,16 @@ class Holding:
 
 @dataclass(frozen=True)
 class Outline:
-    """All decisions of a kind; candidates are numbered through, ``[candidate]``.
+    """All decisions of a kind, with candidates numbered across decisions, ``[candidate]``.
 
     ``computes`` are the distinct computations, a node with layouts that split alike;
-    ``computes_as`` says which each way is; ``inner`` are the ways with collectives of their own.
-    ``rounds`` hold the first, second, … op of each decision as a way, ``skipped_rounds`` those
-    that recomputation does not run again (in each way of ``RECOMPUTE_MODES``), ``held_rounds`` its
-    parameters as holdings; one past the last stands for none. ``held`` are the distinct
-    parameters as they are held, ``held_as`` says which each holding is. ``alike`` are
-    candidates of a decision that look the same to others, ``[group, member]``, those of one
-    size together. ``broken`` counts pins.
+    ``computes_as`` maps each strategy to its computation; ``inner`` are the strategies with
+    collectives inside. ``rounds`` hold the strategy of the first, second, … op of each candidate,
+    ``skipped_rounds`` those that recomputation skips (in each of ``RECOMPUTE_MODES``),
+    ``held_rounds`` the holdings of its parameters; one past the last stands for none. ``held`` are
+    the distinct held parameters, ``held_as`` maps each holding to its own. ``alike`` are candidates
+    of a decision that look equal from outside, ``[group, member]``, groups of one size together.
+    ``broken`` counts violated pins.
     """
 
     decisions: tuple[Candidates, ...]
@@ -91,12 +92,13 @@ class Outline:
 
     @property
     def bounds(self) -> list[int]:
-        """Where each decision's candidates end."""
+        """Return the end of each decision's candidates."""
         found: list[int] = np.cumsum([len(each.choices) for each in self.decisions]).tolist()
         return found
 
     def kept(self, rows: Ints) -> tuple[Candidates, ...]:
-        """The decisions with some of their candidates, the same objects for the same rows."""
+        """Return the decisions with only the candidates ``rows``, the same objects for the same
+        rows."""
         key = rows.tobytes()
         if key not in self.pruned:
             starts = [0, *self.bounds[:-1]]
@@ -107,14 +109,14 @@ class Outline:
         return self.pruned[key]
 
     def split(self, rows: Ints) -> list[Ints]:
-        """Numbers of candidates, ascending, by decision."""
+        """Split ascending numbers of candidates by decision."""
         return np.split(rows, np.searchsorted(rows, self.bounds[:-1]))
 
 
 def outline(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool = True
 ) -> Outline:
-    """The decisions of a block, in order of their first nodes."""
+    """Build the decisions of a block, in order of their first nodes."""
     skipped = replay(block, graph, prices).skipped
     making = _Making(graph, prices, restriction, tuple(skipped[mode] for mode in RECOMPUTE_MODES))
     for draft in drafts(block, graph, prices, restriction, merge=merge):
@@ -140,7 +142,7 @@ def is_own_parameter(ref: Ref, node: Node, graph: Graph) -> bool:
 def drafts(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool
 ) -> list[_Draft]:
-    """The op nodes that are decided together, with every way of each."""
+    """Merge op nodes that are decided together, with every strategy of each."""
     found: list[_Draft] = []
     home: dict[str, int] = {}
     own = [
@@ -161,7 +163,7 @@ def drafts(
 
 
 def _followed(node: Node, graph: Graph, home: Mapping[str, int], prices: Prices) -> int | None:
-    """The decision that a node may follow, if it is a view and reads one decision only."""
+    """Return the decision that a node may follow, if it is a view that reads a single decision."""
     read = [ref for ref in node.inputs if graph[ref.name].kind not in ("constant", "buffer")]
     if not read or any(ref.name not in home or not _read_once(ref, graph) for ref in read):
         return None
@@ -172,15 +174,14 @@ def _followed(node: Node, graph: Graph, home: Mapping[str, int], prices: Prices)
 
 
 def _read_once(ref: Ref, graph: Graph) -> bool:
-    """Return whether one node reads a value; others might share a conversion that comes before
-    it."""
+    """Return whether a single node reads a value, so that no other use shares its conversion."""
     return sum(ref in graph[user].inputs for user in graph.users[ref.name]) == 1
 
 
 def _follow(
     draft: _Draft, node: Node, options: Sequence[Way], home: dict[str, int], leader: int
 ) -> bool:
-    """Add a node to a decision if every choice of it has a way to go on."""
+    """Add a node to a decision if every choice of it has a strategy to continue with."""
     extended: list[dict[str, Way]] = []
     refs = node.inputs
     for option in draft.options:
@@ -205,7 +206,7 @@ def _follow(
 
 @dataclass
 class _Making:
-    """An outline as it is made, decision by decision."""
+    """Builder of an outline, decision by decision."""
 
     graph: Graph
     prices: Prices
@@ -261,7 +262,7 @@ class _Making:
         self.decisions.append(Candidates(members, tuple(choices)))
 
     def _way(self, name: str, way: Way) -> int:
-        """The number of a way; ways that split alike compute the same."""
+        """Return the number of a strategy; strategies that split equally share a computation."""
         number = self.way_numbers.get(id(way))
         if number is None:
             number = self.way_numbers[id(way)] = len(self.computes_as)
@@ -286,7 +287,7 @@ class _Making:
         )
 
     def _compare(self, members: Sequence[str], choices: Sequence[Choice]) -> None:
-        """Note which candidates of a decision look alike from outside."""
+        """Record which candidates of a decision look equal from outside."""
         start, groups = len(self.rows) - len(choices), dict[object, list[int]]()
         exposed = _exposed(members, self.graph)
         for number, choice in enumerate(choices, start):
@@ -317,12 +318,12 @@ class _Making:
 
 
 def _rounds(rows: Sequence[Sequence[int]], none: int) -> tuple[Ints, ...]:
-    """Rows of different lengths as columns, filled up with ``none``."""
+    """Transpose rows of different lengths into columns, padded with ``none``."""
     return tuple(np.array(column) for column in zip_longest(*rows, fillvalue=none))
 
 
 def _exposed(members: Sequence[str], graph: Graph) -> tuple[str, ...]:
-    """The members whose layouts others see: they are read outside, read from outside."""
+    """Return the members with layouts that others see: read outside, or reading from outside."""
     inside = set(members)
     found = []
     for name in members:
@@ -339,8 +340,8 @@ def structure_key(
 ) -> tuple[object, ...]:
     """Key of a block kind's decision space, which does not depend on prices.
 
-    It is equal for all meshes and numbers of rows on which the kind has the same ways to run its
-    nodes: the same strategies on every axis (bytes of their collectives apart), and dimensions
+    It is equal for all meshes and numbers of rows on which the kind's nodes have the same
+    executions: the same strategies on every axis (bytes of their collectives apart), and dimensions
     that the same products of axes divide. ``prices.cache`` is of one graph and its batch sizes.
     """
     sizes = prices.mesh.shape
@@ -356,7 +357,7 @@ def structure_key(
 def _axis_key(
     block: Block, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> tuple[object, ...]:
-    """What an axis is for, and which strategies the nodes have on it."""
+    """Return the roles of an axis, and the strategies of the nodes on it."""
     size = prices.mesh.shape[axis]
     given = (
         restriction.split_batch, restriction.split_parameters, restriction.split_positions,
@@ -376,7 +377,7 @@ def _axis_key(
 
 
 def _trait_number(prices: Prices, key: tuple[object, ...], make: Callable[[], object]) -> int:
-    """A number that is equal where what ``make`` gives is."""
+    """Return a number that is equal for equal results of ``make``."""
     numbers = prices.cache.trait_numbers
     number: int = find(
         prices.cache.traits, key,
@@ -396,7 +397,7 @@ def _strategies_key(block: Block, graph: Graph, size: int, prices: Prices) -> in
 
 
 def _form(strategy: AxisStrategy) -> tuple[object, ...]:
-    """A strategy without the bytes of its collectives."""
+    """Return a strategy without the bytes of its collectives."""
     inner = tuple((each.kind, each.backward) for each in strategy.collectives)
     return strategy.label, strategy.inputs, strategy.outputs, inner, strategy.groups
 
@@ -426,7 +427,8 @@ def _refs(block: Block, graph: Graph) -> list[Ref]:
 
 
 def _divided(block: Block, graph: Graph, prices: Prices) -> bytes:
-    """Which products of axes divide each dimension of each tensor that the block's nodes see."""
+    """Return which products of axes divide each dimension of each tensor that the block's nodes
+    see."""
 
     def make() -> Ints:
         nodes = [graph[name] for name in block.nodes]
@@ -442,7 +444,7 @@ def _divided(block: Block, graph: Graph, prices: Prices) -> bytes:
 
 
 def _light(block: Block, graph: Graph, prices: Prices) -> tuple[bool, ...]:
-    """Of each node whether it is a view of what it reads (``is_light``)."""
+    """Return for each node whether it is a view of its input (``is_light``)."""
     light: tuple[bool, ...] = find(
         prices.cache.traits,
         ("light", block.nodes, graph.batch_size),
@@ -452,7 +454,7 @@ def _light(block: Block, graph: Graph, prices: Prices) -> tuple[bool, ...]:
 
 
 def is_light(node: Node, graph: Graph, prices: Prices) -> bool:
-    """Return whether an op does no work, and makes nothing larger than what it reads."""
+    """Return whether an op does no work and writes no more than it reads."""
     read = [ref for ref in node.inputs if graph[ref.name].kind not in ("constant", "buffer")]
     if not read or any(graph[ref.name].kind != "op" for ref in read):
         return False

@@ -1,8 +1,8 @@
-"""The tables of one stage mesh: decisions per kind, edges, what is kept, what each costs.
+"""Tables of one stage mesh: decisions per kind, edges, kept storages, and their costs.
 
-In: the graph's structure, prices on a mesh, what the axes are for. Out: for a kind of block
-its decisions and the edges inside it; for an edge the conversions between the layouts that
-its two ends may choose. Everything is made when first asked for and kept.
+In: the graph's structure, prices on a mesh, restrictions of its axes. Out: for a kind of block its
+decisions and the edges inside it; for an edge the conversions between the layouts that its two ends
+may choose. All tables are made on first use and cached.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Boundary:
-    """A value that a stage sends or receives, or its loss: seconds forward and backward by the
-    choice of ``node``'s decision, ``seconds[choice, direction]``."""
+    """A value that a stage sends or receives, or its loss: seconds by the choice of ``node``'s
+    decision, ``seconds[choice, direction]`` (forward, backward)."""
 
     node: str
     is_received: bool
@@ -56,14 +56,14 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The distinct layouts of one value or use, and which of them each choice has."""
+    """The distinct layouts of one value or use, and the index of each choice's layout."""
 
     layouts: tuple[Layout, ...]
     of_choice: Ints
 
     @staticmethod
     def of(layouts: Sequence[Layout], cache: PriceCache) -> Options:
-        """``cache`` makes equal lists of distinct layouts the same object."""
+        """Build the options; ``cache`` shares equal tuples of distinct layouts."""
         of_choice, firsts = classes_of(layouts)
         distinct = tuple(layouts[first] for first in firsts.tolist())
         return Options(cache.layouts.setdefault(distinct, distinct), of_choice)
@@ -71,9 +71,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The distinct layouts that an edge's uses may want; per use the one of each choice.
+    """The distinct layouts that an edge's uses may want; per use the index of each choice's layout.
 
-    ``alone``: one decision wants all, and the same of all.
+    ``alone``: all uses belong to one decision and want the same.
     """
 
     layouts: tuple[Layout, ...]
@@ -92,13 +92,12 @@ class Merged:
 
 
 WeightGrads = tuple[float, float, tuple[Part, ...]]
-"""Of a choice: seconds of the gradients of weights, of the device and of the host, and what is
-kept for them."""
+"""Weight gradients of a choice: seconds of the device and of the host, and kept storages."""
 
 
 @dataclass(frozen=True)
 class StageModel:
-    """Tables on one mesh. ``link`` joins the stage to the one before it."""
+    """Tables on one mesh. ``link`` joins the stage to the stage before it."""
 
     structure: Structure
     prices: Prices
@@ -127,12 +126,12 @@ class StageModel:
         return self.merge, self.restriction.key, self.prices.key
 
     def common(self, table: ByIdentity[T], key: tuple[object, ...], make: Callable[[], T]) -> T:
-        """What ``make`` makes, once for all models that differ in nothing but their links."""
+        """Return the result of ``make``, shared by all models that differ only in their links."""
         given = self.structure.graph, self.structure.blocks
         return table.find((*key, *self._key), given, make)
 
     def weight_grads(self, kind: str, number: int, choice: int) -> WeightGrads:
-        """The weights' half of the backward of one choice of a kind's decision."""
+        """Return the weights' half of the backward of one choice of a kind's decision."""
         key = (kind, number, choice)
         if key not in self._weight_grads:
             decision = self.kind(kind).decisions[number]
@@ -146,7 +145,7 @@ class StageModel:
         return self._weight_grads[key]
 
     def shared(self, parameter: str) -> Decision:
-        """The decision of a parameter of several blocks."""
+        """Return the decision of a parameter of several blocks."""
         found = self._shared.get(parameter)
         if found is None:
             found = self._parameter(parameter)
@@ -184,7 +183,7 @@ class StageModel:
         return tuple(Edge("block", ref.name, ref.index, tuple(u)) for ref, u in uses.items())
 
     def _holder(self, kind: str, decisions: Sequence[Decision]) -> Callable[[int, int], Held]:
-        """``KindModel.held``, found when first asked for."""
+        """Return the function ``KindModel.held``, with cached results."""
         graph, prices = self.structure.graph, self.prices
         again = replay(self.structure.blocks.kinds[kind], graph, prices)
         by_choice: dict[tuple[int, int], Held] = {}
@@ -223,12 +222,12 @@ class StageModel:
         return held
 
     def made(self, name: str, index: int) -> Options:
-        """The layouts in which a kind's value may be made; ``name`` is a template's."""
+        """Return the layouts in which a kind's value may be produced; ``name`` is a template's."""
         key = ("made", name, index)
         return self._options_of(key, name, lambda own: own.layouts[name].outputs[index])
 
     def wanted(self, use: Use) -> Options:
-        """The layouts in which a use may want its value."""
+        """Return the layouts in which a use may want its value."""
         node, at = use.node, use.position
         key = ("wanted", node, at)
         return self._options_of(key, node, lambda own: own.layouts[node].inputs[at])
@@ -236,7 +235,7 @@ class StageModel:
     def _options_of(
         self, key: tuple[object, ...], member: str, layout: Callable[[Choice], Layout]
     ) -> Options:
-        """The layouts of a member's value by the choices of its decision."""
+        """Return the layouts of a member's value by the choices of its decision."""
         if key not in self._options:
             choices, cache = self.home(member)[1].choices, self.prices.cache
             self._options[key] = cache.options.find(
@@ -245,7 +244,8 @@ class StageModel:
         return self._options[key]
 
     def received(self, first: Use) -> Options:
-        """The layouts in which a stage may receive a value: as its first use wants it."""
+        """Return the layouts in which a stage may receive a value: those that its first use
+        wants."""
         wanted, cache = self.wanted(first), self.prices.cache
 
         def make() -> Options:
@@ -263,7 +263,7 @@ class StageModel:
         }
 
     def home(self, name: str) -> tuple[str, Decision]:
-        """The kind (or the shared parameter's own name) and the decision of a member."""
+        """Return the kind (or the shared parameter's own name) and the decision of a member."""
         is_parameter = self.structure.graph[name].kind == "parameter"
         if is_parameter and self.structure.is_shared(name):
             return name, self.shared(name)
@@ -272,7 +272,7 @@ class StageModel:
         return kind, model.decisions[model.where[name]]
 
     def source(self, edge: Edge) -> Options:
-        """The layouts that an edge's value may come in."""
+        """Return the layouts in which an edge's value may arrive."""
         if edge.first is not None:
             return self.received(edge.first)
         return self.made(edge.name, edge.index)
@@ -290,7 +290,8 @@ class StageModel:
         return self.structure.graph[edge.name].outputs[edge.index]
 
     def targets(self, edge: Edge) -> tuple[tuple[Layout, ...], tuple[Ints, ...]]:
-        """The distinct layouts that an edge's uses may want; per use the one of each choice."""
+        """Return the distinct layouts that an edge's uses may want; per use the index of each
+        choice's layout."""
         found = self._targets(edge)
         return found.layouts, found.columns
 
@@ -317,7 +318,8 @@ class StageModel:
         return cache.targets.find((), wanted, make)
 
     def conversions(self, edge: Edge) -> tuple[Floats, Floats]:
-        """Seconds forward and backward from every source layout to every target layout."""
+        """Return the seconds, forward and backward, from every source layout to every target
+        layout."""
         sources, targets = self.source(edge).layouts, self._targets(edge).layouts
         spec, prices = self.spec(edge), self.prices
         return prices.converted.matrices.find(
@@ -326,7 +328,7 @@ class StageModel:
         )  # fmt: skip
 
     def merged(self, edge: Edge) -> Merged:
-        """An edge's ends and conversions with equal rows and columns made one."""
+        """Merge equal rows and columns of an edge's conversions."""
         found = self._merged.get(edge)
         if found is None:
             source, targets = self.source(edge), self._targets(edge)
@@ -346,7 +348,7 @@ class StageModel:
         return found
 
     def boundaries(self, run: Run) -> list[tuple[Boundary, int]]:
-        """What a run sends, its loss, and what it receives, with how many values of each."""
+        """Return a run's sent values, its loss and its received values, each with its count."""
         found = [(self._outgoing(name, index), count) for (name, index), count in run.sent.items()]
         if run.has_loss:
             loss = self.structure.graph.loss
@@ -355,7 +357,8 @@ class StageModel:
         return found + [(self._incoming(ref, first), 1) for ref, first in run.received]
 
     def _outgoing(self, name: str, index: int, *, is_loss: bool = False) -> Boundary:
-        """A value that is sent in its boundary layout, or the loss, which ends whole."""
+        """Return the boundary of a value sent in its boundary layout, or of the loss, which ends
+        whole."""
         key = (name, index, is_loss)
         if key not in self._boundaries:
             spec, made = self.structure.graph[name].outputs[index], self.made(name, index)
@@ -365,7 +368,7 @@ class StageModel:
         return self._boundaries[key]
 
     def _incoming(self, ref: Ref, first: Use) -> Boundary:
-        """A value that is received as its first use wants it."""
+        """Return the boundary of a value received as its first use wants it."""
         spec = self.structure.graph.spec(ref)
         key = (spec, first)
         if key not in self._boundaries:
@@ -375,14 +378,14 @@ class StageModel:
         return self._boundaries[key]
 
     def block_sync(self, kind: str, zero: int) -> Seconds:
-        """What a block's collectives over the sharding axis cost besides their bytes."""
+        """Return the latency of a block's collectives over the sharding axis."""
         if not self.kind(kind).has_parameters:
             return Seconds()
         return self.prices.block_sync(zero)
 
     def least_wait(self, run: Run, zero: int, num_microbatches: int) -> float:
-        """A lower bound of what a stage waits for because nothing runs beside it: the collectives
-        of its first and last block (``wait_weights``), in seconds per micro-batch."""
+        """Return a lower bound of a stage's seconds per micro-batch in which no compute hides the
+        collectives of its first and last block (``wait_weights``)."""
         key = run.kinds[0], run.kinds[-1], run.shared, zero, num_microbatches
         if key not in self._least_waits:
             self._least_waits[key] = self._least_wait(run, zero, num_microbatches)
@@ -404,5 +407,5 @@ def _distinct(parts: Iterable[tuple[Part, ...]]) -> tuple[Part, ...]:
 
 
 def loss_layout(layout: Layout) -> Layout:
-    """Whole on every axis."""
+    """Return the layout that is whole on every axis."""
     return (INVARIANT,) * len(layout)

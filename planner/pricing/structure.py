@@ -1,9 +1,9 @@
-"""What a run of blocks consists of: kinds, and who reads what of whom.
+"""Structure of runs of blocks: kinds, and the values that blocks read from each other.
 
-In: the graph and its blocks. Out, once per graph: for each block the values that it reads
-from elsewhere; and for each run of blocks how often every distinct edge between kinds
-occurs in it, what it receives from earlier stages and sends to later ones. Node names are
-those of the first block of a kind (the template) unless a value stands for itself.
+In: the graph and its blocks. Out, once per graph: for each block the values that it reads from
+elsewhere; and for each run of blocks the occurrences of every distinct edge between kinds, and the
+values received from earlier stages and sent to later stages. Nodes are named by the first block of
+their kind (the template), other values by their own name.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .run import Use as Use
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """A block's edges where all that it reads is made in the run, and from which block on it is;
-    the parameters of several blocks that it uses."""
+    """A block's edges if all values it reads are produced in the run; the first block for which
+    that holds; the parameters of several blocks that it uses."""
 
     edges: tuple[Edge, ...]
     first: int
@@ -40,7 +40,7 @@ class _Inside:
 
 @dataclass(frozen=True)
 class Structure:
-    """The graph's blocks with what they read. ``runs`` are made on demand and kept."""
+    """The graph's blocks with the values they read. ``runs`` are made on demand and cached."""
 
     graph: Graph
     blocks: Blocks
@@ -50,14 +50,15 @@ class Structure:
     _known: dict[Alike, tuple[Edge, ...]] = field(default_factory=dict, repr=False)
 
     def at_batch(self, batch_size: int) -> Structure:
-        """The same blocks for another batch: only shapes differ, so runs and readers are shared."""
+        """Return the same blocks for another batch: only shapes differ, so runs and readers are
+        shared."""
         found = replace(self, graph=self.graph.with_batch_size(batch_size))
         found.__dict__.update({name: getattr(self, name) for name in _OF_ANY_BATCH})
         return found
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """For each op node the position of its block."""
+        """Map each op node to the position of its block."""
         return {
             name: position
             for position, block in enumerate(self.blocks.blocks)
@@ -66,7 +67,7 @@ class Structure:
 
     @cached_property
     def readers(self) -> dict[Ref, tuple[int, ...]]:
-        """For each value of a block the positions of the blocks that read it, in order."""
+        """Map each value of a block to the positions of the blocks that read it, in order."""
         found: dict[Ref, dict[int, None]] = {}
         for position, block in enumerate(self.blocks.blocks):
             for name in block.nodes:
@@ -77,7 +78,7 @@ class Structure:
 
     @cached_property
     def _shared(self) -> frozenset[str]:
-        """The parameters that several blocks use."""
+        """Return the parameters that several blocks use."""
         position, users = self.position, self.graph.users
         return frozenset(
             node.name
@@ -90,17 +91,17 @@ class Structure:
         return parameter in self._shared
 
     def parameter_key(self, parameter: str) -> str:
-        """The name that a parameter's layout goes by: its template's, or its own if shared."""
+        """Return the name of a parameter's layout: its template's name, or its own if shared."""
         return parameter if self.is_shared(parameter) else self.blocks.template[parameter]
 
     @cached_property
     def outside(self) -> tuple[tuple[tuple[Ref, tuple[Use, ...]], ...], ...]:
-        """For each block the values from elsewhere that it reads, with their uses."""
+        """Return for each block the values from elsewhere that it reads, with their uses."""
         return tuple(self._outside(block) for block in self.blocks.blocks)
 
     @cached_property
     def leaves(self) -> tuple[tuple[str, ...], ...]:
-        """For each block the batch inputs, constants and buffers that it reads."""
+        """Return for each block the batch inputs, constants and buffers that it reads."""
         kinds = ("input", "constant", "buffer")
         return tuple(
             tuple(
@@ -115,14 +116,15 @@ class Structure:
         )
 
     def leaf_bytes(self, run: Run, row_parts: int) -> int:
-        """The bytes of a run's inputs, constants and buffers on a rank; see ``leaf_bytes``."""
+        """Return the bytes of a run's inputs, constants and buffers on a rank; see
+        ``leaf_bytes``."""
         key = run.key, row_parts
         if key not in self._leaf_bytes:
             self._leaf_bytes[key] = leaf_bytes(self.graph, run.leaves, row_parts)
         return self._leaf_bytes[key]
 
     def leaf_bytes_of_blocks(self, row_parts: int) -> tuple[int, ...]:
-        """The same of every block."""
+        """Return the same bytes for every block."""
         return tuple(leaf_bytes(self.graph, names, row_parts) for names in self.leaves)
 
     def _outside(self, block: Block) -> tuple[tuple[Ref, tuple[Use, ...]], ...]:
@@ -145,7 +147,7 @@ class Structure:
         return kind == "op"
 
     def own_parameters(self, block: Block) -> tuple[str, ...]:
-        """The parameters that only this block uses, in several places of it."""
+        """Return the parameters that only this block uses, several times."""
         found: dict[str, None] = {}
         for name in block.nodes:
             for ref in self.graph[name].inputs:
@@ -155,7 +157,7 @@ class Structure:
         return tuple(name for name in found if not self.is_shared(name))
 
     def own_parameter_edges(self, kind: str) -> tuple[Edge, ...]:
-        """The edges inside a kind whose values are parameters that it uses in several places."""
+        """Return the edges inside a kind from parameters that it uses several times."""
         return tuple(
             Edge("parameter", self.parameter_key(ref.name), 0, uses)
             for ref, uses in self._template_outside[kind]
@@ -163,7 +165,8 @@ class Structure:
         )
 
     def ends(self, kind: str) -> tuple[tuple[tuple[str, int], ...], tuple[Use, ...]]:
-        """What joins a kind's blocks to others: values made for them, uses of their values."""
+        """Return the ends of a kind's blocks: values that other blocks read, and uses of their
+        values."""
         wanted = [
             use
             for ref, uses in self._template_outside[kind]
@@ -184,7 +187,7 @@ class Structure:
 
     @cached_property
     def _made_for_others(self) -> dict[str, dict[tuple[str, int], None]]:
-        """For each kind the values, by template, that other blocks read, and the loss."""
+        """Map each kind to its values, by template, that other blocks read, and the loss."""
         found: dict[str, dict[tuple[str, int], None]] = {}
         for ref, readers in self.readers.items():
             block = self.blocks.blocks[self.position[ref.name]]
@@ -197,7 +200,7 @@ class Structure:
         return found
 
     def run(self, start: int, stop: int) -> Run:
-        """The run of blocks ``start`` to ``stop`` (exclusive)."""
+        """Return the run of blocks ``start`` to ``stop`` (exclusive)."""
         found = self._runs.get((start, stop))
         if found is None:
             found = self._run(start, stop)
@@ -229,7 +232,7 @@ class Structure:
 
     @cached_property
     def _inside(self) -> tuple[_Inside, ...]:
-        """Of each block what is the same in every run that makes all that it reads."""
+        """Return for each block its edges in every run that produces all values it reads."""
         found = []
         for at, outside in enumerate(self.outside):
             names = [ref.name for ref, _ in outside]
@@ -239,7 +242,8 @@ class Structure:
         return tuple(found)
 
     def _edges(self, at: int, start: int, received: dict[Ref, Use]) -> tuple[Edge, ...]:
-        """A block's edges in a run from a block on; equal ones are one object."""
+        """Return a block's edges in a run that begins at ``start``; equal edges share one
+        object."""
         outside = self.outside[at]
         own = tuple([self._edge(at, ref, uses, start, received) for ref, uses in outside])
         return self._known.setdefault((self.blocks.blocks[at].kind, own), own)
@@ -257,18 +261,18 @@ class Structure:
         return Edge("received", template, ref.index, uses, first, again)
 
     def first_reader(self, ref: Ref, start: int) -> int:
-        """The first block from ``start`` on that reads another one's value."""
+        """Return the first block from ``start`` on that reads another block's value."""
         readers = self.readers[ref]
         at = bisect_left(readers, start)
         return readers[at + (readers[at] == self.position[ref.name])]
 
     def first_values(self, at: int) -> list[Ref]:
-        """The values of other blocks that a block is the first to read, in any run."""
+        """Return the values of other blocks that a block is the first to read, in any run."""
         values = (ref for ref, _ in self.outside[at] if self.graph[ref.name].kind == "op")
         return [ref for ref in values if self.first_reader(ref, 0) == at]
 
     def inner_edge(self, at: int, ref: Ref, uses: tuple[Use, ...]) -> Edge:
-        """The edge to a block of a value that a block of the same run makes."""
+        """Return the edge to a block of a value produced in the same run."""
         return self._edge(at, ref, uses, 0, {})
 
     def _sent(self, start: int, stop: int) -> Mapping[tuple[str, int], int]:
@@ -281,14 +285,14 @@ class Structure:
 
     @cached_property
     def _crossed(self) -> tuple[Ints, Ints]:
-        """In which block each value of ``crossing`` is made, and in which it is read last."""
+        """Return for each value of ``crossing`` the block that produces it, and its last reader."""
         every = [(made, last) for _, made, last in self.crossing]
         made, last = np.array(every, dtype=np.int64).reshape(-1, 2).T
         return made, last
 
     @cached_property
     def crossing(self) -> tuple[tuple[Ref, int, int], ...]:
-        """Values read outside their block: made in which block, last read in which."""
+        """Return values read outside their block: (value, producing block, last reading block)."""
         return tuple(
             (ref, self.position[ref.name], readers[-1])
             for ref, readers in self.readers.items()
@@ -297,7 +301,7 @@ class Structure:
 
 
 def leaf_bytes(graph: Graph, names: Iterable[str], row_parts: int) -> int:
-    """Return the bytes that inputs, constants and buffers take on a rank, whatever the layouts.
+    """Return the bytes of inputs, constants and buffers on a rank, in any layouts.
 
     A leaf with rows of the batch is cut into ``row_parts`` parts; every other leaf is held whole.
     """
@@ -314,4 +318,4 @@ _OF_ANY_BATCH = (
     "position", "readers", "outside", "leaves", "crossing", "_crossed", "_inside", "_shared",
     "_template_outside", "_made_for_others",
 )  # fmt: skip
-"""What does not depend on shapes."""
+"""Cached properties that do not depend on shapes."""
