@@ -1,13 +1,13 @@
 """Plans of one stage in which unlike devices take unequal shares of the batch.
 
 In: a context on a cluster whose devices differ. Out: for each micro-batch size and mesh with an
-axis "dp" the best candidate, and what none of these plans is faster than.
+axis "dp" the best candidate, and a lower bound of these plans.
 
-A coordinate of "dp" is priced on its own device, with the graph that it runs (``shares``). Of
-each setting (layouts, ZeRO stage, blocks recomputed), which all share, the best shares are
-sought, with every device's own memory; blocks are recomputed only where memory decides the
-shares. The bound divides the rows by the stage solver's bounds of each device, whatever its
-layouts, ZeRO stage and memory: a stage that waits for its slowest device takes no less.
+A coordinate of "dp" is priced on its own device, with the graph that it runs (``shares``). For each
+common setting (layouts, ZeRO stage, recomputed blocks) the best shares are sought, with every
+device's own memory; blocks are recomputed only if memory limits the shares. The bound divides the
+rows by the stage solver's bounds of each device, over all layouts, ZeRO stages and memory limits: a
+stage waits for its slowest device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..search.translated import translated
 from ..shares import best_shares, coordinate_ranks, slowest, why_not
 
 MOST_POLICIES = 40
-"""With more ways to recompute, blocks are recomputed all alike."""
+"""Maximum recomputation policies to try; with more, all blocks are recomputed alike."""
 
 INFINITE = float("inf")
 
@@ -57,7 +57,8 @@ class SharedAnswer(StageAnswer):
 
 
 def uneven_shares(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """The best candidate of each micro-batch size and mesh; the context gets their bound."""
+    """Yield the best candidate of each micro-batch size and mesh; record their bound in the
+    context."""
     least = float("inf")
     for candidate, bound in shared_candidates(context, context.microbatch_rows):
         least = min(least, bound)
@@ -69,7 +70,7 @@ def uneven_shares(context: SearchContext, pool: CandidatePool) -> Iterator[Candi
 def shared_candidates(
     context: SearchContext, rows: Sequence[int]
 ) -> Iterator[tuple[Candidate | None, float]]:
-    """A candidate, if any, and a bound for each micro-batch size and mesh."""
+    """Yield a candidate, if any, and a bound for each micro-batch size and mesh."""
     request, size = context.request, context.cluster.num_devices
     allowed = request.features.allows("uneven-shares") and 1 in context.stage_numbers
     more = max(request.forced.cp or 1, request.forced.ep or 1)
@@ -114,14 +115,14 @@ class _Shared:
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
-        """For each coordinate the first one whose devices are the same."""
+        """Return for each coordinate the first coordinate with equal devices."""
         cluster = self.context.cluster
         own = [cluster.slowest_device(ranks) for ranks in self.ranks]
         return tuple(own.index(device) for device in own)
 
     @cached_property
     def limits(self) -> tuple[float, ...]:
-        """Bytes for each coordinate."""
+        """Return the memory limit of each coordinate."""
         return tuple(self.context.limits_on(ranks).memory_bytes for ranks in self.ranks)
 
     @property
@@ -132,7 +133,7 @@ class _Shared:
         return self.solver(coordinate, rows).model.structure.run(*self.blocks)
 
     def solver(self, coordinate: int, rows: int) -> IntraOp:
-        """The stage solver of a coordinate with so many rows; no memory limit."""
+        """Return the stage solver of a coordinate with so many rows, without a memory limit."""
         key = self.devices[coordinate], rows
         if key not in self._solvers:
             context, request = self.context, self.context.request
@@ -153,7 +154,7 @@ class _Shared:
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """Rows per second of each coordinate, at an even share."""
+        """Return the rows per second of each coordinate, at an even share."""
         even = max(1, self.rows // self.parts)
         found = [self._bound(each, even) for each in range(self.parts)]
         return tuple(1 / max(seconds, 1e-30) for seconds in found)
@@ -162,13 +163,13 @@ class _Shared:
         return self.solver(coordinate, rows).bound_seconds(self.run(coordinate, rows), self.count)
 
     def bound_seconds(self) -> float:
-        """What no shares, layouts, ZeRO stage or recomputation are faster than."""
+        """Return a lower bound over all shares, layouts, ZeRO stages and recomputation."""
         shares = best_shares(self.rows, self.speeds, self._bound)
         assert shares is not None, "a bound has no memory limit"
         return self.count * max(self._bound(each, rows) for each, rows in enumerate(shares))
 
     def best(self) -> Candidate | None:
-        """The fastest candidate; None where unequal shares are not possible, or do not fit."""
+        """Return the fastest candidate; None if unequal shares are not possible, or do not fit."""
         base = self.solver(0, max(1, self.rows // self.parts))
         run = base.model.structure.run(*self.blocks)
         found: list[SharedAnswer] = []
@@ -195,7 +196,8 @@ class _Shared:
         )
 
     def _of_solution(self, start: StageAnswer) -> Iterator[SharedAnswer]:
-        """Its best shares under every ZeRO stage, with the cheapest recomputation that does."""
+        """Yield the best shares of a solution under every ZeRO stage, up to the cheapest
+        recomputation that is fast enough."""
         base = self.solver(0, max(1, self.rows // self.parts))
         for zero in base.zeros:
             free: float | None = None
@@ -211,7 +213,7 @@ class _Shared:
                         break
 
     def _policies(self, run: Run) -> Iterator[RecomputePolicy]:
-        """Ways to recompute, the one with nothing recomputed first."""
+        """Yield the recomputation policies, the policy without recomputation first."""
         request = self.context.request
         listed = policies(*run.class_counts)
         modes = (
@@ -233,7 +235,7 @@ class _Shared:
     def _answer(
         self, start: StageAnswer, setting: Setting, limits: Sequence[float]
     ) -> SharedAnswer | None:
-        """The best shares in a setting."""
+        """Return the best shares in a setting."""
         costs: dict[tuple[int, int], StageCost | None] = {}
 
         def cost(coordinate: int, rows: int) -> StageCost | None:
@@ -262,7 +264,7 @@ class _Shared:
         )
 
     def _priced(self, coordinate: int, rows: int, solution: Solution) -> StageTable | None:
-        """A solution's costs on a coordinate; None where its layouts are others there."""
+        """Return a solution's costs on a coordinate; None if it has other layouts there."""
         key = coordinate, rows
         if key not in self._tables:
             base = self.solver(0, max(1, self.rows // self.parts)).model

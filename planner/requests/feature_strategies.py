@@ -1,7 +1,7 @@
-"""The strategies of an op that features leave: no split rows, positions or experts.
+"""Strategies of an op under allowed features: without split rows, positions or experts.
 
-In: an op's strategies on one axis, the dimensions that count rows and positions, features.
-Out: those that do not use what is denied. There is always one left: an op can run whole.
+In: an op's strategies on one axis, the dimensions that count rows and positions, features. Out: the
+strategies without denied features. At least one remains: an op can run whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def allowed(
     dims: Callable[[], Dims],
     features: Features,
 ) -> tuple[AxisStrategy, ...]:
-    """The strategies that use nothing that is denied, all if nothing else is left."""
+    """Return the strategies without denied features, or all if none remains."""
     own = "cp" if node.op.startswith(ATTENTION) else "sp"
     found = strategies
     if not features.allows("dp") and graph.batch_dims:
@@ -59,7 +59,7 @@ def _splits_positions(node: Node, graph: Graph, strategy: AxisStrategy, dims: Di
 
 
 def _splits_experts(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
-    """Return whether weights of three dimensions, of which the first counts experts, are split
+    """Return whether weights of three dimensions, the first of which counts experts, are split
     there."""
     if "conv" in node.op:
         return False

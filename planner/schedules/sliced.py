@@ -15,7 +15,7 @@ from ...cost_model.simulator.actions import BACKWARD, FORWARD, Action, Table
 
 
 def terapipe(num_ranks: int, num_microbatches: int, num_slices: int) -> Table:
-    """All forwards, slice by slice, then all backwards, last slice of a micro-batch first."""
+    """Run all forwards, slice by slice, then all backwards, last slice of a micro-batch first."""
     units = [(m, part) for m in range(num_microbatches) for part in range(num_slices)]
     back = [(m, part) for m in range(num_microbatches) for part in reversed(range(num_slices))]
     return tuple(
@@ -35,7 +35,8 @@ def slice_lengths(
     granularity: int = 1,
     num_sequences: int = 1,
 ) -> tuple[int, ...]:
-    """The slice lengths that minimize the step: sum of their times + (num_stages - 1) longest.
+    """Return the slice lengths that minimize the step: sum of their times + (num_stages - 1)
+    longest.
 
     ``seconds(n, before)``: a stage's time, forward and backward, of ``n`` positions that come
     after ``before`` others. All sequences (micro-batches) are cut alike, so the sum counts
@@ -79,7 +80,7 @@ def slice_lengths(
 def _cheapest(
     times: Sequence[Sequence[float]], limit: float
 ) -> tuple[float, tuple[int, ...], float] | None:
-    """The cut with the least sum of times, none above ``limit``: (sum, ends, its longest).
+    """Return the cut with the least sum of times, none above ``limit``: (sum, ends, its longest).
 
     ``times[start][k]`` is the time of the slice from ``start`` to ``start + 1 + k``.
     """
