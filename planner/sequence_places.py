@@ -1,10 +1,10 @@
-"""Where each value counts the positions of the sequence, for training in slices of it.
+"""Positions of the sequence in each value, for training in slices of it.
 
 In: a graph. Out: for each value whose rows are positions, the dimension that counts them; the
-inputs of ops that have to be cut for that; what comes out as a sum over positions. An op may
-run on a slice where one of its strategies splits its values along positions and needs nothing
-from other ranks: then it computes each position by itself. Causal attention is the one op that
-may look back (Li et al. 2021, TeraPipe, arXiv:2102.07988, section 3.2); a loss may add up.
+inputs of ops that have to be cut; the results that are sums over positions. An op may run on a
+slice if one of its strategies splits its values along positions without communication: then it
+computes each position by itself. Only causal attention may look back (Li et al. 2021, TeraPipe,
+arXiv:2102.07988, section 3.2); a loss may add up.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Place:
     count: int = 0
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
-        """The rows of positions ``start`` to ``stop``."""
+        """Return the rows of positions ``start`` to ``stop``."""
         low, high = (min(max(at - self.first, 0), self.count) for at in (start, stop))
         return low, high
 
     def shape(self, whole: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
-        """The shape of a slice of a value of shape ``whole``."""
+        """Return the shape of a slice of a value of shape ``whole``."""
         low, high = self.rows(start, stop)
         size = self.outer * (high - low) * self.inner
         return (*whole[: self.dim], size, *whole[self.dim + 1 :])
@@ -63,12 +63,13 @@ class Place:
 
 @dataclass(slots=True)
 class Places:
-    """What ``find_places`` found. ``length`` is the number of positions.
+    """Result of ``find_places``. ``length`` is the number of positions. ``length`` is the number of
+    positions.
 
     ``places`` has the values that are computed slice by slice; ``cut`` the inputs, by node and
-    place among its inputs, that are whole and of which it takes the slice's part; ``sums`` the
-    ops whose results add up over the slices, ``means`` those of them that divide by their rows;
-    ``attention`` the causal ones, ``written`` those that are written out, by each of their nodes.
+    position, that are whole and cut to the slice; ``sums`` the ops whose results add up over the
+    slices, ``means`` the sums that divide by their rows; ``attention`` the causal attention ops,
+    ``written`` the attentions written out, by each of their nodes.
     """
 
     length: int = 0
@@ -81,7 +82,7 @@ class Places:
 
 
 def find_places(graph: Graph) -> Places:
-    """Where positions are. Raises PlanError AP548 where slices would not give the same result."""
+    """Find the positions in a graph. Raises PlanError AP548 if slices would change the result."""
     found = Places()
     if graph.updates:
         raise _mixes(graph[next(iter(graph.updates.values())).name], "it changes a buffer")
@@ -97,7 +98,7 @@ def find_places(graph: Graph) -> Places:
 
 
 def _follow(found: Places, graph: Graph, node: Node, dims: Dims) -> None:
-    """Add what a node makes to ``found``."""
+    """Add the outputs of a node to ``found``."""
     refs = node.inputs
     places = {i: found.places[ref] for i, ref in enumerate(refs) if ref in found.places}
     if any(ref.name in found.sums for ref in refs):
@@ -130,14 +131,13 @@ def _follow(found: Places, graph: Graph, node: Node, dims: Dims) -> None:
 
 
 def _is_alone(graph: Graph, node: Node, places: Mapping[int, Place]) -> bool:
-    """Return whether a concatenation has one input, and else empty ones: a cache that is not
-    used."""
+    """Return whether a concatenation has one non-empty input: the others are an unused cache."""
     empty = sum(graph.spec(ref).numel == 0 for ref in node.inputs)
     return len(places) == 1 and empty == len(node.inputs) - 1
 
 
 def _entry(found: Places, graph: Graph, node: Node, dims: Dims) -> tuple[int, Place] | None:
-    """The input of an op with which positions enter what is trained; None if none does."""
+    """Return the input of an op by which positions enter the trained part; None if none does."""
     if not any(spec.requires_grad for spec in node.outputs):
         return None
     for index, ref in enumerate(node.inputs):
@@ -157,7 +157,7 @@ def _entry(found: Places, graph: Graph, node: Node, dims: Dims) -> tuple[int, Pl
 
 
 def _follow_sum(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
-    """An op on sums over positions: linear in them, so that its results add up too."""
+    """Follow an op on sums over positions: it must be linear, so that its results add up, too."""
     for strategy in () if places else axis_strategies(node, graph, 1):
         held = zip(node.inputs, strategy.inputs, strict=True)
         fits = all((placement.kind == "P") == (ref.name in found.sums) for ref, placement in held)
@@ -183,7 +183,7 @@ def _follow_attention(found: Places, node: Node, places: Mapping[int, Place]) ->
 
 
 def _follow_written(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
-    """Of attention that is written out: rows are positions, columns those that they look at."""
+    """Follow written-out attention: rows are positions, columns the positions they look at."""
     written = found.written[node.name]
     rows = len(node.spec.shape) - 2
     whole = Place(rows, count=found.length)
@@ -202,7 +202,8 @@ def _follow_written(found: Places, graph: Graph, node: Node, places: Mapping[int
 
 
 def _follow_counted(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
-    """A slice draws its part of the whole's numbers: a box, so positions are no merged ones."""
+    """Follow a random op: a slice draws a box of the whole's numbers, so positions are not
+    merged."""
     _follow_strategy(found, graph, node, places)
     place = found.places[Ref(node.name)]
     if place.outer != 1 or place.dim in graph.batch_dims.get(node.name, ()):
@@ -210,9 +211,9 @@ def _follow_counted(found: Places, graph: Graph, node: Node, places: Mapping[int
 
 
 def _viewed(graph: Graph, node: Node, place: Place) -> Place:
-    """A view keeps the order in memory: as many entries come before and after a position.
+    """Return the place in a view, which keeps the order in memory around each position.
 
-    Raises AP548 where the new dimensions cut through positions.
+    Raises AP548 if the new dimensions cut through positions.
     """
     shape, made = graph.spec(node.inputs[0]).shape, node.spec.shape
     before = prod(shape[: place.dim]) * place.outer
@@ -227,7 +228,7 @@ def _viewed(graph: Graph, node: Node, place: Place) -> Place:
 
 
 def _sliced(graph: Graph, node: Node, place: Place) -> Place:
-    """Consecutive positions of a value."""
+    """Return the place in a slice of consecutive positions."""
     if (place.outer, place.inner) != (1, 1) or argument(node, 4, "step", 1) != 1:
         raise _mixes(node, "it takes positions that are not consecutive")
     size = graph.spec(node.inputs[0]).shape[place.dim]
@@ -237,7 +238,8 @@ def _sliced(graph: Graph, node: Node, place: Place) -> Place:
 
 
 def _follow_loss(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
-    """A sum over rows; a mean is divided by the number of all rows (``Graph.accumulation``)."""
+    """Follow a loss: a sum over rows; a mean divides by the number of all rows
+    (``Graph.accumulation``)."""
     classes = min(1, len(graph.spec(node.inputs[0]).shape) - 1)
     place = places.get(0)
     if place is None or place.dim == classes:
@@ -272,8 +274,8 @@ def _follow_strategy(found: Places, graph: Graph, node: Node, places: Mapping[in
 
 
 def _fits(strategy: AxisStrategy, places: Mapping[int, Place]) -> bool:
-    """Return whether a strategy splits just the given values along positions, and talks to
-    nobody."""
+    """Return whether a strategy splits exactly the given values along positions, without
+    communication."""
     outputs = strategy.outputs
     return (
         not strategy.collectives
@@ -293,7 +295,7 @@ def _add_sum(found: Places, node: Node, place: Place) -> None:
 
 
 def _bring(found: Places, graph: Graph, node: Node, index: int, wanted: Place) -> None:
-    """Has an input along positions as wanted; a whole one is cut."""
+    """Bring an input to the wanted positions; a whole input is cut."""
     ref = node.inputs[index]
     if found.places.get(ref, wanted) != wanted:
         raise _mixes(node, "it meets values of different positions")

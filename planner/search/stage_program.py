@@ -1,9 +1,8 @@
 """The integer program of one stage of a finished plan.
 
 In: a graph, its blocks, a plan, the number of a stage. Out: the program over all layouts of the
-stage's mesh, at its ZeRO stage, recomputation and micro-batches in flight, and what the plan's own
-layouts cost in it. Choices that were forced when the plan was made are not in a plan, so they are
-open here.
+stage's mesh, at its ZeRO stage, recomputation and micro-batches in flight, and the cost of the
+plan's own layouts in it. Plans do not record forced choices, so these are open here.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ..requests.request import Forced
 from ..schedules.held import most_held
 
 Minimized = Literal["time", "unlimited", "memory"]
-"""Microseconds of a micro-batch within the memory limit, or without one; or megabytes."""
+"""Objective: time under the memory limit, time without a limit, or memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class StageProgram:
     """A stage's program with its names.
 
     ``planned`` is the objective of the plan's own layouts, in microseconds or megabytes; None if
-    some of them are not among the choices, as of a plan with forced ones.
+    some of them are not among the choices, as for a plan with forced layouts.
     """
 
     named: NamedProgram
@@ -64,10 +63,11 @@ def stage_program(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> StageProgram:
-    """The program of stage ``index``; a limit of None is the memory of the stage's devices.
+    """Build the program of stage ``index``; by default with the memory limit of the stage's
+    devices.
 
-    Raises UsageError AP332 for a stage that the plan has not, one with unequal shares of the batch
-    (whose ranks have a program each), or an unknown objective.
+    Raises UsageError AP332 for a missing stage, a stage with unequal shares of the batch (whose
+    ranks have a program each), or an unknown objective.
     """
     stage = _checked(plan, index, minimized)
     held = most_held(held_micro_batches(graph, blocks, plan, rules=rules)[index])
@@ -115,7 +115,7 @@ def _checked(plan: Plan, index: int, minimized: str) -> StagePlan:
 
 
 def _beside(plan: Plan, index: int) -> float:
-    """Bytes of the other stages on a stage's devices, what is transient left out."""
+    """Return the bytes of the other stages on a stage's devices, except transient bytes."""
     own = frozenset(plan.stages[index].devices)
     return float(
         sum(
@@ -129,7 +129,7 @@ def _beside(plan: Plan, index: int) -> float:
 
 
 def _policy(run: Run, stage: StagePlan) -> RecomputePolicy:
-    """How many blocks of each class of a run a stage recomputes, the inverse of ``Run.modes``."""
+    """Count the recomputed blocks of each class of a stage's run, the inverse of ``Run.modes``."""
     modes = Counter(zip(run.classes[1], (block.recompute for block in stage.blocks), strict=True))
     numbers = range(len(run.block_classes))
     full, selective = (
@@ -146,9 +146,9 @@ def assembly_of(
     rules: Rules,
     basis: Basis,
 ) -> tuple[Assembly, tuple[int, ...] | None]:
-    """The decisions of a stage, and the plan's choices among them.
+    """Return the decisions of a stage, and the plan's choices among them.
 
-    Axes are for what they are for in the search, unless the plan uses them for more.
+    Axes have their uses in the search, unless the plan uses them for more.
     """
     prices = Prices(
         stage.mesh, plan.cluster, stage.devices, plan.model.precision, plan.model.optimizer,
@@ -168,7 +168,7 @@ def assembly_of(
 def _planned_choices(
     assembly: Assembly, layouts: Mapping[str, NodeLayout]
 ) -> tuple[int, ...] | None:
-    """The choices that have a plan's layouts; None if there are none."""
+    """Return the choices with a plan's layouts; None if there are none."""
     found = []
     for decision in assembly.decisions:
         own = (
@@ -184,7 +184,7 @@ def _planned_choices(
 
 
 def _of_memory(problem: Problem) -> Problem:
-    """The same with bytes as the objective, and no limit of them."""
+    """Return the same problem with bytes as the objective, and no limit."""
     assert problem.memory is not None
     return Problem(
         tuple(np.zeros(len(own)) for own in problem.costs),
@@ -194,7 +194,7 @@ def _of_memory(problem: Problem) -> Problem:
 
 
 def _objective(problem: Problem, choices: Sequence[int]) -> float:
-    """The objective of choices as the named program has it."""
+    """Return the objective of choices in the named program's unit."""
     seconds = cost(problem, choices)
     if problem.memory is not None:
         seconds += problem.memory_weight * memory_bytes(problem.memory, choices)
