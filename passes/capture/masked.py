@@ -1,10 +1,10 @@
-"""``x[mask]`` with a truth value for each element or row, as a capture computes it.
+"""``x[mask]`` with a truth value for each element or row, in a form that can be captured.
 
 In: a tensor and a mask of its first dimensions. Out: a ``Masked`` value, which stands for the
-selected elements: their number depends on values, so a program keeps all of them, and sums and
-means leave the others out. Ops that are computed element by element, or within a row, are computed
-of all; the elements that are left out are replaced by a number for which such ops and their
-derivatives are finite. Anything else is refused.
+selected elements: their number depends on values, so a program keeps all elements, and sums and
+means skip the others. Elementwise ops, and ops within a row, are computed for all elements; skipped
+elements are replaced by a number for which such ops and their derivatives are finite. Other ops are
+refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn import functional
 from ...planner.errors import CaptureError
 
 LEFT_OUT = 0.5
-"""In the place of elements that are left out: logarithms, roots and quotients of it are finite."""
+"""Replacement of skipped elements: its logarithms, roots and quotients are finite."""
 
 _POINTWISE = frozenset(
     {
@@ -43,7 +43,7 @@ _LOSSES = frozenset(
 _ROWWISE = frozenset({"sum", "mean", "softmax", "log_softmax", "logsumexp", "amax", "amin"})
 _SAME = ("add", "sub", "mul", "pow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "rsub")
 _OPERATORS = {**dict.fromkeys(_SAME), "truediv": "div", "radd": "add", "rmul": "mul"}
-"""Functions of torch by the operators that call them; None for those of the same name."""
+"""Functions of torch by the operators that call them; None if the names are equal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,9 +146,10 @@ def _computed(
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two masks are equal: the same tensor, or made by the same ops of the same."""
+    """Return whether two masks are equal: the same tensor, or made by the same ops from the same
+    tensors."""
     mode = get_proxy_mode()
-    if one is other or mode is None:  # where nothing is recorded, a capture has looked
+    if one is other or mode is None:  # without a recording, a capture has checked
         return True
     nodes = [get_proxy_slot(each, mode.tracer, None) for each in (one, other)]
     if any(each is None for each in nodes):
@@ -172,12 +173,13 @@ def _is_inner(dim: int, values: Tensor, mask: Tensor) -> bool:
 
 
 def _count(values: Tensor, mask: Tensor) -> Tensor:
-    """The number of selected elements."""
+    """Return the number of selected elements."""
     return mask.sum() * math.prod(values.shape[mask.dim() :])
 
 
 def _reduced(values: Tensor, mask: Tensor, how: str) -> Any:
-    """Reduce the selected elements by their ``sum`` or ``mean``; not at all by ``none``."""
+    """Reduce the selected elements by their ``sum`` or ``mean``; return them unreduced for
+    ``none``."""
     if how == "none":
         return Masked(values, mask)
     inner = (1,) * (values.dim() - mask.dim())
