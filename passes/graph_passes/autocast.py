@@ -4,7 +4,8 @@ In: a graph that was captured in ``dtype``, the format of its parameters. Out: t
 
 - an op of ``FLOAT32`` gets its floating inputs in float32 and gives float32;
 - a sum gives float32 of whatever it reads, as its kernel does that without a copy;
-- a product (``LOWER``), an op that the user registered and a batch norm get results of such ops in their captured format;
+- a product (``LOWER``), an op that the user registered and a batch norm get results of such ops
+  in their captured format;
 - a kernel of ``FLOAT32_INSIDE`` reads half precision, computes in float32 and rounds only its
   result: it stays unchanged, unless an input is float32 already;
 - every other op takes the widest of its inputs.

@@ -1,11 +1,11 @@
-"""Backwards in two halves: gradients of inputs now, gradients of weights later.
+"""Split backwards: gradients of inputs first, gradients of weights later.
 
 In: a block's graph. Out: the same graph, in which the ops whose weight gradients cost a matrix
-product or more (linear, addmm, mm, matmul, conv, embedding) put these off: their backward
-computes the gradient of their input and keeps what the other gradient needs, the op's input and
-the gradient of its result. ``WeightGradients.run`` computes the gradients of weights from that,
-one block at a time, and frees it. Everything else is computed once, in the first half, and its
-memory is freed there; gradients of small parameters (norms, scales) come with it.
+product or more (linear, addmm, mm, matmul, conv, embedding) defer these: their backward computes
+the gradient of their input and keeps the op's input and the gradient of its result.
+``WeightGradients.run`` computes the gradients of weights from these, one block at a time, and frees
+them. Other gradients, also of small parameters (norms, scales), are computed once, in the first
+half, and their memory is freed there.
 
 Both halves together compute what one backward computes, nothing twice. Recomputed blocks are
 recomputed in the first half only.
@@ -37,7 +37,7 @@ class Halves:
     ``data`` and ``weights`` are positions among its arguments; ``rest`` below are all the
     arguments, with None for these. ``of_data(gradient, weight, data, rest)``;
     ``of_weights(gradient, data, shapes, rest)`` gives one gradient per weight, in order, where
-    ``shapes`` has None for a weight that is not there.
+    ``shapes`` has None for an absent weight.
     """
 
     data: int
@@ -47,7 +47,7 @@ class Halves:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """All dimensions but the last as one."""
+    """Flatten all dimensions but the last."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -142,12 +142,12 @@ HALVES: dict[Any, Halves] = {
     aten.conv2d.default: _CONVOLUTION,
     aten.conv3d.default: _CONVOLUTION,
 }
-"""The ops that put their weight gradients off."""
+"""The ops that defer their weight gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """What the gradients of an op's weights are computed from."""
+    """Tensors from which the gradients of an op's weights are computed."""
 
     block: int
     halves: Halves
@@ -159,19 +159,20 @@ class _Deferred:
 
 
 class WeightGradients:
-    """The gradients of a stage's weights that are yet to be computed, by micro-batch."""
+    """The deferred weight gradients of a stage, by micro-batch."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, list[_Deferred]] = {}
         self._collected: list[_Deferred] = []
 
     def add(self, deferred: _Deferred) -> None:
-        """Called in a backward, for the micro-batch whose ``collecting`` is entered."""
+        """Add a deferred op, called in a backward, to the micro-batch of the current
+        ``collecting``."""
         self._collected.append(deferred)
 
     @contextmanager
     def collecting(self, microbatch: int) -> Iterator[None]:
-        """Inside, backwards are of this micro-batch."""
+        """Context manager: backwards inside belong to this micro-batch."""
         self._collected = self._waiting.setdefault(microbatch, [])
         try:
             yield
@@ -181,7 +182,7 @@ class WeightGradients:
     def run(
         self, microbatch: int, after_block: Callable[[set[int]], None] = lambda remaining: None
     ) -> None:
-        """Compute what the micro-batch's backward put off, and free what it kept.
+        """Compute the micro-batch's deferred gradients, and free the kept tensors.
 
         ``after_block`` is called after each block, with the positions of those that remain.
         """
@@ -199,7 +200,7 @@ class WeightGradients:
             after_block({deferred.block for deferred in waiting})
 
     def clear(self) -> None:
-        """Forget all: a step begins."""
+        """Discard all deferred gradients at the start of a step."""
         self._waiting.clear()
 
 
@@ -216,9 +217,9 @@ def _weight_gradients(deferred: _Deferred) -> list[tuple[GradientEdge, Tensor]]:
 
 
 class _Putting(torch.autograd.Function):
-    """The op; its backward computes the gradient of its data only and puts the rest off.
+    """The op; its backward computes the gradient of its data only and defers the others.
 
-    ``anchor`` has the backward run where the data needs no gradient.
+    ``anchor`` makes the backward run even if the data needs no gradient.
     """
 
     @staticmethod
@@ -251,7 +252,7 @@ class _Putting(torch.autograd.Function):
 
 
 class _DeferredOp(nn.Module):
-    """An op in a block's graph that puts its weight gradients off."""
+    """An op in a block's graph that defers its weight gradients."""
 
     def __init__(self, target: Any, halves: Halves, store: WeightGradients, block: int) -> None:
         super().__init__()
@@ -281,10 +282,10 @@ def _edge(weight: Tensor | None) -> GradientEdge | None:
 def defer(
     module: fx.GraphModule, store: WeightGradients, block: int, shared: frozenset[str]
 ) -> frozenset[str]:
-    """Has the ops of a block's graph put off their weight gradients, in place.
+    """Make the ops of a block's graph defer their weight gradients, in place.
 
     ``shared`` are the inputs that are parameters, by the name of their placeholder. Returns the
-    attributes (and placeholders) of the parameters whose gradients are put off.
+    attributes (and placeholders) of the parameters with deferred gradients.
     """
     made_of: dict[fx.Node, frozenset[str]] = {}
     late: set[str] = set()
@@ -310,7 +311,7 @@ def _sources(
     parameters: Any,
     shared: frozenset[str],
 ) -> frozenset[str]:
-    """The parameters that a node is computed from, if from nothing else."""
+    """Return the parameters that a node is computed from, if it reads nothing else."""
     if node.op == "get_attr":
         return frozenset({str(node.target)} & set(parameters))
     if node.op == "placeholder":

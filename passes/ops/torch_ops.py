@@ -1,4 +1,4 @@
-"""Ops by their path: ``"aten.linear.default"`` to the callable and what its schema says."""
+"""Ops by their path: ``"aten.linear.default"`` to the callable, and facts of its schema."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZED_BY_OUTPUT = frozenset(
 
 @cache
 def resolve(path: str) -> OpOverload:
-    """The op that ``path`` names.
+    """Return the op that ``path`` names.
 
     >>> resolve("aten.linear.default") is torch.ops.aten.linear.default
     True
@@ -35,13 +35,13 @@ def resolve(path: str) -> OpOverload:
 
 
 def path_of(op: OpOverload) -> str:
-    """The inverse of ``resolve``."""
+    """Return the path of an op; the inverse of ``resolve``."""
     return str(op)
 
 
 @cache
 def mutated_argument(path: str) -> str | None:
-    """The name of the argument that the op writes to, or None."""
+    """Return the name of the argument that the op writes to, or None."""
     for argument in resolve(path)._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             return str(argument.name)
@@ -66,7 +66,7 @@ def has_argument(path: str, name: str) -> bool:
 
 @cache
 def is_random(path: str) -> bool:
-    """Return whether the op draws from the random generator (dropout counts, whatever its rate)."""
+    """Return whether the op draws from the random generator (dropout counts at any rate)."""
     op = resolve(path)
     return torch.Tag.nondeterministic_seeded in op.tags or "dropout" in path or "counter_" in path
 
@@ -90,18 +90,18 @@ def draws_by_itself(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 @cache
 def is_pointwise(path: str) -> bool:
-    """Return whether the op computes each element of its broadcast inputs by itself."""
+    """Return whether the op computes each element of its broadcast inputs independently."""
     op = resolve(path)
     return torch.Tag.pointwise in op.tags or path.startswith("aten.masked_fill.")
 
 
 def forget() -> None:
-    """Forget what was looked up: a user's op was registered anew."""
+    """Clear the caches: a user's op was registered anew."""
     for cached in (resolve, mutated_argument, is_view, has_argument, is_random, is_pointwise):
         cached.cache_clear()
 
 
 def returns_several(path: str) -> bool:
-    """Return whether an op returns a tuple or list, even of one."""
+    """Return whether an op returns a tuple or list, even of a single tensor."""
     returns = resolve(path)._schema.returns
     return len(returns) > 1 or str(returns[0].type).startswith("List")
