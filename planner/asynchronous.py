@@ -49,8 +49,7 @@ def num_updates(plan: Plan) -> int:
 
 
 def check_forced(forced: Forced) -> None:
-    """Raise UsageError AP158 if an asynchronous schedule is forced together with unsupported
-    options."""
+    """Raise UsageError AP158 if an asynchronous schedule is forced with unsupported options."""
     name = forced.schedule
     if not is_asynchronous(name):
         return

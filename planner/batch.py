@@ -1,4 +1,4 @@
-"""Which dimension of every tensor counts the batch.
+"""Find the dimension of every tensor that counts the batch.
 
 In: a graph captured at a small batch size b. Out: per node and output the dimension that scales
 with b. A virtual mesh axis of b ranks is laid over the graph, the inputs split on their first
@@ -48,8 +48,7 @@ def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None
 def find_batch(
     graph: Graph,
 ) -> tuple[Mapping[str, tuple[int | None, ...]], Accumulation] | None:
-    """Return the batch dimensions and the way losses of micro-batches add up; None as in
-    ``find_batch_dims``.
+    """Return the batch dimensions and how losses of micro-batches add; see ``find_batch_dims``.
 
     A sum over rows that depends on no parameter may be used as if it were whole: it is one
     of ``Accumulation.totals``.
@@ -113,8 +112,7 @@ def is_mean(node: Node) -> bool:
 
 
 def _has_classes(graph: Graph, node: Node) -> bool:
-    """Return whether the targets of a class loss are class numbers, some of which may be
-    ignored."""
+    """Return whether the targets of a class loss are class numbers, some of them ignored."""
     return graph.spec(node.inputs[1]).dtype not in FLOATS
 
 
@@ -205,8 +203,7 @@ class _Propagation:
         return None if ref in self.totals else self.labels.get(ref)
 
     def _add_total(self, node: Node) -> bool:
-        """Turn a sum over the batch's data that a node uses into a total; return False if there is
-        none."""
+        """Turn a sum over batch data that a node uses into a total; return False without a sum."""
         for ref in node.inputs:
             if self._used(ref) == PARTIAL and is_data(self.graph, ref):
                 self.totals[ref] = None
@@ -305,8 +302,7 @@ class _Propagation:
         return self._equal_rows[key]
 
     def _prove_equal_rows(self, ref: Ref, dim: int) -> bool:
-        """Prove that parts are equal by an op that runs identically on each part, from equal
-        inputs."""
+        """Prove that parts are equal by an op that runs equally on each part, from equal inputs."""
         node = self.graph[ref.name]
         if node.kind != "constant" or not node.op:
             return False
@@ -325,8 +321,7 @@ class _Propagation:
         )
 
     def _repeats(self, node: Node, dim: int) -> bool:
-        """Return whether an op repeats its whole input along ``dim``, a whole number of times per
-        row."""
+        """Return whether an op repeats its input along ``dim``, a whole number of times per row."""
         if packet(node.op) not in ("repeat", "tile"):
             return False
         missing = len(node.spec.shape) - len(node.args[1])
@@ -334,8 +329,7 @@ class _Propagation:
         return isinstance(times, int) and times % self.graph.batch_size == 0
 
     def _looks_up_equal_rows(self, node: Node, position: int) -> bool:
-        """Return whether an input is an index into equal rows, so that any index selects equal
-        values."""
+        """Return whether an input is an index into equal rows: any index selects equal values."""
         if packet(node.op) != "index" or position == 0:
             return False
         indexed = [dim for dim, item in enumerate(node.args[1]) if isinstance(item, Ref)]

@@ -196,7 +196,7 @@ class _BlockWalk:
         return _total(part for part in parts if part not in selected), _total(late)
 
     def _meet(self) -> None:
-        """End a block, or each half of it, when both device and host are done with it; see
+        """End a block, or each half, when device and host are both done with it; see
         ``StageCost``."""
         own, (computed, issued) = self.seconds, self.late if self.setting.splits else (0.0, 0.0)
         first = max(own.backward_compute - computed, own.backward_issue - issued)
@@ -229,8 +229,7 @@ class _BlockWalk:
         self.receive[1] += backward
 
     def _is_repeated(self, ref: Ref, uses: Sequence[tuple[str, int]]) -> bool:
-        """Return whether a value with these uses is converted again when the block is
-        recomputed."""
+        """Return whether a value with these uses is converted again when the block recomputes."""
         if self.mode == "none":
             return False
         kind, reader = self.graph[ref.name].kind, self.graph[uses[0][0]]
@@ -285,8 +284,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class BlockForms:
-    """Blocks of a graph grouped by form. ``storages``: the output that owns each output's
-    memory."""
+    """Blocks of a graph grouped by form. ``storages``: the output that owns an output's memory."""
 
     structure: Structure
     storages: Mapping[Key, Key]
@@ -381,8 +379,7 @@ class BlockForms:
 
     @staticmethod
     def _place(key: Key, numbers: Mapping[Key, int], places: Mapping[str, int]) -> tuple[int, int]:
-        """Identify a value by its place in the block, or by its number if it comes from
-        elsewhere."""
+        """Identify a value by its place in the block, or by its number if it is from elsewhere."""
         return (numbers[key] if key in numbers else places[key[0]]), key[1]
 
     @cached_property

@@ -36,8 +36,7 @@ class Budget:
 
     @property
     def work(self) -> float:
-        """Return the solved problems and their equivalents: each takes about a hundredth of a
-        second."""
+        """The solved problems and their equivalents: each takes about a hundredth of a second."""
         return self.num_problems + self.num_steps / STEPS_PER_PROBLEM
 
     @property
@@ -56,8 +55,7 @@ class Budget:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Context manager: add the elapsed time to a phase, without nested time of stage
-        solvers."""
+        """Context manager: add the elapsed time to a phase, without nested time of solvers."""
         began, solved = time.perf_counter(), self._solving_seconds
         try:
             yield

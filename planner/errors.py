@@ -16,7 +16,7 @@
         ├── HangError         exit 21
         └── DeviceMemoryError exit 22
 
-Each says what happened, why, where, and what to try.
+Each states the event, its cause, its place and a remedy.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class InfeasibleError(AutoparallelError):
 
 
 class MachineError(AutoparallelError):
-    """This machine or installation cannot do what was asked."""
+    """This machine or installation cannot do the task."""
 
     exit_code = 5
 

@@ -33,8 +33,7 @@ from .stage_walk import StageWalk, Walked, walked_none
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Re-computed figures of a plan. ``objective_seconds``: the minimized objective of each
-    stage."""
+    """Re-computed figures of a plan. ``objective_seconds``: the minimized objective, by stage."""
 
     step_seconds: float
     bubble_fraction: float
@@ -91,7 +90,7 @@ class Staged:
         return max(totals.values())
 
     def peak_bytes(self, activation_bytes: Sequence[int] = ()) -> int:
-        """Return the peak bytes of a device; ``activation_bytes`` applies to ranks with replicas of
+        """Return a device's peak bytes; ``activation_bytes`` applies to ranks with replicas of
         stages."""
         return round(max(_rank_bytes(self.plan, self.costs, activation_bytes)))
 
@@ -111,8 +110,7 @@ class Staged:
         return figures if plan.gradient_order == "backward" else self._overlapped(figures)
 
     def _overlapped(self, figures: Evaluation) -> Evaluation:
-        """Return the figures of a single-stage plan whose last gradient sums overlap the next
-        forward."""
+        """The figures of a single-stage plan whose last gradient sums overlap the next forward."""
         gain = order_gain(self.plan, self.costs[0])
         (stage,) = figures.stages
         exposed = max(0.0, stage.seconds["exposed_sync"] - gain)
@@ -213,8 +211,7 @@ def priced_stages(
 def walked_stages(
     graph: Graph, blocks: Blocks, plan: Plan, basis: Basis = DEFAULT
 ) -> list[StageWalk]:
-    """Walk each stage of a plan; of unequal shares of the batch, keep the walk with the most
-    activations.
+    """Walk each stage; of unequal shares of the batch, keep the walk with the most activations.
 
     ``graph`` is ``at_microbatch``.
     """
@@ -308,8 +305,7 @@ def _brief_bytes(cost: StageCost) -> float:
 
 
 def _groups(stage: StagePlan, batch_size: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the batch sizes at which a stage's ranks run, with the ranks: one entry per unequal
-    share."""
+    """The batch sizes at which a stage's ranks run, with the ranks: one entry per unequal share."""
     if not stage.shares:
         return [(batch_size, ())]
     return [

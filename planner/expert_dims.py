@@ -30,8 +30,7 @@ VIEWS = (
 )
 LAYER = "autoparallel.experts"
 FIRST_WEIGHT = 3
-"""Position of the first weight among the inputs of an expert layer; all later inputs are
-weights."""
+"""Position of an expert layer's first weight among its inputs; all later inputs are weights."""
 
 
 def is_expert_layer(node: Node) -> bool:
@@ -137,8 +136,7 @@ def _counts_rows(node: Node, graph: Graph) -> bool:
 
 
 def _views(graph: Graph, strategies: Strategies) -> dict[Ref, tuple[str, frozenset[int]]]:
-    """Map parameters that may be experts' weights, and values made of one alone, to their expert
-    dimensions."""
+    """Map weights that may be experts', and values made of one, to their expert dimensions."""
     found: dict[Ref, tuple[str, frozenset[int]]] = {
         Ref(node.name): (node.name, frozenset({0}))
         for node in graph
@@ -170,8 +168,7 @@ def _read_by(
 
 
 def _keeps_apart(strategy: AxisStrategy, position: int, dims: frozenset[int]) -> bool:
-    """Return whether a product splits the experts of a weight, of its other operand and of its
-    result."""
+    """Return whether a product splits the experts of a weight, its other operand and its result."""
     own = strategy.inputs[position]
     every = all(each.is_shard for each in (*strategy.inputs, *strategy.outputs))
     return every and own.dim in dims

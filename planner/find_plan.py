@@ -1,7 +1,7 @@
 """Search for the plan of a graph, a cluster and a request.
 
 The search is a tuple of proposers. Each takes the context of the search and the pool of candidates
-so far, and makes candidates; the pool keeps what fits and knows the fastest. The winner becomes a
+so far, and makes candidates; the pool keeps all that fit and the fastest. The winner becomes a
 plan, which ``evaluate`` prices again, node by node: both must agree.
 
 The time limit, or Ctrl-C, ends the search early with the best plan so far.
@@ -75,7 +75,7 @@ OTHER_SCHEDULES = PROPOSERS[6:]
 
 @dataclass(frozen=True, slots=True)
 class SearchMethod:
-    """How a search is run.
+    """Options of a search.
 
     ``proposers`` make the candidates, ``start_workers`` starts the searches of parts of the
     micro-batch sizes, ``is_bounded`` adds a lower bound, which about doubles the time. ``tables``
@@ -112,7 +112,7 @@ def plan(
     """Find the fastest plan that fits.
 
     Raises ``UsageError`` for a request that cannot be met (AP170 where times must be measured
-    and are not, AP546 and AP158 for a schedule that is forced with what it cannot run, AP196 and
+    and are not, AP546 and AP158 for a forced schedule that an option excludes, AP196 and
     AP197 for sums of gradients that the plan cannot run),
     ``InfeasibleError`` (AP301) if nothing fits in memory, ``TimeLimitError`` (AP701) if nothing
     was found in time, ``InternalError`` (AP999) if the two prices of the plan differ.
@@ -243,8 +243,7 @@ def search(
     basis: Basis = DEFAULT,
     method: SearchMethod = DEFAULT_METHOD,
 ) -> Found:
-    """Search every order of the hosts and return the best order's candidates. Raises as
-    ``plan``."""
+    """Search every order of the hosts; return the best one's candidates. Raises as ``plan``."""
     own_blocks = pinned_blocks(graph, blocks, request.pins)
     tables = (method.tables or SharedTables()).of(graph, own_blocks, request.precision)
     if basis.mode == "measured":

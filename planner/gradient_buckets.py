@@ -47,8 +47,7 @@ class HeldGradient:
 
     @property
     def done_with(self) -> int:
-        """Position of the block whose backward completes the gradient; -1 if only the end of the
-        stage does."""
+        """Position of the block whose backward completes the gradient; -1: the end of the stage."""
         return -1 if self.fully_sharded or self.block is None else self.block
 
 
@@ -65,8 +64,7 @@ class BucketContents:
 def make_buckets(
     gradients: Iterable[HeldGradient], *, by_block: bool = False
 ) -> tuple[BucketContents, ...]:
-    """Group gradients with the same axes into buckets, the last block's first: the order of the
-    backward.
+    """Group gradients with equal axes into buckets, the last block's first: the backward's order.
 
     Gradients that several blocks share, and those that ZeRO shards, have buckets of their own,
     which come last. No bucket holds complex and real gradients.

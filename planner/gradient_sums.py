@@ -43,12 +43,10 @@ PART_BYTES = (32_000_000, 8_000_000, 2_000_000, 500_000)
 """Maximum bytes of a sum under "priority", each of which is tried."""
 
 MOST_PARTS = 256
-"""Maximum sums of a step under "priority", besides one per block: larger models have larger
-parts."""
+"""Maximum sums of a step under "priority", besides one per block: large models have large parts."""
 
 LEAST_GAIN = 0.02
-"""Share of a step that "priority" must save to be chosen: each part of a sum also costs host
-time."""
+"""Share of a step that "priority" must save to be chosen: parts of a sum also cost host time."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The graph that is planned: tensors, nodes, and the blocks they form.
 
 Nodes are the forward of the model at one batch size, in topological order. A name
-is what a user knows: a parameter's node is called by its fully qualified name, an
+is one that a user knows: a parameter's node is called by its fully qualified name, an
 input's by its key in the batch, an op's by its name in the captured program.
 """
 
@@ -185,8 +185,7 @@ def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
 
 
 def flat_form(value: Any, named: Callable[[Ref], Any], parts: list[Any]) -> None:
-    """Append the contents of arguments to ``parts``, in order, with each ``Ref`` mapped by
-    ``named``.
+    """Append the contents of arguments to ``parts`` in order; ``named`` maps each ``Ref``.
 
     Equal lists then mean equal arguments: ``1``, ``1.0`` and ``True`` differ.
 
@@ -221,7 +220,7 @@ class Accumulation:
       - a value in ``totals`` (sums over rows that no parameter enters: counts of a mask) is
         replaced, for its users, by its sum over all micro-batches.
     ``mixing`` are nodes in which rows see each other (``batch_norm``): with several
-    micro-batches rows see those of their micro-batch only, as in gradient accumulation.
+    micro-batches rows see rows of their micro-batch only, as in gradient accumulation.
     """
 
     sums: tuple[str, ...] = ()

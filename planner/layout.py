@@ -219,8 +219,7 @@ def local_region(
 
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap", "dispatch"]
-"""Kinds of collectives. In a swap, ranks r and n - 1 - r exchange a tensor; conversions never need
-it."""
+"""Kinds of collectives. In a swap, ranks r and n - 1 - r exchange a tensor; no conversion does."""
 
 CONVERSIONS: dict[tuple[Kind, Kind], tuple[Collective | None, Collective | None]] = {
     ("S", "S"): ("all_to_all", "all_to_all"),
@@ -379,8 +378,7 @@ def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
 
 
 def keeps_groups(axes: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
-    """Return whether axes of these sizes, together, split grouped dimensions between groups
-    only."""
+    """Return whether axes of these sizes split grouped dimensions between groups only."""
     parts: dict[str, int] = {}
     for axis, size in zip(axes, sizes, strict=True):
         if axis.groups:

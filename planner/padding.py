@@ -85,8 +85,7 @@ def _targets(graph: Graph, places: Places) -> list[tuple[str, int]]:
 
 
 def _source(graph: Graph, places: Places, loss: Node, ignored: int) -> str:
-    """Return the input that holds the targets of ``loss``, at the positions of its scores or
-    later."""
+    """The input that holds the targets of ``loss``, at the positions of its scores or later."""
     scores = places.places[loss.inputs[0]]
     at, first = loss.inputs[1], 0
     reader = loss.name

@@ -42,8 +42,7 @@ def served(plan: Plan) -> str:
 def server_plan(
     forced: Forced, cluster: Cluster, num_microbatches: int | None, global_batch: int
 ) -> ServerPlan:
-    """Assign the roles of a cluster's ranks: servers are the last ranks, or the first beside
-    workers.
+    """Assign the roles of a cluster's ranks: the last are servers, or the first beside workers.
 
     ``num_microbatches``: None takes the fewest possible. Raises UsageError AP950 for too few ranks,
     AP951 if micro-batches do not divide.

@@ -49,9 +49,8 @@ def _with_eight_bit_products(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def check_precision(cluster: Cluster, precision: Precision) -> None:
-    """Raise UsageError AP126 for fp8, or for bf16 on a GPU, if a device has no figure of its own
-    for the format and so no units (bfloat16: compute capability below 8.0, V100, T4; 8 bits: below
-    8.9)."""
+    """Raise UsageError AP126 for fp8, or for bf16 on a GPU, if a device has no figure for the
+    format and so no units (bfloat16: compute capability below 8.0, V100, T4; 8 bits: below 8.9)."""
     if precision == "fp8":
         _check_eight_bits(cluster)
     if precision != "bf16":

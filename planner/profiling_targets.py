@@ -47,8 +47,7 @@ def asked_cases(
     basis: Basis = DEFAULT,
     observe: Observe = ignore,
 ) -> Wanted:
-    """Return the queries of the search for this request that were not measured. Raises as
-    ``plan``."""
+    """The queries of the search for this request that were not measured. Raises as ``plan``."""
     everything = Asked(uses_of(blocks))
     basis = replace(basis, mode="auto", asked=everything)
     found = search(graph, blocks, cluster, request, observe=observe, basis=basis)
@@ -80,8 +79,7 @@ def _seconds(asked: Asked) -> dict[object, float]:
 
 
 def _weigh(weights: dict[object, float], own: Asked, candidate: Candidate, fastest: float) -> None:
-    """Weigh each case by its share of the candidate's step, times the candidate's relative
-    speed."""
+    """Weigh each case by its share of the candidate's step, times the candidate's speed."""
     factor = fastest / candidate.step_seconds**2 if candidate.step_seconds else 0.0
     for key, seconds in _seconds(own).items():
         weights[key] = max(weights.get(key, 0.0), seconds * factor)

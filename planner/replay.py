@@ -156,8 +156,7 @@ class _Replays:
 
     @cached_property
     def _stop(self) -> int:
-        """Return the number of ops that run until all saved values are complete, where
-        ``checkpoint`` stops.
+        """Return how many ops run until all saved values are complete, where ``checkpoint`` stops.
 
         Inputs of an op are saved before it runs.
         """
@@ -232,8 +231,7 @@ class _Replays:
                 yield name, found
 
     def _sum_of(self, kept: str, again: set[str]) -> str | None:
-        """Return the sum that is the only reader of a value in recomputation, through ops that save
-        nothing."""
+        """Return the sum that alone reads a value in recomputation, by ops that save nothing."""
         if kept in self._roots or len(self.nodes[kept].outputs) > 1:
             return None
         most, name = self.nodes[kept].spec.num_bytes, kept
@@ -253,8 +251,7 @@ class _Replays:
                 return None
 
     def _has_rows(self, name: str) -> bool:
-        """Return whether a value has the batch's rows: a value without is smaller in larger
-        batches."""
+        """Return whether a value has the batch's rows: others are smaller in larger batches."""
         return any(dim is not None for dim in self.graph.batch_dims.get(name, ()))
 
     def _unread(self, skipped: frozenset[str]) -> Iterator[tuple[str, int]]:

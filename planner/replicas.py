@@ -32,8 +32,7 @@ def placed_stages(plan: Plan) -> tuple[StagePlan, ...]:
 
 
 def stages_of_ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Return the stages that each pipeline rank runs; under Chimera, including replicated
-    stages."""
+    """The stages that each pipeline rank runs; under Chimera, including replicated stages."""
     if plan.schedule == "chimera" and plan.has_pipeline:
         return parts_of_ranks(plan.schedule, len(plan.stages), 1)
     found: dict[frozenset[int], list[int]] = {}

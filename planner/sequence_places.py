@@ -63,8 +63,7 @@ class Place:
 
 @dataclass(slots=True)
 class Places:
-    """Result of ``find_places``. ``length`` is the number of positions. ``length`` is the number of
-    positions.
+    """Result of ``find_places``. ``length`` is the number of positions.
 
     ``places`` has the values that are computed slice by slice; ``cut`` the inputs, by node and
     position, that are whole and cut to the slice; ``sums`` the ops whose results add up over the
@@ -202,8 +201,7 @@ def _follow_written(found: Places, graph: Graph, node: Node, places: Mapping[int
 
 
 def _follow_counted(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
-    """Follow a random op: a slice draws a box of the whole's numbers, so positions are not
-    merged."""
+    """Follow a random op: a slice draws a box of the whole numbers, so positions don't merge."""
     _follow_strategy(found, graph, node, places)
     place = found.places[Ref(node.name)]
     if place.outer != 1 or place.dim in graph.batch_dims.get(node.name, ()):
@@ -238,8 +236,7 @@ def _sliced(graph: Graph, node: Node, place: Place) -> Place:
 
 
 def _follow_loss(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
-    """Follow a loss: a sum over rows; a mean divides by the number of all rows
-    (``Graph.accumulation``)."""
+    """Follow a loss: a sum over rows; a mean divides by all rows (``Graph.accumulation``)."""
     classes = min(1, len(graph.spec(node.inputs[0]).shape) - 1)
     place = places.get(0)
     if place is None or place.dim == classes:
@@ -274,8 +271,8 @@ def _follow_strategy(found: Places, graph: Graph, node: Node, places: Mapping[in
 
 
 def _fits(strategy: AxisStrategy, places: Mapping[int, Place]) -> bool:
-    """Return whether a strategy splits exactly the given values along positions, without
-    communication."""
+    """Return whether a strategy, without communication, splits only these values along
+    positions."""
     outputs = strategy.outputs
     return (
         not strategy.collectives

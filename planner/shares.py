@@ -98,8 +98,7 @@ def _is_even(graph: Graph, ref: Ref, held: Layout) -> bool:
 
 
 def slowest(costs: Sequence[StageCost]) -> StageCost:
-    """Combine the costs of coordinates into a stage's: all wait for the slowest, in each part of a
-    step.
+    """Combine costs of coordinates into a stage's: in each part of a step, the slowest counts.
 
     The bytes are the fullest coordinate's.
     """
@@ -150,8 +149,7 @@ def best_shares(
 
 
 def _largest_remainder(total: int, speeds: Sequence[float]) -> list[int]:
-    """Round to whole numbers in proportion to ``speeds`` that add up to ``total``, at least 1
-    each."""
+    """Round to whole numbers in proportion to ``speeds`` that add up to ``total``, at least 1."""
     free = total - len(speeds)
     exact = [max(0.0, total * speed / sum(speeds) - 1) for speed in speeds]
     scale = free / sum(exact) if sum(exact) else 0.0

@@ -141,8 +141,7 @@ class StageWalk:
         )
 
     def _groups(self) -> Groups:
-        """Return the groups of walked blocks. A parameter of several blocks counts with the first
-        block."""
+        """Group the walked blocks. A parameter of several blocks counts with the first block."""
         seconds = np.array([each.seconds for each in self.found])
         for own, _ in self.of_shared():
             seconds[0] += own
@@ -194,8 +193,7 @@ class StageWalk:
         return found
 
     def _nodes(self, block: Block) -> tuple[int, ...]:
-        """Return the numbers of the layouts of a block's nodes: most have those of their
-        template."""
+        """The numbers of the layouts of a block's nodes: most equal their template's."""
         first = self.walked.forms.blocks.kinds[block.kind]
         if block is not first and not self.numbers.keys().isdisjoint(block.nodes):
             return tuple([self._number(name) for name in block.nodes])
@@ -204,8 +202,7 @@ class StageWalk:
         return self._of_kind[block.kind]
 
     def _ends(self) -> Seconds:
-        """Return the seconds of converting sent values to the boundary, and the loss to every
-        rank."""
+        """The seconds of converting sent values to the boundary, and the loss to every rank."""
         total, loss = Seconds(), self.graph.loss
         reads, position = self.walked.forms.reads, self.walked.forms.structure.position
         for own in reads[self.start : self.stop]:

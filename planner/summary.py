@@ -1,9 +1,8 @@
 """The configuration of a pipeline in one line: ``dp=4 tp=2 pp=2 · ZeRO 1 · 1F1B · 16 × 4``.
 
 In: the mesh, ZeRO stage and blocks of each pipeline rank, and the schedule. Out: the parallel
-degrees, the ZeRO stage, recomputation if there is any, the schedule if there is a pipeline, and the
-number of micro-batches times their size. Reports, plan files and the reasons of the search share
-it.
+degrees, the ZeRO stage, recomputation if any, the schedule if there is a pipeline, and the number
+of micro-batches times their size. Reports, plan files and the reasons of the search share it.
 """
 
 from __future__ import annotations

@@ -336,8 +336,7 @@ def _parameters(graph: Graph, nodes: Iterable[Node], owned: set[str]) -> tuple[s
 def structure(
     graph: Graph, nodes: Sequence[Node], parameters: Sequence[str] | None = None
 ) -> tuple[Any, ...]:
-    """Return a key of the computation of a run of nodes, equal for runs that correspond by
-    position.
+    """A key of the computation of a run of nodes, equal for runs that correspond by position.
 
     ``parameters`` are owned by the run (default: all that it uses). Values from outside count by
     their order of first use, their shape and kind: input, constant, shared parameter or another

@@ -113,8 +113,7 @@ class _Same:
 
 
 def state_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Any]:
-    """Return the state that a layer's forward may change: its settings, its arguments and their
-    values."""
+    """The state that a layer's forward may change: its settings, its arguments and their values."""
     flat, structure = tree_flatten((args, kwargs))
     found: list[Any] = [repr(structure)]
     found += [(_Same(value), getattr(value, "_version", 0)) for value in flat]

@@ -240,8 +240,7 @@ class _Recorder(TorchFunctionMode):
         return kind, value
 
     def _hold_real(self, tensor: Tensor) -> None:
-        """Record a tensor with values that belongs neither to the batch nor to the model's
-        state."""
+        """Record a tensor with values that belongs neither to the batch nor to the model state."""
         if tensor.is_meta or tensor.layout != torch.strided:
             return
         position = len(self._trace.tensors)

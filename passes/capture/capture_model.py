@@ -159,8 +159,7 @@ def _lowered(model: nn.Module, batch: Example, way: _Way) -> tuple[Exported, Low
 
 
 def _with_batch(graph: Graph) -> Graph:
-    """Return the graph with its batch dimensions and the accumulation of micro-batches, if
-    found."""
+    """The graph with its batch dimensions and the accumulation of micro-batches, if found."""
     found = find_batch(graph)
     if found is None:
         return graph

@@ -19,8 +19,7 @@ _MATMULS = ("aten.matmul.", "aten.bmm.", "aten.mm.", "aten.addmm.", "aten.baddbm
 
 
 def cut_points(graph: Graph, ops: Sequence[Node], max_blocks: int = MAX_BLOCKS) -> list[int]:
-    """Return the positions in ``ops`` before which a new block starts, at most ``max_blocks -
-    1``."""
+    """The positions in ``ops`` before which a new block starts, at most ``max_blocks - 1``."""
     work = [_work(graph, node) for node in ops]
     num_blocks = min(max_blocks, sum(1 for flops in work if flops) // 2)
     if num_blocks < 2:

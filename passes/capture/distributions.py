@@ -18,8 +18,7 @@ from torch.nn import functional
 _STEP = 2.0**-24
 """The distance of neighbouring uniform numbers."""
 _FINE_ABOVE = 2**16
-"""Range of integers above which two uniform numbers are drawn, so that all integers are equally
-likely."""
+"""Range above which two uniform numbers are drawn per integer, so that all are equally likely."""
 
 
 class Source(Protocol):
@@ -33,7 +32,7 @@ def _uniform(source: Source, like: Tensor, low: float = 0.0, high: float = 1.0) 
 
 
 def normal(source: Source, like: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
-    """Draw normal numbers of the shape of ``like`` (Box and Muller 1958) from two uniform numbers
+    """Draw normal numbers of the shape of ``like`` (Box and Muller 1958), from two uniform ones
     each."""
     floats = _floats(like)
     radius = (-2 * torch.log1p(-source.uniform(floats))).sqrt()

@@ -204,8 +204,7 @@ class _Inlining:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The argument whose memory an output of an op shares; ``is_itself`` if it is returned
-    itself."""
+    """The argument whose memory an op's output shares; ``is_itself`` if it is returned itself."""
 
     argument: fx.Node
     is_itself: bool
@@ -237,8 +236,7 @@ def shown_arguments(node: fx.Node) -> list[Shown] | None:
 
 @cache
 def _may_show(op: OpOverload) -> bool:
-    """Return whether an op's output may share memory with an argument, by its schema or as a
-    composite."""
+    """Return whether an output may share an argument's memory, by its schema or as a composite."""
     is_said = any(made.alias_info is not None for made in op._schema.returns)
     return is_said or op is _CAST or op.has_kernel_for_dispatch_key(_COMPOSITE)
 

@@ -122,8 +122,7 @@ def capture_error(error: BaseException, model: nn.Module, prefix: str) -> Captur
 
 
 def uncounted(function: str, where: str) -> CaptureError:
-    """Return the error for a random function whose numbers cannot be counted (see
-    ``random_ops``)."""
+    """The error for a random function whose numbers cannot be counted (see ``random_ops``)."""
     return CaptureError(
         "AP211",
         f"the model draws random numbers with {function}, which is not supported",

@@ -276,7 +276,7 @@ def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> 
 def _scattered_complex(
     state: _Lowering, node: fx.Node, path: str, args: tuple[Any, ...], wanted: TensorSpec
 ) -> Ref:
-    """Replace a part of a complex tensor by ops on real numbers, as torch has only their
+    """Replace a part of a complex tensor by ops on real numbers: torch has just their
     derivative."""
     dtype = str(getattr(torch, wanted.dtype).to_real()).removeprefix("torch.")
 
@@ -293,8 +293,7 @@ def _scattered_complex(
 
 
 def _write(state: _Lowering, old: Any, new: Ref) -> None:
-    """Record ``new`` as the value of ``old`` from here on; if it is a buffer, the model keeps
-    it."""
+    """Record ``new`` as the value of ``old`` from now on; if it is a buffer, the model keeps it."""
     if not isinstance(old, Ref):
         return
     for holder, value in state.values.items():
@@ -323,8 +322,7 @@ def _written_parameter(name: str, source: str) -> CaptureError:
 
 
 def _take_updates(state: _Lowering, results: Any) -> None:
-    """Record the buffers whose new values the program returns, as ``torch.export``
-    functionalizes."""
+    """Record the buffers whose new values the program returns; ``torch.export`` makes it pure."""
     for spec, result in zip(state.exported.graph_signature.output_specs, results, strict=True):
         target = str(spec.target).removeprefix(state.prefix + ".")
         if spec.kind == OutputKind.PARAMETER_MUTATION:

@@ -146,8 +146,7 @@ def _computed(
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two masks are equal: the same tensor, or made by the same ops from the same
-    tensors."""
+    """Return whether two masks are equal: the same tensor, or the same ops on the same tensors."""
     mode = get_proxy_mode()
     if one is other or mode is None:  # without a recording, a capture has checked
         return True
@@ -178,8 +177,7 @@ def _count(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _reduced(values: Tensor, mask: Tensor, how: str) -> Any:
-    """Reduce the selected elements by their ``sum`` or ``mean``; return them unreduced for
-    ``none``."""
+    """Reduce the selected elements by ``sum`` or ``mean``; return them unreduced for ``none``."""
     if how == "none":
         return Masked(values, mask)
     inner = (1,) * (values.dim() - mask.dim())

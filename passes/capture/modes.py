@@ -163,8 +163,7 @@ def inference_without_gradients() -> Iterator[None]:
 
 @contextmanager
 def undetected_causal_masks() -> Iterator[None]:
-    """Context manager: ``nn.TransformerEncoder`` applies its mask without reading the mask's
-    values.
+    """Context manager: ``nn.TransformerEncoder`` applies its mask without reading mask values.
 
     It looks for a causal mask, for which there are faster kernels; a capture has no values.
     """
@@ -275,8 +274,7 @@ def unchecked_distributions() -> Iterator[None]:
 
 @contextmanager
 def unmoved_modules(within: nn.Module | None = None) -> Iterator[None]:
-    """Context manager: moves of modules of ``within``, or of any module, to a device have no
-    effect."""
+    """Context manager: modules of ``within``, or all modules, are not moved to other devices."""
     apply = nn.Module._apply
     known = None if within is None else {*within.modules()}
 

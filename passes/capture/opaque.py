@@ -42,8 +42,7 @@ def opaque_call(
     """Call ``function`` as one op named after ``name``; return the result, and the op's path.
 
     ``made`` holds the ops of this capture: equal calls share one. ``example``: shapes come from a
-    real run on random values; else from fake tensors. Raises ValueError if they depend on the
-    values.
+    real run on random values; else from fake tensors. Raises ValueError if values decide shapes.
     """
     flat, structure = tree_flatten((args, dict(kwargs)))
     tensors = [value for value in flat if isinstance(value, Tensor)]

@@ -225,8 +225,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class _Walk:
-    """One walk over all values that can be reached by ``known`` names; ``names`` are the names it
-    met."""
+    """A walk over all values reached by ``known`` names; ``names`` are the names it met."""
 
     def __init__(self, known: frozenset[str]) -> None:
         self._known = known

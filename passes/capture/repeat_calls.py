@@ -110,8 +110,7 @@ _Value = tuple[Tensor, int]
 
 @dataclass
 class _Kind:
-    """Facts about calls with one key. ``first`` is the number of the first, with the tensors
-    ``given``."""
+    """Facts about calls with one key. ``first`` numbers the first, with the tensors ``given``."""
 
     captured: list[Call] = field(default_factory=list)
     is_clean: bool = True

@@ -23,8 +23,7 @@ from .opaque import ANNOTATION
 from .tie import find_tied
 
 MIN_ALIKE = 5
-"""Minimum layers of a group; smaller groups are captured whole, as the first two and the last
-always are."""
+"""Minimum layers of a group; smaller groups are captured whole, like the first two and the last."""
 
 MIN_MODULES = 3
 """Minimum modules of a layer; a smaller layer is cheaper to capture than to repeat."""
@@ -107,7 +106,7 @@ def _may_repeat(
     path: str, layer: nn.Module, modules: Mapping[str, nn.Module], shared: set[str],
     uses: Mapping[int, int],
 ) -> bool:  # fmt: skip
-    """Return whether a layer is large enough, and shares no module or parameter with others."""
+    """A group of equal entries under construction; ``first`` are the first's modules by path."""
     if len(modules) < MIN_MODULES or "forward" in vars(layer):
         return False
     if hasattr(type(layer), ANNOTATION) or any(uses[id(each)] > 1 for each in modules.values()):

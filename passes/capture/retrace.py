@@ -115,8 +115,7 @@ def _shuffled(array: np.ndarray[Any, Any], draw: random.Random) -> Any:
 def _nodes_of(
     graph: Graph, arrays: Mapping[int, np.ndarray[Any, Any]]
 ) -> dict[int, tuple[str, ...]] | None:
-    """Return the literals that hold each of ``arrays``; None if an array has no literal of its
-    own."""
+    """The literals that hold each of ``arrays``; None if an array has no literal of its own."""
     found: dict[int, tuple[str, ...]] = {}
     taken: set[str] = set()
     for at, array in arrays.items():
@@ -177,8 +176,7 @@ def is_same_but_numbers(graph: Graph, other: Graph) -> bool:
 
 
 def with_values(live: LiveProgram, values: Mapping[float, float], trace: CallTrace) -> Program:
-    """Return the program with the literals of ``trace``, and ``values`` as numbers in its
-    constants."""
+    """The program with the literals of ``trace``, and ``values`` as numbers in its constants."""
     arrays = {name: trace.tensors[at] for at, names in live.tensors.items() for name in names}
     graph, is_changed, nodes = live.program.graph, False, []
     for node in graph.nodes:

@@ -24,7 +24,7 @@ from ..programs.interpret import LITERAL
 from .lower import Lowered
 
 RowDims = Mapping[str, tuple[frozenset[int], ...]]
-"""By node, and for each of its outputs, the dimensions that grow with the rows of the batch."""
+"""The dimensions that grow with the rows of the batch, by node and output."""
 
 _RANGES = frozenset({"arange", "linspace", "logspace", "eye"})
 _NUMBERS = ("number", "float", "Tensor")

@@ -165,8 +165,7 @@ class _Casts:
             self._raise(replace(node, kwargs={**node.kwargs, "dtype": dtype}))
 
     def _promote(self, node: Node) -> None:
-        """Add a pointwise op that reads both formats; a number does not change a tensor's
-        format."""
+        """Add a pointwise op that reads both formats; numbers do not change a tensor's format."""
         specs = [(ref, self.graph.spec(ref)) for ref in node.inputs]
         floats = [(ref, spec) for ref, spec in specs if _is_float(spec)]
         decide = [ref for ref, spec in floats if spec.shape] or [ref for ref, _ in floats]
@@ -189,8 +188,7 @@ def _reads_floats(graph: Graph, node: Node) -> bool:
 
 
 def _says_dtype(node: Node) -> bool:
-    """Return whether the call sets the dtype of its result: a cast, or ``dtype=`` of a
-    reduction."""
+    """Return whether the call sets the dtype of its result: a cast, or a reduction's ``dtype=``."""
     if node.rule is not None or not has_argument(node.op, "dtype"):
         return False
     names = [argument.name for argument in resolve(node.op)._schema.arguments]

@@ -129,8 +129,7 @@ def _find(graph: Graph, product: Node) -> _Fused | None:
 
 
 def _cuts(graph: Graph, node: Node, dim: int) -> tuple[_Cut, ...] | None:
-    """Return the parts that the users of a node take along ``dim``; None if one does anything
-    else."""
+    """The parts that the users of a node take along ``dim``; None if one does anything else."""
     found: list[_Cut] = []
     for name in graph.users[node.name]:
         user = graph[name]
@@ -176,8 +175,7 @@ def _argument(node: Node, position: int, name: str, default: Any) -> Any:
 
 
 def _moved(view: Node, spec: TensorSpec, dim: int) -> int | None:
-    """Return the dimension of a view that corresponds to ``dim``; None if the view mixes whole
-    parts."""
+    """The dimension of a view that corresponds to ``dim``; None if the view mixes whole parts."""
     kind, rank = view.op.split(".")[1], len(spec.shape)
     first: int
     second: int

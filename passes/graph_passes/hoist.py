@@ -15,8 +15,7 @@ from ..ops.torch_ops import is_random
 
 @dataclass(frozen=True, slots=True)
 class Hoist:
-    """The pass: marks constants, joins equal constants, and drops nodes that the loss does not
-    depend on."""
+    """The pass: marks constants, joins equal ones, and drops nodes that the loss does not use."""
 
     name: str = "hoist"
 

@@ -77,8 +77,7 @@ def _terms(graph: Graph, name: str) -> Iterator[Node]:
 
 
 def _comparison_meaning(compare: Compare, left: Tensor, right: Tensor) -> Meaning | None:
-    """Return the meaning of ``compare(left, right)``, for a vector over rows and a vector over
-    columns.
+    """The meaning of ``compare(left, right)``, for a vector over rows and a vector over columns.
 
     >>> positions = torch.arange(4)
     >>> _comparison_meaning(operator.ge, positions[:, None], positions[None, :])

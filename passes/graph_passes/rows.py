@@ -96,8 +96,7 @@ def _indexed(node: Node, graph: Graph, other: Ref, rank: int) -> tuple[Node, ...
 
 
 def _gathered(node: Node, graph: Graph, other: Ref, shape: tuple[int, ...]) -> tuple[Node, ...]:
-    """Build ``gather(x, 1, i)``, with ``i`` expanded to the dimensions of ``x`` after the
-    second."""
+    """Build ``gather(x, 1, i)``, with ``i`` expanded to dimensions 2 and up of ``x``."""
     source = graph.spec(node.args[0])
     if graph.spec(other).shape != shape:
         return (node,)

@@ -18,8 +18,7 @@ class Pass(Protocol):
 
 
 class BrokenGraphError(AssertionError):
-    """Signals that a pass made a graph that breaks the rules of ``Graph``: a bug of this
-    package."""
+    """Signals that a pass made a graph that breaks the rules of ``Graph``: a bug of this code."""
 
 
 def run_passes(graph: Graph, passes: Iterable[Pass]) -> Graph:

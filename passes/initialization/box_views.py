@@ -39,8 +39,7 @@ class BoxView:
         return tuple(found)
 
     def in_view(self, box: Region) -> Region | None:
-        """Return the box of the view whose elements lie in ``box`` of the base; None if it is
-        empty."""
+        """The box of the view whose elements lie in ``box`` of the base; None if it is empty."""
         found = [(0, size) for size in self.sizes]
         along = {dim: at for at, each in enumerate(self.dims) if each for dim in each[:1]}
         for dim, (low, high) in enumerate(box):
@@ -59,7 +58,7 @@ class BoxView:
         return tuple(found)
 
     def of_buffer(self, buffer: Tensor, held: Region, box: Region) -> Tensor:
-        """Return ``box`` of the view as a view of ``buffer``, which holds the box ``held`` of the
+        """Return ``box`` of the view as a view of ``buffer``, which holds box ``held`` of the
         base."""
         along = {each[0]: at for at, each in enumerate(self.dims) if each}
         index: list[slice | int] = []

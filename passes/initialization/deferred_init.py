@@ -245,7 +245,7 @@ def _meta(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
 def _build_empty(
     build: Callable[[], nn.Module], seed: int | Tensor, needs_values: bool
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Build a model that cannot be recorded: under ``torch.device("meta")``, or for real and
+    """Build a model that can't be recorded: under ``torch.device("meta")``, or for real, then
     emptied.
 
     Returns it with its real tensors by name, if any.

@@ -99,8 +99,7 @@ class _Replay:
                     self.last_touch[log.storage(slot)] = index
 
     def _needed_calls(self) -> set[int]:
-        """Return the calls whose effect on a wanted tensor is not overwritten, by walking
-        backward."""
+        """The calls whose effect on a wanted tensor is not overwritten, by walking backward."""
         log, needed = self.log, set()
         slots = set(self.wanted.values())
         live = {log.storage(slot) for slot in slots}
@@ -205,8 +204,7 @@ class _Replay:
             call.op(*args, **kwargs)
 
     def _uniform_numbers(self, call: Call) -> int | None:
-        """Return how many uniform numbers advance the generator as ``call`` does; None if
-        unknown."""
+        """Return how many uniform numbers advance the generator as ``call`` does; None: unknown."""
         if call.name not in ("aten::uniform_", "aten::normal_"):
             return None
         fake = self.log.tensors[call.written[0]]

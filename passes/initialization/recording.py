@@ -176,8 +176,7 @@ def _form(func: Any) -> _Form:
 
 
 def record(build: Callable[[], Any]) -> tuple[Any, Log]:
-    """Return the result of ``build``, made of fake tensors and constants, and the log of its
-    calls."""
+    """The result of ``build``, made of fake tensors and constants, and the log of its calls."""
     log = Log()
     recorder = Recorder(log)
     with ExitStack() as stack:

@@ -105,8 +105,7 @@ class Counting:
 
 
 def counts_used(graph: Graph, nodes: Iterable[str], *, totals: bool = True) -> tuple[str, ...]:
-    """Return the keys of the counts, and of the ``totals``, that these ops need besides their
-    inputs."""
+    """The keys of the counts, and of the ``totals``, that these ops need besides their inputs."""
     found: dict[str, None] = {}
     for name in nodes:
         if name in graph.accumulation.counted:

@@ -29,8 +29,7 @@ from ..ops.eight_bits import eight_bit_linear
 aten = torch.ops.aten
 
 OF_WEIGHTS = "of weights alone"
-"""Mark, in ``meta``, of nodes whose gradients are computed after the gradients of the block's
-inputs."""
+"""Mark, in ``meta``, of nodes whose gradients are computed after those of the block's inputs."""
 
 FEWEST_OPS = 2
 """Minimum kernels of a compiled run: with fewer there is nothing to fuse."""
@@ -40,8 +39,7 @@ _SEEDED = frozenset((aten.dropout.default, aten.native_dropout.default))
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Ops that are compiled together. Equal runs have equal ``text``. Equal runs have equal
-    ``text``.
+    """Ops that are compiled together. Equal runs have equal ``text``.
 
     ``module`` takes the tensors that the run reads and returns a tuple of the tensors that other
     ops read.

@@ -44,8 +44,7 @@ class HeldRows:
         return self.rows == self.total
 
     def indices(self) -> tuple[int, ...]:
-        """Return the numbers of these rows in the global batch, in the order in which a rank holds
-        them.
+        """The numbers of these rows in the global batch, in the order in which a rank holds them.
 
         >>> HeldRows(first=1, rows=1, total=2, num_microbatches=3).indices()
         (1, 3, 5)
@@ -75,8 +74,7 @@ class StageRows:
         return found
 
     def held(self, part: int, num_microbatches: int) -> HeldRows:
-        """Return the rows of a part; a part without rows gets the first row, which counts
-        nothing."""
+        """The rows of a part; a part without rows gets the first row, which counts nothing."""
         rows = self.sizes[part]
         return HeldRows(
             sum(self.sizes[:part]) if rows else 0, max(rows, 1), sum(self.sizes),
@@ -148,8 +146,7 @@ def _like_others(rows: StageRows, sizes: tuple[int, ...], mesh: Mesh) -> StageRo
 
 
 def rows_of_rank(found: Sequence[StageRows | None], plan: Plan, rank: int) -> HeldRows | None:
-    """Return the rows of every micro-batch that ``rank`` reads; None if none of its stages reads an
-    input."""
+    """Return the rows of every micro-batch that ``rank`` reads; None if no stage reads an input."""
     held: dict[HeldRows, None] = {}
     for index, stage in enumerate(placed_stages(plan)):
         rows = found[index % len(found)]
@@ -165,8 +162,7 @@ def rows_of_rank(found: Sequence[StageRows | None], plan: Plan, rank: int) -> He
 
 
 def data_place(found: Sequence[StageRows | None], plan: Plan, rank: int) -> tuple[int, int] | None:
-    """Return the ``(rank, world)`` for which a data source of ``rank`` is called; None if it needs
-    no data.
+    """Return the ``(rank, world)`` to call a data source of ``rank`` with; None without data.
 
     Equal parts, of the same number in all stages, can be requested by number; otherwise every rank
     requests the global batch, ``(0, 1)``.

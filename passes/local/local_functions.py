@@ -19,8 +19,7 @@ from ..ops.lower_right import attend_upto, halved
 def split_embedding(
     rank: Rank, weight: Tensor, indices: Tensor, *, padding_idx: int, axes: tuple[int, ...]
 ) -> Tensor:
-    """Look up rows of this rank's part of a vocabulary split over ``axes``; other rows are zero
-    (P)."""
+    """Look up rows of this rank's part of a vocabulary split over ``axes``; others are zero (P)."""
     start, _ = part_of(rank, weight.shape[0], axes)
     index = indices - start
     held = (index >= 0) & (index < weight.shape[0])
@@ -36,8 +35,7 @@ def split_embedding(
 def split_causal_attention(
     rank: Rank, query: Tensor, key: Tensor, value: Tensor, *, axes: tuple[int, ...], **options: Any
 ) -> Tensor:
-    """Compute causal attention of queries whose positions are split over ``axes``; keys are
-    whole."""
+    """Compute causal attention of queries with positions split over ``axes``; keys are whole."""
     start, _ = part_of(rank, query.shape[-2], axes)
     return attend_upto(start + query.shape[-2], query, key, value, **options)
 

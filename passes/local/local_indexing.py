@@ -26,8 +26,7 @@ def split_index_select(
     rank: Rank, source: Tensor, dim: int, indices: Tensor, *, axes: tuple[int, ...],
     keep: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute ``source[:, indices]`` at ``dim``; to ``keep`` the dim, a single index counts as a
-    row."""
+    """Compute ``source[:, indices]`` at ``dim``; to ``keep`` it, a single index counts as a row."""
     if keep:
         indices = indices.reshape(-1)
     local, held = _own(rank, indices, source.shape[dim], axes)

@@ -79,8 +79,7 @@ class LocalOp:
         return Call(self.rank.bound(function), args, options)
 
     def call(self, overload: Any = None, *, scale: float = 1.0, **changes: Any) -> Call:
-        """Return the call with some arguments changed (or on another overload, by its own
-        names)."""
+        """The call with some arguments changed (or on another overload, by its own names)."""
         target = self.overload if overload is None else overload
         values = {**self.arguments, **changes}
         listed = target._schema.arguments

@@ -103,8 +103,7 @@ def _size_of_output(op: LocalOp) -> Call:
 
 
 def _view(op: LocalOp) -> Call:
-    """Localize a reshape: a part may lie in memory differently from the whole, so a view may have
-    to copy.
+    """Localize a reshape: a part may lie in memory differently, so that a view may have to copy.
 
     A ``squeeze`` must not remove a split dimension that happens to have size 1 on this rank.
     """

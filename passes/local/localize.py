@@ -265,8 +265,7 @@ def held_path(name: str) -> str:
 
 
 def _holder(graph: Graph, interface: BlockInterface, rank: Rank) -> nn.Module:
-    """Return a module with the block's parameters and buffers, as ``meta`` tensors of local
-    shape."""
+    """A module with the block's parameters and buffers, as ``meta`` tensors of local shape."""
     root = nn.Module()
     for name, layout in interface.parameters.items():
         node = graph[name]

@@ -40,8 +40,7 @@ from .stage_cut import (
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A batch input, constant or buffer of a stage: its global spec, and its layout on the
-    ranks."""
+    """A batch input, constant or buffer of a stage: its global spec, and its layout on ranks."""
 
     spec: TensorSpec
     layout: Layout
@@ -266,8 +265,7 @@ def _leaves(
     stage_index: int,
     uses: Mapping[Ref, tuple[int, ...]],
 ) -> dict[str, Held | ParameterProgram]:
-    """Return the layouts of each parameter, buffer, batch input and constant that the stage
-    uses."""
+    """The layouts of each parameter, buffer, batch input and constant that the stage uses."""
     stage = plan.stages[stage_index]
     wanted = wanted_layouts(graph, blocks, plan, stage_index)
     leaves: dict[str, Held | ParameterProgram] = {}

@@ -7,7 +7,7 @@ the gradient of their input and keeps the op's input and the gradient of its res
 them. Other gradients, also of small parameters (norms, scales), are computed once, in the first
 half, and their memory is freed there.
 
-Both halves together compute what one backward computes, nothing twice. Recomputed blocks are
+Both halves together compute the same as one backward, nothing twice. Recomputed blocks are
 recomputed in the first half only.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 2.
@@ -166,8 +166,7 @@ class WeightGradients:
         self._collected: list[_Deferred] = []
 
     def add(self, deferred: _Deferred) -> None:
-        """Add a deferred op, called in a backward, to the micro-batch of the current
-        ``collecting``."""
+        """Add a deferred op, called in a backward, to the current micro-batch of ``collecting``."""
         self._collected.append(deferred)
 
     @contextmanager

@@ -148,8 +148,7 @@ class PricedStage:
 
 
 def _kept(block: BlockCost) -> float:
-    """Return the bytes that a block keeps from its forward to its backward, except parts of the
-    batch."""
+    """The bytes that a block keeps from its forward to its backward, except parts of the batch."""
     return block.kept_bytes - block.batch_bytes
 
 

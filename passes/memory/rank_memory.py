@@ -120,8 +120,7 @@ class _Row:
         return self._held(None, {}, message_bytes)
 
     def _moment(self, action: Action) -> Moment:
-        """Return the action's moment in the step: gradients may exist before, or be complete after
-        it."""
+        """The action's moment in the step: gradients may exist before, or be complete after it."""
         stage = action.stage
         is_first = stage not in self.with_gradients
         if action.kind == FORWARD:

@@ -197,8 +197,7 @@ class _Run:
         return self.policy.gradient_bytes != self.policy.gathered_bytes
 
     def _watch_gradients(self) -> None:
-        """Hold gradients as the runtime does: present before the step's first micro-batch or
-        not."""
+        """Hold gradients as the runtime does: present before a step's first micro-batch or not."""
         mesh = self.program.mesh
         for name, parameter in self.parameters.items():
             sharded = is_sharded(self.program.parameters[name], mesh, self.zero)

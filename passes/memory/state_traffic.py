@@ -123,8 +123,7 @@ class StateTraffic:
         return Owner([parameters[n] for n in own], [parameters[n] for n in others], shards)
 
     def begin(self, *, is_first: bool) -> None:
-        """Begin a micro-batch; unless it is the step's first, parameters and gradients exist
-        already."""
+        """Begin a micro-batch; except in a step's first, parameters and gradients exist already."""
         self.is_gathering = self.zero == 3 or (self.zero > 0 and is_first)
         everybody = [*self.owners, self.shared]
         for index, owner in enumerate(everybody):

@@ -51,8 +51,7 @@ class Communicator(Protocol):
         ...
 
     def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
-        """Send part i along ``split_dim`` to rank i; join the received parts along
-        ``concat_dim``."""
+        """Send part i along ``split_dim`` to rank i; join received parts along ``concat_dim``."""
         ...
 
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
@@ -224,8 +223,7 @@ class _Swap(torch.autograd.Function):
 
 
 def swap(tensor: Tensor, axes: tuple[int, ...], communicator: Communicator) -> Tensor:
-    """Return the tensor of the rank at the other end of each axis, differentiably: its own
-    inverse."""
+    """The tensor of the rank at the other end of each axis, differentiably: its own inverse."""
     for axis in axes:
         tensor = _Swap.apply(tensor, axis, communicator)  # type: ignore[no-untyped-call]
     return tensor

@@ -63,8 +63,7 @@ class _Torchao:
 
 @cache
 def load_torchao(emulate: bool) -> _Torchao:
-    """Return torchao's products with one scale per tensor. Raises MachineError AP413 without
-    torchao."""
+    """Return torchao's products with one scale per tensor. Raises MachineError AP413 if missing."""
     try:
         from torchao.float8.config import Float8LinearConfig
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args

@@ -37,8 +37,8 @@ def run_experts(
     x: Tensor, ids: Tensor, scores: Tensor, *weights: Tensor | None,
     activation: str, transposed: bool, first: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Return the addition of the experts from ``first`` on to each token: x (T, in), ids (T, k) to
-    (T, out).
+    """Return what the experts from ``first`` on add to each token: x (T, in), ids (T, k) to (T,
+    out).
 
     ``weights`` are up (E, in, width), down (E, width, out) and their biases or None.
     """
@@ -75,8 +75,7 @@ class _Groups:
 
     @staticmethod
     def of(of_row: Tensor, count: int) -> _Groups:
-        """Build the groups of rows sorted by ``of_row`` (N), which is ``count`` for other
-        experts."""
+        """Build groups of rows sorted by ``of_row`` (N), which is ``count`` for other experts."""
         every = torch.arange(count, device=of_row.device, dtype=of_row.dtype)
         ends = torch.searchsorted(of_row, every, right=True, out_int32=True)
         return _Groups(of_row.clamp(max=count - 1), (of_row == count).unsqueeze(-1), ends)
@@ -127,8 +126,7 @@ def split_experts(
     rank: Rank, x: Tensor, ids: Tensor, scores: Tensor, *weights: Tensor | None,
     axes: tuple[int, ...], **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Return the addition of this rank's part of the experts, split over ``axes``, to each token
-    (P)."""
+    """The addition of this rank's part of the experts, split over ``axes``, to each token (P)."""
     assert weights[0] is not None
     first, _ = part_of(rank, weights[0].shape[0], axes)
     return run_experts(x, ids, scores, *weights, first=first, **options)

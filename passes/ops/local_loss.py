@@ -50,8 +50,7 @@ def cross_entropy(  # noqa: PLR0913
     axes: tuple[tuple[int, ...], tuple[int, ...]],
     count: Tensor | None = None,
 ) -> Tensor:
-    """Compute the cross entropy of local logits; dimension 1 (or the only dimension) counts
-    classes.
+    """Compute the cross entropy of local logits; dimension 1 (or the only one) counts classes.
 
     ``count`` is the divisor of the mean, if it is not the number of these rows.
 
@@ -89,7 +88,7 @@ def nll_loss(
     row_axes: tuple[int, ...],
     count: Tensor | None = None,
 ) -> Tensor:
-    """Compute the mean negative log likelihood of rows split over ``row_axes``: this rank's share
+    """Compute the mean negative log likelihood of rows split over ``row_axes``: this rank's part
     (P)."""
     total = functional.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction="sum")
     if count is None:

@@ -33,8 +33,7 @@ def lower_right_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attend from queries (..., L, D) at the last L of S positions to keys (..., S, D), values
-    (..., S, E)."""
+    """Attend from queries (..., L, D) at the last L of S positions to keys, values (..., S, E)."""
     rows, columns = query.shape[-2], key.shape[-2]
     mask: Tensor | None = None
     if isinstance(query, FakeTensor):  # no values to hide, and no mask on a GPU

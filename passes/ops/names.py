@@ -41,8 +41,7 @@ class Names:
         return name
 
     def next(self, base: str) -> str:
-        """Return the next name of an op; as in ``torch.fx``, Python's own words start with a
-        number."""
+        """The next name of an op; as in ``torch.fx``, Python's own words start with a number."""
         number = self._counts.get(base)
         if number is None:
             number = int(keyword.iskeyword(base) or hasattr(builtins, base))

@@ -40,8 +40,7 @@ def _draw(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - a kernel has no tu
     seed: tl.int64, column_seed: tl.int64, threshold, scale,
     leading: tl.constexpr, width: tl.constexpr, drops: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Draw with ``leading`` dimensions of starts f0, f1, ... and sizes (any), s1, ...; then the
-    columns."""
+    """Draw with ``leading`` dimensions of starts f0, f1, ..., sizes (any), s1, ...; and columns."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < numel
     row = at // columns
@@ -83,8 +82,7 @@ def draw(
     like: Tensor, start: Sequence[int] | None, *, seeds: tuple[int, int], threshold: int,
     scale: float, drops: bool, width: int = 24,
 ) -> Tensor:  # fmt: skip
-    """Compute dropout of ``like`` (``drops``) or numbers of its shape in [0, 1), for a box at
-    ``start``.
+    """Compute dropout of ``like`` (``drops``) or numbers of its shape in [0, 1), for a box.
 
     Numbers have ``width`` bits. ``like`` is contiguous, of at most ``MAX_DIMS`` dimensions and at
     most 32 bits per element. ``seeds`` belong to rows and to columns; elements whose bits are below

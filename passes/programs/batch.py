@@ -36,16 +36,14 @@ LeafPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class InputPlace:
-    """The place of a program's input in a batch, and the dimension in which the batch counts its
-    rows."""
+    """The place of a program's input in a batch, and the dimension that counts its rows."""
 
     path: LeafPath
     dim: int = 0
 
     @property
     def name(self) -> str:
-        """Return the input's name in the graph: its path, which in a tuple begins with
-        ``input``."""
+        """The input's name in the graph: its path, which in a tuple begins with ``input``."""
         path = self.path if isinstance(self.path[0], str) else ("input", *self.path)
         return "_".join(map(str, path))
 

@@ -79,8 +79,7 @@ def _on(device: str, value: Any) -> Any:
 
 
 def _sized(node: Node) -> tuple[Any, ...]:
-    """Return the arguments with the size taken from the output's shape, right for any batch
-    size."""
+    """The arguments with the size taken from the output's shape, right for any batch size."""
     if node.op not in _SIZED:
         return node.args
     return (node.args[0], list(node.outputs[0].shape), *node.args[2:])

@@ -39,8 +39,7 @@ def find_length_number(program: Program, shorter: Program) -> Node | None:
 
 
 def _numbers(node: Node) -> list[Any]:
-    """Return the arguments of an op that are numbers by its schema; sizes and positions are
-    none."""
+    """The arguments of an op that are numbers by its schema; sizes and positions are none."""
     if not node.op.startswith("aten."):
         return []
     arguments = resolve(node.op)._schema.arguments

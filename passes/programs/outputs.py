@@ -53,8 +53,7 @@ class OutputForm:
         return sum(leaf.kind == "tensor" for leaf in self.leaves)
 
     def build(self, loss: Tensor | None, tensor: Callable[[int], Tensor]) -> Any:
-        """Build outputs of this structure: ``loss``, and ``tensor(i)`` for the i-th other
-        tensor."""
+        """Build outputs of this structure: ``loss``, and ``tensor(i)`` for other tensor i."""
         made: list[Any] = []
         position = 0
         for leaf in self.leaves:
@@ -68,8 +67,7 @@ class OutputForm:
 
 
 def _shaped(loss: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the loss in the model's own shape; if it has that, it stays itself, as it may be in
-    transfer."""
+    """Return the loss in the model's own shape; if it has that, return it itself."""
     return loss if loss.shape == shape else loss.reshape(shape)
 
 

@@ -404,8 +404,7 @@ def _bounds(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _rank_of_stage(own: Configuration) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage; for schedules with replicas, that of the first
-    replica."""
+    """The pipeline rank of each stage; for schedules with replicas, the first replica's."""
     found: dict[int, int] = {}
     for chunk in zip(*parts_of_ranks(own.schedule, own.pp, own.num_chunks), strict=True):
         for rank, part in enumerate(chunk):

@@ -44,8 +44,7 @@ def _longest_run(values: Sequence[str]) -> range:
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage. Extra layers go to the inner stages, then to the
-    first.
+    """The number of layers of each stage. Extra layers go to the inner stages, then to the first.
 
     >>> even_layers(8, 4), even_layers(10, 4), even_layers(3, 4)
     ((2, 2, 2, 2), (2, 3, 3, 2), (1, 1, 1, 0))

@@ -50,8 +50,7 @@ class Coupling:
 
 @dataclass(frozen=True, slots=True)
 class SharedBytes:
-    """Bytes that count once for all decisions that hold them: ``num_bytes[class]``; −1 holds no
-    bytes."""
+    """Bytes that count once for all decisions holding them: ``num_bytes[class]``; −1 holds none."""
 
     holders: tuple[Side, ...]
     num_bytes: Floats

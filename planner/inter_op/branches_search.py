@@ -125,8 +125,7 @@ class _Bounded:
     masked: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
 
     def found(self) -> Iterator[Stages]:
-        """Yield the best stages for each last device and each maximum number of stages in a
-        branch."""
+        """Yield the best stages of a branch by last device and maximum number of stages."""
         num_blocks, devices = self.table.num_blocks, self.table.num_devices
         start, stop = self.section.start, self.section.stop
         for after in range(1, MOST_STAGES + 1):

@@ -131,8 +131,7 @@ class StageBand:
         return band[cuts]
 
     def _band(self, which: int, number: int) -> Floats | None:
-        """Return a band of which ``number`` rows are needed; built once that many rows were asked
-        for."""
+        """A band of which ``number`` rows are needed; built once that many rows were asked for."""
         self._asked[which] += number
         if which not in self._bands and self._asked[which] > len(self.cuts):
             self._bands[which] = self._classes(which)[self.cuts.band[:, : self.width]]
@@ -157,8 +156,7 @@ class StageRows:
 
 @dataclass(frozen=True, slots=True)
 class StageStrip:
-    """Rows and columns of a stage's bands; ``is_alike``: all rows are equal, as far as they are
-    used."""
+    """Rows and columns of a stage's bands; ``is_alike``: all rows are equal, as far as used."""
 
     band: StageBand
     cuts: range

@@ -1,7 +1,6 @@
 """The pipeline: the blocks of each stage, and its number of devices.
 
-In: the seconds of every run of blocks on every submesh at every position. Out: the stages that
-minimize
+In: the seconds of every run of blocks on every submesh and position. Out: the stages that minimize
 
     T = Σ_i q_i + max_i m_i
 
@@ -162,8 +161,7 @@ class PipelineSearch:
     _sweeps: dict[tuple[str, float], Sweep] = field(default_factory=dict)
 
     def _sweep(self, what: str, bound: float, num_stages: int | None = None) -> Sweep:
-        """Return the cached sweep with a bound, over all numbers of stages that may be asked
-        for."""
+        """The cached sweep with a bound, over all numbers of stages that may be asked for."""
         key = (what, bound)
         made = self._sweeps.get(key)
         if made is None or (num_stages is not None and len(made.values) <= num_stages):
@@ -198,8 +196,7 @@ class PipelineSearch:
         return self._sweep("turning", self.cutoff).least(num_stages)
 
     def best_of(self, numbers: Iterable[int]) -> Pipeline | None:
-        """Return the pipeline of least T below ``cutoff`` over the numbers of stages, None if there
-        is none."""
+        """Return the pipeline of least T below ``cutoff`` over the numbers of stages, or None."""
         best: Pipeline | None = None
         below = self.cutoff
         bounds = sorted((self.bound(number), number) for number in numbers)
@@ -213,8 +210,7 @@ class PipelineSearch:
         return best
 
     def best(self, num_stages: int, below: float = float("inf")) -> Pipeline | None:
-        """Return the pipeline of least T below ``cutoff`` with so many stages, None if there is
-        none.
+        """The pipeline of least T below ``cutoff`` with so many stages, None if there is none.
 
         A result of ``below`` or more need not be the least.
         """

@@ -23,8 +23,7 @@ import numpy as np
 from .cuts import Bands, Floats, Ints, StageBand, StageRows, StageStrip
 
 Combine = Callable[[StageRows | StageStrip, Floats], Floats]
-"""Map (a stage's seconds, the objective of all stages after it) to the objective from the stage
-on."""
+"""Maps a stage's seconds and the objective of all later stages to the objective from it on."""
 
 MOST_CELLS = 4_000_000
 """Maximum cells of an array of one step; more moves are processed in turns."""
@@ -86,15 +85,13 @@ class Tiling:
         return {start: tuple(moves) for start, moves in found.items()}
 
     def moves_from(self, left: int, start: int) -> Iterator[Move]:
-        """Yield the stages that may begin at a position with ``left`` stages to come, itself
-        included."""
+        """Yield the stages that may begin at a position with ``left`` stages to come, inclusive."""
         for move in self._from.get(start, ()):
             if (move.stop == self.end) == (left == 1):
                 yield move
 
     def groups(self, left: int, *, first: bool) -> dict[int, Moves]:
-        """Group by place the moves with ``left`` stages to come that begin at position 0, or
-        elsewhere."""
+        """Group by place the moves with ``left`` stages to come that begin at 0, or elsewhere."""
         key = (left if self.fixed else min(left, 2), first)
         if key not in self._groups:
             starts = {self.most - left} if self.fixed else set(self._from)
@@ -149,8 +146,7 @@ class Sweep:
     def _least(
         self, band: StageBand, moves: Moves, later: _After, last: Ints
     ) -> Iterator[tuple[Ints, Ints, Floats]]:
-        """Yield subsets of a place's moves with their cuts and the least objective from each
-        cut."""
+        """Yield subsets of a place's moves with their cuts and least objective from each cut."""
         if not band.width:
             return
         begin, end = later.cuts(band, moves.stops)
@@ -217,8 +213,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class _After:
-    """Objective of the stages after a stage, by position: its row, and the cuts that have
-    values."""
+    """Objective of the stages after a stage, by position: its row, and cuts that have values."""
 
     values: Floats
     row: Ints
@@ -265,8 +260,7 @@ class _After:
 
 
 def last_cuts(tiling: Tiling, bands: Bands, number: int) -> Ints:
-    """Return by position the last cut that the stages before it can reach within the bound; −1:
-    none."""
+    """Return by position the last cut that stages before it can reach in the bound; −1: none."""
     alive = np.zeros(tiling.end + 1, dtype=bool)
     alive[tiling.end] = True
     longest: dict[tuple[int, int], int] = {}
@@ -313,7 +307,7 @@ def turning(stage: StageRows | StageStrip, after: Floats) -> Floats:
 
         max_i  Σ_{j ≤ i} q_j + m_i
 
-    which from the last stage to the first is  q + max(m, what comes after).
+    which from the last stage to the first is  q + max(m, later stages).
     """
     total: Floats = stage.once + np.maximum(stage.slowest, after)
     return total

@@ -143,8 +143,7 @@ class Eliminated:
         return found
 
     def recalled(self, columns: Ints, values: Ints) -> Ints:
-        """Recover variables as ``complete``, for problems of the first row, each assignment
-        once."""
+        """Recover variables as ``complete``, for the first row's problems, each assignment once."""
         keys = [tuple(each) for each in np.column_stack([columns, values]).tolist()]
         new = [number for number, key in enumerate(keys) if key not in self._known]
         if new:
@@ -263,8 +262,8 @@ def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
 def _places(
     own: tuple[int, ...], scope: tuple[int, ...]
 ) -> tuple[tuple[int, ...] | None, tuple[slice | None, ...]]:
-    """Return the permutation of axes over ``own`` into the order of ``scope``, and the index that
-    adds axes."""
+    """Return the permutation of axes over ``own`` into ``scope``'s order, and the index to add
+    axes."""
     order = sorted(range(len(own)), key=lambda axis: scope.index(own[axis]))
     is_ordered = order == list(range(len(own)))
     axes = (*range(BATCH_AXES), *(BATCH_AXES + axis for axis in order))

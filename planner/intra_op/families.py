@@ -117,8 +117,7 @@ class Family:
         return Solved(self, rates, least, ((len(runs), found, tables),))
 
     def bound(self, run: Run, ways: Sequence[Rates]) -> Floats:
-        """Return a lower bound per problem of the batch, with every block of the run in any of
-        ``ways``.
+        """A lower bound per problem of the batch, with every block of the run in any of ``ways``.
 
         Values that recomputed blocks read from outside count only if all ways recompute. Raises
         ``TooWideError``.
@@ -239,8 +238,7 @@ Part = tuple[int, Eliminated, dict[str, Eliminated]]
 
 @dataclass(frozen=True)
 class Solved:
-    """``least[run, problem]`` of a family, and the eliminations that recover the choices, by parts
-    of runs."""
+    """``least[run, problem]`` of a family, and eliminations that recover choices, by parts."""
 
     family: Family
     rates: Rates

@@ -48,8 +48,7 @@ PRICES = (0.03, 0.3, 3.0, 100.0)
 """λ of the priced solutions, in a stage's seconds per its bytes."""
 
 HIGH_PRICES = (3e3, 1e6)
-"""Higher λ, for stages where nothing fits otherwise: over slow links, saved bytes cost that
-much."""
+"""Higher λ, for stages where nothing fits otherwise: over slow links, bytes cost that much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +134,7 @@ class IntraOp:
         return Rates(num_microbatches, self.zeros, self.modes[0])
 
     def _pool(self, run: Run) -> Pool:
-        """Return the solutions of a run's family, including those of runs that were only bounded so
-        far."""
+        """Return the solutions of a run's family, with the runs that were only bounded so far."""
         if run.family not in self.pools:
             self.pools[run.family] = Pool(
                 self.model, run, self.zeros, self.limits.recompute, self.limits.modes
@@ -167,8 +165,7 @@ class IntraOp:
         return self._prepare_by_tables((run,), num_microbatches)
 
     def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
-        """Solve runs of one family by the tables of their kinds; return None if these are too
-        wide."""
+        """Solve runs of one family by the tables of their kinds; None if these are too wide."""
         family = self._family(runs[0])
         if family is None or self.budget.left_seconds <= 0:
             return None
@@ -211,8 +208,7 @@ class IntraOp:
         return self.answers[key]
 
     def _best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
-        """Return the best of the pool, widened until the gap is met or nothing more can be
-        added."""
+        """The best of the pool, widened until the gap is met or nothing more can be added."""
         pool, limit = self._pool(run), self.limits.memory_bytes
         found = pool.cheapest(run, num_microbatches, in_flight, limit)
         for widen in (self._expose, self._make_fit, self._save_bytes):
@@ -306,8 +302,7 @@ class IntraOp:
         return len(pool.entries) > before
 
     def _price_unit(self, run: Run, num_microbatches: int) -> float:
-        """Return the seconds per byte at which all of a device's bytes cost as much as the
-        stage."""
+        """The seconds per byte at which all of a device's bytes cost as much as the stage."""
         bound = self._bounds.get((run.key, num_microbatches), 0.0)
         limit = self.limits.memory_bytes
         return max(bound, 1e-9) / (limit if np.isfinite(limit) else 1e9)
@@ -373,8 +368,7 @@ class IntraOp:
         return found
 
     def _closed(self, found: StageAnswer, bound: float, gap: float, most: float) -> StageAnswer:
-        """Return the best after up to ``most`` integer programs, which stop once the gap is small
-        enough."""
+        """Return the best of up to ``most`` integer programs; stop once the gap is small enough."""
         run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
         family, count = self._family(run), base.num_microbatches
         if family is None or num_policies(*run.class_counts) > MOST_POLICIES:

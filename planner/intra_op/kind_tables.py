@@ -158,8 +158,7 @@ def lifted(matrix: Floats, axes: Sequence[tuple[int, Ints]]) -> tuple[tuple[int,
     """Price the conversions of a value to all of its uses as a table over variables.
 
     ``matrix[source class, use class]``; ``axes``: the variable of the source and of each use, and
-    the class of each of its values. Distinct conversions count once; repeated variables share an
-    axis.
+    its values' classes. Distinct conversions count once; repeated variables share an axis.
 
     >>> both = np.arange(2)
     >>> lifted(np.array([[1.0, 4.0]]), ((0, np.array([0])), (1, both), (2, both)))[1].tolist()
@@ -186,7 +185,7 @@ def _along(axis: int, classes: Ints, num_axes: int) -> Ints:
 
 @dataclass(frozen=True)
 class Link:
-    """An edge as a factor over variables; ``axes`` are those of ``lifted``."""
+    """An edge as a factor over variables; ``axes``: see ``lifted``."""
 
     tables: EdgeTables
     axes: tuple[tuple[int, Ints], ...]
@@ -264,8 +263,8 @@ class KindTables:
 
     @cached_property
     def ends(self) -> tuple[End, ...]:
-        """Return the decisions that other blocks see, with classes of choices that look equal from
-        outside."""
+        """Return the decisions that other blocks see, and classes of choices equal to those
+        blocks."""
         seen: dict[int, list[tuple[object, ...]]] = {}
         made, wanted = self.model.structure.ends(self.kind)
         tables = self.tables

@@ -195,8 +195,7 @@ class Pool:
         return tuple(mode for mode in RECOMPUTE_MODES if mode in self.modes)
 
     def _lower_bounds(self, seconds: Floats, over: Floats, kept: Floats, in_flight: int) -> Floats:
-        """Return a lower bound of the seconds with enough recomputed to fit; infinite if it cannot
-        fit."""
+        """A lower bound of the seconds with enough recomputed to fit; infinite if it cannot fit."""
         rate, share = np.array(self._per_byte)[:, :, None].swapaxes(0, 1)
         needed = np.maximum(over, 0.0)
         return np.where(needed <= share * kept, seconds + needed / in_flight * rate, np.inf)
@@ -209,8 +208,7 @@ class Pool:
         base: Setting,
         best: Found | None,
     ) -> Found | None:
-        """Return the best recomputation policy of solutions that only fit with one, tried in
-        ``order``.
+        """The best recomputation policy of solutions that only fit with one, tried in ``order``.
 
         ``figures``: by solution and ZeRO stage, a lower bound of the seconds with enough
         recomputed, and the bytes over the limit.

@@ -248,8 +248,7 @@ class _Loaded:
 
 
 def _solves(program: Program, values: Floats, *, integral: bool) -> bool:
-    """Return whether values satisfy all rows and bounds, and the integrality of binaries if
-    required."""
+    """Return whether values satisfy all rows and bounds, and if required, integrality."""
     if values.min(initial=0.0) < -DIGITS:
         return False
     binaries = values[: program.num_binaries]

@@ -8,9 +8,9 @@ A group is a connected set of elementwise ops, normalizations, reductions, copie
 block. No other op (a matrix product, attention, a gather, an op of the user's) lies between two of
 its members: they have the same ``depth``, the largest number of other ops on a path that leads to
 a node. TorchInductor's scheduler makes one kernel of such a group (Ansel et al. 2024, "PyTorch 2",
-ASPLOS, section 4). The kernel reads each input of the group once and writes only what ops outside
-of the group read; other values stay in registers. The backward of a group is one kernel as well,
-and a second one where parameters get gradients, as those are sums over rows.
+ASPLOS, section 4). The kernel reads each input of the group once and writes only values that are
+read outside of it; other values stay in registers. The backward of a group is one kernel as well,
+and a second one where parameters get gradients, which are sums over rows.
 
 The values that a group keeps for its backward follow the min-cut partitioner (same source, section
 3.3): a value that a gradient reads is kept, or computed again from the inputs of the group,
@@ -167,8 +167,7 @@ class _Group:
 
     @cached_property
     def _kept(self) -> frozenset[Ref]:
-        """Return the values that the group keeps for its backward: its own, or inputs to recompute
-        from."""
+        """Return the values that the group keeps for its backward, or inputs to recompute from."""
         wanted: dict[Ref, None] = {}
         for name in self.kernels:
             node = self.nodes[name]
@@ -230,8 +229,7 @@ class _Group:
         return {name: at for at, name in enumerate(self.block)}
 
     def _passes_on(self, name: str) -> bool:
-        """Return whether the gradient of an op's output is the gradient of its inputs, without
-        compute."""
+        """Return whether the gradient of an op's output is its inputs' gradient, unchanged."""
         node = self.nodes[name]
         shapes = {self.graph.spec(ref).shape for ref in node.inputs}
         inside = [user for user in self.graph.users[name] if user in self.nodes]

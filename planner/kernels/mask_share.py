@@ -25,8 +25,7 @@ Shape = tuple[int, ...]
 MOST_ELEMENTS = 2**28
 """Maximum elements of a computed mask: bytes for truth values."""
 _UNSEEN = -1e4
-"""Score below which a position has no weight in a softmax; masks are -1e4, the least number, or
--inf."""
+"""Score below which a position has no softmax weight; masks are -1e4, the least number or -inf."""
 
 _BINARY: Mapping[str, Callable[[Any, Any], Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "le": operator.le,

@@ -9,7 +9,7 @@ elementwise ops, normalizations, copies, views and reductions of them; and those
 more bytes than they read (repeated heads, masks, decays, casts to a wider format), if nothing but
 such kernels reads them. A kernel is a contracting product, or a product with an operand of the
 latter kind, together with all ops that compute its expanded operands. If another op reads an
-expanded value of a product, no kernel is formed. Of a product whose operands are repeated alike
+expanded value of a product, no kernel is formed. Of a product whose operands are repeated equally
 (C·B of the heads of a group in Mamba-2) each value is computed once.
 
 The kernel reads its inputs, each once, and writes the output of the last product. Its backward
@@ -56,8 +56,7 @@ def with_product_kernels(graph: Graph, blocks: Blocks) -> Graph:
 
 
 def by_masks(graph: Graph, blocks: Blocks) -> Blocks:
-    """Return the blocks with separate kinds for different shares of positions that attention
-    sees."""
+    """The blocks with separate kinds for different shares of positions that attention sees."""
 
     def shares(block: Block) -> object:
         fused = (graph[name].fused for name in block.nodes)
@@ -113,8 +112,7 @@ class _Block:
 
     @cached_property
     def _products(self) -> dict[str, tuple[Ref, Ref]]:
-        """Return the two operands of each product, unless an operand is made of parameters
-        alone."""
+        """The two operands of each product, unless an operand is made of parameters alone."""
         found: dict[str, tuple[Ref, Ref]] = {}
         for name, node in self.nodes.items():
             if family_of(node) != "matmul" or not node.op.startswith("aten."):
@@ -141,8 +139,8 @@ class _Block:
         return fewest
 
     def _times(self, name: str) -> float:
-        """Return the repetitions of each value of a product: those of its operands if views and
-        copies repeat both alike, else 1."""
+        """Return the repetitions of each value of a product: the operands' if views and
+        copies repeat both equally, else 1."""
         first, second = (self._numel(ref) / self._source_numel(ref) for ref in self._products[name])
         return first if first == second else 1.0
 

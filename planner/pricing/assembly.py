@@ -214,8 +214,7 @@ class Assembly:
     def _peaks(
         self, rows: Mapping[Row, Occurrences], zero: int
     ) -> tuple[tuple[Alternative, ...], ...]:
-        """Return the transient bytes: the largest op; the gathered parameters with the recomputed
-        block."""
+        """Return transient bytes: the largest op; gathered parameters with the recomputed block."""
         working, blocks = [], []
         for kind in self.kinds:
             start, model = self.start[kind], self.model.kind(kind)
@@ -265,8 +264,7 @@ def _distinct(sides: tuple[Side, ...]) -> tuple[Side, ...]:
 
 
 def constant_bytes(model: StageModel, run: Run) -> int:
-    """Return the bytes that no choice changes: constants, buffers and the batch's inputs of a
-    run."""
+    """The bytes that no choice changes: constants, buffers and the batch's inputs of a run."""
     return model.structure.leaf_bytes(run, model.prices.mesh.row_parts)
 
 
@@ -277,8 +275,7 @@ def reserve(model: StageModel) -> int:
 
 
 def fixed_bytes(model: StageModel, run: Run) -> float:
-    """Return the bytes that every choice holds: constants, buffers, the largest op at its
-    smallest."""
+    """The bytes that every choice holds: constants, buffers, the largest op at its smallest."""
     sizes = [each for kind in run.counts for each in model.kind(kind).working_bytes]
     working = max((float(each.min()) for each in sizes), default=0.0)
     return constant_bytes(model, run) + reserve(model) + working

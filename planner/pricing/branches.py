@@ -61,8 +61,7 @@ class Places:
     ends: tuple[tuple[int, int], ...]
 
     def slowness(self, source: int, target: int) -> float:
-        """Return the receive seconds of ``target`` from ``source``, relative to the stage before
-        it."""
+        """The receive seconds of ``target`` from ``source``, relative to the stage before it."""
         (first, last), (other, end) = self.ends[target], self.ends[source]
         before = self.cluster.entry_link(first, last - first + 1)
         if end + 1 == first:

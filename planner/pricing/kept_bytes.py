@@ -83,8 +83,7 @@ def _fused_experts_bytes(node: Node, inputs: Sequence[TensorSpec], prices: Price
 
 
 def _gathered_over(ref: Ref, node: Node, layout: NodeLayout, prices: Prices) -> int:
-    """Return the number of ranks that gathered a linear layer's input and split its weight by
-    rows."""
+    """The number of ranks that gathered a linear layer's input and split its weight by rows."""
     if packet(node.op) != "linear" or ref != node.inputs[0]:
         return 1
     data, weight = layout.inputs[:2]
@@ -129,8 +128,7 @@ def storage(ref: Ref, graph: Graph, prices: Prices) -> Ref:
 
 
 def storages(graph: Graph, prices: Prices) -> Mapping[tuple[str, int], tuple[str, int]]:
-    """Return the storage of every value, once per micro-batch size: a copy of one row may be a
-    view."""
+    """The storage of every value, once per micro-batch size: a copy of one row may be a view."""
     return find(
         prices.cache.storages, graph.batch_size, lambda: prices.rules.storage_of(graph)
     )  # fmt: skip
@@ -206,8 +204,7 @@ def kept_parts(
 
 
 def read_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:
-    """Return the parts of the batch that any recomputation keeps for an op on a rank: its
-    inputs."""
+    """The parts of the batch that any recomputation keeps for an op on a rank: its inputs."""
     pairs = zip(node.inputs, layout.inputs, strict=True)
     found = {
         (f"{ref.name}:{ref.index}", prices.local_bytes(graph.spec(ref), each)): None
@@ -235,8 +232,7 @@ POSITIONS = {
 def weight_grad_seconds(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices
 ) -> tuple[float, float]:
-    """Return the seconds of a node's backward that a split schedule may defer: computing and
-    issuing."""
+    """The seconds of a node's backward that a split schedule may defer: computing and issuing."""
     share = weight_grad_share(node, graph, prices)
     if not share:
         return 0.0, 0.0

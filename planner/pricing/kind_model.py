@@ -123,8 +123,7 @@ class KindModel:
         return self.selected if mode == "selective" else self.read
 
     def kept_bytes(self, mode: Recompute) -> Floats:
-        """Return the bytes kept by each choice of all decisions, a storage counted with its first
-        keeper.
+        """The bytes kept by each choice of all decisions, a storage counted with its first keeper.
 
         Their sum over a block's decisions is at most the bytes that the block keeps.
         """

@@ -94,8 +94,7 @@ class MeshPrices:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Return a key that is equal if all prices but transfers between stages are, within one
-        ``cache``."""
+        """Return a key that is equal if all prices but stage transfers are, in one ``cache``."""
         return (
             type(self), self.mesh, self.groups, self.speed, self.precision, self.optimizer,
             self.policy, self.profile, self.only, self.assumptions,
@@ -164,8 +163,7 @@ class MeshPrices:
 
     @cached_property
     def state_axes(self) -> tuple[int, ...]:
-        """Return the axes over which a replicated parameter's states are sharded and gradients
-        summed."""
+        """The axes over which a replicated parameter's states are sharded and gradients summed."""
         names = JOINT_AXES if self.assumptions.joint_states else JOINT_AXES[:1]
         sizes = zip(self.mesh.axes, self.mesh.shape, strict=True)
         found = [axis for axis, (name, size) in enumerate(sizes) if name in names and size > 1]
@@ -211,8 +209,7 @@ class MeshPrices:
         return seconds, StateBytes(states.parameters, states.gradients, states.optimizer, gathered)
 
     def _states_of(self, zero: int, gather: float, sync: float) -> Seconds:
-        """Return the seconds of gathering parameters and summing gradients, as often as a ZeRO
-        stage does."""
+        """Return the seconds to gather parameters and sum gradients, as often as ZeRO does."""
         summed = self._slowed_share("reduce_scatter" if zero else "all_reduce") * sync
         if zero == 0:
             return Seconds(gradient_sync=sync, sync_slowed=summed)
@@ -228,8 +225,7 @@ class MeshPrices:
         return once._replace(backward_states=sync, backward_slowed=summed)
 
     def _copies(self, zero: int, gathered: int, reduced: int) -> Seconds:
-        """Return the copies around ZeRO's collectives, which lengthen these and slow compute beside
-        them.
+        """The copies around ZeRO's collectives, which lengthen these and slow compute beside them.
 
         Parameters are copied out of the buffer in which they were gathered, and gradients are cast
         into the buffer that is reduced (``fully_shard``). The device moves these bytes while it
@@ -290,8 +286,7 @@ class MeshPrices:
         return Priced(numel * step_bytes(self.policy) / rate, 0.0, "spec")
 
     def _frozen(self, numel: int, zero: int, axes: tuple[int, ...]) -> tuple[Seconds, StateBytes]:
-        """Price a frozen parameter: sharded and gathered like others, but without gradient and
-        step."""
+        """Price a frozen parameter: sharded and gathered like others, without gradient and step."""
         gathered_bytes = numel * self.policy.gathered_bytes
         held = state_bytes(numel, self.policy, zero, self._size(axes))
         states = StateBytes(parameters=held.parameters)

@@ -6,9 +6,8 @@ once; None for an op that takes no time by itself.
 
 The call is the one that ``passes.local.local_ops`` makes of the node: size arguments are taken from
 the local outputs, sizes of parts and numbers of groups divided. A causal attention over a part of
-the positions is measured as the last part, for which all ranks wait. If that pass replaces the op
-by a function of its own (a split vocabulary), the node's own op is measured at the same local
-shapes.
+the positions is measured as the last part, the slowest. If that pass replaces the op by a function
+of its own (a split vocabulary), the node's own op is measured at the same local shapes.
 """
 
 from __future__ import annotations

@@ -97,8 +97,7 @@ class Outline:
         return found
 
     def kept(self, rows: Ints) -> tuple[Candidates, ...]:
-        """Return the decisions with only the candidates ``rows``, the same objects for the same
-        rows."""
+        """The decisions with only the candidates ``rows``, the same objects for the same rows."""
         key = rows.tobytes()
         if key not in self.pruned:
             starts = [0, *self.bounds[:-1]]
@@ -427,8 +426,7 @@ def _refs(block: Block, graph: Graph) -> list[Ref]:
 
 
 def _divided(block: Block, graph: Graph, prices: Prices) -> bytes:
-    """Return which products of axes divide each dimension of each tensor that the block's nodes
-    see."""
+    """Return the products of axes that divide each dimension of each tensor that the nodes see."""
 
     def make() -> Ints:
         nodes = [graph[name] for name in block.nodes]

@@ -47,16 +47,14 @@ from .seconds import Seconds as Seconds
 from .seconds import StateBytes as StateBytes
 
 CONVERSION_SECONDS = 1e-8
-"""Seconds added to every single-axis step, so that of equal plans the plan with fewer steps
-wins."""
+"""Seconds added to each single-axis step, so that of equal plans the one with fewer steps wins."""
 
 
 class Prices(MeshPrices):
     """Prices on ``mesh``, whose devices are the cluster's ``ranks`` in row-major order."""
 
     def conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
-        """Return the seconds, forward and backward, of converting a value from one layout to
-        another."""
+        """The seconds, forward and backward, of converting a value from one layout to another."""
         if not spec.requires_grad:
             source, target = held_layout(source), held_layout(target)
         if source == target:
@@ -96,8 +94,7 @@ class Prices(MeshPrices):
     def compute(
         self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout
     ) -> tuple[float, float]:
-        """Return the seconds, forward and backward, of an op's local work; ``inputs`` are global
-        specs."""
+        """The seconds, forward and backward, of an op's local work; ``inputs`` are global specs."""
         return self._priced(node, inputs, layout)[:2]
 
     def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
@@ -184,8 +181,7 @@ class Prices(MeshPrices):
     def _around_experts(
         self, node: Node, inputs: Sequence[TensorSpec], *, is_sent: bool
     ) -> tuple[float, float]:
-        """Return the seconds, forward and backward, of memory traffic around the products of
-        experts."""
+        """The seconds, forward and backward, of memory traffic around the products of experts."""
         own = self.assumptions
         copies = ROW_COPIES[own.dispatcher if is_sent else "gather"]
         per_byte = rate(self.device, "copy", node.spec.dtype).seconds_per_byte
@@ -243,7 +239,7 @@ class Prices(MeshPrices):
         return self._counted(Priced(own.imbalance * seconds, 0.0, "spec")).forward
 
     def transfer(self, spec: TensorSpec, layout: Layout, link: Link) -> tuple[float, float]:
-        """Return the seconds, forward and backward, of the part that one rank receives from another
+        """Return the seconds, forward and backward, of the part that a rank gets from another
         stage."""
         forward = self._message(self.local_bytes(spec, layout), link)
         return forward, forward if spec.requires_grad else 0.0

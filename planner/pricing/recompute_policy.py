@@ -100,8 +100,7 @@ class Policies:
     def allowed(
         self, forced: Recompute | None, modes: Sequence[Recompute], counts: Sequence[int]
     ) -> NDArray[np.bool_]:
-        """Return which policies are allowed: by a forced mode for all blocks, or else by
-        ``modes``."""
+        """Return which policies are allowed: by a mode forced for all blocks, else by ``modes``."""
         if forced is None:
             return self.within(modes)
         only = np.array(uniform_policy(forced, counts))[:, None]
@@ -126,8 +125,7 @@ class Policies:
 
     @cached_property
     def _is_used(self) -> NDArray[np.bool_]:
-        """Return ``[mode, class, policy]``, whether blocks of the class are recomputed in the
-        mode."""
+        """Return ``[mode, class, policy]``: whether blocks of the class are recomputed."""
         return self.blocks.swapaxes(1, 2) > 0
 
 
@@ -199,8 +197,7 @@ def _all_pairs(count: int) -> Ints:
 
 
 def _mixes(count: int) -> Ints:
-    """Return mixes of two of the three modes over ``count`` blocks; in even steps if these are
-    many.
+    """Return mixes of two of the three modes over ``count`` blocks, in even steps if many.
 
     >>> _mixes(100).shape, _mixes(1000).shape, _mixes(1000)[:, -1].tolist()
     ((2, 300), (2, 540), [994, 6])
@@ -213,8 +210,7 @@ def _mixes(count: int) -> Ints:
 
 
 def _distributed(full: Ints, selective: Ints, *, counts: Ints) -> Ints:
-    """Return ``[mode, policy, class]``: blocks taken from classes in order, fully recomputed blocks
-    first."""
+    """Return ``[mode, policy, class]``: blocks taken from classes in order, full mode first."""
     before = np.cumsum(counts) - counts
     first = np.clip(full[:, None] - before, 0, counts)
     both = np.clip((full + selective)[:, None] - before, 0, counts)

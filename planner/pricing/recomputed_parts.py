@@ -46,8 +46,7 @@ def of_parts(
 
 
 def _core(nodes: Sequence[Node], graph: Graph, prices: Prices) -> set[str]:
-    """Return attention as one op, or the ops on values with two dimensions of positions
-    (scores)."""
+    """Return attention as one op, or the ops on values with two position dimensions (scores)."""
     dims = dims_on(graph, SMALLEST_AXIS, prices)
 
     def is_square(ref: Ref) -> bool:

@@ -150,8 +150,7 @@ class Run:
         return tuple(each.count for each in classes), tuple(each.kind for each in classes)
 
     def modes(self, policy: RecomputePolicy) -> tuple[Recompute, ...]:
-        """Return each block's recomputation mode: the first of a class fully, the next
-        selectively."""
+        """Each block's recomputation mode: the first of a class fully, the next selectively."""
         if not policy.num_blocks:
             return tuple("none" for _ in self.kinds)
         seen: Counter[int] = Counter()

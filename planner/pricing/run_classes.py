@@ -51,8 +51,7 @@ class Series:
 
 @dataclass(frozen=True)
 class RunClasses:
-    """``numbers[k, i]`` is the class of the blocks k to i − 1; ``firsts`` has a run of each
-    class."""
+    """``numbers[k, i]`` is the class of blocks k to i − 1; ``firsts`` has a run of each class."""
 
     numbers: Ints
     firsts: tuple[tuple[int, int], ...]
@@ -135,8 +134,7 @@ def run_classes(structure: Structure) -> RunClasses:
 
 
 def _marks(structure: Structure) -> tuple[list[object], int]:
-    """Return a key that distinguishes each block, and the largest distance of values that count by
-    distance."""
+    """Return a key that distinguishes each block, and the largest distance that values count by."""
     readers = structure.readers
     position = structure.position
     reach = 1
@@ -184,8 +182,7 @@ def _leaf(structure: Structure, name: str, readers: Mapping[str, int]) -> object
 
 
 def samples(series: Series, growth: float = 1.3) -> tuple[int, ...]:
-    """Return the lengths of a series to price: all short lengths, then each ``growth`` times
-    longer.
+    """The lengths of a series to price: all short lengths, then each ``growth`` times longer.
 
     >>> samples(Series(tuple(range(100)), tuple(range(1, 101)), 2))
     (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 35, 46, 60, 78, 100)

@@ -124,8 +124,7 @@ COLLECTIVES_OF_STATES = (
 def objective_weights(
     num_microbatches: int, *, exposed: float = 0.0, shares_links: bool = True
 ) -> Floats:
-    """Return the weight of a second of each resource in the solvers' objective (seconds per
-    micro-batch).
+    """The weight of a second of each resource in the solvers' objective (seconds per micro-batch).
 
     Collectives that take S seconds and slow compute of C seconds by s add at least max(s, S - C)
     to the objective (``seconds_of_passes``). The sum counts (1 - e)·s + e·(S - C) for them, where
@@ -200,8 +199,7 @@ def grouped(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
 
 
 def exposed_one_ahead(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
-    """Return the seconds added to a pass if each block is gathered while the block before it
-    computes.
+    """The seconds added to a pass if each block is gathered while the block before it computes.
 
     The pass waits for the first block. Each other block either arrives before that compute ends,
     and lengthens it by ``slowed``, or the pass waits for it. The last axis has the entries of

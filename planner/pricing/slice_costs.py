@@ -123,8 +123,7 @@ def _costs(
 
 
 def undivided_axis(part: SequenceSlice) -> str | None:
-    """Return a mesh axis, as ``tp=2``, that splits a dimension of a slice which it does not
-    divide."""
+    """A mesh axis, as ``tp=2``, that splits a dimension of a slice which it does not divide."""
     for stage in part.plan.stages:
         shape = stage.mesh.shape
         for name, own in stage.layouts.items():

@@ -91,8 +91,7 @@ class StageCost:
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds of the optimizer and of exposed gathering of parameters and sums of
-        gradients."""
+        """Return the seconds of the optimizer and of exposed gathering and sums of gradients."""
         return self._passes[2] + self._passes[3]
 
     @property
@@ -118,8 +117,7 @@ class StageCost:
 
     @cached_property
     def issued_groups(self) -> Groups:
-        """Return the groups, with each block's compute at least as long as the host takes to issue
-        it."""
+        """The groups, with each block's compute at least as long as the host takes to issue it."""
         seconds = self._groups.seconds.copy()
         for compute, issue in ISSUED:
             seconds[:, compute] = np.maximum(seconds[:, compute], seconds[:, issue])
@@ -151,8 +149,7 @@ class StageCost:
         return min(1.0, slowed / collectives) if collectives else 0.0
 
     def objective(self, num_microbatches: int) -> float:
-        """Return the seconds per micro-batch with a share of the step: the objective of the
-        solvers.
+        """The seconds per micro-batch with a share of the step: the objective of the solvers.
 
         They count the device alone: the host's time to issue a pass is no sum of ops.
         """
@@ -181,7 +178,7 @@ ISSUED = (
     (Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE),
     (Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE),
 )
-"""By direction: the device's compute, and the compute with the time to issue it."""
+"""Per direction: the device's compute, and the compute with the time to issue it."""
 
 
 def _shares(values: Floats) -> tuple[float, ...]:
@@ -311,8 +308,8 @@ class StageTable:
         return int(self.model.source(edge).of_choice[self._choice(maker)])
 
     def _conversion(self, edge: Edge) -> tuple[float, float]:
-        """Return the seconds, forward and backward, of converting a value to all layouts that a
-        block wants."""
+        """Return the seconds, forward and backward, to convert a value to all layouts of a
+        block."""
         forward, backward = self.model.conversions(edge)
         source = self._source_class(edge)
         _, columns = self.model.targets(edge)
@@ -346,8 +343,7 @@ class StageTable:
         return both[0], both[1]
 
     def unrecomputed(self, row: Row | Boundary) -> Floats:
-        """Return the addition of one occurrence of a row or boundary, see
-        ``RowCost.unrecomputed``."""
+        """The addition of one occurrence of a row or boundary, see ``RowCost.unrecomputed``."""
         if not isinstance(row, Boundary):
             return self.row(row).unrecomputed
         added = np.zeros((len(ZEROS), NUM_FIGURES))
@@ -387,7 +383,7 @@ class StageTable:
         )
 
     def _transient_bytes(self, listed: Policies, costs: RecomputeCosts) -> Floats:
-        """Return by ZeRO stage and policy the largest op, plus gathered parameters or a recomputed
+        """Return by ZeRO stage and policy the largest op, plus gathered weights or recomputed
         block."""
         largest = listed.largest(costs.transient_bytes)
         transient: Floats = self._working_bytes + np.maximum(self._gathered[:, None], largest)
@@ -458,8 +454,7 @@ class StageTable:
         )  # fmt: skip
 
     def _groups_of(self, run: Run, setting: Setting, of_kind: Mapping[str, Floats]) -> Groups:
-        """Group the run's blocks in order. A parameter of several blocks counts with the first
-        block."""
+        """Group the run's blocks in order. A parameter of several counts with the first block."""
         entries, counts = grouped(list(zip(run.kinds, run.modes(setting.policy), strict=True)))
         seconds = np.array([of_kind[kind][BLOCK_MODES.index(mode)] for kind, mode in entries])
         for name in run.shared:

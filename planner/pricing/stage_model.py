@@ -244,8 +244,7 @@ class StageModel:
         return self._options[key]
 
     def received(self, first: Use) -> Options:
-        """Return the layouts in which a stage may receive a value: those that its first use
-        wants."""
+        """The layouts in which a stage may receive a value: the layouts of its first use."""
         wanted, cache = self.wanted(first), self.prices.cache
 
         def make() -> Options:
@@ -278,8 +277,7 @@ class StageModel:
         return self.made(edge.name, edge.index)
 
     def repeats(self, edge: Edge) -> tuple[bool, bool]:
-        """Return whether a recomputed block converts the value again, in each of
-        ``RECOMPUTE_MODES``."""
+        """Return whether a recomputed block converts a value again, by ``RECOMPUTE_MODES``."""
         if edge not in self._repeats:
             block = self.structure.blocks.kinds[edge.uses[0].kind]
             own = replay(block, self.structure.graph, self.prices)
@@ -318,8 +316,7 @@ class StageModel:
         return cache.targets.find((), wanted, make)
 
     def conversions(self, edge: Edge) -> tuple[Floats, Floats]:
-        """Return the seconds, forward and backward, from every source layout to every target
-        layout."""
+        """The seconds, forward and backward, from every source layout to every target layout."""
         sources, targets = self.source(edge).layouts, self._targets(edge).layouts
         spec, prices = self.spec(edge), self.prices
         return prices.converted.matrices.find(
@@ -357,8 +354,7 @@ class StageModel:
         return found + [(self._incoming(ref, first), 1) for ref, first in run.received]
 
     def _outgoing(self, name: str, index: int, *, is_loss: bool = False) -> Boundary:
-        """Return the boundary of a value sent in its boundary layout, or of the loss, which ends
-        whole."""
+        """The boundary of a value sent in its boundary layout, or of the loss, which ends whole."""
         key = (name, index, is_loss)
         if key not in self._boundaries:
             spec, made = self.structure.graph[name].outputs[index], self.made(name, index)

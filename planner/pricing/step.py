@@ -122,8 +122,7 @@ def _own_costs(
 
 
 def pipeline_table(pipeline: Pipeline, num_stages: int) -> Schedule:
-    """Return the pipeline's schedule for ``num_stages`` stages (parts of the model, for
-    Chimera)."""
+    """The pipeline's schedule for ``num_stages`` stages (parts of the model, for Chimera)."""
     number, chunks, slices = pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices
     edges = None if pipeline.edges is None else _pairs(pipeline.edges)
     if slices is None and edges in (None, chain(num_stages)):
@@ -206,8 +205,7 @@ def stage_costs(
 
 
 def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
-    """Convert a stage's cost to a plan's prediction. ``send_seconds``: forward, to the next
-    stage."""
+    """Convert a stage's cost to a plan's prediction. ``send_seconds``: forward, to the next."""
     own = cost.seconds
     exposed = sum(cost.exposed_states)
     late = {} if cost.late_seconds is None else {"weight_gradients": cost.late_seconds}

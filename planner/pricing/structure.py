@@ -50,8 +50,7 @@ class Structure:
     _known: dict[Alike, tuple[Edge, ...]] = field(default_factory=dict, repr=False)
 
     def at_batch(self, batch_size: int) -> Structure:
-        """Return the same blocks for another batch: only shapes differ, so runs and readers are
-        shared."""
+        """The same blocks for another batch: only shapes differ, so runs and readers are shared."""
         found = replace(self, graph=self.graph.with_batch_size(batch_size))
         found.__dict__.update({name: getattr(self, name) for name in _OF_ANY_BATCH})
         return found
@@ -116,8 +115,7 @@ class Structure:
         )
 
     def leaf_bytes(self, run: Run, row_parts: int) -> int:
-        """Return the bytes of a run's inputs, constants and buffers on a rank; see
-        ``leaf_bytes``."""
+        """The bytes of a run's inputs, constants and buffers on a rank; see ``leaf_bytes``."""
         key = run.key, row_parts
         if key not in self._leaf_bytes:
             self._leaf_bytes[key] = leaf_bytes(self.graph, run.leaves, row_parts)
@@ -139,8 +137,7 @@ class Structure:
         return tuple((ref, tuple(uses)) for ref, uses in found.items())
 
     def _is_priced(self, ref: Ref, node: Node) -> bool:
-        """Return whether a use of a value from elsewhere has a layout of its own to convert
-        from."""
+        """Return whether a use of a value from elsewhere has its own layout to convert from."""
         kind = self.graph[ref.name].kind
         if kind == "parameter":
             return not is_own_parameter(ref, node, self.graph)
@@ -165,8 +162,7 @@ class Structure:
         )
 
     def ends(self, kind: str) -> tuple[tuple[tuple[str, int], ...], tuple[Use, ...]]:
-        """Return the ends of a kind's blocks: values that other blocks read, and uses of their
-        values."""
+        """The ends of a kind's blocks: values that other blocks read, and uses of their values."""
         wanted = [
             use
             for ref, uses in self._template_outside[kind]
@@ -242,8 +238,7 @@ class Structure:
         return tuple(found)
 
     def _edges(self, at: int, start: int, received: dict[Ref, Use]) -> tuple[Edge, ...]:
-        """Return a block's edges in a run that begins at ``start``; equal edges share one
-        object."""
+        """A block's edges in a run that begins at ``start``; equal edges share one object."""
         outside = self.outside[at]
         own = tuple([self._edge(at, ref, uses, start, received) for ref, uses in outside])
         return self._known.setdefault((self.blocks.blocks[at].kind, own), own)

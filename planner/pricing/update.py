@@ -44,8 +44,7 @@ def update_curve(profile: Profile, optimizer: str) -> TransferCurve | None:
 
 
 def step_bytes(policy: PrecisionPolicy) -> int:
-    """Return the bytes that a step moves per parameter: reads of all states, writes of all but the
-    gradient.
+    """Return the bytes a step moves per parameter: reads of all states, writes of all but gradient.
 
     A gradient of fewer bytes than the master is first written in its format, and read. In host
     memory the master is written in its format of compute too, to be sent to the device.

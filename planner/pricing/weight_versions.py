@@ -38,8 +38,7 @@ def num_versions(name: str, num_stages: int, num_microbatches: int) -> tuple[int
 
 
 def version_bytes(plan: Plan, stage: int, parameters: float) -> float:
-    """Return the bytes of the older versions of a stage's weights, of ``parameters`` bytes in all
-    copies."""
+    """Return the bytes of older versions of a stage's weights, of ``parameters`` bytes in all."""
     rules = policy(plan.model.precision, plan.model.optimizer, plan.states)
     held = num_versions(plan.schedule, len(plan.stages), plan.num_microbatches)
     return (held[stage] - 1) * parameters * _version_share(rules)

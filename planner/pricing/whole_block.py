@@ -58,8 +58,7 @@ def _ratio(whole: float, summed: float) -> float:
 
 
 def block_inputs(graph: Graph, block: Block) -> tuple[Ref, ...]:
-    """Return the values that a block reads from outside, including its parameters and buffers, by
-    first use."""
+    """Return the values a block reads from outside (parameters, buffers too), by first use."""
     own = set(block.nodes)
     found = (ref for name in block.nodes for ref in graph[name].inputs if ref.name not in own)
     return tuple(dict.fromkeys(found))
@@ -93,8 +92,7 @@ def _tf32_of(graph: Graph, block: Block, families: Collection[str]) -> tuple[str
 def whole_blocks(
     graph: Graph, blocks: Blocks, cluster: Cluster, basis: Basis, *, precision: Precision
 ) -> Basis:
-    """Return ``basis`` with the factors of its profile's whole blocks for the nodes of
-    ``graph``."""
+    """Return ``basis`` with its profile's factors of whole blocks for the nodes of ``graph``."""
     profile = basis.used
     if profile is None:
         return basis

@@ -1,10 +1,9 @@
 """Several stages (chunks) per pipeline rank: interleaved, breadth-first, ZB-V, DualPipeV.
 
 In: pipelines of one stage per rank with equal ranks. Out: candidates with the layouts and ZeRO
-stages of such a pipeline, its blocks cut into several times as many stages, placed by the schedule.
-Cuts balance the FLOPs of all stages, or of all ranks. Every stage is priced from the tables that
-solved the pipeline, and blocks are recomputed only if a rank's stages would not fit
-(``rank_memory``).
+stages of such a pipeline, its blocks cut into more stages, placed by the schedule. Cuts balance the
+FLOPs of all stages, or of all ranks. Every stage is priced from the tables that solved the
+pipeline, and blocks are recomputed only if a rank's stages would not fit (``rank_memory``).
 
 The options are ordered by a lower bound, the busiest rank's work,
 
@@ -238,8 +237,7 @@ class Interleaving:
     def _waits(
         self, seconds: Sequence[float], costs: Sequence[StageCost], direction: int
     ) -> list[float]:
-        """Return for each stage the time of the stages before it, with the messages between
-        ranks."""
+        """Return by stage the time of the stages before it, with messages between ranks."""
         received = [cost.receive_seconds[direction] for cost in costs[1:]]
         moves = [
             seconds if rank != other else 0.0

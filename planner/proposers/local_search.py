@@ -145,8 +145,7 @@ def promising(
     below: float,
     is_late: Callable[[], bool] = lambda: False,
 ) -> list[tuple[float, PipelineProposal]]:
-    """Return the pipelines with a lower bound under ``below``, sorted by it; stop pricing once it
-    is late."""
+    """Return pipelines with a lower bound under ``below``, sorted by it; stop pricing when late."""
     found = []
     for rows, stages in pipelines:
         if is_late():
@@ -182,8 +181,7 @@ def answers_seconds(
     needs: WeightedEdges | None,
     schedules: Collection[str],
 ) -> float:
-    """Return a lower bound of the step of stages run as in ``answers``, under any of
-    ``schedules``."""
+    """A lower bound of the step of stages run as in ``answers``, under any of ``schedules``."""
     halved = needs is None and len(answers) > 1 and any(map(splits, schedules))
     figures = []
     for answer in answers:

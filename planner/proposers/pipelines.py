@@ -44,8 +44,7 @@ class Explored:
 
 
 def dynamic_program(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the best pipelines of every micro-batch size, stages of one size first, then mixed
-    sizes."""
+    """Yield the best pipelines of every micro-batch size: stages of one size, then mixed sizes."""
 
     def first(sizes: tuple[int, ...]) -> Explored:
         return _explored(context, pool, sizes)
@@ -113,8 +112,7 @@ class _Exploration:
         )
 
     def _uniform(self, rows: int) -> Iterator[SearchNode]:
-        """Yield nodes with stages of one size, unless their work and waiting alone exceed the
-        cutoff.
+        """Yield nodes with stages of one size, unless work and waiting alone exceed the cutoff.
 
         Of S stages on D/S devices each, one takes at least W/D of a micro-batch's work W, and all
         of them S·W/D: N micro-batches take at least (N + S − 1)·W/D.
@@ -137,8 +135,7 @@ class _Exploration:
         return self._works[rows]
 
     def _mixed(self) -> Iterator[SearchNode]:
-        """Yield nodes with stages of any sizes, in the order of the best micro-batches with one
-        size."""
+        """Yield nodes with stages of any sizes, by order of the best micro-batches of one size."""
         context, pool = self.context, self.pool
         order = dict.fromkeys(
             [proposal.rows for proposal in pool.best_proposals()] + list(self.sizes)

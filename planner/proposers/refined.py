@@ -37,8 +37,7 @@ def refined_layouts(context: SearchContext, pool: CandidatePool) -> Iterator[Can
 
 
 def free_axes(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the pool's fastest pipelines, and single stages, with the axes of their meshes left to
-    the solver.
+    """Yield the pool's fastest pipelines, and single stages, with axes left to the solver.
 
     A single stage may fit only with free axes. Only the fastest is tried after much work, and if
     prices are to be measured: each mesh has ops of its own.
@@ -58,8 +57,7 @@ def free_axes(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate
 
 
 def _fastest(context: SearchContext, pool: CandidatePool) -> list[PipelineProposal]:
-    """Return the pool's fastest pipelines: one after much work, else as many as the request
-    says."""
+    """The pool's fastest pipelines: one after much work, else as many as the request says."""
     pipelines = dict.fromkeys(
         (each.rows, each.stages) for each in pool.ranked() if each.base is None
     )

@@ -53,8 +53,7 @@ def replicated(context: SearchContext, pool: CandidatePool) -> Iterator[Candidat
 
 
 def _least(context: SearchContext, base: Candidate) -> float:
-    """Return a lower bound of the step: two ranks share two stages, and one of them does half of
-    their work."""
+    """Return a lower bound of the step: two ranks share two stages, one does half their work."""
     costs = with_replica_sums(base.costs, SCHEDULE, context.cluster, len(base.stages))
     work = [
         base.num_microbatches * (cost.forward_seconds + cost.backward_seconds) / 2
@@ -122,8 +121,7 @@ def _held(num_ranks: int, num_microbatches: int) -> list[int]:
 
 
 def _rank_bytes(costs: Sequence[StageCost], activation_bytes: Sequence[int]) -> list[float]:
-    """Return the bytes on a device of each rank: both of its stages, with the timeline's
-    activations."""
+    """The bytes on a device of each rank: both of its stages, with the timeline's activations."""
 
     def lasting(cost: StageCost) -> float:
         return sum(

@@ -35,7 +35,7 @@ from ..search.translated import translated
 from ..shares import best_shares, coordinate_ranks, slowest, why_not
 
 MOST_POLICIES = 40
-"""Maximum recomputation policies to try; with more, all blocks are recomputed alike."""
+"""Maximum recomputation policies to try; with more, all blocks have one policy."""
 
 INFINITE = float("inf")
 
@@ -57,8 +57,7 @@ class SharedAnswer(StageAnswer):
 
 
 def uneven_shares(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the best candidate of each micro-batch size and mesh; record their bound in the
-    context."""
+    """Yield the best candidate of each micro-batch size and mesh; record bounds in the context."""
     least = float("inf")
     for candidate, bound in shared_candidates(context, context.microbatch_rows):
         least = min(least, bound)

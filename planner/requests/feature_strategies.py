@@ -59,8 +59,7 @@ def _splits_positions(node: Node, graph: Graph, strategy: AxisStrategy, dims: Di
 
 
 def _splits_experts(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
-    """Return whether weights of three dimensions, the first of which counts experts, are split
-    there."""
+    """Return whether weights of three dimensions, experts first, are split there."""
     if "conv" in node.op:
         return False
     return any(

@@ -66,8 +66,7 @@ def _host_sizes(cluster: Cluster) -> tuple[int, ...]:
 
 
 def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[int, ...]:
-    """Return the possible rows of a micro-batch, the likeliest first. Raises ``UsageError`` if
-    none.
+    """The possible rows of a micro-batch, the likeliest first. Raises ``UsageError`` if none.
 
     Where rows see each other (``batch_norm``) the batch is one micro-batch, which alone is
     exact, unless the request says otherwise.

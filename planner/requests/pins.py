@@ -87,8 +87,7 @@ def parse_pin(text: str) -> Pin:
 
 
 def pattern_of(text: str) -> re.Pattern[str]:
-    """Compile a path with ``*`` (within a part), ``**`` (any parts) and ``?`` to a regular
-    expression.
+    """Compile a path with ``*`` (within a part), ``**`` (any parts), ``?`` to a regular expression.
 
     >>> [bool(pattern_of("layers.*.up").fullmatch(path)) for path in
     ...  ("layers.3.up", "layers.3.mlp.up")]
@@ -182,8 +181,7 @@ def _check_agreement(name: str, pins: Sequence[Pin]) -> None:
 
 
 def pinned_blocks(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Blocks:
-    """Return blocks with different kinds for different pins. Raises ``UsageError`` AP181 and
-    AP183."""
+    """Return blocks with different kinds for different pins. Raises UsageError AP181, AP183."""
     if not pins:
         return blocks
     by_name = matched(graph, pins)
@@ -282,8 +280,7 @@ def _read(block: Block, graph: Graph) -> Iterable[str]:
 
 
 def check_kept(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Plan:
-    """Remove the alternatives of a plan that break pins. Raises AP184 if the plan itself breaks a
-    pin."""
+    """Remove the alternatives of a plan that break pins. Raises AP184 if the plan breaks a pin."""
     if not pins:
         return plan
     found = broken(plan, graph, blocks, pins)

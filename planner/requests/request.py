@@ -64,7 +64,7 @@ class Placer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """Choices that the caller made; the search decides those that are None.
+    """Choices that the caller made; the search decides the choices that are None.
 
     ``dp=k``: k ranks split the batch and replicate parameters, except experts. ``tp=k``: a mesh
     axis "tp" of size k that does not split the batch of the inputs and splits, and computes split
@@ -135,8 +135,7 @@ class Forced:
 
     @property
     def row_parts(self) -> int:
-        """Return the least number of ranks that split the batch: ``dp``, of which ``ep`` are a
-        part."""
+        """The least number of ranks that split the batch: ``dp``, of which ``ep`` are a part."""
         return self.dp or self.ep or 1
 
     @property
@@ -251,8 +250,7 @@ class Request:
 
     @property
     def forces_chunks(self) -> bool:
-        """Return whether several stages per rank are forced: by the schedule, or by their
-        number."""
+        """Return whether several stages per rank are forced: by the schedule or by number."""
         return self.forced.schedule is not None and self.forced.least_chunks > 1
 
     @property
@@ -276,16 +274,14 @@ class Request:
 
     @property
     def recompute(self) -> Recompute | None:
-        """Return the recomputation mode of every block if it is fixed; None if the search
-        chooses."""
+        """The recomputation mode of every block if it is fixed; None if the search chooses."""
         if self.forced.recompute is None and self.features.recompute == ("none",):
             return "none"
         return self.forced.recompute
 
     @property
     def recomputations(self) -> tuple[Recompute, ...]:
-        """Return the recomputation modes that blocks may have, in the order of the bytes they
-        keep."""
+        """The recomputation modes that blocks may have, in the order of the bytes they keep."""
         return self.features.recompute if self.recompute is None else (self.recompute,)
 
 

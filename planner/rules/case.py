@@ -51,7 +51,7 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
 
 
 def letters_of(rank: int, whole: tuple[int, ...] = ()) -> Letters:
-    """Return a letter for each dimension except those in ``whole``.
+    """Return a letter for each dimension not in ``whole``.
 
     >>> letters_of(3, (1,))
     ('d0', None, 'd2')

@@ -43,8 +43,7 @@ def derive(
 
 
 def _whole(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> tuple[Placement, ...]:
-    """Return the placements of unsplit inputs: ``R`` if the gradient is a partial sum, else
-    ``I``."""
+    """The placements of unsplit inputs: ``R`` if the gradient is a partial sum, else ``I``."""
     differentiable = any(spec.requires_grad for spec in outputs)
     return tuple(
         REPLICATE if differentiable and spec.requires_grad else INVARIANT for spec in inputs
@@ -91,8 +90,7 @@ def _divisible(signature: Signature, specs: Sequence[TensorSpec], axis_size: int
 def _contract(
     signature: Signature, letter: str, inputs: Sequence[TensorSpec], placements: list[Placement]
 ) -> bool:
-    """Return whether the outputs are sums over the letter; terms without the letter then become
-    ``P``."""
+    """Return whether outputs are sums over the letter; terms without it then become ``P``."""
     if signature.sums:
         return True
     for term in signature.terms:
@@ -110,8 +108,7 @@ def _partials(
     whole: tuple[Placement, ...],
     leaves: Sequence[bool],
 ) -> Iterator[AxisStrategy]:
-    """Yield strategies with one factor of each term partial and all others whole; the outputs are
-    partial."""
+    """Yield strategies with one factor of each term partial, others whole; outputs are partial."""
     if not signature.terms or any(spec.dtype not in FLOATS for spec in outputs):
         return
     for chosen in product(*signature.terms):

@@ -1,7 +1,7 @@
 """Tensors and bytes that autograd keeps of each op for its backward.
 
-In: a node. Out: the tensors among its inputs and outputs that its backward reads, and the bytes it
-keeps besides (statistics, masks, log-probabilities). Source: PyTorch's
+In: a node. Out: the tensors among its inputs and outputs that its backward reads, and the bytes
+kept besides (statistics, masks, log-probabilities). Source: PyTorch's
 tools/autograd/derivatives.yaml.
 """
 
@@ -183,8 +183,7 @@ def saved_extra_bytes(
 def kept_extra_bytes(
     node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> int:
-    """Return the bytes that a costly op's kernels return besides its outputs, kept unless they run
-    again."""
+    """Return the bytes that a costly op's kernels return besides outputs, kept unless rerun."""
     if not writes_scores(node, inputs):
         return saved_extra_bytes(node, inputs, outputs)
     out = outputs[0]
@@ -220,8 +219,7 @@ def _normalized_bytes(node: Node, out: TensorSpec, itemsize: int) -> int:
 
 
 def expert_pairs(node: Node, inputs: Sequence[TensorSpec]) -> int:
-    """Return the (token, expert) pairs that ``experts`` computes at these shapes, if routing is
-    even."""
+    """The (token, expert) pairs that ``experts`` computes at these shapes, if routing is even."""
     held = inputs[3].shape[0]
     return int(inputs[1].numel * held / argument(node, 8, "num_experts", held))
 

@@ -98,8 +98,7 @@ def contiguous(shape: Sequence[int]) -> Strides:
 
 
 def dense(shape: Sequence[int], order: Sequence[int]) -> Strides:
-    """Return the strides of a dense tensor whose dims lie in memory in ``order``, outermost
-    first."""
+    """The strides of a dense tensor whose dims lie in memory in ``order``, outermost first."""
     strides = [1] * len(shape)
     step = 1
     for dim in reversed(order):

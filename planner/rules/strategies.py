@@ -36,7 +36,7 @@ def axis_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrat
 
 
 def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of a node's op; those of constants say how they could be computed."""
+    """Return the strategies of a node's op; for constants, how they could be computed."""
     nodes, refs = graph.by_name, node.inputs
     producers = [nodes[ref.name] for ref in refs]
     specs = (each.outputs[ref.index] for each, ref in zip(producers, refs, strict=True))

@@ -154,8 +154,7 @@ def convolution(case: Case) -> Signature | None:
 
 
 def along(case: Case, position: int, default: int | None, *, is_linear: bool) -> Signature:
-    """Return the signature of an op that works along dims: any other dim is split in all tensors
-    alike."""
+    """The signature of an op that works along dims: any other dim is split in all tensors."""
     whole = case.dims(position, "dims" if _takes_dims(case) else "dim", default)
     letters = letters_of(case.rank, whole)
     count = len(case.inputs)
@@ -171,8 +170,7 @@ def _takes_dims(case: Case) -> bool:
 
 
 def reduce(case: Case, position: int, *, is_sum: bool) -> Signature | None:
-    """Return the signature of a reduction: sums and means of a split dim are partial, others keep
-    it whole."""
+    """Return a reduction's signature: sums, means of a split dim are partial, others keep it."""
     if len(case.inputs) != 1:
         return None
     kept = len(case.outputs[0].shape) == case.rank

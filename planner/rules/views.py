@@ -10,8 +10,7 @@ _LARGEST = 2**63 - 1
 
 
 def match_dims(source: Shape, target: Shape) -> tuple[Letters, Letters]:
-    """Return the letters of a reshape: dimensions of both shapes with one letter carry the same
-    split.
+    """The letters of a reshape: dimensions of both shapes with one letter carry the same split.
 
     The shapes fall into groups of equal products; in each the outermost dimensions (of size above
     1) correspond: a contiguous part of one is a contiguous part of the other.
@@ -52,8 +51,7 @@ def expand(case: Case) -> Signature:
 
 
 def like_other(case: Case) -> Signature:
-    """Split as the plain op of ``expand_as`` or ``view_as``; the other tensor lies like the
-    output."""
+    """Split as the plain op of ``expand_as``, ``view_as``; the other tensor is like the output."""
     plain = (expand if case.node.op.startswith("aten.expand") else reshape)(case)
     return Signature((plain.inputs[0], plain.outputs[0]), plain.outputs, plain.terms)
 

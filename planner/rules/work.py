@@ -202,8 +202,7 @@ def _fused_products(node: Node, fused: Fused, inputs: Sequence[TensorSpec]) -> t
 
 
 def _kernels_backward(family: Family, num_wanted: int) -> int:
-    """Return the number of backward kernels: one per gradient, or one or two for joint
-    gradients."""
+    """The number of backward kernels: one per gradient, or one or two for joint gradients."""
     if family in ("matmul", "conv", "elementwise"):
         return num_wanted
     return min(num_wanted, 2 if family == "norm" else 1)
@@ -252,8 +251,7 @@ def _expert_products(
 
 
 def _registered(rule: OpRule, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
-    """Return the work of a registered op: its own estimate, or the estimate for its annotation's
-    product.
+    """The work of a registered op: its own estimate, or the estimate for its annotation's product.
 
     The backward counts twice, as for a product of two factors.
     """

@@ -52,8 +52,7 @@ Orders = Callable[[Size], Table]
 
 
 class InFlight(Protocol):
-    """Function (num_stages, num_microbatches, stage) → the most micro-batches whose activations a
-    stage holds.
+    """Function (num_stages, num_microbatches, stage) → most micro-batches with activations held.
 
     Schedules with chunks also take their number per rank.
     """
@@ -120,8 +119,7 @@ def _counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
 
 
 def _both_ways(num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /) -> int:
-    """Return the most micro-batches that the two stages of Chimera's rank ``stage`` hold at
-    once."""
+    """The most micro-batches that the two stages of Chimera's rank ``stage`` hold at once."""
     return _held_both_ways(num_stages, num_microbatches)[stage]
 
 

@@ -201,8 +201,7 @@ def _positions(schedule: Schedule, row: Row) -> dict[Action, int]:
 
 
 def _check_pairs(schedule: Schedule) -> None:
-    """Check that every send has its receives, and every receive a send of each of its source
-    stages."""
+    """Check that each send has its receives, and each receive a send of each source stage."""
     sent: Counter[tuple[int, Action]] = Counter()
     received: Counter[tuple[int, Action]] = Counter()
     for row in schedule.table:

@@ -52,8 +52,7 @@ def splits(name: str) -> bool:
 
 @lru_cache(maxsize=65536)
 def halves(name: str, depth: int, num_stages: int, num_microbatches: int) -> Halves:
-    """Return the pairs of a stage with ``depth`` stages to come, itself included, one stage per
-    rank."""
+    """The pairs of a stage with ``depth`` stages to come, itself included, one stage per rank."""
     if not splits(name):
         return ((in_flight(name, depth, num_stages, num_microbatches), 0),)
     if num_stages == 1:
@@ -119,7 +118,7 @@ Pair = tuple[int, int]
 """The sending and the receiving stage; gradients go from a later to an earlier stage."""
 
 _Unit = tuple[bool, int, int, int]
-"""Whether the message is an activation, the receiving stage, the micro-batch, the slice."""
+"""An activation (or a gradient), the receiving stage, the micro-batch, the slice."""
 
 
 def sends_kept(schedule: Schedule, *, is_gpu: bool) -> int:
@@ -142,8 +141,7 @@ class MessageBytes:
 def messages_held(
     schedule: Schedule, rank: int, sizes: MessageBytes, most: int
 ) -> Iterator[tuple[Action, float]]:
-    """Yield each action of a rank except sends and receives, with the bytes of messages held
-    meanwhile.
+    """Yield the actions of a rank except sends and receives, with the bytes of messages held.
 
     Of two stages on two ranks, one message of 8 bytes kept at a time:
 

@@ -38,8 +38,7 @@ WAITING = frozenset((FORWARD, BACKWARD, INPUT_BACKWARD))
 def complete(
     orders: Table, *, ahead: int = 0, edges: Edges | None = None, parts: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], Table]:
-    """Return the owner of each stage, and the table of compute ``orders`` with all other actions
-    added.
+    """The owner of each stage, and the table of compute ``orders`` with all other actions added.
 
     A receive is posted ``ahead`` forwards and backwards before the action that needs it. ``parts``:
     see ``Schedule``. Rows that have a STEP already get none.

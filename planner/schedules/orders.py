@@ -28,8 +28,7 @@ from ...cost_model.simulator.actions import (
 def depths(wiring: Wiring) -> tuple[int, ...]:
     """Return for each stage the number of stages on the longest path to an end, itself included.
 
-    In a chain it is ``num_stages - stage``: 1F1B starts as many micro-batches before its first
-    backward.
+    In a chain it is ``num_stages - stage``: 1F1B starts as many before its backwards.
 
     >>> depths(Wiring.of(4, ((0, 1), (1, 3), (2, 3))))
     (3, 2, 2, 1)
@@ -54,7 +53,7 @@ def one_forward_one_backward(
 ) -> Table:
     """1F1B; ``eager=2`` warms up with twice as many forwards.
 
-    ``depth`` of each stage, see ``depths``; that of a chain by default.
+    ``depth`` of each stage, see ``depths``; a chain's by default.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), figure 4 top; eager: Zhuang et al. 2023
     (arXiv:2211.05322), section 4.
@@ -81,7 +80,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> 
     """1F1B over the chunks of each rank: micro-batches go in rounds through chunk after chunk.
 
     A rank warms up with the rounds that its later chunks need, and twice its distance to the
-    last rank. A round is ``num_ranks`` micro-batches, or equal parts of what does not divide.
+    last rank. A round is ``num_ranks`` micro-batches, or equal parts of a remainder.
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2 and figure 4 bottom.
     """
     size, turns = rounds(num_ranks, num_microbatches, num_chunks)
@@ -143,8 +142,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
 
 
 def in_turn(forwards: Row, backwards: Row, *, warmup: int) -> Row:
-    """Alternate forwards and backwards after ``warmup`` forwards; end with the remaining
-    backwards."""
+    """Alternate forwards and backwards after ``warmup`` forwards; end with backwards."""
     warmup = min(len(forwards), warmup)
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)

@@ -61,7 +61,7 @@ def build_schedule(
 
     ``num_chunks`` stages share a pipeline rank: in looped schedules, with stage ``s`` on rank ``s %
     (num_stages / num_chunks)``, and in V-shaped schedules, which have two. Chimera has one part of
-    the model per rank and direction; ``num_stages`` is that of one direction. ``slices``: the
+    the model per rank and direction; ``num_stages`` counts one direction. ``slices``: the
     lengths of the slices of sequences, for TeraPipe only. A receive is posted ``ahead`` forwards
     and backwards before the action that needs its message: see ``messages``. Raises UsageError for
     an unknown name, an empty pipeline, or unsupported numbers of chunks and micro-batches.
@@ -111,8 +111,7 @@ def compute_orders(name: str, num_stages: int, num_microbatches: int, num_chunks
 
 
 def can_have(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> bool:
-    """Return whether a schedule supports these numbers of stages, micro-batches, and stages per
-    rank.
+    """Return whether a schedule supports these numbers of stages, micro-batches, stages per rank.
 
     >>> can_have("zbv", 4, 8, 2), can_have("zbv", 6, 8, 3), can_have("1f1b", 4, 8, 2)
     (True, False, False)

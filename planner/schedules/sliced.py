@@ -35,8 +35,7 @@ def slice_lengths(
     granularity: int = 1,
     num_sequences: int = 1,
 ) -> tuple[int, ...]:
-    """Return the slice lengths that minimize the step: sum of their times + (num_stages - 1)
-    longest.
+    """The slice lengths that minimize the step: sum of their times + (num_stages - 1) longest.
 
     ``seconds(n, before)``: a stage's time, forward and backward, of ``n`` positions that come
     after ``before`` others. All sequences (micro-batches) are cut alike, so the sum counts

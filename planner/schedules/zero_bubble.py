@@ -53,8 +53,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
 def _split_1f1b(
     rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, *, pace: int
 ) -> Row:
-    """Alternate forwards and input backwards, with weight backwards ``pace * rank`` behind
-    these."""
+    """Alternate forwards and input backwards; weight backwards are ``pace * rank`` behind."""
     size, turns = rounds(num_ranks, num_microbatches, num_chunks)
     last = num_chunks - 1
     order = in_turn(

@@ -1,8 +1,7 @@
 """A lower bound of the step time over the whole search space.
 
 In: a context. Out: a lower bound of the seconds of every plan, over all micro-batch sizes, cuts,
-meshes, layouts, ZeRO stages, recomputation policies and schedules, with one or several stages per
-rank.
+meshes, layouts, ZeRO stages, recomputation policies and schedulesand numbers of stages per rank.
 
 The busiest of D devices works at least as long as the mean one. A block on a mesh of n devices
 takes n times its seconds of device time. A price of λ seconds per byte brings in the memory limit
@@ -57,8 +56,7 @@ UNLIMITED = 1e18
 
 
 def lower_bound(context: SearchContext) -> float:
-    """Return a lower bound of every plan's step, with one stage per rank or several. Computed once
-    per context.
+    """Return a lower bound of every plan's step, with any number of stages per rank. Cached.
 
     After the time limit, or if the tables of a block would be too wide, it is ``work_bound``.
     """
@@ -190,8 +188,7 @@ class _Relaxation:
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """Least seconds of a block by price of a byte: at the start of a stage, or after a block of its
-    kind."""
+    """Least seconds of a block by price of a byte: as a stage's first, or after one of its kind."""
 
     first: Floats
     later: Floats
@@ -199,9 +196,8 @@ class BlockSeconds:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """For each kind, the edges from a block to the next, and the fewest bytes that any of its
-    blocks is the first to read of other blocks; ``linked`` marks blocks with exactly these
-    edges."""
+    """By kind, edges from a block to the next, and the fewest bytes that any of its blocks is
+    the first to read of other blocks; ``linked`` marks blocks with exactly these edges."""
 
     edges: Mapping[str, tuple[Edge, ...]]
     linked: tuple[bool, ...]

@@ -24,8 +24,7 @@ TOLERANCE = 1e-3
 
 MOST_CUTS = 256
 FEW_CUTS = 128
-"""Number of blocks above which stages of any sizes are first cut between ``FEW_CUTS`` groups of
-blocks."""
+"""Number of blocks above which stages of any sizes are first cut between ``FEW_CUTS`` groups."""
 
 COARSE = 0.05
 """Maximum relative loss of cutting between groups, before refinement."""

@@ -108,8 +108,7 @@ def edges(context: SearchContext, rows: int, stages: Sequence[StageChoice]) -> W
 
 
 def schedules(context: SearchContext, num_stages: int, *, is_chain: bool) -> tuple[str, ...]:
-    """Return the schedules to simulate. Schedules that split backwards run chains of stages
-    only."""
+    """The schedules to simulate. Schedules that split backwards run chains of stages only."""
     allowed = context.request.schedules
     if num_stages == 1:
         return allowed[:1]
@@ -170,8 +169,7 @@ def candidates(
     context: SearchContext, proposal: PipelineProposal, *, programs: int = 0,
     below: float = float("inf"), without: Collection[str] = (), free: bool = False,
 ) -> Iterator[Candidate]:  # fmt: skip
-    """Yield the proposal under every allowed schedule that fits, except ``without``. ``free``: see
-    ``stage``.
+    """Yield the proposal by all schedules that fit, except ``without``. ``free``: see ``stage``.
 
     A schedule that splits backwards is only tried if it can be faster than the first of the others
     that fits, and than ``below``: the stages' own work takes as long in any order, and no less with
@@ -191,8 +189,7 @@ def candidates(
 
 
 def _work_seconds(found: Candidate, needs: WeightedEdges | None) -> float:
-    """Return the least seconds of these stages in any order, with any part of their backwards
-    deferred."""
+    """The least seconds of these stages in any order, with any part of their backwards deferred."""
     costs = [answer.cost for _, answer in found.answers]
     figures = [
         (c.forward_seconds, 0.0, *c.receive_seconds, c.end_seconds, c.backward_seconds)
@@ -317,8 +314,7 @@ class Candidate:
 
     @property
     def layouts_gap(self) -> float:
-        """Return the relative reduction of the pipeline time T if every stage's layouts were
-        optimal.
+        """The relative reduction of the pipeline time T if every stage's layouts were optimal.
 
         A candidate with a ``base`` has the gap of its base.
         """
@@ -378,8 +374,7 @@ class Candidate:
 
 
 def rank_bytes(stages: Sequence[StageChoice], costs: Sequence[StageCost]) -> dict[int, float]:
-    """Map the first device of each pipeline rank to the bytes on one of its devices, over its
-    stages."""
+    """Map each pipeline rank's first device to the bytes on one of its devices, over its stages."""
     ranks: dict[int, list[StageCost]] = {}
     for choice, cost in zip(stages, costs, strict=True):
         ranks.setdefault(choice.first_device, []).append(cost)
@@ -395,9 +390,8 @@ def least_seconds(figures: Sequence[Any], count: int, edges: WeightedEdges | Non
     ``figures[stage]``: forward, backward, receive forward, receive backward, end of the step; for
     split backwards the second is the first half, and a sixth the weight gradients. ``edges`` come
     from ``branches.stage_edges``. A stage waits until the first micro-batch has passed all stages
-    it depends on; then it computes all forwards and backwards; after the last of these comes its
-    own end of the step, or that micro-batch's path back through the stages before it and their
-    ends.
+    before it; then it computes all forwards and backwards; after the last of these comes its own
+    end of the step, or that micro-batch's path back through the stages before it and their ends.
 
     >>> float(least_seconds([(1, 2, 0, 0, 1), (2, 4, 0.5, 0.5, 1)], 3))
     23.0

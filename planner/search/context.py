@@ -108,8 +108,7 @@ class SearchContext:
         basis: Basis,
         tables: GraphTables | None = None,
     ) -> SearchContext:
-        """Build a context. ``tables`` come from other searches of this graph and format, by the
-        same rules."""
+        """Build a context. ``tables`` are from other searches with this graph, format and rules."""
         limit = request.memory_limit_bytes
         if limit is None:
             limit = cluster.usable_memory_bytes
@@ -136,8 +135,7 @@ class SearchContext:
         )
 
     def like(self, other: SearchContext) -> SearchContext:
-        """Return this context with the results of another context for another order of the
-        hosts."""
+        """Return this context with the results of another for another order of the hosts."""
         other.budget.deadline = self.budget.deadline
         return replace(
             self, structure=other.structure, budget=other.budget,
@@ -198,8 +196,7 @@ class SearchContext:
         return "1f1b" if "1f1b" in self.request.schedules else self.request.schedules[0]
 
     def held(self, schedule: str, num_stages: int, rows: int, depth: int) -> Halves:
-        """Return the micro-batches that a stage holds; ``depth`` counts the stages to come, with
-        itself."""
+        """Return the micro-batches that a stage holds; ``depth`` counts the stages from it on."""
         return halves(schedule, depth, num_stages, self.num_microbatches(rows))
 
     def costs(self, rows: int) -> Costs:
@@ -290,8 +287,7 @@ class SearchContext:
             raise does_not_fit(excess, self.limits, self.request, self.cluster)
 
     def limits_on(self, ranks: Sequence[int]) -> Limits:
-        """Return a stage's limits: the memory of its own devices, unless the request has a
-        limit."""
+        """A stage's limits: the memory of its own devices, unless the request has a limit."""
         if self.request.memory_limit_bytes is not None:
             return self.limits
         device = self.cluster.slowest_device(ranks)

@@ -44,8 +44,7 @@ from .least_bytes import LeastBytes
 SAME = 1 + 1e-9
 
 FEW_MICROBATCHES = 16
-"""Micro-batches above which a stage's end of step is too small, per micro-batch, to bound
-separately."""
+"""Micro-batches above which a stage's end of step is too small, per micro-batch, to be bounded."""
 
 MANY = 10**9
 """Number of micro-batches that makes the end of a step negligible."""
@@ -102,8 +101,7 @@ class MeshCosts:
         self.lower, self.once, self.slowest = (np.full(number, np.nan) for _ in range(3))
 
     def bound(self, wanted: Iterable[Series]) -> None:
-        """Compute lower bounds for all classes of some series; infinite for runs that cannot
-        fit."""
+        """Compute lower bounds for all classes of some series; infinite for runs that don't fit."""
         asked_for = [series for series in wanted if series not in self._bounded]
         self._bounded.update(asked_for)
         for series in asked_for:
@@ -338,8 +336,7 @@ class Costs:
     """All places at one micro-batch size, numbered in the order of requests.
 
     ``key`` is equal for submeshes that cost the same; ``solvers`` makes the solvers of a submesh;
-    ``held`` is the least number of micro-batches that a stage holds, by the number of stages to
-    come.
+    ``held`` is the least number of micro-batches of a stage, by stages to come.
     """
 
     runs: Runs

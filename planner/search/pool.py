@@ -68,8 +68,7 @@ class CandidatePool:
             self.add(candidate)
 
     def simulate(self, proposal: PipelineProposal) -> Iterator[Candidate]:
-        """Yield the candidates of a pipeline of the dynamic program that was not simulated
-        before."""
+        """Yield the candidates of a pipeline of the dynamic program that is not yet simulated."""
         if proposal.seconds < float("inf") and proposal not in self.proposals:
             self.proposals.append(proposal)
             yield from candidates(self.context, proposal, below=self.step_seconds)

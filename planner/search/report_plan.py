@@ -257,8 +257,7 @@ def _prediction(best: Candidate, cluster: Cluster, request: Request) -> Predicti
 
 
 def model_flops(structure: Structure, prices: Prices) -> Mapping[str, float]:
-    """Return the FLOPs, forward and backward, of one micro-batch by family, without
-    recomputation."""
+    """The FLOPs, forward and backward, of one micro-batch by family, without recomputation."""
     graph, total = structure.graph, Counter[str]()
     counts = Counter(block.kind for block in structure.blocks.blocks)
     for kind, block in structure.blocks.kinds.items():

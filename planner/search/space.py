@@ -29,8 +29,7 @@ PlaceOf = Callable[[int, int], int]
 
 
 def uniform_tiling(cluster: Cluster, num_stages: int, place: PlaceOf) -> Tiling | None:
-    """Return the tiling with ``num_stages`` stages of one size; None if the devices cannot be cut
-    so."""
+    """The tiling with ``num_stages`` stages of one size; None if the devices cannot be cut so."""
     size, rest = divmod(cluster.num_devices, num_stages)
     if rest or not _is_tiled(cluster, num_stages, size):
         return None
@@ -94,8 +93,7 @@ def _positions(cluster: Cluster) -> Iterator[int]:
 
 
 def place_key(cluster: Cluster) -> Callable[[int, int], Hashable]:
-    """Return a key function of submeshes, (first device, number), equal if every run costs the
-    same."""
+    """A key function of submeshes, (first device, number), equal if every run costs the same."""
     mixed = is_mixed(cluster)
 
     def key(first: int, size: int) -> Hashable:

@@ -63,8 +63,7 @@ def stage_program(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> StageProgram:
-    """Build the program of stage ``index``; by default with the memory limit of the stage's
-    devices.
+    """Build the program of stage ``index``; by default with its devices' memory limit.
 
     Raises UsageError AP332 for a missing stage, a stage with unequal shares of the batch (whose
     ranks have a program each), or an unknown objective.

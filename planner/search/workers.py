@@ -1,6 +1,6 @@
 """Search of the micro-batch sizes in parts, by one or several workers.
 
-In: a context, functions of it and of some micro-batch sizes. Out: what they return, part by part.
+In: a context, functions of it and of some micro-batch sizes. Out: their results, part by part.
 The parts do not depend on the workers, and no part sees another's results, so plans do not depend
 on the number of processes. The planner itself starts none: ``plan`` takes a function that makes
 ``Workers``; ``serial`` makes workers in this process.
