@@ -37,7 +37,7 @@ from .pricing.structure import Structure
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class StageFacts:
     """Facts that all blocks of a stage share; ``link`` is the link from the stage before.
 
     ``splits``: the backward is split into two halves.
@@ -89,7 +89,7 @@ class BlockCost:
     values: tuple[Layout, ...]
 
 
-def block_cost(reads: Reads, layouts: Layouts, mode: Recompute, setting: Setting) -> BlockCost:
+def block_cost(reads: Reads, layouts: Layouts, mode: Recompute, setting: StageFacts) -> BlockCost:
     """Price a block under ``layouts``, recomputed by ``mode``."""
     return _BlockWalk(reads, layouts, mode, setting).cost()
 
@@ -99,7 +99,7 @@ class _BlockWalk:
     reads: Reads
     layouts: Layouts
     mode: Recompute
-    setting: Setting
+    setting: StageFacts
     seconds: Seconds = field(default_factory=Seconds)
     receive: list[float] = field(default_factory=lambda: [0.0, 0.0])
     kept_bytes: float = 0.0

@@ -19,11 +19,11 @@ from .parameter_servers import served_peak_bytes, served_step_seconds
 from .plan import Plan, Precision, StagePlan, StagePrediction
 from .precision import with_precision
 from .pricing.basis import DEFAULT, Basis
-from .pricing.branches import Places, WeightedEdges, stage_depths, stage_edges, stage_starts
+from .pricing.branches import StagePlacement, WeightedEdges, stage_depths, stage_edges, stage_starts
 from .pricing.price_cache import PriceCache
 from .pricing.prices import Prices, Rules
 from .pricing.slice_costs import SliceShares, slice_shares
-from .pricing.stage_cost import BRIEF, StageCost
+from .pricing.stage_cost import TRANSIENT, StageCost
 from .pricing.step import Pipeline, message_seconds, prediction_of, send_seconds, simulate_stages
 from .replicas import with_replica_sums
 from .schedules.held import Halves, halves, stage_halves
@@ -230,7 +230,7 @@ def held_micro_batches(
 
 
 def _edges(walked: Walked, plan: Plan) -> WeightedEdges | None:
-    places = Places(plan.cluster, tuple((s.devices[0], s.devices[-1]) for s in plan.stages))
+    places = StagePlacement(plan.cluster, tuple((s.devices[0], s.devices[-1]) for s in plan.stages))
     return stage_edges(walked.forms.structure, stage_starts(plan), places)
 
 
@@ -294,14 +294,18 @@ def _rank_bytes(
 
 def _of_both(one: StageCost, other: StageCost, activation_bytes: int) -> float:
     lasting = [
-        sum(size for name, size in cost.memory_bytes.items() if name not in (*BRIEF, "activations"))
+        sum(
+            size
+            for name, size in cost.memory_bytes.items()
+            if name not in (*TRANSIENT, "activations")
+        )
         for cost in (one, other)
     ]
     return sum(lasting) + max(map(_brief_bytes, (one, other))) + activation_bytes
 
 
 def _brief_bytes(cost: StageCost) -> float:
-    return sum(size for name, size in cost.memory_bytes.items() if name in BRIEF)
+    return sum(size for name, size in cost.memory_bytes.items() if name in TRANSIENT)
 
 
 def _groups(stage: StagePlan, batch_size: int) -> list[tuple[int, tuple[int, ...]]]:

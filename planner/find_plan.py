@@ -29,7 +29,7 @@ from .parameter_servers import (
 )
 from .plan import Plan, SolverInfo
 from .price_sources import with_sources
-from .pricing.basis import DEFAULT, Asked, Basis, uses_of
+from .pricing.basis import DEFAULT, Basis, CostQueries, uses_of
 from .pricing.prices import Rules
 from .pricing.weight_versions import is_asynchronous
 from .proposers.alike import is_alike
@@ -247,7 +247,7 @@ def search(
     own_blocks = pinned_blocks(graph, blocks, request.pins)
     tables = (method.tables or SharedTables()).of(graph, own_blocks, request.precision)
     if basis.mode == "measured":
-        basis = replace(basis, asked=Asked(uses_of(own_blocks)))
+        basis = replace(basis, asked=CostQueries(uses_of(own_blocks)))
     if is_mixed(cluster):  # host orders share solved problems of one process
         method = replace(method, start_workers=serial)
     contexts: list[SearchContext] = []

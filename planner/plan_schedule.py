@@ -18,7 +18,7 @@ from ..cost_model.simulator.actions import (
     compute_only,
 )
 from .plan import Plan
-from .pricing.branches import reduced
+from .pricing.branches import reduce_edges
 from .schedules.messages import complete
 from .schedules.schedules import build_schedule
 
@@ -36,7 +36,7 @@ def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:
         num_stages,
         plan.num_microbatches,
         num_chunks=plan.num_chunks,
-        edges=reduced(set(crossing), num_stages),
+        edges=reduce_edges(set(crossing), num_stages),
         slices=plan.slices,
     )
     if _carries(schedule, crossing):

@@ -15,7 +15,7 @@ from ..cost_model.cluster.cluster import Source
 from .evaluate import evaluate
 from .graph import Blocks, Graph
 from .plan import Plan, ProfileUse, StagePrediction
-from .pricing.basis import Asked, Basis
+from .pricing.basis import Basis, CostQueries
 from .pricing.prices import Rules
 
 PARTS = ("compute", "communication")
@@ -27,7 +27,7 @@ def with_sources(plan: Plan, graph: Graph, blocks: Blocks, *, basis: Basis, rule
     whole = _seconds([stage.prediction for stage in plan.stages], plan.num_microbatches)
     total = sum(whole.values())
     parts: dict[str, dict[str, float]] = {part: {} for part in PARTS}
-    asked = Asked()
+    asked = CostQueries()
     kinds: tuple[Source, ...] = ("measured", "interpolated") if profile is not None else ()
     for source in kinds:
         only = replace(basis, only=source, asked=asked)
@@ -74,7 +74,7 @@ def _joined(shares: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {source: share for source, share in totals.items() if share > 0}
 
 
-def _interpolation_error(asked: Asked) -> float:
+def _interpolation_error(asked: CostQueries) -> float:
     """Return the mean relative error of the interpolated ops, weighted by their seconds."""
     found = [op for op in asked.ops.values() if op.source == "interpolated"]
     total = sum(op.seconds for op in found)

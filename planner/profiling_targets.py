@@ -16,7 +16,7 @@ from . import rules as default_rules
 from .evaluate import evaluate
 from .find_plan import search
 from .graph import Blocks, Graph
-from .pricing.basis import DEFAULT, Asked, AskedOp, AskedTransfer, Basis, uses_of
+from .pricing.basis import DEFAULT, Basis, CostQueries, QueriedOp, QueriedTransfer, uses_of
 from .requests.request import Request
 from .search.candidates import Candidate
 from .search.context import Observe, ignore
@@ -33,8 +33,8 @@ OTHERS = 1e-3
 class Wanted:
     """Cases and transfers, the most important first; ``num_asked`` counts known ops, too."""
 
-    ops: tuple[AskedOp, ...]
-    transfers: tuple[AskedTransfer, ...]
+    ops: tuple[QueriedOp, ...]
+    transfers: tuple[QueriedTransfer, ...]
     num_asked: int
 
 
@@ -48,7 +48,7 @@ def asked_cases(
     observe: Observe = ignore,
 ) -> Wanted:
     """The queries of the search for this request that were not measured. Raises as ``plan``."""
-    everything = Asked(uses_of(blocks))
+    everything = CostQueries(uses_of(blocks))
     basis = replace(basis, mode="auto", asked=everything)
     found = search(graph, blocks, cluster, request, observe=observe, basis=basis)
     candidates = found.pool.ranked()
@@ -58,7 +58,7 @@ def asked_cases(
         plan = make_plan(
             found.context.structure, cluster, request, candidate, (), found.context.spent()
         )
-        own = Asked()
+        own = CostQueries()
         evaluate(graph, blocks, plan, cluster, rules=default_rules, basis=replace(basis, asked=own))
         _weigh(weights, own, candidate, fastest)
         everything.add(own)
@@ -72,20 +72,22 @@ def asked_cases(
     )
 
 
-def _seconds(asked: Asked) -> dict[object, float]:
+def _seconds(asked: CostQueries) -> dict[object, float]:
     found: dict[object, float] = {case: op.seconds for case, op in asked.ops.items()}
     found.update({key: transfer.seconds for key, transfer in asked.transfers.items()})
     return found
 
 
-def _weigh(weights: dict[object, float], own: Asked, candidate: Candidate, fastest: float) -> None:
+def _weigh(
+    weights: dict[object, float], own: CostQueries, candidate: Candidate, fastest: float
+) -> None:
     """Weigh each case by its share of the candidate's step, times the candidate's speed."""
     factor = fastest / candidate.step_seconds**2 if candidate.step_seconds else 0.0
     for key, seconds in _seconds(own).items():
         weights[key] = max(weights.get(key, 0.0), seconds * factor)
 
 
-def _weigh_others(weights: dict[object, float], everything: Asked) -> None:
+def _weigh_others(weights: dict[object, float], everything: CostQueries) -> None:
     found = _seconds(everything)
     total = sum(found.values()) or 1.0
     for key, seconds in found.items():

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..cost_model.cluster.cluster import Cluster, Link
 from ..cost_model.ops.memory import reserve_bytes
-from .block_walk import BlockCost, BlockForms, Layouts, Reads, Setting, block_cost
+from .block_walk import BlockCost, BlockForms, Layouts, Reads, StageFacts, block_cost
 from .errors import PlanError
 from .graph import Block, Blocks, Graph, Ref
 from .layout import INVARIANT, Layout, NodeLayout
@@ -67,7 +67,7 @@ class Walked:
             found = self._of_object[id(layout)] = layout, number  # keeps its id unique
         return found[1]
 
-    def of_setting(self, setting: Setting) -> dict[Any, BlockCost]:
+    def of_setting(self, setting: StageFacts) -> dict[Any, BlockCost]:
         """Return the costs of blocks under this setting."""
         prices = setting.prices
         key = (
@@ -105,7 +105,7 @@ class StageWalk:
         before = self.plan.stages[self.index - 1].devices
         link = _entry_link(self.prices.cluster, before, stage.devices)
         halves = splits(self.plan.schedule)
-        self.setting = Setting(
+        self.setting = StageFacts(
             self.graph, self.prices, stage.zero, link, self.plan.slices, splits=halves
         )
         self.costs = self.walked.of_setting(self.setting)

@@ -22,7 +22,7 @@ from autoparallel.planner.layout import (
     divides,
     shard,
 )
-from autoparallel.planner.pricing.choices import Restriction, held_layouts, ways
+from autoparallel.planner.pricing.choices import Restriction, held_layouts, node_strategies
 from autoparallel.planner.requests.pins import Pin, nearest, paths
 from autoparallel.planner.summary import mesh_text
 from autoparallel.report.words import held_text
@@ -47,7 +47,7 @@ def explained_tensor(variants: Variants, path: str, name: str) -> Explanation:
     if node.kind == "parameter":
         offered = held_layouts(graph[template], graph, prices, limited)
     else:
-        found = ways(graph[template], graph, prices, limited)
+        found = node_strategies(graph[template], graph, prices, limited)
         offered = tuple(way.layout.outputs[0] for way in found)
     alternatives = list(_layouts(variants, index, template, own, (offered, limited)))
     known = [*offered, own.outputs[0]]

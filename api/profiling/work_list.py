@@ -32,7 +32,7 @@ from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.graph import Block, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.precision import with_precision
-from autoparallel.planner.pricing.basis import Asked, Basis
+from autoparallel.planner.pricing.basis import Basis, CostQueries
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, update_kind
 from autoparallel.planner.pricing.whole_block import block_case, seconds_by_ops
 from autoparallel.planning.plan import PlanOptions, own_update, plan_program
@@ -228,7 +228,7 @@ class Leader:
 
     def _links(self, plan: Plan, known: Profile) -> Iterator[Todo]:
         """The collectives and messages of a plan, up to the sizes that it asks for."""
-        asked = Asked()
+        asked = CostQueries()
         basis = Basis(known, asked=asked)
         evaluate(self.program.graph, self.program.blocks, plan, self.cluster, basis=basis)
         reached: dict[object, int] = {}

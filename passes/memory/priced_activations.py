@@ -21,7 +21,7 @@ from functools import cached_property
 from ...cost_model.ops.memory import exchange_bytes
 from ...planner.block_walk import BlockCost
 from ...planner.pricing.assembly import GATHERED_BLOCKS
-from ...planner.pricing.stage_cost import together
+from ...planner.pricing.stage_cost import combine_bytes
 from ...planner.stage_walk import StageWalk
 from .saved_tensors import BUFFERS, Moment, StageActivations
 from .state_traffic import BUCKET_BYTES, COMMUNICATION, GATHERED, GRADIENTS
@@ -46,11 +46,11 @@ class PricedStage:
         kept = sum(map(_kept, self._blocks))
         late = sum(block.late_bytes for block in self._blocks) if self.splits else 0
         gradients = {GRADIENTS: 0.0 if moment.is_first else self._gradients}
-        forward = _fullest(together((resting, gradients, own), ()) for own in self._forward())
-        backward = _fullest(together((resting, own), ()) for own in self._backward(moment))
+        forward = _fullest(combine_bytes((resting, gradients, own), ()) for own in self._forward())
+        backward = _fullest(combine_bytes((resting, own), ()) for own in self._backward(moment))
         weights = {}
         if self.splits:
-            weights = _fullest(together((resting, own), ()) for own in self._weights())
+            weights = _fullest(combine_bytes((resting, own), ()) for own in self._weights())
         return StageActivations(
             round(kept) + inputs, inputs, forward, backward, round(late), weights
         )

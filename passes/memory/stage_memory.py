@@ -30,7 +30,7 @@ from ...planner.layout import Layout, Mesh, local_shape
 from ...planner.plan import Plan, StagePlan
 from ...planner.plan_schedule import schedule_of, splits_backward
 from ...planner.pricing.slice_costs import carried_bytes
-from ...planner.pricing.stage_cost import BRIEF, together
+from ...planner.pricing.stage_cost import TRANSIENT, combine_bytes
 from ...planner.pricing.weight_versions import version_bytes
 from ...planner.replicas import stages_of_ranks
 from ...planner.schedules.held import MessageBytes, sends_kept
@@ -73,7 +73,7 @@ def with_memory(plan: Plan, bytes_of: Sequence[Mapping[str, int]]) -> Plan:
     A rank of the pipeline may have several stages; transient bytes then count once.
     """
     ranks = ((bytes_of[stage] for stage in stages) for stages in stages_of_ranks(plan))
-    peak = max(sum(together(own, BRIEF).values()) for own in ranks)
+    peak = max(sum(combine_bytes(own, TRANSIENT).values()) for own in ranks)
     stages = tuple(
         replace(stage, prediction=replace(stage.prediction, memory_bytes=own))
         for stage, own in zip(plan.stages, bytes_of, strict=True)
@@ -153,7 +153,12 @@ def memory_by_action(
     """
     memory = _PlanMemory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     return [
-        (action, together((memory.with_reserves(each, own) for each, own in held.items()), BRIEF))
+        (
+            action,
+            combine_bytes(
+                (memory.with_reserves(each, own) for each, own in held.items()), TRANSIENT
+            ),
+        )
         for action, held in moments(*memory.of_rank(rank))
     ]
 

@@ -50,7 +50,7 @@ from ..pricing.choices import Restriction
 from ..pricing.price_cache import PriceCache
 from ..pricing.prices import Prices
 from ..pricing.slice_costs import even_lengths
-from ..pricing.stage_cost import StageCost, together
+from ..pricing.stage_cost import StageCost, combine_bytes
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, message_seconds, pipeline_table, simulate_stages
 from ..pricing.structure import Structure
@@ -452,7 +452,7 @@ def _ranks_bytes(
     peak of their activations."""
     found = []
     for rank, parts in enumerate(parts_of_ranks(own.schedule, own.pp, own.num_chunks)):
-        memory = together((costs[part].memory_bytes for part in parts), ONCE)
+        memory = combine_bytes((costs[part].memory_bytes for part in parts), ONCE)
         if len(parts) > 1:
             memory["activations"] = float(timeline.peak_activation_bytes[rank])
         found.append(dict(memory))

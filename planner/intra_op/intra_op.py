@@ -29,7 +29,7 @@ from ..errors import TimeLimitError
 from ..integer_programs import ilp
 from ..integer_programs.program import HIGHS, Solver
 from ..plan import Recompute
-from ..pricing.assembly import Assembly, Setting, Solution, fixed_bytes
+from ..pricing.assembly import Solution, StageOptions, StageProblem, fixed_bytes
 from ..pricing.recompute_policy import MOST_POLICIES, num_policies, uniform_policy
 from ..pricing.seconds import objective_weights
 from ..pricing.stage_model import StageModel
@@ -410,7 +410,7 @@ class IntraOp:
         return replace(improved, gap=gap_between(bound, improved.objective))
 
     def _program(
-        self, run: Run, setting: Setting, *, gap: float = 0.0, cutoff: float = np.inf,
+        self, run: Run, setting: StageOptions, *, gap: float = 0.0, cutoff: float = np.inf,
         start: Solution | None = None,
     ) -> ilp.Answer | None:  # fmt: skip
         """Solve one integer program and add its solution to the pool; return None if time is up.
@@ -420,7 +420,7 @@ class IntraOp:
         if self.budget.left_seconds <= 0:
             return None
         with self.budget.timed("costs"):
-            assembly = Assembly(self.model, run)
+            assembly = StageProblem(self.model, run)
             problem = assembly.problem(setting)
         try:
             left = self.budget.left_seconds
@@ -449,7 +449,7 @@ class IntraOp:
         for run in some.values():
             policy = uniform_policy(rates.mode, run.class_counts[0])
             answers = [
-                self._program(run, Setting(rates.num_microbatches, zero, policy))
+                self._program(run, StageOptions(rates.num_microbatches, zero, policy))
                 for zero in rates.zeros
             ]
             bounds = [answer.bound for answer in answers if answer is not None]
@@ -459,7 +459,7 @@ class IntraOp:
     def _thriftiest_program(self, run: Run, rates: Rates, in_flight: int) -> None:
         """Solve the integer program in which almost only memory counts, for runs without tables."""
         policy = uniform_policy(rates.mode, run.class_counts[0])
-        setting = Setting(
+        setting = StageOptions(
             rates.num_microbatches, rates.zeros[-1], policy, in_flight, limit_bytes=float("inf"),
             memory_weight=rates.state_prices[-1],
         )  # fmt: skip

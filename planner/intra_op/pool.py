@@ -14,12 +14,12 @@ from functools import cached_property
 import numpy as np
 
 from ..plan import Recompute
-from ..pricing.assembly import Assembly, Setting, Solution, constant_bytes, reserve
+from ..pricing.assembly import Solution, StageOptions, StageProblem, constant_bytes, context_bytes
 from ..pricing.decisions import ZEROS
 from ..pricing.kept_bytes import RECOMPUTE_MODES
 from ..pricing.kind_model import KEPT, NUM_FIGURES, RECEIVED, STATES
 from ..pricing.recompute_policy import NO_RECOMPUTE, Ints
-from ..pricing.seconds import Groups, Resource, grouped, objective_weights, seconds_of_passes
+from ..pricing.seconds import Groups, Resource, group_blocks, objective_weights, seconds_of_passes
 from ..pricing.stage_cost import StageCost, StageTable
 from ..pricing.stage_model import Boundary, StageModel
 from ..pricing.structure import Row, Run
@@ -43,7 +43,7 @@ class Found:
     """The best solution for a run, its setting and objective."""
 
     entry: Entry
-    setting: Setting
+    setting: StageOptions
     objective: float
 
 
@@ -54,7 +54,7 @@ class StageAnswer:
     run: Run
     table: StageTable
     solution: Solution
-    setting: Setting
+    setting: StageOptions
     objective: float
     gap: float
 
@@ -94,8 +94,8 @@ class Pool:
     _per_byte: list[tuple[float, float]] = field(default_factory=list)
 
     @cached_property
-    def _assembly(self) -> Assembly:
-        return Assembly(self.model, self.run)
+    def _assembly(self) -> StageProblem:
+        return StageProblem(self.model, self.run)
 
     def add(self, solution: Solution) -> Entry:
         """Add a solution unless it is in the pool already."""
@@ -113,12 +113,12 @@ class Pool:
         """Return the best solution for a run of the family, None if nothing fits."""
         if not self.entries:
             return None
-        base = Setting(num_microbatches, in_flight=in_flight)
+        base = StageOptions(num_microbatches, in_flight=in_flight)
         zeros = list(self.zeros)
         figures = self.unrecomputed(run)[:, zeros]
         states, kept = figures[..., STATES], figures[:, :1, KEPT] * in_flight
         seconds, hidden = self._objectives(run, figures, num_microbatches)
-        fixed = constant_bytes(self.model, run) + reserve(self.model)
+        fixed = constant_bytes(self.model, run) + context_bytes(self.model)
         over = (states + kept + np.array(self._transient_bytes)[:, zeros]) + (fixed - limit_bytes)
         fits = (over <= 0) & (self.recompute in (None, "none"))
         fitting = np.where(fits, seconds, np.inf)
@@ -171,7 +171,7 @@ class Pool:
 
         ``seconds[solution, zero, entry, RESOURCE]``.
         """
-        kinds, counts = grouped(run.kinds)
+        kinds, counts = group_blocks(run.kinds)
         which, resources = list(self.zeros), slice(len(Resource))
         rows = {kind: self._row(kind)[:, which, resources] for kind in run.counts}
         seconds = np.stack([rows[kind] for kind in kinds], axis=-2)
@@ -205,7 +205,7 @@ class Pool:
         run: Run,
         order: Ints,
         figures: tuple[Floats, Floats],
-        base: Setting,
+        base: StageOptions,
         best: Found | None,
     ) -> Found | None:
         """The best recomputation policy of solutions that only fit with one, tried in ``order``.
@@ -236,6 +236,6 @@ class Pool:
                 best = Found(entry, setting, objective)
         return best
 
-    def _note_excess(self, run: Run, base: Setting, excess: float) -> None:
+    def _note_excess(self, run: Run, base: StageOptions, excess: float) -> None:
         key = (run.key, base.num_microbatches, base.in_flight)
         self.excess_bytes[key] = min(excess, self.excess_bytes.get(key, excess))

@@ -32,7 +32,7 @@ GATHERED_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class StageOptions:
     """Training of a run: ZeRO stage, micro-batches per step and in flight, recomputed blocks.
 
     ``policy`` is the number of recomputed blocks of each of the run's classes. ``limit_bytes``
@@ -50,7 +50,7 @@ class Setting:
     halves: tuple[tuple[int, int], ...] = ()
 
 
-class Assembly:
+class StageProblem:
     """The decisions of a run in one list, converted to an integer program."""
 
     def __init__(self, model: StageModel, run: Run) -> None:
@@ -80,7 +80,7 @@ class Assembly:
         owner, _ = self.model.home(name)
         return self.start[owner] + self.model.kind(owner).where[name]
 
-    def problem(self, setting: Setting) -> Problem:
+    def problem(self, setting: StageOptions) -> Problem:
         """Build the integer program."""
         rows = self.run.occurrences(setting.policy)
         costs = [self._own_cost(position, rows, setting) for position in range(len(self.decisions))]
@@ -96,7 +96,7 @@ class Assembly:
             tuple(costs), tuple(couplings), memory, setting.memory_weight, self._sync(setting)
         )
 
-    def _sync(self, setting: Setting) -> float:
+    def _sync(self, setting: StageOptions) -> float:
         """Return the latencies of gradient synchronization, and the wait that no layout avoids."""
         share = objective_weights(setting.num_microbatches)
         wait = self.model.least_wait(self.run, setting.zero, setting.num_microbatches)
@@ -113,7 +113,9 @@ class Assembly:
             key=lambda name: self.start[name],
         )
 
-    def _own_cost(self, position: int, rows: Mapping[Row, Occurrences], setting: Setting) -> Floats:
+    def _own_cost(
+        self, position: int, rows: Mapping[Row, Occurrences], setting: StageOptions
+    ) -> Floats:
         decision, (kept, *recomputed) = self.decisions[position], rows[self.owner(position)]
         weights = objective_weights(setting.num_microbatches)
         weights = (kept + sum(recomputed)) * weights
@@ -154,7 +156,7 @@ class Assembly:
         """Return the flat choices of a solution; the inverse of ``solution``."""
         return tuple(choice for owner in self.start for choice in solution[owner])
 
-    def _memory(self, setting: Setting, rows: Mapping[Row, Occurrences]) -> Memory:
+    def _memory(self, setting: StageOptions, rows: Mapping[Row, Occurrences]) -> Memory:
         linear = [
             decision.states[setting.zero, :, HELD].sum(axis=1) * sum(rows[self.owner(position)])
             for position, decision in enumerate(self.decisions)
@@ -175,7 +177,7 @@ class Assembly:
                 linear[side.decision] = linear[side.decision] + held[side.classes]
         return Memory(
             float(setting.limit_bytes or 0.0),
-            float(constant_bytes(self.model, self.run) + reserve(self.model)),
+            float(constant_bytes(self.model, self.run) + context_bytes(self.model)),
             tuple(linear),
             tuple(shared),
             self._peaks(rows, setting.zero),
@@ -268,7 +270,7 @@ def constant_bytes(model: StageModel, run: Run) -> int:
     return model.structure.leaf_bytes(run, model.prices.mesh.row_parts)
 
 
-def reserve(model: StageModel) -> int:
+def context_bytes(model: StageModel) -> int:
     """Return the bytes of a device that hold no tensors: its context and communication buffers."""
     num_groups = sum(size > 1 for size in model.prices.mesh.shape)
     return reserve_bytes(model.prices.device.kind, num_groups)
@@ -278,4 +280,4 @@ def fixed_bytes(model: StageModel, run: Run) -> float:
     """The bytes that every choice holds: constants, buffers, the largest op at its smallest."""
     sizes = [each for kind in run.counts for each in model.kind(kind).working_bytes]
     working = max((float(each.min()) for each in sizes), default=0.0)
-    return constant_bytes(model, run) + reserve(model) + working
+    return constant_bytes(model, run) + context_bytes(model) + working

@@ -1,7 +1,7 @@
 """The basis of prices besides the cluster's figures: measurements, and training assumptions.
 
-A search records its queries to a profile in ``Asked``: ops and collectives, each with the source of
-its time and the predicted time that depends on it.
+A search records its queries to a profile in ``CostQueries``: ops and collectives, each with the
+source of its time and the predicted time that depends on it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Partition = tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
-class AskedOp:
+class QueriedOp:
     """A queried op: ``seconds`` is its predicted time over all its uses, ``error`` is relative."""
 
     case: OpCase
@@ -37,7 +37,7 @@ class AskedOp:
 
 
 @dataclass(slots=True)
-class AskedTransfer:
+class QueriedTransfer:
     """A queried collective or message on a group, with the least and the most bytes."""
 
     kind: Kind
@@ -50,21 +50,21 @@ class AskedTransfer:
 
 
 @dataclass
-class Asked:
+class CostQueries:
     """All queries so far. ``uses`` is the number of occurrences of a node in the model."""
 
     uses: Mapping[str, int] = field(default_factory=dict)
     num_microbatches: int = 1
-    ops: dict[OpCase, AskedOp] = field(default_factory=dict)
-    transfers: dict[tuple[Kind, Group], AskedTransfer] = field(default_factory=dict)
+    ops: dict[OpCase, QueriedOp] = field(default_factory=dict)
+    transfers: dict[tuple[Kind, Group], QueriedTransfer] = field(default_factory=dict)
     unwritten: set[str] = field(default_factory=set)
     """Ops with work that cannot be measured alone (a profile cannot express an argument)."""
 
-    def of(self, num_microbatches: int) -> Asked:
+    def of(self, num_microbatches: int) -> CostQueries:
         """Return the same record, for queries about one of ``num_microbatches`` micro-batches."""
-        return Asked(self.uses, num_microbatches, self.ops, self.transfers, self.unwritten)
+        return CostQueries(self.uses, num_microbatches, self.ops, self.transfers, self.unwritten)
 
-    def op(self, name: str, found: AskedOp, seconds: float) -> None:
+    def op(self, name: str, found: QueriedOp, seconds: float) -> None:
         """Record a query of a node's op; ``seconds`` is the time of one use."""
         found = self.ops.setdefault(found.case, found)
         found.seconds += seconds * self.uses.get(name, 1) * self.num_microbatches
@@ -76,14 +76,14 @@ class Asked:
         kind, group, partition = what
         entry = self.transfers.get((kind, group))
         if entry is None:
-            entry = AskedTransfer(kind, group, partition, num_bytes, num_bytes)
+            entry = QueriedTransfer(kind, group, partition, num_bytes, num_bytes)
             self.transfers[kind, group] = entry
         entry.least_bytes = min(entry.least_bytes, num_bytes)
         entry.most_bytes = max(entry.most_bytes, num_bytes)
         entry.sources[source] = entry.sources.get(source, 0) + 1
         entry.seconds += seconds
 
-    def add(self, other: Asked) -> None:
+    def add(self, other: CostQueries) -> None:
         """Add the entries of another record that are missing here."""
         for case, op in other.ops.items():
             self.ops.setdefault(case, op)
@@ -205,7 +205,7 @@ class Basis:
 
     profile: Profile | None = None
     mode: Mode = "auto"
-    asked: Asked | None = None
+    asked: CostQueries | None = None
     only: Source | None = None
     assumptions: CostAssumptions = RUNTIME
 

@@ -54,7 +54,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class StagePlacement:
     """Devices of stages: the first and the last of each on a cluster."""
 
     cluster: Cluster
@@ -70,7 +70,7 @@ class Places:
         return before.bytes_per_second / here.bytes_per_second
 
 
-def reduced(pairs: Iterable[tuple[int, int]], num_stages: int) -> Edges | None:
+def reduce_edges(pairs: Iterable[tuple[int, int]], num_stages: int) -> Edges | None:
     """Reduce pairs to the edges that imply all of them; None if these are a chain of all stages.
 
     >>> reduced([(0, 1), (1, 2), (0, 2)], 3), reduced([(0, 2), (1, 2)], 3)
@@ -86,7 +86,7 @@ def reduced(pairs: Iterable[tuple[int, int]], num_stages: int) -> Edges | None:
 
 
 def stage_edges(
-    structure: Structure, starts: Sequence[int], places: Places | None = None
+    structure: Structure, starts: Sequence[int], places: StagePlacement | None = None
 ) -> WeightedEdges | None:
     """Return the edges between stages that begin at the blocks ``starts``; None for a chain.
 
@@ -100,7 +100,7 @@ def stage_edges(
         for target in {stage_of[reader] for reader in structure.readers[ref]} - {source}:
             size = structure.graph.spec(ref).num_bytes
             num_bytes[source, target] = num_bytes.get((source, target), 0) + max(size, 1)
-    edges = reduced(num_bytes, len(starts))
+    edges = reduce_edges(num_bytes, len(starts))
     if edges is None:
         return None
     received = [0] * len(starts)
@@ -143,7 +143,7 @@ def block_edges(structure: Structure) -> frozenset[tuple[int, int]]:
     )
 
 
-def sections(structure: Structure) -> tuple[Section, ...]:
+def find_sections(structure: Structure) -> tuple[Section, ...]:
     """Find the sections of parallel branches, disjoint and in order.
 
     A line between two independent blocks splits branches on both sides as far as no edge crosses
@@ -157,7 +157,7 @@ def sections(structure: Structure) -> tuple[Section, ...]:
 def parallel_sections(
     edges: Iterable[tuple[int, int]], weights: Sequence[int]
 ) -> tuple[Section, ...]:
-    """Find ``sections`` of blocks with these edges and weights.
+    """Find ``find_sections`` of blocks with these edges and weights.
 
     >>> parallel_sections([(0, 1), (0, 2), (1, 3), (2, 3)], [1, 1, 1, 1])
     (Section(bounds=(1, 2, 3)),)

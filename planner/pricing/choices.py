@@ -53,7 +53,7 @@ Inner = tuple[tuple[int, InnerCollective], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class NodeStrategy:
     """An execution of a node: its layouts, and the number of its strategy by axis.
 
     ``num_inner`` collectives inside the node belong to it: see ``inner_of``.
@@ -110,7 +110,9 @@ class Restriction:
         return (*self.split_batch, *self.split_positions, *self.split_experts)
 
 
-def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> tuple[Way, ...]:
+def node_strategies(
+    node: Node, graph: Graph, prices: Prices, restriction: Restriction
+) -> tuple[NodeStrategy, ...]:
     """Return every execution of an op on the mesh.
 
     Two axes may each divide an op alone but not both together: of 6 flattened samples, one axis
@@ -119,15 +121,15 @@ def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> 
     """
     every_axis = range(len(prices.mesh.shape))
     for free in ((), restriction.split_positions, every_axis):
-        found = _ways(node, graph, prices, restriction, free)
+        found = _matching_strategies(node, graph, prices, restriction, free)
         if found:
             break
     return _as_pinned(node, found, prices, restriction)
 
 
-def _ways(
+def _matching_strategies(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction, free: Sequence[int]
-) -> tuple[Way, ...]:
+) -> tuple[NodeStrategy, ...]:
     """Return the executions of an op; the restriction does not apply to the axes ``free``."""
     specs, sizes = input_specs(node, graph), prices.mesh.shape
     loose = Restriction(features=restriction.features)
@@ -135,7 +137,7 @@ def _ways(
         _numbered(node, graph, axis, prices, loose if axis in free else restriction)
         for axis in range(len(sizes))
     ]
-    found: dict[tuple[object, ...], Way] = {}
+    found: dict[tuple[object, ...], NodeStrategy] = {}
     for chosen in product(*per_axis):
         strategies = tuple(strategy for _, strategy in chosen)
         if not keeps_groups(strategies, sizes):
@@ -148,7 +150,7 @@ def _ways(
         num_inner = sum(len(each.collectives) for each in strategies)
         key = (layout.inputs, layout.outputs, balanced_axes(layout))
         if key not in found or num_inner < found[key].num_inner:
-            found[key] = Way(layout, tuple(number for number, _ in chosen), num_inner)
+            found[key] = NodeStrategy(layout, tuple(number for number, _ in chosen), num_inner)
     return tuple(found.values())
 
 
@@ -164,25 +166,27 @@ def _numbered(
     return [(numbers[id(strategy)], strategy) for strategy in allowed_here]
 
 
-def inner_of(node: Node, graph: Graph, prices: Prices, way: Way) -> Inner:
-    """Return the collectives inside a node that runs as ``way``, by axis."""
+def inner_of(node: Node, graph: Graph, prices: Prices, strategy: NodeStrategy) -> Inner:
+    """Return the collectives inside a node that runs as ``strategy``, by axis."""
     return tuple(
         (axis, item)
-        for axis, (number, size) in enumerate(zip(way.strategies, prices.mesh.shape, strict=True))
+        for axis, (number, size) in enumerate(
+            zip(strategy.strategies, prices.mesh.shape, strict=True)
+        )
         if size > 1
         for item in strategies_of(node, graph, size, prices)[number].collectives
     )
 
 
 def _as_pinned(
-    node: Node, found: tuple[Way, ...], prices: Prices, restriction: Restriction
-) -> tuple[Way, ...]:
+    node: Node, found: tuple[NodeStrategy, ...], prices: Prices, restriction: Restriction
+) -> tuple[NodeStrategy, ...]:
     """Keep the executions that satisfy the node's pins, or all if none does."""
     pins = restriction.pins.get(node.name, ())
     if not pins:
         return found
-    made = set(kept([way.layout.outputs[0] for way in found], pins, prices.mesh))
-    return tuple(way for way in found if way.layout.outputs[0] in made)
+    made = set(kept([strategy.layout.outputs[0] for strategy in found], pins, prices.mesh))
+    return tuple(strategy for strategy in found if strategy.layout.outputs[0] in made)
 
 
 def input_specs(node: Node, graph: Graph) -> tuple[TensorSpec, ...]:
@@ -404,7 +408,7 @@ def _serves(wanted: Layout, held: Layout) -> bool:
     return all(own == want for want, own in zip(wanted, held, strict=True) if want.is_shard)
 
 
-def undivided(
+def unsharded_ops(
     graph: Graph, nodes: Iterable[str], layouts: Mapping[str, NodeLayout], prices: Prices
 ) -> tuple[str, ...]:
     """Return products and attention that run whole on each rank of an axis that cannot divide them.

@@ -6,8 +6,8 @@ that read values of this decision alone, write no more than they read, and accep
 these values. So a layer of Llama, 57 ops and 9 parameters, has 44 decisions. Nothing inside a
 decision is converted but its parameters.
 
-The candidates are an ``Outline``, made once for all prices; here they are priced, as arrays over
-all candidates of a kind, and dominated candidates are dropped.
+The candidates are a ``DecisionSpace``, made once for all prices; here they are priced, as arrays
+over all candidates of a kind, and dominated candidates are dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..requests.pins import PENALTY_SECONDS, breaks
 from .choices import Restriction, held_layouts, inner_of, input_specs
 from .kept_bytes import RECOMPUTE_MODES
 from .outline import Choice as Choice
-from .outline import Ints, Outline, outline, structure_key
+from .outline import DecisionSpace, Ints, decision_space, structure_key
 from .outline import is_own_parameter as is_own_parameter
 from .price_cache import find
 from .prices import Prices
@@ -87,9 +87,9 @@ def decide(
 ) -> tuple[Decision, ...]:
     """Return the decisions of a block, in order of their first nodes."""
     own = find(
-        prices.cache.outlines,
+        prices.cache.spaces,
         (merge, structure_key(block, graph, prices, restriction)),
-        lambda: outline(block, graph, prices, restriction, merge=merge),
+        lambda: decision_space(block, graph, prices, restriction, merge=merge),
     )
     every = _priced(own, graph, prices)
     rows = _undominated(own, every)
@@ -107,15 +107,15 @@ def decide(
     return tuple(decisions)
 
 
-def _priced(own: Outline, graph: Graph, prices: Prices) -> _Priced:
+def _priced(own: DecisionSpace, graph: Graph, prices: Prices) -> _Priced:
     ops, number = _op_seconds(own, graph, prices), len(own.broken)
     total = np.zeros((number, len(Resource)))
-    for ways in own.rounds:
-        total += ops[ways]
+    for columns in own.rounds:
+        total += ops[columns]
     skipped = np.zeros((len(RECOMPUTE_MODES), number, len(RECOMPUTED)))
     for mode, rounds in enumerate(own.skipped_rounds):
-        for ways in rounds:
-            skipped[mode] += ops[ways][:, RECOMPUTED]
+        for columns in rounds:
+            skipped[mode] += ops[columns][:, RECOMPUTED]
     skipped[:, :, SENT] *= prices.assumptions.keeps_sent
     seconds = np.repeat(total[None], len(ZEROS), axis=0)
     states = np.zeros((len(ZEROS), number, len(State)))
@@ -130,7 +130,7 @@ def _priced(own: Outline, graph: Graph, prices: Prices) -> _Priced:
     return _Priced(seconds, states, skipped)
 
 
-def _op_seconds(own: Outline, graph: Graph, prices: Prices) -> Floats:
+def _op_seconds(own: DecisionSpace, graph: Graph, prices: Prices) -> Floats:
     """Return the ``Seconds`` of every strategy, ``[strategy, field]``, followed by zeros."""
     computes = [
         prices.op(graph[name], input_specs(graph[name], graph), layout)
@@ -138,14 +138,16 @@ def _op_seconds(own: Outline, graph: Graph, prices: Prices) -> Floats:
     ]
     found = np.zeros((len(own.computes_as) + 1, len(Resource)))
     found[:-1] = np.array(computes)[own.computes_as]
-    for number, name, way in own.inner:
+    for number, name, strategy in own.inner:
         node = graph[name]
-        inner = inner_of(node, graph, prices, way)
-        found[number] = prices.op(node, input_specs(node, graph), way.layout, inner)
+        inner = inner_of(node, graph, prices, strategy)
+        found[number] = prices.op(node, input_specs(node, graph), strategy.layout, inner)
     return found
 
 
-def _holding_costs(own: Outline, graph: Graph, prices: Prices) -> tuple[Floats, Floats, Floats]:
+def _holding_costs(
+    own: DecisionSpace, graph: Graph, prices: Prices
+) -> tuple[Floats, Floats, Floats]:
     """Price every holding of a parameter, followed by zeros: ``Seconds`` of its conversion,
     ``[holding, field]``, and seconds and bytes of its states, ``[zero, holding, field]``."""
     none = len(own.holdings)
@@ -165,7 +167,7 @@ def _holding_costs(own: Outline, graph: Graph, prices: Prices) -> tuple[Floats, 
     return converting, seconds, states
 
 
-def _undominated(own: Outline, every: _Priced) -> Ints:
+def _undominated(own: DecisionSpace, every: _Priced) -> Ints:
     """Return the candidates that no other with the same outside layouts dominates."""
     number = len(own.broken)
     is_kept = np.ones(number, dtype=bool)

@@ -59,7 +59,7 @@ Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 """The kept storages of each decision and choice, with their bytes."""
 
 
-class Held(NamedTuple):
+class SavedTensors(NamedTuple):
     """Bytes that a choice holds: the (storage, bytes) saved by autograd, the largest inputs and
     outputs of a member, storages kept by selective recomputation, and inputs of the batch."""
 
@@ -74,9 +74,9 @@ class KindModel:
     """One kind of block on the mesh.
 
     ``where`` finds the decision of a member. ``edges`` are the values read inside the block by
-    another decision. ``held`` finds the ``Held`` of one choice: most meshes never need it for all.
-    ``saved``, ``working_bytes``, ``selected`` and ``read`` list it per decision and choice.
-    ``costs`` keeps the cost of a block by the choice of every decision.
+    another decision. ``held`` finds the ``SavedTensors`` of one choice: most meshes never need it
+    for all. ``saved``, ``working_bytes``, ``selected`` and ``read`` list it per decision and
+    choice. ``costs`` keeps the cost of a block by the choice of every decision.
     """
 
     kind: str
@@ -84,13 +84,13 @@ class KindModel:
     where: Mapping[str, int]
     edges: tuple[Edge, ...]
     has_parameters: bool
-    held: Callable[[int, int], Held] = field(repr=False)
+    held: Callable[[int, int], SavedTensors] = field(repr=False)
     costs: dict[tuple[int, ...], RowCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @cached_property
-    def _held(self) -> tuple[tuple[Held, ...], ...]:
+    def _held(self) -> tuple[tuple[SavedTensors, ...], ...]:
         return tuple(
             tuple(self.held(number, choice) for choice in range(len(decision.choices)))
             for number, decision in enumerate(self.decisions)

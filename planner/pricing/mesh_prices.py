@@ -39,7 +39,7 @@ from ..graph import TensorSpec
 from ..layout import Layout, Mesh
 from ..plan import Precision
 from ..rules_protocol import Rules
-from .basis import RUNTIME, Asked, CostAssumptions
+from .basis import RUNTIME, CostAssumptions, CostQueries
 from .price_cache import ConversionCache, PriceCache, find
 from .seconds import Priced, Seconds, StateBytes
 from .update import host_update_seconds, step_bytes, update_curve
@@ -68,7 +68,7 @@ class MeshPrices:
     rules: Rules
     cache: PriceCache = field(default_factory=PriceCache, repr=False)
     profile: Profile | None = None
-    asked: Asked | None = field(default=None, repr=False)
+    asked: CostQueries | None = field(default=None, repr=False)
     only: Source | None = None
     own: tuple[int, ...] = ()
     assumptions: CostAssumptions = RUNTIME

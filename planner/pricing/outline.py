@@ -1,9 +1,9 @@
 """The decisions of a kind of block before they are priced, as numbers.
 
-In: a block, the graph, a mesh and restrictions of its axes. Out: an ``Outline``: for each decision
-its members and candidates (the layouts of its members), each candidate's strategy by node and
-holding by parameter, and the candidates that look equal from outside. It does not depend on prices,
-so one outline serves every mesh and number of rows with the same ``structure_key``.
+In: a block, the graph, a mesh and restrictions of its axes. Out: a ``DecisionSpace``: for each
+decision its members and candidates (the layouts of its members), each candidate's strategy by node
+and holding by parameter, and the candidates that look equal from outside. It does not depend on
+prices, so one space serves every mesh and number of rows with the same ``structure_key``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ..layout import AxisStrategy, Layout, NodeLayout, splits
 from ..positions import Dims
 from ..requests.pins import breaks
 from .choices import (
+    NodeStrategy,
     Restriction,
-    Way,
     dims_on,
     experts_on,
     held_for,
     held_layouts,
     input_specs,
+    node_strategies,
     strategies_of,
-    ways,
 )
 from .kept_bytes import RECOMPUTE_MODES, replay
 from .price_cache import find
@@ -63,7 +63,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Outline:
+class DecisionSpace:
     """All decisions of a kind, with candidates numbered across decisions, ``[candidate]``.
 
     ``computes`` are the distinct computations, a node with layouts that split alike;
@@ -79,7 +79,7 @@ class Outline:
     decisions: tuple[Candidates, ...]
     computes: tuple[tuple[str, NodeLayout], ...]
     computes_as: Ints
-    inner: tuple[tuple[int, str, Way], ...]
+    inner: tuple[tuple[int, str, NodeStrategy], ...]
     rounds: tuple[Ints, ...]
     skipped_rounds: tuple[tuple[Ints, ...], ...]
     holdings: tuple[Holding, ...]
@@ -112,21 +112,21 @@ class Outline:
         return np.split(rows, np.searchsorted(rows, self.bounds[:-1]))
 
 
-def outline(
+def decision_space(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool = True
-) -> Outline:
+) -> DecisionSpace:
     """Build the decisions of a block, in order of their first nodes."""
     skipped = replay(block, graph, prices).skipped
-    making = _Making(graph, prices, restriction, tuple(skipped[mode] for mode in RECOMPUTE_MODES))
-    for draft in drafts(block, graph, prices, restriction, merge=merge):
-        making.add(draft)
-    return making.outline()
+    builder = _Builder(graph, prices, restriction, tuple(skipped[mode] for mode in RECOMPUTE_MODES))
+    for draft in merge_nodes(block, graph, prices, restriction, merge=merge):
+        builder.add(draft)
+    return builder.build()
 
 
 @dataclass(slots=True)
 class _Draft:
     members: list[str]
-    options: list[dict[str, Way]]
+    options: list[dict[str, NodeStrategy]]
 
 
 def is_own_parameter(ref: Ref, node: Node, graph: Graph) -> bool:
@@ -138,7 +138,7 @@ def is_own_parameter(ref: Ref, node: Node, graph: Graph) -> bool:
     )
 
 
-def drafts(
+def merge_nodes(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool
 ) -> list[_Draft]:
     """Merge op nodes that are decided together, with every strategy of each."""
@@ -152,12 +152,12 @@ def drafts(
     ]
     for name in block.nodes:
         node = graph[name]
-        options = ways(node, graph, prices, restriction)
+        options = node_strategies(node, graph, prices, restriction)
         leader = _followed(node, graph, home, prices) if merge and name not in own else None
         if leader is not None and _follow(found[leader], node, options, home, leader):
             continue
         home[name] = len(found)
-        found.append(_Draft([name], [{name: way} for way in options]))
+        found.append(_Draft([name], [{name: strategy} for strategy in options]))
     return found
 
 
@@ -178,23 +178,23 @@ def _read_once(ref: Ref, graph: Graph) -> bool:
 
 
 def _follow(
-    draft: _Draft, node: Node, options: Sequence[Way], home: dict[str, int], leader: int
+    draft: _Draft, node: Node, options: Sequence[NodeStrategy], home: dict[str, int], leader: int
 ) -> bool:
     """Add a node to a decision if every choice of it has a strategy to continue with."""
-    extended: list[dict[str, Way]] = []
+    extended: list[dict[str, NodeStrategy]] = []
     refs = node.inputs
     for option in draft.options:
         matching = [
-            way
-            for way in options
+            strategy
+            for strategy in options
             if all(
                 home.get(ref.name) != leader or option[ref.name].layout.outputs[ref.index] == layout
-                for ref, layout in zip(refs, way.layout.inputs, strict=True)
+                for ref, layout in zip(refs, strategy.layout.inputs, strict=True)
             )
         ]
         if not matching:
             return False
-        extended += [{**option, node.name: way} for way in matching]
+        extended += [{**option, node.name: strategy} for strategy in matching]
     if len(extended) > 2 * len(draft.options) + 8:
         return False
     home[node.name] = leader
@@ -204,8 +204,8 @@ def _follow(
 
 
 @dataclass
-class _Making:
-    """Builder of an outline, decision by decision."""
+class _Builder:
+    """Builder of a decision space, decision by decision."""
 
     graph: Graph
     prices: Prices
@@ -214,9 +214,9 @@ class _Making:
     decisions: list[Candidates] = field(default_factory=list)
     computes: dict[object, int] = field(default_factory=dict)
     first: list[tuple[str, NodeLayout]] = field(default_factory=list)
-    way_numbers: dict[int, int] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
     computes_as: list[int] = field(default_factory=list)
-    inner: list[tuple[int, str, Way]] = field(default_factory=list)
+    inner: list[tuple[int, str, NodeStrategy]] = field(default_factory=list)
     holdings: dict[Holding, int] = field(default_factory=dict)
     rows: list[tuple[list[int], list[list[int]], list[int]]] = field(default_factory=list)
     alike: list[list[int]] = field(default_factory=list)
@@ -237,7 +237,7 @@ class _Making:
         choices: list[Choice] = []
         for option in draft.options:
             partial: list[tuple[dict[str, NodeLayout], list[int]]] = [
-                ({name: way.layout for name, way in option.items()}, [])
+                ({name: strategy.layout for name, strategy in option.items()}, [])
             ]
             for name, position, ref in parameters:
                 wanted = option[name].layout.inputs[position]
@@ -247,9 +247,9 @@ class _Making:
                     for own, numbers in partial
                     for held in held_for(wanted, layouts[ref.name])
                 ]  # fmt: skip
-            ops = [self._way(name, way) for name, way in option.items()]
+            ops = [self._number(name, strategy) for name, strategy in option.items()]
             skipped = [
-                [self._way(name, way) for name, way in option.items() if name in own]
+                [self._number(name, strategy) for name, strategy in option.items() if name in own]
                 for own in self.skipped
             ]
             for own, numbers in partial:
@@ -260,18 +260,18 @@ class _Making:
         self._compare(members, choices)
         self.decisions.append(Candidates(members, tuple(choices)))
 
-    def _way(self, name: str, way: Way) -> int:
+    def _number(self, name: str, strategy: NodeStrategy) -> int:
         """Return the number of a strategy; strategies that split equally share a computation."""
-        number = self.way_numbers.get(id(way))
+        number = self.numbers.get(id(strategy))
         if number is None:
-            number = self.way_numbers[id(way)] = len(self.computes_as)
-            key = (name, splits(way.layout))
+            number = self.numbers[id(strategy)] = len(self.computes_as)
+            key = (name, splits(strategy.layout))
             as_number = self.computes.setdefault(key, len(self.first))
             if as_number == len(self.first):
-                self.first.append((name, way.layout))
+                self.first.append((name, strategy.layout))
             self.computes_as.append(as_number)
-            if way.num_inner:
-                self.inner.append((number, name, way))
+            if strategy.num_inner:
+                self.inner.append((number, name, strategy))
         return number
 
     def _holding(self, holding: Holding) -> int:
@@ -295,12 +295,12 @@ class _Making:
             groups.setdefault(key, []).append(number)
         self.alike += [group for group in groups.values() if len(group) > 1]
 
-    def outline(self) -> Outline:
+    def build(self) -> DecisionSpace:
         sizes = sorted({len(group) for group in self.alike})
         ops, skipped, holdings = zip(*self.rows, strict=True)
         pairs = [(each.parameter, each.held) for each in self.holdings]
         held = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
-        return Outline(
+        return DecisionSpace(
             tuple(self.decisions),
             tuple(self.first),
             np.array(self.computes_as),

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ..intra_op.elimination import Order
     from ..intra_op.kind_tables import KindTables
     from .conversions import Changes
-    from .kind_model import Held, KindModel
-    from .outline import Choice, Outline
+    from .kind_model import KindModel, SavedTensors
+    from .outline import Choice, DecisionSpace
     from .stage_model import Options, Targets
 
 K = TypeVar("K")
@@ -103,13 +103,13 @@ class PriceCache:
     from_parameters: dict[str, bool] = field(default_factory=dict)
     replays: ByIdentity[Replay] = field(default_factory=ByIdentity)
 
-    outlines: dict[tuple[object, ...], Outline] = field(default_factory=dict)
+    spaces: dict[tuple[object, ...], DecisionSpace] = field(default_factory=dict)
     traits: dict[tuple[object, ...], Any] = field(default_factory=dict)
     trait_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
     held_choices: dict[tuple[str, tuple[Layout, ...]], tuple[Choice, ...]] = field(
         default_factory=dict
     )
-    held: dict[tuple[int, tuple[int, ...]], dict[tuple[object, ...], Held]] = field(
+    held: dict[tuple[int, tuple[int, ...]], dict[tuple[object, ...], SavedTensors]] = field(
         default_factory=dict
     )
     kinds: ByIdentity[KindModel] = field(default_factory=ByIdentity)

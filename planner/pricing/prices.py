@@ -38,7 +38,7 @@ from ..precision import EIGHT_BITS
 from ..rules.balanced_attention import as_run
 from ..rules.expert_traffic import expert_traffic
 from ..rules_protocol import Rules as Rules
-from .basis import SCALINGS, AskedOp
+from .basis import SCALINGS, QueriedOp
 from .mesh_prices import MeshPrices
 from .op_case import op_case
 from .price_cache import find
@@ -154,7 +154,7 @@ class Prices(MeshPrices):
             if self.asked is not None and found.forward + found.backward > 0:
                 self.asked.unwritten.add(node.op)
         elif self.asked is not None:
-            op = AskedOp(case, bare.source, error=known.error if known is not None else 0.0)
+            op = QueriedOp(case, bare.source, error=known.error if known is not None else 0.0)
             self.asked.op(node.name, op, found.forward + found.backward)
         return found
 

@@ -7,8 +7,8 @@ layers has about 4 L classes (without and with the first and the last block) for
 
 Classes that differ only in the repetitions of one block make a series. From the length at which
 repeated blocks have equal reads inside the run, the seconds of a series grow by the same amount for
-each further block, in any layouts: the least over all layouts is concave in the length. ``chords``
-uses that.
+each further block, in any layouts: the least over all layouts is concave in the length.
+``chord_bounds`` uses that.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _leaf(structure: Structure, name: str, readers: Mapping[str, int]) -> object
     return sum(spec.num_bytes for spec in structure.graph[name].outputs)
 
 
-def samples(series: Series, growth: float = 1.3) -> tuple[int, ...]:
+def sampled_lengths(series: Series, growth: float = 1.3) -> tuple[int, ...]:
     """The lengths of a series to price: all short lengths, then each ``growth`` times longer.
 
     >>> samples(Series(tuple(range(100)), tuple(range(1, 101)), 2))
@@ -194,7 +194,7 @@ def samples(series: Series, growth: float = 1.3) -> tuple[int, ...]:
     return (*chosen, series.lengths[-1])
 
 
-def chords(lengths: Ints, known: Ints, seconds: Floats, regular: int) -> Floats:
+def chord_bounds(lengths: Ints, known: Ints, seconds: Floats, regular: int) -> Floats:
     """Return lower bounds for ``lengths`` of a series from the bounds of the ``known`` lengths.
 
     A concave function lies above the chords between its points; below ``regular``, the bound

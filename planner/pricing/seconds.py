@@ -178,7 +178,7 @@ class Groups(NamedTuple):
     counts: NDArray[np.int64]
 
 
-def grouped(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
+def group_blocks(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
     """Return the entries and counts of ``Groups`` for blocks in order.
 
     A run of three or more equal blocks becomes three entries: its first block, the blocks between,

@@ -19,7 +19,7 @@ import numpy as np
 from ...cost_model.simulator.stage_costs import Buckets
 from ..plan import Recompute
 from ..schedules.held import held_bytes
-from .assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve
+from .assembly import GATHERED_BLOCKS, StageOptions, StageProblem, constant_bytes, context_bytes
 from .decisions import DEVICE, HOST, RECOMPUTED, SENT, ZEROS, Floats
 from .kept_bytes import RECOMPUTE_MODES
 from .kind_model import NO_STATES, NUM_FIGURES, RECEIVED, RowCost
@@ -38,7 +38,7 @@ from .seconds import (
     Resource,
     Seconds,
     State,
-    grouped,
+    group_blocks,
     seconds_of_passes,
 )
 from .stage_model import Boundary, StageModel
@@ -46,7 +46,7 @@ from .structure import Edge, Row, Run
 
 N = TypeVar("N", int, float)
 
-BRIEF = ("transient", "reserve", "communicators")
+TRANSIENT = ("transient", "reserve", "communicators")
 """Memory that the stages of a rank share in turn, or hold once. The search counts the communicators
 of a stage's mesh in its reserve, and no communicators of messages."""
 
@@ -188,7 +188,7 @@ def _shares(values: Floats) -> tuple[float, ...]:
     return tuple((values / total if total > 0 else equal).tolist())
 
 
-def together(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[str, N]:
+def combine_bytes(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[str, N]:
     """Combine the bytes by category of a rank's stages; categories in ``once`` count once.
 
     >>> together(({"parameters": 3, "transient": 2}, {"parameters": 1, "transient": 4}),
@@ -225,7 +225,7 @@ class StageTable:
     ``choices`` belong to the assembly's decisions.
     """
 
-    def __init__(self, assembly: Assembly, choices: tuple[int, ...]) -> None:
+    def __init__(self, assembly: StageProblem, choices: tuple[int, ...]) -> None:
         self.model: StageModel = assembly.model
         self.assembly = assembly
         self.choices = choices
@@ -235,7 +235,7 @@ class StageTable:
             self.rows[name] = self._shared(name)
         self._policy_costs: dict[int, PolicyCosts] = {}
         self._weight_grads: dict[str, tuple[Floats, float]] = {}
-        self._priced: dict[tuple[int, Setting], StageCost] = {}
+        self._priced: dict[tuple[int, StageOptions], StageCost] = {}
 
     def row(self, row: Row) -> RowCost:
         """Return the cost of one occurrence of a row."""
@@ -415,14 +415,14 @@ class StageTable:
                     shares.append(saves / saved)
         return min(rates, default=0.0), max(shares, default=0.0)
 
-    def price(self, run: Run, setting: Setting) -> StageCost:
+    def price(self, run: Run, setting: StageOptions) -> StageCost:
         """Price a run in a setting; the run must be of this solution's family."""
         cost = self._priced.get((run.key, setting))
         if cost is None:
             cost = self._priced[run.key, setting] = self._price(run, setting)
         return cost
 
-    def _price(self, run: Run, setting: Setting) -> StageCost:
+    def _price(self, run: Run, setting: StageOptions) -> StageCost:
         seconds, states, kept = np.zeros(len(Resource)), np.zeros(len(State)), 0.0
         of_kind: dict[str, Floats] = {}
         for row, occurrences in run.occurrences(setting.policy).items():
@@ -446,16 +446,16 @@ class StageTable:
             memory["activations"] = held_bytes(setting.halves, kept, late_bytes)
         memory["transient"] = float(transient[setting.zero, 0])
         memory["buffers"] = float(constant_bytes(self.model, run))
-        memory["reserve"] = float(reserve(self.model))
+        memory["reserve"] = float(context_bytes(self.model))
         receive = float(received[0]), float(received[1])
         return StageCost(
             Seconds(*seconds.tolist()), receive, memory, kept, late,
             self._groups_of(run, setting, of_kind), self.model.prices.shares_links,
         )  # fmt: skip
 
-    def _groups_of(self, run: Run, setting: Setting, of_kind: Mapping[str, Floats]) -> Groups:
+    def _groups_of(self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats]) -> Groups:
         """Group the run's blocks in order. A parameter of several counts with the first block."""
-        entries, counts = grouped(list(zip(run.kinds, run.modes(setting.policy), strict=True)))
+        entries, counts = group_blocks(list(zip(run.kinds, run.modes(setting.policy), strict=True)))
         seconds = np.array([of_kind[kind][BLOCK_MODES.index(mode)] for kind, mode in entries])
         for name in run.shared:
             seconds[0] += self.row(name).seconds[0, setting.zero]

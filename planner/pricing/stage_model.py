@@ -33,9 +33,9 @@ from .kept_bytes import (
     weight_grad_seconds,
     working_bytes,
 )
-from .kind_model import Held as Held
 from .kind_model import Kept as Kept
 from .kind_model import KindModel as KindModel
+from .kind_model import SavedTensors
 from .price_cache import ByIdentity, PriceCache
 from .prices import Prices, Seconds, boundary_layout
 from .seconds import wait_weights
@@ -182,21 +182,23 @@ class StageModel:
                     uses.setdefault(ref, []).append(Use(kind, name, position))
         return tuple(Edge("block", ref.name, ref.index, tuple(u)) for ref, u in uses.items())
 
-    def _holder(self, kind: str, decisions: Sequence[Decision]) -> Callable[[int, int], Held]:
+    def _holder(
+        self, kind: str, decisions: Sequence[Decision]
+    ) -> Callable[[int, int], SavedTensors]:
         """Return the function ``KindModel.held``, with cached results."""
         graph, prices = self.structure.graph, self.prices
         again = replay(self.structure.blocks.kinds[kind], graph, prices)
-        by_choice: dict[tuple[int, int], Held] = {}
-        by_layout: dict[tuple[str, int], Held] = {}
+        by_choice: dict[tuple[int, int], SavedTensors] = {}
+        by_layout: dict[tuple[str, int], SavedTensors] = {}
         by_split = prices.cache.held.setdefault((graph.batch_size, prices.mesh.shape), {})
 
-        def of_layout(node: Node, layout: NodeLayout) -> Held:
+        def of_layout(node: Node, layout: NodeLayout) -> SavedTensors:
             key = (node.name, id(layout))  # by identity: hashing a layout takes longer
             found = by_layout.get(key)
             if found is None:
                 own = (node.name, splits(layout))
                 if own not in by_split:
-                    by_split[own] = Held(
+                    by_split[own] = SavedTensors(
                         saved_parts(node, layout, graph, prices),
                         working_bytes(node, layout, graph, prices),
                         kept_parts(node, layout, graph, prices, of=again),
@@ -205,13 +207,13 @@ class StageModel:
                 found = by_layout[key] = by_split[own]
             return found
 
-        def held(number: int, choice: int) -> Held:
+        def held(number: int, choice: int) -> SavedTensors:
             if (number, choice) not in by_choice:
                 decision = decisions[number]
                 layouts = decision.choices[choice].layouts
                 nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
                 own = [of_layout(node, layouts[node.name]) for node in nodes]
-                by_choice[number, choice] = Held(
+                by_choice[number, choice] = SavedTensors(
                     _distinct(held.saved for held in own),
                     max((held.working_bytes for held in own), default=0),
                     _distinct(held.selected for held in own),

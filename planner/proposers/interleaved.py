@@ -24,9 +24,9 @@ from operator import itemgetter
 
 from ..errors import UsageError
 from ..intra_op.intra_op import StageAnswer
-from ..pricing.assembly import Assembly, Solution
+from ..pricing.assembly import Solution, StageProblem
 from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy
-from ..pricing.stage_cost import BRIEF, StageCost, StageTable, together
+from ..pricing.stage_cost import TRANSIENT, StageCost, StageTable, combine_bytes
 from ..pricing.stage_model import StageModel
 from ..requests.request import MOST_CHUNKS
 from ..schedules.held import splits, stage_halves
@@ -159,7 +159,7 @@ class ChunkPricing:
         run = self.context.at(base.rows).run(start, stop)
         key = id(model), run.family
         if key not in self._tables:
-            assembly = Assembly(model, run)
+            assembly = StageProblem(model, run)
             solution = self._solution(model, assembly)
             table = None
             if solution is not None:
@@ -170,7 +170,7 @@ class ChunkPricing:
             return None
         return RankStage(known, run, zero, ((1, 0),), base.num_microbatches, splits=False)
 
-    def _solution(self, model: StageModel, assembly: Assembly) -> Solution | None:
+    def _solution(self, model: StageModel, assembly: StageProblem) -> Solution | None:
         found: dict[str, tuple[int, ...]] = {}
         for owner in assembly.start:
             if owner not in self.layouts:
@@ -304,7 +304,7 @@ def fits(
 ) -> bool:
     """Return whether the stages of a rank fit together."""
     costs = [stage.cost(policy) for stage, policy in zip(stages, policies, strict=True)]
-    total = sum(together([cost.memory_bytes for cost in costs], once=BRIEF).values())
+    total = sum(combine_bytes([cost.memory_bytes for cost in costs], once=TRANSIENT).values())
     return total <= limit_bytes
 
 

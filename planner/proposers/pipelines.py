@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..inter_op.branches_search import branch_pipelines
-from ..pricing.branches import sections
+from ..pricing.branches import find_sections
 from ..pricing.step import KnownSteps
 from ..requests.request import MOST_CHUNKS
 from ..search.bound import work_bound
@@ -208,7 +208,7 @@ def parallel_branches(context: SearchContext, pool: CandidatePool) -> Iterator[C
     """Yield pipelines whose parallel branches have devices of their own."""
     if not context.request.features.allows("branches"):
         return
-    for section in sections(context.structure):
+    for section in find_sections(context.structure):
         for rows in context.microbatch_rows:
             if context.is_late(0.7):
                 return

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from ..plan import Recompute
-from ..pricing.assembly import Setting
+from ..pricing.assembly import StageOptions
 from ..pricing.decisions import Floats
 from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy, uniform_policy
 from ..pricing.stage_cost import PolicyCosts, StageCost, StageTable
@@ -43,9 +43,9 @@ class RankStage:
     num_microbatches: int
     splits: bool
 
-    def setting(self, policy: RecomputePolicy) -> Setting:
+    def setting(self, policy: RecomputePolicy) -> StageOptions:
         """Return the setting of the stage under a recomputation policy."""
-        return Setting(
+        return StageOptions(
             self.num_microbatches, self.zero, policy, most_held(self.held),
             halves=self.held if self.splits else (),
         )  # fmt: skip

@@ -14,7 +14,7 @@ from ...cost_model.simulator.actions import FORWARD
 from ..errors import PlanError
 from ..intra_op.intra_op import StageAnswer
 from ..pricing.recompute_policy import RecomputePolicy
-from ..pricing.stage_cost import BRIEF, StageCost
+from ..pricing.stage_cost import TRANSIENT, StageCost
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, message_seconds, simulate_stages
 from ..replicas import check_replicas, with_replica_sums
@@ -125,11 +125,13 @@ def _rank_bytes(costs: Sequence[StageCost], activation_bytes: Sequence[int]) -> 
 
     def lasting(cost: StageCost) -> float:
         return sum(
-            size for name, size in cost.memory_bytes.items() if name not in (*BRIEF, "activations")
+            size
+            for name, size in cost.memory_bytes.items()
+            if name not in (*TRANSIENT, "activations")
         )
 
     def brief(cost: StageCost) -> float:
-        return sum(cost.memory_bytes.get(name, 0.0) for name in BRIEF)
+        return sum(cost.memory_bytes.get(name, 0.0) for name in TRANSIENT)
 
     return [
         lasting(one) + lasting(other) + max(brief(one), brief(other)) + held

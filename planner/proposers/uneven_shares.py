@@ -21,7 +21,7 @@ from ..inter_op.inter_op import StageChoice
 from ..inter_op.submesh import meshes, restriction
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..layout import Mesh
-from ..pricing.assembly import Assembly, Setting, Solution
+from ..pricing.assembly import Solution, StageOptions, StageProblem
 from ..pricing.prices import Prices
 from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy, policies
 from ..pricing.stage_cost import StageCost, StageTable
@@ -176,7 +176,9 @@ class _Shared:
             return None
         for entry in list(base.pools[run.family].entries.values()):
             self._tables.clear()
-            start = StageAnswer(run, entry.table, entry.solution, Setting(self.count), 0.0, 1.0)
+            start = StageAnswer(
+                run, entry.table, entry.solution, StageOptions(self.count), 0.0, 1.0
+            )
             if self._is_possible(base.model, start):
                 found += self._of_solution(start)
         if not found:
@@ -232,7 +234,7 @@ class _Shared:
             yield policy if policy.num_blocks else NO_RECOMPUTE
 
     def _answer(
-        self, start: StageAnswer, setting: Setting, limits: Sequence[float]
+        self, start: StageAnswer, setting: StageOptions, limits: Sequence[float]
     ) -> SharedAnswer | None:
         """Return the best shares in a setting."""
         costs: dict[tuple[int, int], StageCost | None] = {}
@@ -271,6 +273,6 @@ class _Shared:
             self._tables[key] = None
             own = translated(base, model, solution)
             if own is not None:
-                assembly = Assembly(model, self.run(coordinate, rows))
+                assembly = StageProblem(model, self.run(coordinate, rows))
                 self._tables[key] = StageTable(assembly, assembly.choices(own))
         return self._tables[key]

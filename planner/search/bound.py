@@ -39,8 +39,8 @@ from ..intra_op.families import Family
 from ..intra_op.intra_op import IntraOp
 from ..intra_op.kind_tables import KindTables, Rates, TooWideError
 from ..plan import Recompute
-from ..pricing.assembly import reserve
-from ..pricing.branches import sections
+from ..pricing.assembly import context_bytes
+from ..pricing.branches import find_sections
 from ..pricing.choices import input_specs
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Edge, Run, Structure
@@ -104,7 +104,7 @@ def _parts(context: SearchContext, rows: int) -> Iterator[tuple[Sequence[Tiling]
         yield (uniform.pop(1),), 1
     most = max(context.stage_numbers)
     is_any = features.allows("mixed-stages")
-    is_any |= features.allows("branches") and bool(sections(context.structure))
+    is_any |= features.allows("branches") and bool(find_sections(context.structure))
     if is_any and most > 1:
         every = (*uniform.values(), mixed_tiling(context.cluster, most, place))
         yield every, most * most_chunks
@@ -154,7 +154,7 @@ class _Relaxation:
         cluster, limit = self.context.cluster, self.context.request.memory_limit_bytes
         devices = [host.device for host in cluster.hosts for _ in range(host.num_devices)]
         sizes = [device.usable_memory_bytes if limit is None else limit for device in devices]
-        reserved = min(reserve(solver.model) for solver in self._solvers)
+        reserved = min(context_bytes(solver.model) for solver in self._solvers)
         return min(sum(sizes) / len(sizes), UNLIMITED) - reserved
 
     def _device_seconds(self, prices: Floats) -> Floats:

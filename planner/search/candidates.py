@@ -16,11 +16,11 @@ import numpy as np
 
 from ..inter_op.inter_op import StageChoice, gap_adjusted_seconds, total_seconds
 from ..intra_op.intra_op import IntraOp, StageAnswer
-from ..pricing.assembly import Setting
-from ..pricing.branches import Places, WeightedEdges, stage_depths, stage_edges
+from ..pricing.assembly import StageOptions
+from ..pricing.branches import StagePlacement, WeightedEdges, stage_depths, stage_edges
 from ..pricing.run_classes import NO_RUN
 from ..pricing.slice_costs import SliceShares
-from ..pricing.stage_cost import BRIEF, StageCost, together
+from ..pricing.stage_cost import TRANSIENT, StageCost, combine_bytes
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, Step, message_seconds, simulated_step
 from ..pricing.weight_versions import num_versions, with_versions
@@ -61,7 +61,7 @@ def stage(
         if chosen is None or not holds_more:
             return chosen
         solver, answer = chosen
-        setting: Setting = replace(answer.setting, in_flight=most_held(held))
+        setting: StageOptions = replace(answer.setting, in_flight=most_held(held))
         chosen = solver, replace(answer, setting=setting)
         if is_split(held):
             chosen = splitting(*chosen, held)
@@ -97,14 +97,16 @@ def _stage(
 
 def splitting(solver: IntraOp, answer: StageAnswer, held: Halves) -> Chosen:
     """Return the answer with its backward in two halves."""
-    setting: Setting = replace(answer.setting, halves=held)
+    setting: StageOptions = replace(answer.setting, halves=held)
     return solver, replace(answer, setting=setting)
 
 
 def edges(context: SearchContext, rows: int, stages: Sequence[StageChoice]) -> WeightedEdges | None:
     """Return the edges between stages; None for a chain."""
     ends = tuple((s.first_device, s.first_device + s.num_devices - 1) for s in stages)
-    return stage_edges(context.at(rows), [s.start for s in stages], Places(context.cluster, ends))
+    return stage_edges(
+        context.at(rows), [s.start for s in stages], StagePlacement(context.cluster, ends)
+    )
 
 
 def schedules(context: SearchContext, num_stages: int, *, is_chain: bool) -> tuple[str, ...]:
@@ -379,7 +381,7 @@ def rank_bytes(stages: Sequence[StageChoice], costs: Sequence[StageCost]) -> dic
     for choice, cost in zip(stages, costs, strict=True):
         ranks.setdefault(choice.first_device, []).append(cost)
     return {
-        rank: sum(together([cost.memory_bytes for cost in of_rank], once=BRIEF).values())
+        rank: sum(combine_bytes([cost.memory_bytes for cost in of_rank], once=TRANSIENT).values())
         for rank, of_rank in ranks.items()
     }
 

@@ -9,10 +9,10 @@ otherwise a lower bound. A stage with forward and backward c, messages r and end
 messages overlap the compute of other micro-batches, and only one stage's end of step counts.
 
 Two bounds are cheap. Without the memory limit, the solver's bound of a run, which long series need
-for some lengths only (``run_classes.chords``). With it, the cost of a shorter run of the series, or
-of fewer micro-batches in flight. So the best pipeline under these bounds is found first, its stages
-priced, and so on until the best has no stage left to price: then no other can be better. Only
-competitive lengths, places and numbers of stages are priced.
+for some lengths only (``run_classes.chord_bounds``). With it, the cost of a shorter run of the
+series, or of fewer micro-batches in flight. So the best pipeline under these bounds is found first,
+its stages priced, and so on until the best has no stage left to price: then no other can be better.
+Only competitive lengths, places and numbers of stages are priced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..budget import Budget
 from ..inter_op.cuts import Cuts
 from ..inter_op.inter_op import StageChoice
 from ..intra_op.intra_op import IntraOp, StageAnswer
-from ..pricing.assembly import reserve
+from ..pricing.assembly import context_bytes
 from ..pricing.run_classes import (
     NO_RUN,
     Floats,
@@ -35,8 +35,8 @@ from ..pricing.run_classes import (
     RunClasses,
     Series,
     at_least,
-    chords,
-    samples,
+    chord_bounds,
+    sampled_lengths,
 )
 from ..pricing.structure import Run, Structure
 from .least_bytes import LeastBytes
@@ -108,7 +108,7 @@ class MeshCosts:
             numbers = list(series.classes)
             self.lower[numbers] = self.once[numbers] = self.slowest[numbers] = np.inf
         new = [each for each in map(self._fitting, asked_for) if each.classes]
-        asked = {series: samples(series) for series in new}
+        asked = {series: sampled_lengths(series) for series in new}
         number = {
             (series, length): own
             for series in new
@@ -126,8 +126,8 @@ class MeshCosts:
             received = max(self._receive_seconds(run) for run in runs)
             lengths, known = np.array(series.lengths), np.array(asked[series])
             numbers = list(series.classes)
-            self.lower[numbers] = chords(lengths, known, own, series.regular)
-            self.once[numbers] = chords(lengths, known, once, series.regular)
+            self.lower[numbers] = chord_bounds(lengths, known, own, series.regular)
+            self.once[numbers] = chord_bounds(lengths, known, once, series.regular)
             least = np.maximum(self.lower[numbers] - received, 0.0)
             every = (self.runs.count - 1) * np.where(np.isfinite(least), least, 0.0)
             self.slowest[numbers] = np.where(np.isfinite(least), every, np.inf)
@@ -145,7 +145,7 @@ class MeshCosts:
         """Return by class the least bytes it needs, less the bytes of a device."""
         model, limit = self.solver.model, self.solver.limits.memory_bytes
         least = self.runs.least_bytes.on(model.prices.mesh.size, model.prices)
-        found: Floats = least + reserve(model) - limit
+        found: Floats = least + context_bytes(model) - limit
         return found
 
     def _prepare(self, runs: Sequence[Run], count: int) -> None:

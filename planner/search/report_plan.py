@@ -24,8 +24,8 @@ from ..plan import (
     SolverInfo,
     StagePlan,
 )
-from ..pricing.branches import Places, stage_edges
-from ..pricing.choices import input_specs, undivided
+from ..pricing.branches import StagePlacement, stage_edges
+from ..pricing.choices import input_specs, unsharded_ops
 from ..pricing.prices import Prices, boundary_layout
 from ..pricing.stage_model import StageModel
 from ..pricing.step import prediction_of, send_seconds
@@ -94,7 +94,7 @@ def _unsharded_ops(structure: Structure, best: Candidate) -> tuple[str, ...]:
         run = structure.blocks.blocks[choice.start : choice.stop]
         kinds = {block.kind: structure.blocks.kinds[block.kind] for block in run}
         names = [name for block in kinds.values() for name in block.nodes]
-        lines = undivided(model.structure.graph, names, _layouts(model, answer), model.prices)
+        lines = unsharded_ops(model.structure.graph, names, _layouts(model, answer), model.prices)
         found.update(dict.fromkeys(lines))
     return tuple(found)
 
@@ -153,7 +153,7 @@ def _sends(best: Candidate) -> list[float]:
     """Return for each stage the seconds of a micro-batch's messages to later stages."""
     model = best.answers[0][0]
     ends = tuple((stage.devices[0], stage.devices[-1]) for stage in best.stages)
-    places = Places(model.prices.cluster, ends)
+    places = StagePlacement(model.prices.cluster, ends)
     edges = stage_edges(model.structure, [stage.start for stage in best.stages], places)
     return send_seconds(best.costs, edges)
 

@@ -23,13 +23,13 @@ from ..inter_op.submesh import restriction
 from ..intra_op.named_program import MICROSECONDS, NamedProgram, named_program
 from ..layout import NodeLayout
 from ..plan import Plan, StagePlan
-from ..pricing.assembly import Assembly, Setting
+from ..pricing.assembly import StageOptions, StageProblem
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.branches import stage_starts
 from ..pricing.price_cache import PriceCache
 from ..pricing.prices import Prices, Rules
 from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy
-from ..pricing.stage_cost import BRIEF
+from ..pricing.stage_cost import TRANSIENT
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run, Structure
 from ..requests.request import Forced
@@ -76,7 +76,7 @@ def stage_program(
     limit = memory_limit_bytes
     if limit is None:
         limit = float(plan.cluster.slowest_device(stage.devices).usable_memory_bytes)
-    setting = Setting(
+    setting = StageOptions(
         plan.num_microbatches, stage.zero, _policy(run, stage), held,
         None if minimized == "unlimited" else limit - _beside(plan, index),
     )  # fmt: skip
@@ -122,7 +122,7 @@ def _beside(plan: Plan, index: int) -> float:
             for number, stage in enumerate(plan.stages)
             if number != index and own.intersection(stage.devices)
             for name, size in stage.prediction.memory_bytes.items()
-            if name not in BRIEF
+            if name not in TRANSIENT
         )
     )
 
@@ -144,7 +144,7 @@ def assembly_of(
     plan: Plan,
     rules: Rules,
     basis: Basis,
-) -> tuple[Assembly, tuple[int, ...] | None]:
+) -> tuple[StageProblem, tuple[int, ...] | None]:
     """Return the decisions of a stage, and the plan's choices among them.
 
     Axes have their uses in the search, unless the plan uses them for more.
@@ -154,10 +154,10 @@ def assembly_of(
         rules, PriceCache(), profile=basis.used, assumptions=basis.assumptions, states=plan.states,
     )  # fmt: skip
     link = plan.cluster.entry_link(stage.devices[0], stage.mesh.size)
-    found: list[Assembly] = []
+    found: list[StageProblem] = []
     for free in (False, True):
         limited = restriction(stage.mesh, Forced(), free=free)
-        found.append(Assembly(StageModel(structure, prices, limited, link), run))
+        found.append(StageProblem(StageModel(structure, prices, limited, link), run))
         planned = _planned_choices(found[-1], stage.layouts)
         if planned is not None:
             return found[-1], planned
@@ -165,7 +165,7 @@ def assembly_of(
 
 
 def _planned_choices(
-    assembly: Assembly, layouts: Mapping[str, NodeLayout]
+    assembly: StageProblem, layouts: Mapping[str, NodeLayout]
 ) -> tuple[int, ...] | None:
     """Return the choices with a plan's layouts; None if there are none."""
     found = []

@@ -18,7 +18,7 @@ from autoparallel.cost_model.profile.records import Measurement, Transfer
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.basis import Asked, Basis
+from autoparallel.planner.pricing.basis import Basis, CostQueries
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_kind
 from autoparallel.planner.profiling_targets import Wanted, asked_cases
 from autoparallel.planner.requests.request import Forced, Request
@@ -158,7 +158,7 @@ def test_what_was_measured_is_not_asked_for_again() -> None:
 
 def test_what_the_winner_spends_most_on_is_among_the_first() -> None:
     found = wanted()
-    own = Asked()
+    own = CostQueries()
     evaluate(GRAPH, BLOCKS, analytic(), ON, basis=Basis(asked=own))
     longest = max(own.ops.values(), key=lambda op: op.seconds)
     assert longest.case in {op.case for op in found.ops[: len(found.ops) // 4]}

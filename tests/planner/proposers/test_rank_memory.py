@@ -14,7 +14,7 @@ from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, run_proposers
 from autoparallel.planner.plan import Recompute
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.pricing.recompute_policy import RecomputePolicy
-from autoparallel.planner.pricing.stage_cost import BRIEF, together
+from autoparallel.planner.pricing.stage_cost import TRANSIENT, combine_bytes
 from autoparallel.planner.proposers.alike import alike_pipelines
 from autoparallel.planner.proposers.interleaved import _options
 from autoparallel.planner.proposers.rank_memory import RankStage, recomputed_to_fit
@@ -55,7 +55,7 @@ def ranks_of(schedule: str, chunks: int = 2) -> list[list[RankStage]]:
 def priced(stages: list[RankStage], policies: tuple[RecomputePolicy, ...]) -> tuple[float, float]:
     """Seconds of the rank's stages, and their bytes together."""
     costs = [stage.cost(policy) for stage, policy in zip(stages, policies, strict=True)]
-    size = sum(together([cost.memory_bytes for cost in costs], once=BRIEF).values())
+    size = sum(combine_bytes([cost.memory_bytes for cost in costs], once=TRANSIENT).values())
     return sum(cost.objective(COUNT) for cost in costs), size
 
 
