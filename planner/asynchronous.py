@@ -29,7 +29,7 @@ RULES = {
 """Weights at which each schedule takes the gradient of an update."""
 
 
-def described(plan: Plan) -> str:
+def describe_updates(plan: Plan) -> str:
     """Describe the updates of an asynchronous plan in words; return "" for other plans."""
     if not is_asynchronous(plan.schedule):
         return ""

@@ -26,8 +26,8 @@ from .pricing.slice_costs import SliceShares, slice_shares
 from .pricing.stage_cost import TRANSIENT, StageCost
 from .pricing.step import Pipeline, message_seconds, prediction_of, send_seconds, simulate_stages
 from .replicas import with_replica_sums
-from .schedules.held import Halves, halves, stage_halves
-from .shares import coordinate_ranks, slowest
+from .schedules.held import HalfPairs, half_pairs, stage_half_pairs
+from .shares import coordinate_ranks, slowest_cost
 from .stage_walk import StageWalk, Walked, walked_none
 
 
@@ -222,7 +222,7 @@ def walked_stages(
 
 def held_micro_batches(
     graph: Graph, blocks: Blocks, plan: Plan, *, rules: Rules = default_rules
-) -> Sequence[Halves]:
+) -> Sequence[HalfPairs]:
     """Return the micro-batches that each stage holds at once, by the part of their backward still
     to run."""
     walked = walked_none(at_microbatch(graph, plan), blocks, rules)
@@ -238,7 +238,7 @@ def _stages(
     walked: Walked, plan: Plan, edges: WeightedEdges | None, *, rules: Rules, basis: Basis
 ) -> list[StageCost]:
     walks = _walks(walked, plan, edges, rules=rules, basis=basis)
-    return [slowest([walk.cost() for walk in own]) for own in walks]
+    return [slowest_cost([walk.cost() for walk in own]) for own in walks]
 
 
 def _walks(
@@ -262,14 +262,14 @@ def _walks(
         raise PlanError("AP524", f"the plan has {start} blocks, but the model has {num_blocks}")
 
 
-def _held(plan: Plan, edges: WeightedEdges | None) -> Sequence[Halves]:
+def _held(plan: Plan, edges: WeightedEdges | None) -> Sequence[HalfPairs]:
     """Return the micro-batches that each stage holds at once, by the part of their backward still
     to run."""
     number = len(plan.stages)
     if plan.num_chunks > 1:
-        return stage_halves(plan.schedule, number, plan.num_microbatches, plan.num_chunks)
+        return stage_half_pairs(plan.schedule, number, plan.num_microbatches, plan.num_chunks)
     depths = stage_depths(edges, number)
-    return [halves(plan.schedule, depth, number, plan.num_microbatches) for depth in depths]
+    return [half_pairs(plan.schedule, depth, number, plan.num_microbatches) for depth in depths]
 
 
 def _rank_bytes(

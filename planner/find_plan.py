@@ -35,7 +35,7 @@ from .pricing.weight_versions import is_asynchronous
 from .proposers.alike import is_alike
 from .proposers.interleaved import interleaved
 from .proposers.local_search import local_search
-from .proposers.pipelines import dynamic_program, learned, parallel_branches
+from .proposers.pipelines import dynamic_program, parallel_branches, placed_pipelines
 from .proposers.refined import free_axes, refined_layouts
 from .proposers.replicated import replicated
 from .proposers.sliced import sliced
@@ -46,12 +46,12 @@ from .requests.request import Request
 from .search.bound import lower_bound
 from .search.candidates import Candidate
 from .search.context import INTERRUPTED, Observe, SearchContext, check_measured, ignore
-from .search.layout_gap import tightened
+from .search.layout_gap import tighten_gap
 from .search.pool import CandidatePool
 from .search.report_plan import make_plan
 from .search.simplest import simplest_of, tolerance_of
 from .search.tables import SharedTables
-from .search.workers import StartWorkers, serial, undivided
+from .search.workers import StartWorkers, one_worker, serial_workers
 from .server_offers import with_offered_servers
 
 Proposer = Callable[[SearchContext, CandidatePool], Iterator[Candidate]]
@@ -83,12 +83,12 @@ class SearchMethod:
     """
 
     proposers: tuple[Proposer, ...] = PROPOSERS
-    start_workers: StartWorkers = serial
+    start_workers: StartWorkers = serial_workers
     is_bounded: bool = True
     tables: SharedTables | None = None
 
 
-COARSE = SearchMethod((dynamic_program,), undivided, is_bounded=False)
+COARSE = SearchMethod((dynamic_program,), one_worker, is_bounded=False)
 """Method for a first answer: pipelines of one stage per rank, without a bound."""
 
 
@@ -128,7 +128,7 @@ def plan(
             method=method,
         )  # fmt: skip
 
-    def searched(request: Request) -> Found:
+    def searched(request: Request) -> SearchResult:
         return search(
             graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis,
             method=method,
@@ -160,8 +160,8 @@ def _offloaded(
     cluster: Cluster,
     request: Request,
     failure: InfeasibleError,
-    searched: Callable[[Request], Found],
-) -> Found:
+    searched: Callable[[Request], SearchResult],
+) -> SearchResult:
     """Search again with the optimizer's states in host memory, after nothing fitted without.
 
     Raises ``failure`` if offloading is not allowed or does not help; it helps GPUs only.
@@ -242,14 +242,14 @@ def search(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
     method: SearchMethod = DEFAULT_METHOD,
-) -> Found:
+) -> SearchResult:
     """Search every order of the hosts; return the best one's candidates. Raises as ``plan``."""
     own_blocks = pinned_blocks(graph, blocks, request.pins)
     tables = (method.tables or SharedTables()).of(graph, own_blocks, request.precision)
     if basis.mode == "measured":
         basis = replace(basis, asked=CostQueries(uses_of(own_blocks)))
     if is_mixed(cluster):  # host orders share solved problems of one process
-        method = replace(method, start_workers=serial)
+        method = replace(method, start_workers=serial_workers)
     contexts: list[SearchContext] = []
 
     def attempt(order: HostOrder, limited: Request) -> tuple[SearchContext, CandidatePool]:
@@ -279,7 +279,7 @@ def search(
     others = [each for _, (_, other) in done if other is not pool for each in other.known]
     is_known = method.is_bounded and (not context.stopped or len(contexts) == 1)
     bounded = tuple(contexts) if is_known else ()
-    return Found(graph, blocks, cluster, request, order, context, pool, others, bounded)
+    return SearchResult(graph, blocks, cluster, request, order, context, pool, others, bounded)
 
 
 def run_proposers(
@@ -314,12 +314,12 @@ def _for_request(request: Request, proposers: Sequence[Proposer]) -> Sequence[Pr
     """Replace the dynamic program by the placer's pipelines if the request has a placer."""
     if request.placer is None:
         return proposers
-    of_placer = (learned, refined_layouts, *OTHER_SCHEDULES)
-    return [each for each in of_placer if each is learned or each in proposers]
+    of_placer = (placed_pipelines, refined_layouts, *OTHER_SCHEDULES)
+    return [each for each in of_placer if each is placed_pipelines or each in proposers]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search, for the best order of the hosts.
 
     ``pool`` belongs to the best order, ``others`` are the candidates of the other orders;
@@ -351,7 +351,7 @@ class Found:
                 ),
             )
         winner, why = simplest_of(context, pool, tolerance)
-        best = tightened(context, winner)
+        best = tighten_gap(context, winner)
         losers = [
             each
             for each in (*pool.known, *pool.rejected, *self.others)

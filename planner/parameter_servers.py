@@ -32,7 +32,7 @@ MEANINGS = {
 }
 
 
-def served(plan: Plan) -> str:
+def describe_servers(plan: Plan) -> str:
     """Describe the updates of a plan with servers in words; return "" for other plans."""
     if plan.servers is None:
         return ""

@@ -30,7 +30,7 @@ OTHERS = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ProfilingTargets:
     """Cases and transfers, the most important first; ``num_asked`` counts known ops, too."""
 
     ops: tuple[QueriedOp, ...]
@@ -46,7 +46,7 @@ def asked_cases(
     *,
     basis: Basis = DEFAULT,
     observe: Observe = ignore,
-) -> Wanted:
+) -> ProfilingTargets:
     """The queries of the search for this request that were not measured. Raises as ``plan``."""
     everything = CostQueries(uses_of(blocks))
     basis = replace(basis, mode="auto", asked=everything)
@@ -65,7 +65,7 @@ def asked_cases(
     _weigh_others(weights, everything)
     ops = [op for op in everything.ops.values() if op.source != "measured"]
     transfers = [t for t in everything.transfers.values() if set(t.sources) != {"measured"}]
-    return Wanted(
+    return ProfilingTargets(
         tuple(sorted(ops, key=lambda op: -weights[op.case])),
         tuple(sorted(transfers, key=lambda t: -weights[t.kind, t.group])),
         len(everything.ops),

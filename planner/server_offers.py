@@ -36,7 +36,7 @@ def with_offered_servers(
     if not may_offer(best, graph, request):
         return best
     plans = []
-    for forced in offered(best.cluster, request):
+    for forced in offered_servers(best.cluster, request):
         try:
             plans.append(price(replace(request, forced=forced)))
         except (UsageError, InfeasibleError):  # a batch that does not divide, or too little memory
@@ -100,7 +100,7 @@ def is_thin(best: Plan, graph: Graph) -> bool:
     return num_bytes / rate > THIN * best.prediction.step_seconds
 
 
-def offered(cluster: Cluster, request: Request) -> Iterator[Forced]:
+def offered_servers(cluster: Cluster, request: Request) -> Iterator[Forced]:
     """Yield configurations: servers beside all workers, half of the ranks as servers, one server;
     under each allowed consistency."""
     total = cluster.num_devices

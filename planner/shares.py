@@ -97,7 +97,7 @@ def _is_even(graph: Graph, ref: Ref, held: Layout) -> bool:
     return first and (rows is None or rows not in held[1:])
 
 
-def slowest(costs: Sequence[StageCost]) -> StageCost:
+def slowest_cost(costs: Sequence[StageCost]) -> StageCost:
     """Combine costs of coordinates into a stage's: in each part of a step, the slowest counts.
 
     The bytes are the fullest coordinate's.

@@ -26,7 +26,7 @@ from .pricing.seconds import Groups
 from .pricing.stage_cost import StageCost
 from .pricing.structure import Structure, leaf_bytes
 from .pricing.weight_versions import version_bytes
-from .schedules.held import Halves, held_bytes, splits
+from .schedules.held import HalfPairs, held_bytes, splits
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class StageWalk:
     index: int
     prices: Prices
     start: int
-    held: Halves
+    held: HalfPairs
     made: dict[Ref, Layout] = field(default_factory=dict)
     shared: dict[str, Layout] = field(default_factory=dict)
     read: set[Ref] = field(default_factory=set)

@@ -19,7 +19,7 @@ from autoparallel.planner.pricing.basis import Mode
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.goal import Goal, Objective
 from autoparallel.planner.requests.pins import parse_pin
-from autoparallel.planner.requests.request import ARRANGED_SCHEDULES, CHUNKED_SCHEDULES, SCHEDULES
+from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, DERIVED_SCHEDULES, SCHEDULES
 from autoparallel.planning.plan import PlanOptions
 
 MEASURE_SECONDS = 10.0
@@ -89,7 +89,7 @@ def options_of(global_batch: int, seq: int | None, asked: SearchOptions) -> Plan
         pins=tuple(parse_pin(text) for text in texts(asked.get("pin"))),
         stage_at=texts(asked.get("stage_at")),
         max_tp=asked.get("max_tp"),
-        features=features_of(allow, deny, (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)),
+        features=features_of(allow, deny, (*SCHEDULES, *CHUNKED_SCHEDULES, *DERIVED_SCHEDULES)),
         goal=goal,
         gap=asked.get("gap", 0.01),
         tolerance=asked.get("tolerance", 0.02),

@@ -36,7 +36,7 @@ from autoparallel.planner.precision import with_precision
 from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.pricing.mesh_prices import STATE_KINDS
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, update_kind
-from autoparallel.planner.profiling_targets import Wanted, asked_cases
+from autoparallel.planner.profiling_targets import ProfilingTargets, asked_cases
 from autoparallel.planning.plan import PlanOptions, capture_target, own_update, request_of
 from autoparallel.planning.served_planning import without_servers
 from autoparallel.planning.tf32 import with_choice
@@ -302,7 +302,7 @@ class _Leader:
         case_seconds = min(MOST_CASE_SECONDS, max(LEAST_CASE_SECONDS, seconds * 0.7))
         return _Todo(ops, links, case_seconds, optimizer)
 
-    def _links(self, wanted: Wanted, known: Profile) -> Iterator[LinkTodo]:
+    def _links(self, wanted: ProfilingTargets, known: Profile) -> Iterator[LinkTodo]:
         """The sizes of the search's transfers that nothing measured reaches, then the usual."""
         reached: dict[object, int] = {}
         for each in known.transfers:

@@ -29,7 +29,7 @@ from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.capture.python_state import PythonState
 from autoparallel.passes.initialization.deferred_init import Deferred, Init, plain_build
 from autoparallel.passes.programs.inputs import random_batch
-from autoparallel.planner.asynchronous import described
+from autoparallel.planner.asynchronous import describe_updates
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning.plan import capture_program, record_target
@@ -116,7 +116,7 @@ def train(
         )
     trainer.overlaps_steps = True
     trainer.use_update(asked.update(device.type), target.build_scheduler)
-    if worker.rank == 0 and (meaning := described(plan)):
+    if worker.rank == 0 and (meaning := describe_updates(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
     captures = trainer.runner.captures
     if isinstance(captures, Following):

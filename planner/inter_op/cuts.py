@@ -101,18 +101,18 @@ class StageBand:
             self._made[which] = np.append(own, np.inf)
         return self._made[which]
 
-    def rows(self, cuts: Ints) -> StageRows:
+    def rows(self, cuts: Ints) -> TileRows:
         """Select the band's rows of some cuts."""
-        return StageRows(self, cuts)
+        return TileRows(self, cuts)
 
-    def strip(self, cuts: range, columns: range, high: int) -> StageStrip:
+    def strip(self, cuts: range, columns: range, high: int) -> TileBlock:
         """Select the band's rows of consecutive cuts, up to the cut ``high``."""
         rows = np.arange(cuts.start + 1, cuts.stop)
         needed = np.minimum(columns.stop, high - rows)
         alike = self.cuts.alike[cuts.start + 1 : cuts.stop]
-        return StageStrip(self, cuts, columns, bool((alike >= needed).all()))
+        return TileBlock(self, cuts, columns, bool((alike >= needed).all()))
 
-    def along(self, which: int, strip: StageStrip) -> Floats:
+    def along(self, which: int, strip: TileBlock) -> Floats:
         """Return ``[j, cut]`` of a strip; a single cut where all are equal."""
         cuts, columns = strip.cuts, slice(strip.columns.start, strip.columns.stop)
         if strip.is_alike:
@@ -139,7 +139,7 @@ class StageBand:
 
 
 @dataclass(frozen=True, slots=True)
-class StageRows:
+class TileRows:
     """Rows of a stage's bands."""
 
     band: StageBand
@@ -155,7 +155,7 @@ class StageRows:
 
 
 @dataclass(frozen=True, slots=True)
-class StageStrip:
+class TileBlock:
     """Rows and columns of a stage's bands; ``is_alike``: all rows are equal, as far as used."""
 
     band: StageBand
@@ -173,7 +173,7 @@ class StageStrip:
 
 
 @dataclass
-class Bands:
+class CostTiles:
     """The bands of all stages within a bound."""
 
     cuts: Cuts

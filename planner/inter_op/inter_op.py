@@ -26,16 +26,20 @@ from functools import cached_property
 
 import numpy as np
 
-from .cuts import Bands, Cuts, Ints, Seconds
+from .cuts import CostTiles, Cuts, Ints, Seconds
 from .cuts import Floats as Floats
-from .sweep import Combine, Move, Sweep, Tiling, add, larger, turning
+from .sweep import Combine, Move, Sweep, Tiling, max_cost, sum_cost, turnaround_seconds
 
 HALVED = 1e-4
 """Relative width below which an interval of bounds is not halved but counted down step by step."""
 
 MOST_SWEEPS = 200
 
-COMBINES: Mapping[str, Combine] = {"sum": add, "largest": larger, "turning": turning}
+COMBINES: Mapping[str, Combine] = {
+    "sum": sum_cost,
+    "largest": max_cost,
+    "turning": turnaround_seconds,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +161,7 @@ class PipelineSearch:
     tolerance: float = 0.0
     cutoff: float = float("inf")
     _most: int = 0
-    _bands: dict[float, Bands] = field(default_factory=dict)
+    _bands: dict[float, CostTiles] = field(default_factory=dict)
     _sweeps: dict[tuple[str, float], Sweep] = field(default_factory=dict)
 
     def _sweep(self, what: str, bound: float, num_stages: int | None = None) -> Sweep:
@@ -167,7 +171,7 @@ class PipelineSearch:
         if made is None or (num_stages is not None and len(made.values) <= num_stages):
             if num_stages is not None and not self.tiling.fixed:
                 num_stages = max(num_stages, self._most)
-            bands = self._bands.setdefault(bound, Bands(self.cuts, self.seconds, bound))
+            bands = self._bands.setdefault(bound, CostTiles(self.cuts, self.seconds, bound))
             self._sweeps[key] = Sweep.of(self.tiling, bands, COMBINES[what], most=num_stages)
         return self._sweeps[key]
 
@@ -192,7 +196,7 @@ class PipelineSearch:
         return self._sweep("largest", self._limit).least(num_stages)
 
     def turning(self, num_stages: int) -> float:
-        """Return the least ``sweep.turning`` over all pipelines of so many stages."""
+        """Return the least ``sweep.turnaround_seconds`` over all pipelines of so many stages."""
         return self._sweep("turning", self.cutoff).least(num_stages)
 
     def best_of(self, numbers: Iterable[int]) -> Pipeline | None:

@@ -20,9 +20,9 @@ from functools import cached_property
 
 import numpy as np
 
-from .cuts import Bands, Floats, Ints, StageBand, StageRows, StageStrip
+from .cuts import CostTiles, Floats, Ints, StageBand, TileBlock, TileRows
 
-Combine = Callable[[StageRows | StageStrip, Floats], Floats]
+Combine = Callable[[TileRows | TileBlock, Floats], Floats]
 """Maps a stage's seconds and the objective of all later stages to the objective from it on."""
 
 MOST_CELLS = 4_000_000
@@ -109,12 +109,12 @@ class Sweep:
     """Values of the recurrence: ``values[s]`` maps a position to F(s, ·, position)."""
 
     tiling: Tiling
-    bands: Bands
+    bands: CostTiles
     combine: Combine
     values: tuple[dict[int, Floats], ...]
 
     @staticmethod
-    def of(tiling: Tiling, bands: Bands, combine: Combine, *, most: int | None = None) -> Sweep:
+    def of(tiling: Tiling, bands: CostTiles, combine: Combine, *, most: int | None = None) -> Sweep:
         """Run the recurrence up to ``most`` stages, by default ``tiling.most``."""
         number = most or tiling.most
         done = np.full(len(bands.cuts), np.inf)
@@ -259,7 +259,7 @@ class _After:
         return np.lib.stride_tricks.as_strided(start, (len(columns), len(cuts)), (step, step))
 
 
-def last_cuts(tiling: Tiling, bands: Bands, number: int) -> Ints:
+def last_cuts(tiling: Tiling, bands: CostTiles, number: int) -> Ints:
     """Return by position the last cut that stages before it can reach in the bound; −1: none."""
     alive = np.zeros(tiling.end + 1, dtype=bool)
     alive[tiling.end] = True
@@ -286,19 +286,19 @@ def last_cuts(tiling: Tiling, bands: Bands, number: int) -> Ints:
     return found
 
 
-def add(stage: StageRows | StageStrip, after: Floats) -> Floats:
+def sum_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
     """Return Σ q: the sum of the seconds that stages take once."""
     total: Floats = stage.once + after
     return total
 
 
-def larger(stage: StageRows | StageStrip, after: Floats) -> Floats:
+def max_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
     """Return max m: the largest seconds that a stage takes as the slowest."""
     found: Floats = np.maximum(stage.slowest, after)
     return found
 
 
-def turning(stage: StageRows | StageStrip, after: Floats) -> Floats:
+def turnaround_seconds(stage: TileRows | TileBlock, after: Floats) -> Floats:
     """Return the longest path through a pipeline that turns around at one stage.
 
     A stage cannot begin before the first micro-batch has passed all stages before it, and its last

@@ -34,7 +34,7 @@ PROGRAM_SECONDS = 1.0
 """Time limit of such a program, whose proven bound is then used."""
 
 
-def priced(
+def priced_rates(
     num_microbatches: int,
     in_flight: int,
     mode: Recompute,
@@ -52,7 +52,7 @@ def priced(
     )
 
 
-def rounded(price: float) -> float:
+def round_price(price: float) -> float:
     """Round a price to the nearest half power of ten, so that runs at similar prices share tables.
 
     >>> [round(rounded(price), 6) for price in (0.9, 0.4, 0.001)]
@@ -99,7 +99,7 @@ def bounds(
     return found
 
 
-def lagrangian(
+def bound_by_price(
     family: Family,
     run: Run,
     ways: Callable[[Sequence[int], Sequence[float]], Sequence[Rates]],

@@ -38,7 +38,7 @@ from ..requests.features import MODES
 from . import closing
 from .families import Family, Solved
 from .kind_tables import KindTables, Rates, TooWideError
-from .pool import SAME, Found, Pool, gap_between
+from .pool import SAME, Pool, PooledSolution, gap_between
 from .pool import StageAnswer as StageAnswer
 
 EXPOSED = (1.0, 0.5)
@@ -217,14 +217,14 @@ class IntraOp:
                 found = pool.cheapest(run, num_microbatches, in_flight, limit)
         return self._stage_answer(run, num_microbatches, found)
 
-    def _gap(self, run: Run, num_microbatches: int, best: Found | None) -> float:
+    def _gap(self, run: Run, num_microbatches: int, best: PooledSolution | None) -> float:
         if best is None:
             return float("inf")
         bound = self._bounds.get((run.key, num_microbatches), 0.0)
         return gap_between(bound, best.objective)
 
     def _stage_answer(
-        self, run: Run, num_microbatches: int, best: Found | None
+        self, run: Run, num_microbatches: int, best: PooledSolution | None
     ) -> StageAnswer | None:
         if best is None:
             return None
@@ -287,11 +287,11 @@ class IntraOp:
             return False
         self._thrifty.add(key)
         pool = self._pool(run)
-        unit = closing.rounded(self._price_unit(run, num_microbatches))
+        unit = closing.round_price(self._price_unit(run, num_microbatches))
         before = len(pool.entries)
         zeros = tuple(dict.fromkeys((self.zeros[0], self.zeros[-1])))  # the others share them
         for mode in self.modes:
-            rates = closing.priced(
+            rates = closing.priced_rates(
                 num_microbatches, in_flight, mode, zeros, [unit * price for price in prices]
             )
             solved = self._solve((run,), rates)
@@ -317,13 +317,13 @@ class IntraOp:
         if family is None or not np.isfinite(self.limits.memory_bytes):
             return bound
         free = self.limits.memory_bytes - fixed_bytes(self.model, run)
-        unit = closing.rounded(self._price_unit(run, num_microbatches))
+        unit = closing.round_price(self._price_unit(run, num_microbatches))
 
         def ways(zeros: Sequence[int], prices: Sequence[float]) -> list[Rates]:
             return list(self._ways(num_microbatches, in_flight, zeros, prices).values())
 
         try:
-            least, zero, near = closing.lagrangian(family, run, ways, self.zeros, (free, unit))
+            least, zero, near = closing.bound_by_price(family, run, ways, self.zeros, (free, unit))
         except TooWideError:
             return bound
         for rates in ways((zero,), near):
@@ -336,7 +336,7 @@ class IntraOp:
         self, num_microbatches: int, in_flight: int, zeros: Sequence[int], prices: Sequence[float]
     ) -> dict[Recompute, Rates]:
         return {
-            mode: closing.priced(num_microbatches, in_flight, mode, zeros, prices)
+            mode: closing.priced_rates(num_microbatches, in_flight, mode, zeros, prices)
             for mode in self.modes
         }
 

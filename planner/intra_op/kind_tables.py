@@ -154,7 +154,9 @@ def edge_tables(model: StageModel, edge: Edge) -> EdgeTables | None:
     )
 
 
-def lifted(matrix: Floats, axes: Sequence[tuple[int, Ints]]) -> tuple[tuple[int, ...], Floats]:
+def conversion_table(
+    matrix: Floats, axes: Sequence[tuple[int, Ints]]
+) -> tuple[tuple[int, ...], Floats]:
     """Price the conversions of a value to all of its uses as a table over variables.
 
     ``matrix[source class, use class]``; ``axes``: the variable of the source and of each use, and
@@ -185,7 +187,7 @@ def _along(axis: int, classes: Ints, num_axes: int) -> Ints:
 
 @dataclass(frozen=True)
 class Link:
-    """An edge as a factor over variables; ``axes``: see ``lifted``."""
+    """An edge as a factor over variables; ``axes``: see ``conversion_table``."""
 
     tables: EdgeTables
     axes: tuple[tuple[int, Ints], ...]
@@ -199,7 +201,7 @@ class Link:
         """Return the factor of its seconds for blocks recomputed by ``mode``. Cached."""
         twice = self.tables.is_repeated(mode)
         if twice not in self._factors:
-            scope, table = lifted(self.tables.seconds(twice=twice), self.axes)
+            scope, table = conversion_table(self.tables.seconds(twice=twice), self.axes)
             self._factors[twice] = Factor(scope, table[None, None])
         return self._factors[twice]
 

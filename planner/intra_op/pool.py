@@ -39,7 +39,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PooledSolution:
     """The best solution for a run, its setting and objective."""
 
     entry: Entry
@@ -109,7 +109,7 @@ class Pool:
 
     def cheapest(
         self, run: Run, num_microbatches: int, in_flight: int, limit_bytes: float
-    ) -> Found | None:
+    ) -> PooledSolution | None:
         """Return the best solution for a run of the family, None if nothing fits."""
         if not self.entries:
             return None
@@ -127,7 +127,7 @@ class Pool:
         if np.isfinite(least):
             at, place = divmod(int((fitting <= least * SAME).argmax()), len(zeros))
             setting = replace(base, zero=zeros[place])
-            best = Found(self._listed[at], setting, least)
+            best = PooledSolution(self._listed[at], setting, least)
         lower = np.maximum(seconds, self._lower_bounds(hidden, over, kept, in_flight))
         wanted = np.flatnonzero(~fits & (lower * SAME < least))
         if len(wanted):
@@ -206,8 +206,8 @@ class Pool:
         order: Ints,
         figures: tuple[Floats, Floats],
         base: StageOptions,
-        best: Found | None,
-    ) -> Found | None:
+        best: PooledSolution | None,
+    ) -> PooledSolution | None:
         """The best recomputation policy of solutions that only fit with one, tried in ``order``.
 
         ``figures``: by solution and ZeRO stage, a lower bound of the seconds with enough
@@ -233,7 +233,7 @@ class Pool:
             setting = replace(base, zero=zero, policy=costs.policies[number])
             objective = entry.table.price(run, setting).objective(base.num_microbatches)
             if best is None or objective * SAME < best.objective:
-                best = Found(entry, setting, objective)
+                best = PooledSolution(entry, setting, objective)
         return best
 
     def _note_excess(self, run: Run, base: StageOptions, excess: float) -> None:

@@ -42,7 +42,7 @@ from ..positions import (
 )
 from ..requests.feature_strategies import allowed
 from ..requests.features import Features
-from ..requests.pins import Pins, kept
+from ..requests.pins import Pins, keep_pinned
 from ..rules.dispatch import SENT, SLICED, TOKENS, group_limit, sent_strategies
 from .price_cache import find
 from .prices import Prices
@@ -185,7 +185,7 @@ def _as_pinned(
     pins = restriction.pins.get(node.name, ())
     if not pins:
         return found
-    made = set(kept([strategy.layout.outputs[0] for strategy in found], pins, prices.mesh))
+    made = set(keep_pinned([strategy.layout.outputs[0] for strategy in found], pins, prices.mesh))
     return tuple(strategy for strategy in found if strategy.layout.outputs[0] in made)
 
 
@@ -374,7 +374,7 @@ def held_layouts(
         else:
             options.append([*splits, REPLICATE])
     found = [each for each in product(*options) if divides(shape, each, prices.mesh.shape)]
-    return kept(found, restriction.pins.get(node.name, ()), prices.mesh)
+    return keep_pinned(found, restriction.pins.get(node.name, ()), prices.mesh)
 
 
 def _split_weights(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..graph import Block, Graph, Node
 from ..layout import Layout, NodeLayout
-from ..requests.pins import PENALTY_SECONDS, breaks
+from ..requests.pins import PENALTY_SECONDS, num_broken
 from .choices import Restriction, held_layouts, inner_of, input_specs
 from .kept_bytes import RECOMPUTE_MODES
 from .outline import Choice as Choice
@@ -202,7 +202,7 @@ def parameter_decision(
     costs = [[prices.parameter(node.spec, layout, zero) for layout in layouts] for zero in ZEROS]
     seconds = np.array([[own for own, _ in each] for each in costs])
     broken = [
-        breaks(layout, restriction.pins.get(node.name, ()), prices.mesh) for layout in layouts
+        num_broken(layout, restriction.pins.get(node.name, ()), prices.mesh) for layout in layouts
     ]
     seconds[:, :, Resource.FORWARD_COMPUTE] += np.array(broken) * PENALTY_SECONDS
     return Decision(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..graph import Block, Graph, Node, Ref
 from ..layout import AxisStrategy, Layout, NodeLayout, splits
 from ..positions import Dims
-from ..requests.pins import breaks
+from ..requests.pins import num_broken
 from .choices import (
     NodeStrategy,
     Restriction,
@@ -280,7 +280,7 @@ class _Builder:
     def _broken(self, layouts: Mapping[str, NodeLayout]) -> int:
         pins = self.restriction.pins
         return sum(
-            breaks(layout.outputs[0], pins[name], self.prices.mesh)
+            num_broken(layout.outputs[0], pins[name], self.prices.mesh)
             for name, layout in layouts.items()
             if name in pins
         )

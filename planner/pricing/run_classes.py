@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..graph import Block, Blocks, Graph, Ref
-from ..requests.pins import nearest
+from ..requests.pins import similar_paths
 from .structure import Structure
 
 Floats = NDArray[np.float64]
@@ -249,7 +249,7 @@ def _position(graph: Graph, blocks: Blocks, path: str) -> int:
             )  # fmt: skip
     raise UsageError(
         "AP181", f"--stage-at {path}: no such block or module",
-        fix=nearest(
+        fix=similar_paths(
             path, [*names, *(node.module for node in graph if node.module)], is_pattern=False
         )
         or f"the blocks are {', '.join(names[:8])}{' …' if names[8:] else ''}",

@@ -22,7 +22,7 @@ from ..search.candidates import (
     candidate,
     edges,
     models_of,
-    simulated,
+    simulate_stages,
 )
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
@@ -93,7 +93,7 @@ def _on_mesh(context: SearchContext, pipeline: Candidate, mesh: Mesh) -> Candida
             return None
         chosen.append((solver, answer))
     schedule, stages = context.in_flight_schedule, pipeline.stages
-    return simulated(context, pipeline.rows, schedule, stages, models_of(chosen))
+    return simulate_stages(context, pipeline.rows, schedule, stages, models_of(chosen))
 
 
 def at_other_sizes(context: SearchContext, bases: list[Candidate]) -> Iterator[Candidate]:

@@ -4,7 +4,7 @@ In: the weights of blocks in order, such as FLOPs; a number of runs. Out: the st
 Dynamic programming over ends and runs; runs heavier than the heaviest of a known cut are left out,
 which leaves few.
 
-``evened`` balances ranks with several runs each: blocks move one at a time from a run of the
+``rebalance`` balances ranks with several runs each: blocks move one at a time from a run of the
 heaviest rank to a run of the lightest, while this lowers the sum of the ranks' squared weights. (In
 V-shaped schedules, runs cannot all be equal: the first and the last, a light embedding and a heavy
 loss, share a rank.)
@@ -80,7 +80,7 @@ def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def evened(
+def rebalance(
     weights: Sequence[float], starts: Sequence[int], parts: Sequence[Sequence[int]]
 ) -> tuple[int, ...]:
     """Move blocks between the runs of ``starts`` until the ranks, with the runs ``parts`` each, are

@@ -29,14 +29,14 @@ from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from ..pricing.stage_cost import TRANSIENT, StageCost, StageTable, combine_bytes
 from ..pricing.stage_model import StageModel
 from ..requests.request import MOST_CHUNKS
-from ..schedules.held import splits, stage_halves
+from ..schedules.held import splits, stage_half_pairs
 from ..schedules.schedules import can_have, find_schedule, parts_of_ranks
-from ..search.candidates import Candidate, edges, simulated
+from ..search.candidates import Candidate, edges, simulate_stages
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
-from ..search.translated import translated
+from ..search.translated import reindex_solution
 from .alike import groups_of_bases
-from .balanced import balanced, block_flops, evened
+from .balanced import balanced, block_flops, rebalance
 from .rank_memory import RankStage, recomputed_to_fit
 
 MOST_ACTIONS = 16_384
@@ -110,7 +110,7 @@ def _options(context: SearchContext, bases: Sequence[Candidate]) -> Iterator[Int
                 if not can_have(schedule, number, count, chunks):
                     continue
                 even = starts.setdefault(number, balanced(flops, number))
-                by_rank = evened(flops, even, parts_of_ranks(schedule, ranks, chunks))
+                by_rank = rebalance(flops, even, parts_of_ranks(schedule, ranks, chunks))
                 for cuts in dict.fromkeys((even, by_rank)):
                     option = Interleaving(context, base, pricing, schedule, chunks, cuts)
                     if option.is_priced and context.begins_as_asked(option.stages):
@@ -176,7 +176,7 @@ class ChunkPricing:
             if owner not in self.layouts:
                 return None
             source, choices = self.layouts[owner]
-            own = translated(source, model, {owner: choices})
+            own = reindex_solution(source, model, {owner: choices})
             if own is None:
                 return None
             found.update(own)
@@ -253,7 +253,7 @@ class Interleaving:
         if edges(context, base.rows, self.stages) is not None:
             return None
         number, count = len(self.stages), base.num_microbatches
-        held = stage_halves(self.schedule, number, count, self.chunks)
+        held = stage_half_pairs(self.schedule, number, count, self.chunks)
         is_split = splits(self.schedule)
         stages = [
             replace(stage, held=own, splits=is_split)
@@ -272,7 +272,7 @@ class Interleaving:
             for member, stage, policy in zip(members, own, policies, strict=True):
                 answers[member] = _answered(replace(stage, zero=zero), policy, gap)
         try:
-            return simulated(
+            return simulate_stages(
                 context, base.rows, self.schedule, self.stages,
                 [answers[member] for member in range(number)],
                 num_chunks=self.chunks, base=base,

@@ -57,7 +57,7 @@ def local_search(context: SearchContext, pool: CandidatePool) -> Iterator[Candid
         best = pool.best
         if len(best.stages) > MOST_STAGES:
             return
-        moved = filter(context.begins_as_asked, shifted(best.stages))
+        moved = filter(context.begins_as_asked, shift_cuts(best.stages))
         yield from _better(context, pool, [(best.rows, stages) for stages in moved], began)
         if pool.best is best or _is_late(context, began):
             return
@@ -76,7 +76,7 @@ def _better(
     """Yield the candidates of pipelines that were not simulated and may be faster than the best."""
     known = {proposal.key for proposal in pool.proposals}
     new = [each for each in pipelines if each not in known]
-    for least, proposal in promising(
+    for least, proposal in bounded_below(
         context, new, pool.step_seconds, lambda: _is_late(context, began)
     ):
         if least < pool.step_seconds:
@@ -129,7 +129,7 @@ def stagings(
                     yield stages
 
 
-def shifted(stages: Stages) -> Iterator[Stages]:
+def shift_cuts(stages: Stages) -> Iterator[Stages]:
     """Yield the pipelines with one cut moved by a block."""
     for at in range(len(stages) - 1):
         before, after = stages[at], stages[at + 1]
@@ -139,7 +139,7 @@ def shifted(stages: Stages) -> Iterator[Stages]:
                 yield (*stages[:at], *moved, *stages[at + 2 :])
 
 
-def promising(
+def bounded_below(
     context: SearchContext,
     pipelines: Iterable[tuple[int, Stages]],
     below: float,

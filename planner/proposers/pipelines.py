@@ -49,7 +49,7 @@ def dynamic_program(context: SearchContext, pool: CandidatePool) -> Iterator[Can
     def first(sizes: tuple[int, ...]) -> Explored:
         return _explored(context, pool, sizes)
 
-    for number, found in enumerate(context.workers.map(explored, first=first)):
+    for number, found in enumerate(context.workers.map(explore_sizes, first=first)):
         pool.is_open |= found.is_open
         if number:  # the first part filled this pool
             context.beyond += found.excess_bytes
@@ -59,7 +59,7 @@ def dynamic_program(context: SearchContext, pool: CandidatePool) -> Iterator[Can
                     yield from pool.simulate(proposal)
 
 
-def explored(context: SearchContext, sizes: tuple[int, ...]) -> Explored:
+def explore_sizes(context: SearchContext, sizes: tuple[int, ...]) -> Explored:
     """Search some micro-batch sizes, in this process or in another."""
     return _explored(context, CandidatePool(context), sizes)
 
@@ -184,7 +184,7 @@ class _Exploration:
                 pool.add_all(pool.simulate(proposal))
 
 
-def learned(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
+def placed_pipelines(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
     """Yield the pipelines of a learned placer, which replaces the dynamic program.
 
     Each micro-batch size has an equal share of the remaining time.

@@ -22,7 +22,7 @@ from ..pricing.decisions import Floats
 from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy, uniform_policy
 from ..pricing.stage_cost import PolicyCosts, StageCost, StageTable
 from ..pricing.structure import Run
-from ..schedules.held import Halves, held_bytes, most_held
+from ..schedules.held import HalfPairs, held_bytes, most_held
 
 PRICES = (0.0, *np.geomspace(1e-3, 1e6, 64).tolist())
 """λ, in the seconds of the rank's stages per its bytes."""
@@ -39,7 +39,7 @@ class RankStage:
     table: StageTable
     run: Run
     zero: int
-    held: Halves
+    held: HalfPairs
     num_microbatches: int
     splits: bool
 

@@ -27,12 +27,12 @@ from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy, policies
 from ..pricing.stage_cost import StageCost, StageTable
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
-from ..search.candidates import Candidate, simulated
+from ..search.candidates import Candidate, simulate_stages
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.report_plan import stage_layouts
-from ..search.translated import translated
-from ..shares import best_shares, coordinate_ranks, slowest, why_not
+from ..search.translated import reindex_solution
+from ..shares import best_shares, coordinate_ranks, slowest_cost, why_not
 
 MOST_POLICIES = 40
 """Maximum recomputation policies to try; with more, all blocks have one policy."""
@@ -186,7 +186,7 @@ class _Shared:
         best = min(found, key=lambda answer: (answer.objective, answer.cost.total_bytes))
         choice = StageChoice(*self.blocks, 0, self.mesh.size)
         schedule = self.context.request.schedules[0]
-        return simulated(self.context, self.rows, schedule, (choice,), [(base.model, best)])
+        return simulate_stages(self.context, self.rows, schedule, (choice,), [(base.model, best)])
 
     def _is_possible(self, model: StageModel, answer: StageAnswer) -> bool:
         graph, own = model.structure.graph, model.structure.blocks
@@ -257,7 +257,7 @@ class _Shared:
         if shares is None:
             return None
         every = [own for at, rows in enumerate(shares) if (own := cost(at, rows)) is not None]
-        joint = slowest(every)
+        joint = slowest_cost(every)
         micro = joint.forward_seconds + joint.backward_seconds
         objective = micro + joint.step_seconds / self.count
         return SharedAnswer(
@@ -271,7 +271,7 @@ class _Shared:
             base = self.solver(0, max(1, self.rows // self.parts)).model
             model = self.solver(coordinate, rows).model
             self._tables[key] = None
-            own = translated(base, model, solution)
+            own = reindex_solution(base, model, solution)
             if own is not None:
                 assembly = StageProblem(model, self.run(coordinate, rows))
                 self._tables[key] = StageTable(assembly, assembly.choices(own))

@@ -110,7 +110,7 @@ def paths(graph: Graph) -> dict[str, str]:
     return found | {name: held for name, held in graph.tied.items() if held in graph.by_name}
 
 
-def matched(graph: Graph, pins: Iterable[Pin]) -> dict[str, tuple[Pin, ...]]:
+def match_pins(graph: Graph, pins: Iterable[Pin]) -> dict[str, tuple[Pin, ...]]:
     """Map each pinned node to its pins. Raises ``UsageError`` AP181 and AP183."""
     known = paths(graph)
     found: dict[str, dict[Pin, None]] = {}
@@ -131,11 +131,11 @@ def _unknown(pin: Pin, known: Iterable[str]) -> UsageError:
     return UsageError(
         "AP181",
         f"--pin {pin}: no parameter, module or op is named {pin.pattern!r}",
-        fix=nearest(pin.pattern, known),
+        fix=similar_paths(pin.pattern, known),
     )
 
 
-def nearest(text: str, known: Iterable[str], *, is_pattern: bool = True) -> str:
+def similar_paths(text: str, known: Iterable[str], *, is_pattern: bool = True) -> str:
     """Format a sentence with the few known paths that are most similar to ``text``.
 
     Numbers in a path count as ``*``, so a single one of many equal layers is named: with ``*`` for
@@ -184,7 +184,7 @@ def pinned_blocks(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Blocks:
     """Return blocks with different kinds for different pins. Raises UsageError AP181, AP183."""
     if not pins:
         return blocks
-    by_name = matched(graph, pins)
+    by_name = match_pins(graph, pins)
     return blocks.told_apart(
         lambda block: tuple(by_name.get(name, ()) for name in (*block.nodes, *block.parameters))
     )
@@ -197,7 +197,7 @@ def by_template(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Pins:
     """
     template = blocks.template if pins else {}
     found: dict[str, tuple[Pin, ...]] = {}
-    for name, own in matched(graph, pins).items():
+    for name, own in match_pins(graph, pins).items():
         found[name] = found[template.get(name, name)] = own
     return found
 
@@ -239,23 +239,23 @@ def _on(layout: Layout, mesh: Mesh, axis: str) -> Placement:
     return layout[mesh.axes.index(axis)]
 
 
-def kept(layouts: Sequence[Layout], pins: Sequence[Pin], mesh: Mesh) -> tuple[Layout, ...]:
+def keep_pinned(layouts: Sequence[Layout], pins: Sequence[Pin], mesh: Mesh) -> tuple[Layout, ...]:
     """Return the layouts that satisfy the pins, or all if none does."""
     if not pins:
         return tuple(layouts)
-    return tuple(each for each in layouts if breaks(each, pins, mesh) == 0) or tuple(layouts)
+    return tuple(each for each in layouts if num_broken(each, pins, mesh) == 0) or tuple(layouts)
 
 
-def breaks(layout: Layout, pins: Sequence[Pin], mesh: Mesh) -> int:
+def num_broken(layout: Layout, pins: Sequence[Pin], mesh: Mesh) -> int:
     """Return the number of pins that a layout breaks."""
     return sum(not pin.keeps(layout, mesh) for pin in pins)
 
 
-def broken(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> dict[Pin, str]:
+def broken_pins(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> dict[Pin, str]:
     """Return the pins that a plan breaks, each with the node and its layout."""
     found: dict[Pin, str] = {}
     start = 0
-    by_name = matched(graph, pins)
+    by_name = match_pins(graph, pins)
     for stage in plan.stages:
         own = blocks.blocks[start : start + len(stage.blocks)]
         start += len(stage.blocks)
@@ -283,7 +283,7 @@ def check_kept(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) ->
     """Remove the alternatives of a plan that break pins. Raises AP184 if the plan breaks a pin."""
     if not pins:
         return plan
-    found = broken(plan, graph, blocks, pins)
+    found = broken_pins(plan, graph, blocks, pins)
     if found:
         pin, what = next(iter(found.items()))
         others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -319,6 +319,6 @@ def plain_kind(kind: str) -> str:
 
 
 def _reason(pin: Pin, graph: Graph) -> str:
-    name = next(name for name, own in matched(graph, (pin,)).items() if pin in own)
+    name = next(name for name, own in match_pins(graph, (pin,)).items() if pin in own)
     shape = " × ".join(map(str, graph[name].spec.shape))
     return f"it is {shape}, and no allowed mesh that fits shards it this way"

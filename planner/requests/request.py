@@ -30,17 +30,17 @@ MOST_CHUNKS = 8
 CHUNKED_NAMES = {name: name for name in CHUNKED_SCHEDULES} | {"interleaved-1f1b": "interleaved"}
 """Names of these schedules, with aliases."""
 
-ARRANGED_SCHEDULES = ("chimera", "terapipe")
+DERIVED_SCHEDULES = ("chimera", "terapipe")
 """Schedules that the best pipelines are tried under, unchanged (``proposers``)."""
 
-HELD_AS = {"chimera": "1f1b", "terapipe": "gpipe"}
+BASE_SCHEDULE = {"chimera": "1f1b", "terapipe": "gpipe"}
 """Base schedule of the pipelines that are searched for each of these."""
 
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "ampnet")
 """Schedules that differ from one device: see ``planner.asynchronous``."""
 
 FORCED_SCHEDULES = (
-    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES, *ASYNCHRONOUS,
+    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, *DERIVED_SCHEDULES, *ASYNCHRONOUS,
 )  # fmt: skip
 """Schedules that can be forced."""
 
@@ -228,7 +228,7 @@ class Request:
         """Return the schedules that a plan may have, or a pipeline before it is cut again."""
         name = self.forced.schedule
         if name is not None and not self.forces_chunks:
-            return (HELD_AS.get(name, name),)
+            return (BASE_SCHEDULE.get(name, name),)
         allowed = tuple(name for name in SCHEDULES if self.features.allows(name))
         return allowed or SCHEDULES
 
@@ -237,7 +237,7 @@ class Request:
         """Return whether a pipeline rank may have one stage; if not, pipelines are only searched to
         be cut again."""
         if self.forced.schedule is not None:
-            return not self.forces_chunks and self.forced.schedule not in HELD_AS
+            return not self.forces_chunks and self.forced.schedule not in BASE_SCHEDULE
         return any(map(self.features.allows, SCHEDULES))
 
     @property
@@ -257,8 +257,8 @@ class Request:
     def arranged_schedules(self) -> tuple[str, ...]:
         """Return Chimera and TeraPipe, if a plan may have them."""
         if self.forced.schedule is not None:
-            return (self.forced.schedule,) if self.forced.schedule in ARRANGED_SCHEDULES else ()
-        return tuple(name for name in ARRANGED_SCHEDULES if self.features.allows(name))
+            return (self.forced.schedule,) if self.forced.schedule in DERIVED_SCHEDULES else ()
+        return tuple(name for name in DERIVED_SCHEDULES if self.features.allows(name))
 
     @property
     def frees_axes(self) -> bool:

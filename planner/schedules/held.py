@@ -32,7 +32,7 @@ from .catalogue import Size
 from .check import sends_under_way
 from .schedules import compute_orders, find_schedule, in_flight
 
-Halves = tuple[tuple[int, int], ...]
+HalfPairs = tuple[tuple[int, int], ...]
 
 MANY_TIMES = 4
 """Micro-batches per stage beyond which no more are held, so tables need not be longer."""
@@ -51,21 +51,21 @@ def splits(name: str) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def halves(name: str, depth: int, num_stages: int, num_microbatches: int) -> Halves:
+def half_pairs(name: str, depth: int, num_stages: int, num_microbatches: int) -> HalfPairs:
     """The pairs of a stage with ``depth`` stages to come, itself included, one stage per rank."""
     if not splits(name):
         return ((in_flight(name, depth, num_stages, num_microbatches), 0),)
     if num_stages == 1:
         return ((1, 0),)
     num_stages = max(num_stages, depth)
-    found = stage_halves(name, num_stages, min(num_microbatches, MANY_TIMES * num_stages))
+    found = stage_half_pairs(name, num_stages, min(num_microbatches, MANY_TIMES * num_stages))
     return found[num_stages - depth]
 
 
 @lru_cache(maxsize=1024)
-def stage_halves(
+def stage_half_pairs(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
-) -> tuple[Halves, ...]:
+) -> tuple[HalfPairs, ...]:
     """Return the pairs of every stage, from the schedule's table."""
     held = [[0, 0] for _ in range(num_stages)]
     seen: list[set[tuple[int, int]]] = [set() for _ in range(num_stages)]
@@ -83,7 +83,7 @@ def stage_halves(
     return tuple(_largest(each) for each in seen)
 
 
-def _largest(pairs: set[tuple[int, int]]) -> Halves:
+def _largest(pairs: set[tuple[int, int]]) -> HalfPairs:
     found: list[tuple[int, int]] = []
     for waiting, late in sorted(pairs, reverse=True):
         if not found or late > found[-1][1]:
@@ -91,17 +91,17 @@ def _largest(pairs: set[tuple[int, int]]) -> Halves:
     return tuple(found)
 
 
-def is_split(pairs: Halves) -> bool:
+def is_split(pairs: HalfPairs) -> bool:
     """Return whether weight gradients are deferred."""
     return any(late for _, late in pairs)
 
 
-def most_held(pairs: Halves) -> int:
+def most_held(pairs: HalfPairs) -> int:
     """Return the most micro-batches held at once, of either sort."""
     return max(waiting + late for waiting, late in pairs)
 
 
-def held_bytes(pairs: Halves, kept_bytes: float, late_bytes: float) -> float:
+def held_bytes(pairs: HalfPairs, kept_bytes: float, late_bytes: float) -> float:
     """Return the most bytes held at once, given a micro-batch's bytes before either half.
 
     >>> held_bytes(((3, 0), (2, 1)), 10.0, 20.0)

@@ -83,7 +83,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> 
     last rank. A round is ``num_ranks`` micro-batches, or equal parts of a remainder.
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2 and figure 4 bottom.
     """
-    size, turns = rounds(num_ranks, num_microbatches, num_chunks)
+    size, turns = interleaved_rounds(num_ranks, num_microbatches, num_chunks)
     return tuple(
         in_turn(
             tuple(Action(FORWARD, chunk * num_ranks + rank, m) for chunk, m in turns),
@@ -107,7 +107,7 @@ def round_size(num_ranks: int, num_microbatches: int) -> int:
     return 0 if num_microbatches % rounds else num_microbatches // rounds
 
 
-def rounds(
+def interleaved_rounds(
     num_ranks: int, num_microbatches: int, num_chunks: int
 ) -> tuple[int, list[tuple[int, int]]]:
     """Return the size of a round, and (chunk, micro-batch) in the order of the rounds."""

@@ -21,7 +21,7 @@ from ...cost_model.simulator.actions import (
     Row,
     Table,
 )
-from .orders import in_turn, rounds
+from .orders import in_turn, interleaved_rounds
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Table:
@@ -54,7 +54,7 @@ def _split_1f1b(
     rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, *, pace: int
 ) -> Row:
     """Alternate forwards and input backwards; weight backwards are ``pace * rank`` behind."""
-    size, turns = rounds(num_ranks, num_microbatches, num_chunks)
+    size, turns = interleaved_rounds(num_ranks, num_microbatches, num_chunks)
     last = num_chunks - 1
     order = in_turn(
         tuple(Action(FORWARD, chunk * num_ranks + rank, m) for chunk, m in turns),

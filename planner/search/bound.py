@@ -70,13 +70,13 @@ def _lower_bound(context: SearchContext) -> float:
     work = least = work_bound(context, context.microbatch_rows)
     with context.stoppable():
         # each process bounds its own micro-batch sizes, whose tables it has
-        least = max(work, min(context.workers.map(relaxed)))
+        least = max(work, min(context.workers.map(relaxed_bound)))
     if context.shared_bound is not None:
         return min(least, context.shared_bound)
     return work if is_mixed(context.cluster) else least
 
 
-def relaxed(context: SearchContext, rows: Sequence[int]) -> float:
+def relaxed_bound(context: SearchContext, rows: Sequence[int]) -> float:
     """Return the bound over some micro-batch sizes, without ``work_bound``; 0 if it is unknown."""
     least = float("inf")
     with context.stoppable(), suppress(TooWideError):

@@ -24,7 +24,7 @@ from ..pricing.stage_cost import TRANSIENT, StageCost, combine_bytes
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, Step, message_seconds, simulated_step
 from ..pricing.weight_versions import num_versions, with_versions
-from ..schedules.held import Halves, is_split, most_held, splits
+from ..schedules.held import HalfPairs, is_split, most_held, splits
 from ..schedules.orders import round_size
 from ..schedules.schedules import parts_of_ranks
 from ..summary import RankSummary, schedule_text, summary_text
@@ -43,7 +43,7 @@ do not fit."""
 
 
 def stage(
-    context: SearchContext, rows: int, choice: StageChoice, held: Halves, *,
+    context: SearchContext, rows: int, choice: StageChoice, held: HalfPairs, *,
     versions: int = 1, programs: int = 0, free: bool = False,
 ) -> Chosen | None:  # fmt: skip
     """Find the best mesh of a pipeline stage, with its answer; None if the stage does not fit.
@@ -64,7 +64,7 @@ def stage(
         setting: StageOptions = replace(answer.setting, in_flight=most_held(held))
         chosen = solver, replace(answer, setting=setting)
         if is_split(held):
-            chosen = splitting(*chosen, held)
+            chosen = split_backward(*chosen, held)
         answer = chosen[1]
         cost = with_versions(answer.cost, versions, solver.model.prices.policy)
         excess = cost.total_bytes - solver.limits.memory_bytes
@@ -95,7 +95,7 @@ def _stage(
     return min(answers, key=lambda each: answer_seconds(each[1], count), default=None)
 
 
-def splitting(solver: IntraOp, answer: StageAnswer, held: Halves) -> Chosen:
+def split_backward(solver: IntraOp, answer: StageAnswer, held: HalfPairs) -> Chosen:
     """Return the answer with its backward in two halves."""
     setting: StageOptions = replace(answer.setting, halves=held)
     return solver, replace(answer, setting=setting)
@@ -143,11 +143,11 @@ def candidate(
         chosen.append(found)
     if programs:
         _refine(context, rows, stages, held, chosen, programs)
-    return simulated(context, rows, schedule, stages, models_of(chosen))
+    return simulate_stages(context, rows, schedule, stages, models_of(chosen))
 
 
 def _refine(
-    context: SearchContext, rows: int, stages: Sequence[StageChoice], held: Sequence[Halves],
+    context: SearchContext, rows: int, stages: Sequence[StageChoice], held: Sequence[HalfPairs],
     chosen: list[Chosen], programs: int,
 ) -> None:  # fmt: skip
     """Narrow the gaps of stages, the slowest first, while that can shorten the step.
@@ -205,7 +205,7 @@ def models_of(chosen: Sequence[Chosen]) -> tuple[tuple[StageModel, StageAnswer],
     return tuple((solver.model, answer) for solver, answer in chosen)
 
 
-def simulated(
+def simulate_stages(
     context: SearchContext,
     rows: int,
     schedule: str,
@@ -235,7 +235,7 @@ def simulated(
     return _with_step(context, made, whole=False)
 
 
-def completed(context: SearchContext, candidate: Candidate) -> Candidate:
+def complete_simulation(context: SearchContext, candidate: Candidate) -> Candidate:
     """Simulate every micro-batch of the candidate's step."""
     return replace(_with_step(context, candidate, whole=True), is_complete=True)
 

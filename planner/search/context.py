@@ -41,11 +41,11 @@ from ..pricing.structure import Structure
 from ..requests.options import microbatch_rows, stage_numbers
 from ..requests.pins import Pins, by_template
 from ..requests.request import Request
-from ..schedules.held import Halves, halves
+from ..schedules.held import HalfPairs, half_pairs
 from .costs import Costs, Runs
 from .space import place_key
 from .tables import GraphTables
-from .workers import StartWorkers, Workers, serial
+from .workers import StartWorkers, Workers, serial_workers
 
 INTERRUPTED = "Ctrl-C"
 """The cause of an interrupted search's end."""
@@ -93,7 +93,7 @@ class SearchContext:
     shared_bound: float | None = None
     bound_seconds: float | None = None
     observe: Observe = ignore
-    start_workers: StartWorkers = serial
+    start_workers: StartWorkers = serial_workers
     beyond: list[float] = field(default_factory=list)
     _costs: dict[int, Costs] = field(default_factory=dict)
 
@@ -195,9 +195,9 @@ class SearchContext:
         """Return the default schedule of a proposal: with the least memory, if it is allowed."""
         return "1f1b" if "1f1b" in self.request.schedules else self.request.schedules[0]
 
-    def held(self, schedule: str, num_stages: int, rows: int, depth: int) -> Halves:
+    def held(self, schedule: str, num_stages: int, rows: int, depth: int) -> HalfPairs:
         """Return the micro-batches that a stage holds; ``depth`` counts the stages from it on."""
-        return halves(schedule, depth, num_stages, self.num_microbatches(rows))
+        return half_pairs(schedule, depth, num_stages, self.num_microbatches(rows))
 
     def costs(self, rows: int) -> Costs:
         """Return the costs of stages at one micro-batch size."""
@@ -223,8 +223,8 @@ class SearchContext:
         """Return the least whole micro-batches that a stage holds under any schedule."""
         names = self.request.schedules
         if "1f1b" in names:  # the least of all schedules with one stage per rank
-            return halves("1f1b", left, 2, count)[0][0]
-        return min(halves(name, left, 2, count)[0][0] for name in names)
+            return half_pairs("1f1b", left, 2, count)[0][0]
+        return min(half_pairs(name, left, 2, count)[0][0] for name in names)
 
     def solvers_on(self, rows: int, first: int, size: int) -> list[IntraOp]:
         """Return a solver for each mesh on the submesh."""

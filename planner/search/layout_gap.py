@@ -14,7 +14,7 @@ from ..intra_op.closing import WINNERS_PROGRAMS
 from ..intra_op.pool import StageAnswer, gap_between
 from ..pricing.stage_model import StageModel
 from .branch_and_bound import PipelineProposal
-from .candidates import Candidate, candidate, completed, is_whole
+from .candidates import Candidate, candidate, complete_simulation, is_whole
 from .context import SearchContext
 
 TIME_SHARE = 0.5
@@ -26,7 +26,7 @@ WORTH_IT = 1e-9
 _Answer = tuple[StageModel, StageAnswer]
 
 
-def tightened(context: SearchContext, winner: Candidate) -> Candidate:
+def tighten_gap(context: SearchContext, winner: Candidate) -> Candidate:
     """Tighten the winner's layout gap to ``request.gap``, as far as time allows.
 
     Unchanged after Ctrl-C, and for unequal shares, where more than the layouts of its meshes was
@@ -59,7 +59,7 @@ def _proven(context: SearchContext, best: Candidate) -> Candidate | None:
 def _better_of(context: SearchContext, best: Candidate, proven: Candidate | None) -> Candidate:
     """Return the proven candidate if it is faster; else the best with the proven bounds."""
     if proven is not None and proven.step_seconds < best.step_seconds * (1 - WORTH_IT):
-        whole = proven if is_whole(proven) else completed(context, proven)
+        whole = proven if is_whole(proven) else complete_simulation(context, proven)
         if whole.step_seconds < best.step_seconds:
             return whole
     return _with_gaps(best, proven)

@@ -77,7 +77,7 @@ class LeastBytes:
         leaves = np.array(self.structure.leaf_bytes_of_blocks(num_devices), dtype=np.float64)
         found: Floats = always[stops] - always[starts]
         for column in (own[:, 1], own[:, 2], leaves):
-            found += most(column, starts, stops)
+            found += range_max(column, starts, stops)
         return found
 
     def total(self, prices: Prices) -> float:
@@ -138,7 +138,7 @@ def _states(spec: TensorSpec, policy: PrecisionPolicy) -> tuple[int, int]:
     return spec.numel, policy.parameter_bytes + policy.gradient_bytes + policy.optimizer_bytes
 
 
-def most(values: Floats, starts: np.ndarray, stops: np.ndarray) -> Floats:
+def range_max(values: Floats, starts: np.ndarray, stops: np.ndarray) -> Floats:
     """Return the maximum of ``values[start:stop]`` for every start and stop.
 
     >>> most(np.array([3.0, 1.0, 2.0]), np.array([0, 1, 1]), np.array([1, 2, 3])).tolist()

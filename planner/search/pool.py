@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from .branch_and_bound import PipelineProposal
-from .candidates import Candidate, candidates, completed, is_whole
+from .candidates import Candidate, candidates, complete_simulation, is_whole
 from .context import SearchContext
 
 
@@ -101,7 +101,7 @@ class CandidatePool:
             first = min(self.allowed, key=_order, default=None)
             if first is None or is_whole(first) or first.is_complete:
                 return
-            self.replace(first, completed(self.context, first))
+            self.replace(first, complete_simulation(self.context, first))
 
     def replace(self, one: Candidate, other: Candidate) -> None:
         """Replace a candidate by another."""

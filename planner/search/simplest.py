@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..plan import Plan, Simplest
-from .candidates import Candidate, completed, is_whole
+from .candidates import Candidate, complete_simulation, is_whole
 from .context import SearchContext
 from .pool import CandidatePool
 
@@ -68,7 +68,7 @@ def simplest_of(
     most = fastest.step_seconds * (1 + tolerance)
     near = [each for each in ranked if each.step_seconds <= most]
     for each in sorted(near, key=lambda own: (shape_of(own), own.step_seconds)):
-        best = each if each is fastest or is_whole(each) else completed(context, each)
+        best = each if each is fastest or is_whole(each) else complete_simulation(context, each)
         if best is not each:
             pool.replace(each, best)
         if best.step_seconds <= most:

@@ -10,7 +10,7 @@ from ..pricing.decisions import Decision
 from ..pricing.stage_model import StageModel
 
 
-def translated(one: StageModel, other: StageModel, solution: Solution) -> Solution | None:
+def reindex_solution(one: StageModel, other: StageModel, solution: Solution) -> Solution | None:
     """Convert a solution to another model's numbers of choices; None if the other model lacks one.
 
     Splits divide some numbers of rows and not others, so the same layouts have other numbers.

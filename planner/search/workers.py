@@ -3,7 +3,7 @@
 In: a context, functions of it and of some micro-batch sizes. Out: their results, part by part.
 The parts do not depend on the workers, and no part sees another's results, so plans do not depend
 on the number of processes. The planner itself starts none: ``plan`` takes a function that makes
-``Workers``; ``serial`` makes workers in this process.
+``Workers``; ``serial_workers`` makes workers in this process.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class SerialWorkers:
         """Do nothing: there is no process to end."""
 
 
-def serial(context: SearchContext, sizes: Sizes) -> Workers:
+def serial_workers(context: SearchContext, sizes: Sizes) -> Workers:
     """Return workers in this process."""
     return SerialWorkers(context, parts_of(context, sizes))
 
 
-def undivided(context: SearchContext, sizes: Sizes) -> Workers:
+def one_worker(context: SearchContext, sizes: Sizes) -> Workers:
     """Return a worker in this process for all sizes as one part, so that results for one size end
     the search of others sooner."""
     return SerialWorkers(context, (sizes,))

@@ -20,7 +20,7 @@ from autoparallel.planner.proposers.interleaved import _options
 from autoparallel.planner.proposers.rank_memory import RankStage, recomputed_to_fit
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
-from autoparallel.planner.schedules.held import splits, stage_halves
+from autoparallel.planner.schedules.held import splits, stage_half_pairs
 from autoparallel.planner.search.context import SearchContext
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -44,7 +44,7 @@ def ranks_of(schedule: str, chunks: int = 2) -> list[list[RankStage]]:
         each for each in _options(job, alike_pipelines(job, pool))
         if each.schedule == schedule and each.chunks == chunks
     )  # fmt: skip
-    held = stage_halves(schedule, len(option.stages), COUNT, chunks)
+    held = stage_half_pairs(schedule, len(option.stages), COUNT, chunks)
     stages = [
         replace(stage, held=halves, splits=splits(schedule))
         for stage, halves in zip(option.priced, held, strict=True)
