@@ -386,7 +386,7 @@ class Blocks:
             mapping.update(zip(block.parameters, first.parameters, strict=True))
         return mapping
 
-    def told_apart(self, signature: Callable[[Block], object]) -> Blocks:
+    def split_kinds(self, signature: Callable[[Block], object]) -> Blocks:
         """Split kinds so that blocks of different signatures have different kinds.
 
         Blocks with the signature of their kind's first block keep the kind. For each other

@@ -39,7 +39,7 @@ from autoparallel.passes.initialization.deferred_init import (
     record_build,
     state_after,
 )
-from autoparallel.passes.programs.batch import LeafPath, dims_of_size, leaves, resized
+from autoparallel.passes.programs.batch import LeafPath, dims_of_size, leaves, resize_batch
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning.plan import PlanOptions, make_plan
 from autoparallel.report.notebook_plan import ShownPlan, shown
@@ -179,7 +179,7 @@ def batch_function(
     dims = dims_of_rows(example_batch, rows) if global_batch != 1 else {}
 
     def sized(global_batch: int, seq: int | None = None) -> Batch:
-        return resized(example_batch, dims, lambda path, size: global_batch)
+        return resize_batch(example_batch, dims, lambda path, size: global_batch)
 
     return checked_batches(sized, "example_batch")
 

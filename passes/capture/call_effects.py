@@ -2,7 +2,7 @@
 
 In: a module, the arguments and the result of its call, while a model is exported. Out: a key that
 is equal for equivalent calls of equal layers (``call_key``), the form of the result
-(``call_result``), and evidence of side effects (``state_of``, ``watched``).
+(``call_result``), and evidence of side effects (``state_of``, ``watch_counts``).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _held(value: Any) -> Iterable[Any]:
 
 
 @contextmanager
-def watched(layer: nn.Module, counts: Sequence[Count]) -> Iterator[list[Count]]:
+def watch_counts(layer: nn.Module, counts: Sequence[Count]) -> Iterator[list[Count]]:
     """Context manager: record each read of one of the attributes ``counts``."""
     reads: list[Count] = []
     names: dict[str, list[str]] = {}

@@ -103,7 +103,7 @@ def _form(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _TraceRequest:
     """A trace that the next forward fills, and the values that it computes with."""
 
     trace: CallTrace
@@ -113,7 +113,7 @@ class _Wanted:
     watched: int | None
 
 
-_WANTED: ContextVar[_Wanted | None] = ContextVar("wanted trace", default=None)
+_WANTED: ContextVar[_TraceRequest | None] = ContextVar("wanted trace", default=None)
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def tracing_calls(
     forward. The source of the call number ``watched`` is recorded.
     """
     trace = CallTrace()
-    token = _WANTED.set(_Wanted(trace, numbers or {}, tensors or {}, before, watched))
+    token = _WANTED.set(_TraceRequest(trace, numbers or {}, tensors or {}, before, watched))
     try:
         yield trace
     finally:
@@ -160,7 +160,7 @@ def replaces_values() -> bool:
 class _Recorder(TorchFunctionMode):
     """Recorder of a trace, which also replaces values."""
 
-    def __init__(self, wanted: _Wanted) -> None:
+    def __init__(self, wanted: _TraceRequest) -> None:
         super().__init__()
         self._wanted, self._trace = wanted, wanted.trace
         self._numbers: list[float] = []

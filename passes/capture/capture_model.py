@@ -20,7 +20,7 @@ from ..graph_passes.masks import SimplifyMasks
 from ..graph_passes.rows import AlignRows
 from ..graph_passes.runner import Pass, check, run_passes
 from ..graph_passes.unfold import Unfold
-from ..initialization.uncollected import uncollected
+from ..initialization.uncollected import gc_paused
 from ..programs.batch import Batch, Example
 from ..programs.program import Dtype, Program
 from .blocks import find_blocks
@@ -66,17 +66,17 @@ def capture(
 
     Raises ``CaptureError`` naming the user's line.
     """
-    way = _Way(loss_fn, dtype, rules or {}, autocast)
+    way = _CaptureOptions(loss_fn, dtype, rules or {}, autocast)
     few, every = (
         each if isinstance(each, Example | None) else Example.of(each) for each in (batch, all_rows)
     )
     assert few is not None
-    with uncollected():
+    with gc_paused():
         return _captured(model, few, every, way)
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _CaptureOptions:
     """The options of a capture; ``autocast`` runs the ops of its list in float32."""
 
     loss_fn: LossFn | None
@@ -85,7 +85,9 @@ class _Way:
     autocast: bool
 
 
-def _captured(model: nn.Module, batch: Example, all_rows: Example | None, way: _Way) -> Program:
+def _captured(
+    model: nn.Module, batch: Example, all_rows: Example | None, way: _CaptureOptions
+) -> Program:
     """Return the program of ``batch`` with the numbers of ``all_rows``, or the program of
     ``all_rows`` alone."""
     try:
@@ -105,7 +107,9 @@ def _captured(model: nn.Module, batch: Example, all_rows: Example | None, way: _
     return _program(model, *whole, way)
 
 
-def _program(model: nn.Module, exported: Exported, lowered: Lowered, way: _Way) -> Program:
+def _program(
+    model: nn.Module, exported: Exported, lowered: Lowered, way: _CaptureOptions
+) -> Program:
     """Build the program of a lowered model: its graph after all passes, cut into blocks."""
     graph, literals = lowered.graph, lowered.literals
     check(graph, "lower")
@@ -130,7 +134,7 @@ def _program(model: nn.Module, exported: Exported, lowered: Lowered, way: _Way) 
     )
 
 
-def _lowered(model: nn.Module, batch: Example, way: _Way) -> tuple[Exported, Lowered]:
+def _lowered(model: nn.Module, batch: Example, way: _CaptureOptions) -> tuple[Exported, Lowered]:
     """Return the exported program and its graph; only a few of equal layers are exported if that
     gives the same."""
     tied = find_tied(model)

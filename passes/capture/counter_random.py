@@ -22,7 +22,7 @@ from ...planner.errors import CaptureError
 from ...planner.graph import Graph
 from ..ops import random_ops  # registers the ops
 from .distributions import DISTRIBUTIONS
-from .locate import uncounted, user_source
+from .locate import uncounted_error, user_source
 
 _MULTIHEAD = functional.multi_head_attention_forward
 _DROPOUT = functional.dropout
@@ -87,7 +87,7 @@ class counter_random(TorchFunctionMode):  # noqa: N801
 
 def _refused(function: str) -> CaptureError:
     """Return error AP211 for a call that cannot be counted, at the user's current line."""
-    return uncounted(function, user_source("".join(traceback.format_stack())))
+    return uncounted_error(function, user_source("".join(traceback.format_stack())))
 
 
 def batch_dims(graph: Graph) -> dict[int, int]:

@@ -121,7 +121,7 @@ def capture_error(error: BaseException, model: nn.Module, prefix: str) -> Captur
     )
 
 
-def uncounted(function: str, where: str) -> CaptureError:
+def uncounted_error(function: str, where: str) -> CaptureError:
     """The error for a random function whose numbers cannot be counted (see ``random_ops``)."""
     return CaptureError(
         "AP211",

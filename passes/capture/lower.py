@@ -29,7 +29,7 @@ from ..ops.names import Names, base_name
 from ..ops.torch_ops import draws_by_itself, has_argument, mutated_argument, path_of
 from ..programs.interpret import LITERAL
 from .functionalize import functional_path
-from .locate import uncounted, user_source
+from .locate import uncounted_error, user_source
 
 LITERAL_ELEMENTS = 4096
 """Maximum elements of a tensor of numbers in the model's code that is written in the graph."""
@@ -208,7 +208,7 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
     kwargs = {key: _arguments(state, arg) for key, arg in node.kwargs.items()}
     source = user_source(node.meta.get("stack_trace"))
     if draws_by_itself(path, args, kwargs):
-        raise uncounted(path.split(".")[1], source)
+        raise uncounted_error(path.split(".")[1], source)
     if path in _DETACHES:
         if not _spec_of(state, args[0]).requires_grad:
             state.values[node] = args[0]

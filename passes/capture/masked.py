@@ -93,7 +93,7 @@ for _name, _function in _OPERATORS.items():
     setattr(Masked, f"__{_name}__", _operator(_function or _name))
 
 
-def selected(values: Tensor, mask: Tensor) -> Masked:
+def select_masked(values: Tensor, mask: Tensor) -> Masked:
     """Return the elements or rows of a tensor where ``mask`` is true."""
     inner = (1,) * (values.dim() - mask.dim())
     whole = mask.reshape(*mask.shape, *inner)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...planner.errors import CaptureError
-from .masked import is_selection, selected
+from .masked import is_selection, select_masked
 
 _PROMOTED = {
     torch.float32: torch.float64,
@@ -116,9 +116,9 @@ class explicit_ops(TorchFunctionMode):  # noqa: N801
         if func == _SET_DATA:
             return _assign(args[0], args[1])
         if func is torch.Tensor.__getitem__ and is_selection(*args):
-            return selected(*args)
+            return select_masked(*args)
         if func is torch.masked_select or func is torch.Tensor.masked_select:
-            return selected(args[0], args[1].expand_as(args[0]))
+            return select_masked(args[0], args[1].expand_as(args[0]))
         if func is functional.instance_norm:
             return _instance_norm(*args, **kwargs)
         if func is functional.gaussian_nll_loss:

@@ -307,7 +307,7 @@ class _Walk:
         if _is_library(function.__module__ or ""):
             return
         read: set[str] = set()
-        for code in codes(function.__code__):
+        for code in function_codes(function.__code__):
             read.update(code.co_names)
             read.update(each for each in code.co_consts if isinstance(each, str))
         self.names |= read
@@ -373,12 +373,12 @@ def _is_namespace(value: Any) -> bool:
     return type(value).__name__ in ("SimpleNamespace", "Namespace")
 
 
-def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def function_codes(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yield a function's code and the code of functions inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from codes(constant)
+            yield from function_codes(constant)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .call_effects import Result, call_key, call_result, state_of, watched
+from .call_effects import Result, call_key, call_result, state_of, watch_counts
 from .repeats import Repeat
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class Repeats:
             call = Call(path, key, True, self._count)
             if not kind.captured:
                 kind.first, kind.given = len(self.calls), given
-            with watched(layer, group.counts) as reads:
+            with watch_counts(layer, group.counts) as reads:
                 output = self._capture(call, layer, plain, args, kwargs)
             if reads:
                 self._readers.add(number)

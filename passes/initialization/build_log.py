@@ -131,7 +131,7 @@ class Log:
         return frozenset(self.storage(slot) for call in self.calls for slot in call.written)
 
 
-def copied(tensor: Tensor) -> torch.UntypedStorage:
+def copy_storage(tensor: Tensor) -> torch.UntypedStorage:
     """Return a copy of a tensor's storage."""
     copy: torch.UntypedStorage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
     return copy

@@ -23,7 +23,7 @@ from .build_log import Log, NeedsValuesError, UnrecordableError
 from .exact_replay import draw_all, exact_replay, num_drawn
 from .recording import record
 from .sharded_replay import full_box, sharded_replay
-from .uncollected import uncollected
+from .uncollected import gc_paused
 
 Init = Literal["auto", "sharded", "exact"]
 """Initialization; ``auto`` is ``exact`` up to ``MOST_DRAWN`` random numbers."""
@@ -85,7 +85,7 @@ def record_build(
     Values read from files stay in memory once, mapped if possible, as long as the result lives.
     """
     try:
-        with seeded(seed), uncollected():
+        with cpu_seed(seed), gc_paused():
             model, log = record(build)
         tensors = _adopted_tensors(model)
         slots = {name: _slot(log, name, tensor) for name, tensor in tensors}
@@ -102,14 +102,14 @@ def state_after(deferred: Deferred) -> Tensor | None:
     """Return the state of torch's generator after a plain build; None if it is unknown."""
     if deferred.log is None:
         return None
-    with seeded(deferred.seed), torch.no_grad():
+    with cpu_seed(deferred.seed), torch.no_grad():
         draw_all(deferred.log)
         return torch.random.get_rng_state()
 
 
 def plain_build(build: Callable[[], nn.Module], seed: int | Tensor) -> nn.Module:
     """Build the model on the CPU, from ``seed``."""
-    with seeded(seed):
+    with cpu_seed(seed):
         model = build()
     adopt_tensors(model)
     return model
@@ -165,7 +165,7 @@ def materialize_boxes(
             cut(name, deferred.built[name])
         return
     slots = deferred.slots
-    with seeded(deferred.seed), torch.no_grad():
+    with cpu_seed(deferred.seed), torch.no_grad():
         if deferred.init == "exact":
             exact_replay(log, {name: slots[name] for name in boxes}, cut, tick)
         else:
@@ -174,7 +174,7 @@ def materialize_boxes(
 
 
 @contextmanager
-def seeded(seed: int | Tensor) -> Iterator[None]:
+def cpu_seed(seed: int | Tensor) -> Iterator[None]:
     """Context manager: seed torch's CPU generator (or set its state), and restore it after."""
     with torch.random.fork_rng(devices=[]):
         if isinstance(seed, Tensor):
@@ -253,7 +253,7 @@ def _build_empty(
     try:
         if needs_values:
             raise NotImplementedError
-        with seeded(seed), torch.device("meta"):
+        with cpu_seed(seed), torch.device("meta"):
             model = build()
     except (RuntimeError, NotImplementedError):
         model = plain_build(build, seed)

@@ -24,7 +24,7 @@ from .build_log import (
     Log,
     Slot,
     UnrecordableError,
-    copied,
+    copy_storage,
 )
 
 _SCRATCH = 1 << 15
@@ -178,7 +178,7 @@ class _Replay:
         if storage not in self.log.written:
             return self.log.constant(slot)
         if storage not in self.copies:
-            self.copies[storage] = copied(self.log.constants[storage])
+            self.copies[storage] = copy_storage(self.log.constants[storage])
         return self.log.constant(slot, self.copies[storage])
 
     def draw(self, call: Call) -> None:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...planner.layout import Region
 from .box_views import BoxView, box_view
-from .build_log import CONSTANT, SEED, TRUNC_NORMAL, UNINITIALIZED, Call, Log, Slot, copied
+from .build_log import CONSTANT, SEED, TRUNC_NORMAL, UNINITIALIZED, Call, Log, Slot, copy_storage
 from .tiles import draw_box, num_tiles, tile_seed
 
 _DRAWS_IN_PLACE = frozenset(
@@ -313,7 +313,7 @@ class _PartReplay:
             if not self._is_written(storage):
                 return self.log.constant(slot)
             if storage not in self.whole:
-                self.whole[storage] = copied(self.log.constants[storage])
+                self.whole[storage] = copy_storage(self.log.constants[storage])
             return self.log.constant(slot, self.whole[storage])
         if storage not in self.whole:
             self.whole[storage] = _allocated(fake.untyped_storage().nbytes())

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Context manager: suspend the garbage collector."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...planner.layout import REPLICATE, Step, shard
 from ..ops.collectives import Rank, convert, swap
 from ..ops.local_loss import part_of
-from ..ops.lower_right import attend_upto, halved
+from ..ops.lower_right import attend_upto, split_in_half
 
 
 def split_embedding(
@@ -50,7 +50,7 @@ def balanced_causal_attention(
     """
     start, _ = part_of(rank, query.shape[-2], axes)
     partner_start, _ = part_of(rank, query.shape[-2], axes, mirrored=balanced)
-    kept, sent = halved(query)
+    kept, sent = split_in_half(query)
     taken = swap(sent, balanced, rank.communicator)
     own = attend_upto(start + kept.shape[-2], kept, key, value, **options)
     other = attend_upto(partner_start + query.shape[-2], taken, key, value, **options)

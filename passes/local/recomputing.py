@@ -84,7 +84,7 @@ class Recomputing:
         """Make the marked ops of a block's graph follow this state, in place."""
         for node in graph.graph.nodes:
             how = node.meta.get(MARK)
-            if how is None or isinstance(node.target, _Marked):
+            if how is None or isinstance(node.target, _MarkedOp):
                 continue
             called = graph.get_submodule(node.target) if node.op == "call_module" else node.target
             node.op, node.target = "call_function", _MARKED[how](self, called)
@@ -148,7 +148,7 @@ def _given_back(remembered: Any) -> Any:
 
 
 @dataclass(eq=False)
-class _Marked(ABC):
+class _MarkedOp(ABC):
     """A marked op of a block's graph; outside of a recomputed block it just runs."""
 
     block: Recomputing
@@ -169,7 +169,7 @@ class _Marked(ABC):
         """Run the op in a recomputed block, in its forward or again."""
 
 
-class _Kept(_Marked):
+class _Kept(_MarkedOp):
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
         if self.block.is_again:
             result, requires_grad = memory.popleft()
@@ -196,7 +196,7 @@ class _Spared(_Kept):
         return result
 
 
-class _Product(_Marked):
+class _Product(_MarkedOp):
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
         self.block.is_spared = True
         result = self.called(*args, **kwargs)
@@ -204,7 +204,7 @@ class _Product(_Marked):
         return result
 
 
-class _Again(_Marked):
+class _Again(_MarkedOp):
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
         keeps, self.block.keeps_costly = self.block.keeps_costly, False
         try:
@@ -213,6 +213,6 @@ class _Again(_Marked):
             self.block.keeps_costly = keeps
 
 
-_MARKED: dict[str, type[_Marked]] = {
+_MARKED: dict[str, type[_MarkedOp]] = {
     KEPT: _Kept, SPARED: _Spared, PRODUCT: _Product, AGAIN: _Again
 }  # fmt: skip

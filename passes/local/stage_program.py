@@ -39,7 +39,7 @@ from .stage_cut import (
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldValue:
     """A batch input, constant or buffer of a stage: its global spec, and its layout on ranks."""
 
     spec: TensorSpec
@@ -100,8 +100,8 @@ class StageProgram:
     blocks: tuple[BlockProgram, ...]
     parameters: Mapping[str, ParameterProgram]
     buffers: Mapping[str, ParameterProgram]
-    inputs: Mapping[str, Held]
-    constants: Mapping[str, Held]
+    inputs: Mapping[str, HeldValue]
+    constants: Mapping[str, HeldValue]
     receives: tuple[Boundary, ...]
     sends: tuple[Boundary, ...]
     layouts: Mapping[str, Layout]
@@ -136,7 +136,7 @@ class _Stage:
     rank: Rank
     num_microbatches: int
     uses: Mapping[Ref, tuple[int, ...]]
-    leaves: Mapping[str, Held | ParameterProgram]
+    leaves: Mapping[str, HeldValue | ParameterProgram]
     received: Mapping[str, Layout]
     sent: frozenset[str]
     is_in_parts: bool
@@ -216,9 +216,10 @@ def build_stage(
                     if isinstance(p, ParameterProgram) and of_kind[n] == "parameter"},
         buffers={n: p for n, p in leaves.items()
                  if isinstance(p, ParameterProgram) and of_kind[n] == "buffer"},
-        inputs={n: h for n, h in leaves.items() if isinstance(h, Held) and of_kind[n] == "input"},
+        inputs={n: h for n, h in leaves.items()
+                if isinstance(h, HeldValue) and of_kind[n] == "input"},
         constants={n: h for n, h in leaves.items()
-                   if isinstance(h, Held) and of_kind[n] == "constant"},
+                   if isinstance(h, HeldValue) and of_kind[n] == "constant"},
         receives=receives, sends=sends, layouts=made, loss=loss if loss in made else None,
         draws=draws,
         counting=build_counting(whole if of_slice is None else of_slice.whole,
@@ -264,11 +265,11 @@ def _leaves(
     *,
     stage_index: int,
     uses: Mapping[Ref, tuple[int, ...]],
-) -> dict[str, Held | ParameterProgram]:
+) -> dict[str, HeldValue | ParameterProgram]:
     """The layouts of each parameter, buffer, batch input and constant that the stage uses."""
     stage = plan.stages[stage_index]
     wanted = wanted_layouts(graph, blocks, plan, stage_index)
-    leaves: dict[str, Held | ParameterProgram] = {}
+    leaves: dict[str, HeldValue | ParameterProgram] = {}
     for ref, positions in uses.items():
         node, name = graph[ref.name], ref.name
         layout = leaf_layout(stage, blocks, name)
@@ -280,9 +281,9 @@ def _leaves(
             is_shared = len(positions) > 1 or name in graph.updates
             leaves[name] = ParameterProgram(node.spec, held, is_shared)
         elif node.kind == "input":
-            leaves[name] = Held(node.spec, boundary_layout(layout))
+            leaves[name] = HeldValue(node.spec, boundary_layout(layout))
         elif node.kind == "constant":
-            leaves[name] = Held(node.spec, _agreed_layout(wanted[ref]))
+            leaves[name] = HeldValue(node.spec, _agreed_layout(wanted[ref]))
     return leaves
 
 

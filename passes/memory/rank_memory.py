@@ -61,11 +61,11 @@ def fullest_moment(
 ) -> dict[int, Bytes]:
     """Return the bytes by category of each stage, as numbered in the schedule, at the rank's peak.
     ``most``: see ``messages_held``."""
-    found = (held for _, held in moments(schedule, rank, stages, messages, most))
+    found = (held for _, held in action_bytes(schedule, rank, stages, messages, most))
     return max(found, key=lambda held: sum(sum(own.values()) for own in held.values()), default={})
 
 
-def moments(
+def action_bytes(
     schedule: Schedule,
     rank: int,
     stages: Mapping[int, StageBytes],

@@ -45,7 +45,7 @@ from ..local.stage_cut import (
 )
 from .communicators import num_communicators
 from .priced_activations import WORKING, PricedStage
-from .rank_memory import Bytes, StageBytes, fullest_moment, moments
+from .rank_memory import Bytes, StageBytes, action_bytes, fullest_moment
 from .saved_tensors import Moment, StageActivations, run_microbatch
 from .state_traffic import GATHERED, GRADIENTS, padded_numel
 
@@ -159,7 +159,7 @@ def memory_by_action(
                 (memory.with_reserves(each, own) for each, own in held.items()), TRANSIENT
             ),
         )
-        for action, held in moments(*memory.of_rank(rank))
+        for action, held in action_bytes(*memory.of_rank(rank))
     ]
 
 
@@ -189,7 +189,7 @@ class _PlanMemory:
     def of_rank(
         self, rank: int
     ) -> tuple[Schedule, int, Mapping[int, StageBytes], MessageBytes, int]:
-        """Return the arguments of ``moments``."""
+        """Return the arguments of ``action_bytes``."""
         held = {each: self._of(each).bytes() for each in self.schedule.stages(rank)}
         return self.schedule, rank, held, self._messages, self._most
 

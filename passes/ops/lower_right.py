@@ -67,11 +67,11 @@ def balanced_attention(
     """Attend in two halves of the queries: the first, larger half ends at ``ends[0]``, the other at
     ``ends[1]``."""
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    halves = zip(halved(query), ends, strict=True)
+    halves = zip(split_in_half(query), ends, strict=True)
     return torch.cat([attend_upto(end, own, key, value, **options) for own, end in halves], -2)
 
 
-def halved(query: Tensor) -> tuple[Tensor, ...]:
+def split_in_half(query: Tensor) -> tuple[Tensor, ...]:
     """Split queries in two halves along their positions; the first is no shorter."""
     length = query.shape[-2]
     return torch.split(query, [length - length // 2, length // 2], -2)

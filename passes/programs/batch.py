@@ -130,7 +130,7 @@ class Example:
                 value = like.new_zeros((rows, *like.shape[1:]), device="cpu")
             if value is not None:
                 made[place.path] = place.given(value)
-        return filled(self.batch, made)
+        return fill_batch(self.batch, made)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
         """Return a batch of its form with all of a program's inputs, in the order of places."""
@@ -191,7 +191,7 @@ def path_text(path: LeafPath) -> str:
     return name + "".join(f"[{step!r}]" for step in path[1 if name else 0 :])
 
 
-def filled(template: Batch, found: Mapping[LeafPath, Any]) -> Any:
+def fill_batch(template: Batch, found: Mapping[LeafPath, Any]) -> Any:
     """Return a batch like ``template`` with other leaves at the paths of ``found``."""
     pairs, structure = tree_flatten_with_path(template)
     return tree_unflatten(
@@ -222,7 +222,7 @@ def dims_of_size(batch: Batch, rows: int) -> dict[LeafPath, int]:
     }
 
 
-def resized(
+def resize_batch(
     batch: Batch, dims: Mapping[LeafPath, int], size: Callable[[LeafPath, int], int]
 ) -> Batch:
     """Return a batch whose tensors have another size in their dimension of ``dims``, on ``meta``.
@@ -236,7 +236,7 @@ def resized(
         made[path] = torch.empty(
             shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad
         )
-    return filled(batch, made)
+    return fill_batch(batch, made)
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -127,7 +127,7 @@ def _is_differentiable(value: Tensor) -> bool:
     return value.requires_grad and (value.is_floating_point() or value.is_complex())
 
 
-def differentiable(outputs: Any) -> list[Tensor]:
+def differentiable_outputs(outputs: Any) -> list[Tensor]:
     """Return the outputs that a loss can be differentiated through, in their order."""
     flat = tree_flatten(with_dataclasses(outputs))[0]
     return [each for each in flat if isinstance(each, Tensor) and _is_differentiable(each)]
@@ -138,7 +138,7 @@ def mean_of_outputs(outputs: Any, batch: Any) -> Tensor:
 
     Raises CaptureError AP203 if no output can be differentiated.
     """
-    found = differentiable(outputs)
+    found = differentiable_outputs(outputs)
     if not found:
         raise CaptureError(
             "AP203",

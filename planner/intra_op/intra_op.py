@@ -211,7 +211,7 @@ class IntraOp:
         """The best of the pool, widened until the gap is met or nothing more can be added."""
         pool, limit = self._pool(run), self.limits.memory_bytes
         found = pool.cheapest(run, num_microbatches, in_flight, limit)
-        for widen in (self._expose, self._make_fit, self._save_bytes):
+        for widen in (self._add_exposed, self._add_fitting, self._save_bytes):
             is_wanting = self._gap(run, num_microbatches, found) > self.limits.gap
             if is_wanting and widen(run, num_microbatches, in_flight, found is None):
                 found = pool.cheapest(run, num_microbatches, in_flight, limit)
@@ -232,7 +232,9 @@ class IntraOp:
         table, solution = best.entry.table, best.entry.solution
         return StageAnswer(run, table, solution, best.setting, best.objective, gap)
 
-    def _expose(self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool) -> bool:
+    def _add_exposed(
+        self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
+    ) -> bool:
         """Add solutions for exposed collectives of states, longer than the compute beside them;
         return whether there were any. Runs once per power of two of blocks."""
         del in_flight, nothing_fits
@@ -254,7 +256,7 @@ class IntraOp:
                 bounds[known] = max(bounds.get(known, 0.0), least)
         return len(pool.entries) > before
 
-    def _make_fit(
+    def _add_fitting(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
         """Add solutions for a binding memory limit; return whether there were any.
@@ -298,7 +300,7 @@ class IntraOp:
             if solved is not None:
                 self._take(pool, solved)
             elif nothing_fits:
-                self._thriftiest_program(run, rates, in_flight)
+                self._solve_least_memory(run, rates, in_flight)
         return len(pool.entries) > before
 
     def _price_unit(self, run: Run, num_microbatches: int) -> float:
@@ -362,12 +364,12 @@ class IntraOp:
         assert better is not None, "what fits is still there"
         found = replace(better, gap=gap_between(bound, better.objective))
         if found.gap > self.limits.gap:
-            found = self._closed(found, bound, self.limits.gap, most)
+            found = self._close_gap(found, bound, self.limits.gap, most)
         proven[in_flight] = found.objective * (1 - found.gap)
         self.answers[key] = found
         return found
 
-    def _closed(self, found: StageAnswer, bound: float, gap: float, most: float) -> StageAnswer:
+    def _close_gap(self, found: StageAnswer, bound: float, gap: float, most: float) -> StageAnswer:
         """Return the best of up to ``most`` integer programs; stop once the gap is small enough."""
         run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
         family, count = self._family(run), base.num_microbatches
@@ -456,7 +458,7 @@ class IntraOp:
             if len(bounds) == len(answers):
                 self._bounds[run.key, rates.num_microbatches] = min(bounds)
 
-    def _thriftiest_program(self, run: Run, rates: Rates, in_flight: int) -> None:
+    def _solve_least_memory(self, run: Run, rates: Rates, in_flight: int) -> None:
         """Solve the integer program in which almost only memory counts, for runs without tables."""
         policy = uniform_policy(rates.mode, run.class_counts[0])
         setting = StageOptions(

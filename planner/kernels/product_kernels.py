@@ -62,7 +62,7 @@ def by_masks(graph: Graph, blocks: Blocks) -> Blocks:
         fused = (graph[name].fused for name in block.nodes)
         return tuple(each.share for each in fused if each is not None and each.is_attention)
 
-    return blocks.told_apart(shares)
+    return blocks.split_kinds(shares)
 
 
 def _find_fixed(graph: Graph) -> frozenset[str]:

@@ -156,7 +156,7 @@ class StageCost:
         forward, backward, gather, end = self._with_exposed(self.seconds, self._groups)
         return forward + backward + (gather + end) / num_microbatches + sum(self.receive_seconds)
 
-    def once_and_slowest(self, num_microbatches: int) -> tuple[float, float]:
+    def warmup_and_steady(self, num_microbatches: int) -> tuple[float, float]:
         """Return (seconds paid once per step, further seconds if this stage is the bottleneck):
         messages overlap with the compute of other micro-batches."""
         micro = self.forward_seconds + self.backward_seconds

@@ -110,4 +110,4 @@ def at_other_sizes(context: SearchContext, bases: list[Candidate]) -> Iterator[C
 
 def _seconds(base: Candidate) -> float:
     """Return T of a pipeline."""
-    return total_seconds([cost.once_and_slowest(base.num_microbatches) for cost in base.costs])
+    return total_seconds([cost.warmup_and_steady(base.num_microbatches) for cost in base.costs])

@@ -168,7 +168,7 @@ def _draft(
             return
         answers.append(found[1])
     count = context.num_microbatches(rows)
-    seconds = total_seconds([each.cost.once_and_slowest(count) for each in answers])
+    seconds = total_seconds([each.cost.warmup_and_steady(count) for each in answers])
     yield (
         answers_seconds(answers, count, needs, context.request.schedules),
         PipelineProposal(rows, Pipeline(stages, seconds)),

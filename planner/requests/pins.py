@@ -185,7 +185,7 @@ def pinned_blocks(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Blocks:
     if not pins:
         return blocks
     by_name = match_pins(graph, pins)
-    return blocks.told_apart(
+    return blocks.split_kinds(
         lambda block: tuple(by_name.get(name, ()) for name in (*block.nodes, *block.parameters))
     )
 

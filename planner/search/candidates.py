@@ -157,7 +157,7 @@ def _refine(
     """
     count, left = context.num_microbatches(rows), set(range(len(stages)))
     while left:
-        figures = [answer.cost.once_and_slowest(count) for _, answer in chosen]
+        figures = [answer.cost.warmup_and_steady(count) for _, answer in chosen]
         gaps = [answer.gap if at in left else 0.0 for at, (_, answer) in enumerate(chosen)]
         least = total_seconds(figures) * (1 - context.request.gap / 2)
         if gap_adjusted_seconds(figures, gaps) >= least:
@@ -322,7 +322,7 @@ class Candidate:
         """
         if self.base is not None:
             return self.base.layouts_gap
-        figures = [cost.once_and_slowest(self.num_microbatches) for cost in self.costs]
+        figures = [cost.warmup_and_steady(self.num_microbatches) for cost in self.costs]
         gaps = [answer.gap for _, answer in self.answers]
         return 1 - gap_adjusted_seconds(figures, gaps) / total_seconds(figures)
 

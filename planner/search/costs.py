@@ -68,7 +68,7 @@ class Known:
             self.objective[number] = self.once[number] = self.slowest[number] = np.inf
             return
         cost = found.cost
-        once, slowest = cost.once_and_slowest(count)
+        once, slowest = cost.warmup_and_steady(count)
         self.once[number], self.slowest[number] = once, slowest
         self.objective[number] = once + cost.step_seconds / count
 
@@ -328,7 +328,7 @@ class PlaceCosts:
 def answer_seconds(answer: StageAnswer, count: int) -> float:
     """Return a stage's seconds per micro-batch with its share of the step's end."""
     cost = answer.cost
-    return cost.once_and_slowest(count)[0] + cost.step_seconds / count
+    return cost.warmup_and_steady(count)[0] + cost.step_seconds / count
 
 
 @dataclass
