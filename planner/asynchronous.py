@@ -1,9 +1,9 @@
 """Asynchronous schedules: forced only, and never equal to one device's steps.
 
-In: a request that forces one, or a plan of one. Out: what it requires of a plan, what it computes,
-and errors for what it cannot run. The search treats them as it does other schedules: their order
-of forwards and backwards is that of 1F1B, and stages hold older versions of their weights
-(``pricing.weight_versions``).
+In: a request that forces one, or a plan of one. Out: the limits it sets on a plan, a description of
+its updates, and errors for plans it cannot run. The search treats them as it does other schedules:
+their order of forwards and backwards is that of 1F1B, and stages hold older versions of their
+weights (``pricing.weight_versions``).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ RULES = {
     "pipedream-2bw": "at weights that are one update old",
     "ampnet": "backwards with newer weights than their forwards",
 }
-"""Where the gradient of an update is taken."""
+"""Weights at which each schedule takes the gradient of an update."""
 
 
-def described(plan: Plan) -> str:
-    """What an asynchronous plan computes, in words; "" for others."""
+def describe_updates(plan: Plan) -> str:
+    """Describe the updates of an asynchronous plan in words; return "" for other plans."""
     if not is_asynchronous(plan.schedule):
         return ""
     count = num_updates(plan)
@@ -41,7 +41,7 @@ def described(plan: Plan) -> str:
 
 
 def num_updates(plan: Plan) -> int:
-    """How often a step updates the weights; 1 in synchronous schedules."""
+    """Return the number of weight updates in a step; 1 for synchronous schedules."""
     if not is_asynchronous(plan.schedule):
         return 1
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches)
@@ -49,7 +49,7 @@ def num_updates(plan: Plan) -> int:
 
 
 def check_forced(forced: Forced) -> None:
-    """Raises UsageError AP158 where an asynchronous schedule is forced with what it cannot run."""
+    """Raise UsageError AP158 if an asynchronous schedule is forced with unsupported options."""
     name = forced.schedule
     if not is_asynchronous(name):
         return
@@ -65,7 +65,7 @@ def check_forced(forced: Forced) -> None:
 
 
 def with_limits_of_schedule(request: Request) -> Request:
-    """The request with what an asynchronous schedule that it forces requires of a plan."""
+    """Return the request with the limits that a forced asynchronous schedule sets on plans."""
     forced = request.forced
     if not is_asynchronous(forced.schedule):
         return request
@@ -79,7 +79,7 @@ def with_limits_of_schedule(request: Request) -> Request:
 
 
 def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
-    """Raises UsageError AP158 where the plan's schedule is asynchronous and cannot run it."""
+    """Raise UsageError AP158 if the plan's schedule is asynchronous and cannot run the plan."""
     if not is_asynchronous(plan.schedule):
         return
     for index, stage in enumerate(plan.stages):
@@ -105,11 +105,11 @@ def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
 
 
 def _copied_weight(stage: StagePlan, graph: Graph) -> str:
-    """A trained parameter of which a backward reads a copy; "" if there is none.
+    """Return a trained parameter of which a backward reads a copy; "" if there is none.
 
-    Between a sum's two forms (R, I) nothing is copied. Any other change of layout is a copy, and
-    so is what is made of split parameters alone, as the parts of a fused projection are. A
-    backward reads weights, but no bias.
+    Between a sum's two forms (R, I) nothing is copied. Any other change of layout is a copy. So are
+    values computed from split parameters alone, such as the parts of a fused projection. A backward
+    reads weights, but no bias.
     """
     weights: dict[str, str] = {}
     copies: set[str] = set()
@@ -135,7 +135,7 @@ def _copied_weight(stage: StagePlan, graph: Graph) -> str:
 
 
 def _copies(held: Layout, wanted: Layout, sizes: tuple[int, ...]) -> bool:
-    """Whether bringing a value from one layout to the other makes a copy."""
+    """Return whether converting a value from one layout to the other makes a copy."""
     return any(
         size > 1 and own != used and {own.kind, used.kind} != {"R", "I"}
         for own, used, size in zip(held, wanted, sizes, strict=True)
@@ -143,7 +143,7 @@ def _copies(held: Layout, wanted: Layout, sizes: tuple[int, ...]) -> bool:
 
 
 def tied_across_stages(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[str, int, int] | None:
-    """A trained parameter that several stages use, and two of these."""
+    """Return a trained parameter that several stages use, with two of these stages."""
     ends = tuple(accumulate((len(stage.blocks) for stage in plan.stages), initial=0))
     first: dict[str, int] = {}
     for index, (start, stop) in enumerate(pairwise(ends)):

@@ -1,11 +1,11 @@
-"""Which dimension of every tensor counts the batch.
+"""Find the dimension of every tensor that counts the batch.
 
-In: a graph captured at a small batch size b. Out: per node and output the dimension that
-scales with b. A virtual mesh axis of b ranks is laid over the graph, the inputs split on
-their first dimension, and the split is carried through the op rules with no conversion:
-what the rules carry as ``S(d)`` counts the batch in dimension d. The loss must come out as
-a partial sum, so each row of the batch enters it by its own share; a model that mixes rows
-in any other way has no batch dimension to scale.
+In: a graph captured at a small batch size b. Out: per node and output the dimension that scales
+with b. A virtual mesh axis of b ranks is laid over the graph, the inputs split on their first
+dimension, and the split is carried through the op rules with no conversion: a value that comes out
+as ``S(d)`` counts the batch in dimension d. The loss must come out as a partial sum, so each row of
+the batch enters it by its own share; a model that mixes rows in any other way has no batch
+dimension to scale.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FILLS = frozenset(
 
 
 def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None:
-    """For each node the batch dimension of each output, or None where there is none.
+    """Return the batch dimension of each output of each node; None if there is none.
 
     Inputs whose first dimension is ``graph.batch_size`` are taken as batched. A constant
     gets a batch dimension only where its rows along it are provably equal, so that any
@@ -48,7 +48,7 @@ def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None
 def find_batch(
     graph: Graph,
 ) -> tuple[Mapping[str, tuple[int | None, ...]], Accumulation] | None:
-    """The batch dimensions, and how the losses of micro-batches add up; None as above.
+    """Return the batch dimensions and how losses of micro-batches add; see ``find_batch_dims``.
 
     A sum over rows that depends on no parameter may be used as if it were whole: it is one
     of ``Accumulation.totals``.
@@ -64,9 +64,9 @@ def find_batch(
 
 
 def rows_apart(graph: Graph) -> BatchDims:
-    """The batch dimensions up to where rows meet, as in a contrastive loss.
+    """Return the batch dimensions of nodes before rows meet, as they do in a contrastive loss.
 
-    Nodes that depend on rows that met are left out: what they make may be split in any way.
+    Nodes that depend on several rows are left out: their outputs may be split in any way.
     """
     propagation = _Propagation(graph)
     met = propagation.run_apart() if graph.batch_size > 1 else set(graph.by_name)
@@ -102,7 +102,7 @@ def _accumulation(graph: Graph, labels: _Labels, totals: tuple[Ref, ...]) -> Acc
 
 
 def is_mean(node: Node) -> bool:
-    """Whether a reduction divides by the number of what it reduces."""
+    """Return whether a reduction divides by the number of elements it reduces."""
     name = packet(node.op)
     if name in CLASS_LOSSES:
         return bool(argument(node, 3, "reduction", _MEAN) == _MEAN)
@@ -112,13 +112,13 @@ def is_mean(node: Node) -> bool:
 
 
 def _has_classes(graph: Graph, node: Node) -> bool:
-    """Whether a class loss has class numbers as targets, of which some may be ignored."""
+    """Return whether the targets of a class loss are class numbers, some of them ignored."""
     return graph.spec(node.inputs[1]).dtype not in FLOATS
 
 
 def is_data(graph: Graph, ref: Ref) -> bool:
-    """Whether a value depends on the batch, constants and counted random numbers alone, and has
-    no gradient."""
+    """Return whether a value depends on the batch, constants and counted random numbers alone, and
+    has no gradient."""
     return not any(
         node.kind == "parameter"
         or node.name in graph.updates
@@ -179,7 +179,7 @@ class _Propagation:
         return self.labels if all(self._holds(node) for node in operations) else None
 
     def run_apart(self) -> set[str]:
-        """Labels what can be labelled; the nodes that depend on rows that met."""
+        """Label nodes as far as possible; return the nodes that depend on several rows."""
         operations = [node for node in self.graph if node.kind == "op"]
         met: set[str] = set()
         self._start()
@@ -199,11 +199,11 @@ class _Propagation:
         }
 
     def _used(self, ref: Ref) -> Placement | None:
-        """The label that a value has for those who use it."""
+        """Return the label of a value as its users see it."""
         return None if ref in self.totals else self.labels.get(ref)
 
     def _add_total(self, node: Node) -> bool:
-        """Make a sum over the batch's data that a node uses a total; False if there is none."""
+        """Turn a sum over batch data that a node uses into a total; return False without a sum."""
         for ref in node.inputs:
             if self._used(ref) == PARTIAL and is_data(self.graph, ref):
                 self.totals[ref] = None
@@ -214,7 +214,7 @@ class _Propagation:
         return self._strategies[self._form(node)]
 
     def _form(self, node: Node) -> int:
-        """The number of a node's form; its strategies are found once."""
+        """Return the number of a node's form; the strategies of a form are computed once."""
         number = self._forms.get(node.name)
         if number is None:
             found = len(self._strategies)
@@ -226,7 +226,7 @@ class _Propagation:
         return number
 
     def _advance(self, node: Node) -> bool:
-        """Label a node's outputs from its inputs; False when no strategy continues them."""
+        """Label a node's outputs from its inputs; return False when no strategy fits."""
         refs = node.inputs
         held = [self._used(ref) for ref in refs]
         if not any(held) or (node.outputs and Ref(node.name) in self.labels):
@@ -249,7 +249,7 @@ class _Propagation:
                 labels[Ref(node.name, index)] = placement
 
     def _demand_inputs(self, refs: tuple[Ref, ...], strategy: AxisStrategy, found: _Labels) -> bool:
-        """Whether every input that the strategy splits is, or can be, split so."""
+        """Return whether every input that the strategy splits is, or can be, split that way."""
         return all(
             self._demand(ref, placement, found)
             for ref, placement in zip(refs, strategy.inputs, strict=True)
@@ -280,7 +280,7 @@ class _Propagation:
         return False
 
     def _holds(self, node: Node) -> bool:
-        """Whether some strategy agrees with all the labels around a node."""
+        """Return whether some strategy agrees with all the labels around a node."""
         held = [self._used(ref) for ref in node.inputs]
         made = [self.labels.get(Ref(node.name, index)) for index in range(len(node.outputs))]
         if not any(held) and not any(made):
@@ -295,14 +295,14 @@ class _Propagation:
         return self._verdicts[key]
 
     def has_equal_rows(self, ref: Ref, dim: int) -> bool:
-        """Whether a constant's ``batch_size`` parts along ``dim`` are provably equal."""
+        """Return whether a constant's ``batch_size`` parts along ``dim`` are provably equal."""
         key = (ref, dim)
         if key not in self._equal_rows:
             self._equal_rows[key] = self._prove_equal_rows(ref, dim)
         return self._equal_rows[key]
 
     def _prove_equal_rows(self, ref: Ref, dim: int) -> bool:
-        """By an op that runs the same on each part, from inputs whose parts are equal."""
+        """Prove that parts are equal by an op that runs equally on each part, from equal inputs."""
         node = self.graph[ref.name]
         if node.kind != "constant" or not node.op:
             return False
@@ -321,7 +321,7 @@ class _Propagation:
         )
 
     def _repeats(self, node: Node, dim: int) -> bool:
-        """Whether an op lays copies of all it reads along ``dim``, some for each row."""
+        """Return whether an op repeats its input along ``dim``, a whole number of times per row."""
         if packet(node.op) not in ("repeat", "tile"):
             return False
         missing = len(node.spec.shape) - len(node.args[1])
@@ -329,7 +329,7 @@ class _Propagation:
         return isinstance(times, int) and times % self.graph.batch_size == 0
 
     def _looks_up_equal_rows(self, node: Node, position: int) -> bool:
-        """Whether an input is an index into equal rows: whatever it says, they are equal."""
+        """Return whether an input is an index into equal rows: any index selects equal values."""
         if packet(node.op) != "index" or position == 0:
             return False
         indexed = [dim for dim, item in enumerate(node.args[1]) if isinstance(item, Ref)]

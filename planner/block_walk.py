@@ -1,9 +1,9 @@
-"""What one block costs on a stage, walked node by node.
+"""Cost of one block on a stage, walked node by node.
 
-In: a block, the layouts of its nodes and of what it takes from elsewhere, how it is recomputed,
-unit prices. Out: its seconds, bytes, and the layouts in which it receives values. Every value is
-converted once per block and target, as the runtime does; nothing is taken from the solvers'
-tables but the unit prices.
+In: a block, the layouts of its nodes and of the values it reads, its recomputation mode, unit
+prices. Out: its seconds, bytes, and the layouts in which it receives values. Every value is
+converted once per block and target, as the runtime does; nothing is taken from the solvers' tables
+but the unit prices.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from .pricing.structure import Structure
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What all blocks of a stage have in common; ``link`` is from the stage before.
+class StageFacts:
+    """Facts that all blocks of a stage share; ``link`` is the link from the stage before.
 
-    ``splits``: the backward comes in two halves.
+    ``splits``: the backward is split into two halves.
     """
 
     graph: Graph
@@ -53,11 +53,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """Of a block's nodes, and of what it takes from elsewhere as in ``Reads``.
+    """Layouts of a block's nodes and of everything it reads, in the order of ``Reads``.
 
-    Of values those in which the stage has them, None of those that it has to receive yet, and
-    whether an earlier block of the stage reads them ``again``, which keeps them then; of leaves
-    those in which they are held, None where that is nowhere said.
+    ``values``: the layout that the stage has already, or None for a value still to be received;
+    ``again`` marks values that an earlier block of the stage also reads and keeps. ``leaves``: the
+    layout in which a leaf is held, None where none is given.
     """
 
     nodes: tuple[NodeLayout, ...]
@@ -69,12 +69,12 @@ class Layouts:
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """Seconds of a block and of the parameters that it alone uses; bytes on a rank.
+    """Seconds of a block and of the parameters that only it uses; bytes on a rank.
 
-    ``late_seconds`` of a backward in halves are its second half's. ``late_bytes`` are kept for the
-    gradients of weights, ``gathered_bytes`` are whole parameters
-    and what the backward makes again; ``batch_bytes`` of what is kept are parts of the batch.
-    ``values``: the layouts of its ``Reads.values``.
+    ``late_seconds``: the second half of a split backward. ``late_bytes`` are kept for weight
+    gradients, ``gathered_bytes`` are gathered parameters and recomputed values; ``batch_bytes`` is
+    the part of the kept bytes that belongs to the batch. ``values``: the layouts of its
+    ``Reads.values``.
     """
 
     seconds: Seconds
@@ -89,8 +89,8 @@ class BlockCost:
     values: tuple[Layout, ...]
 
 
-def block_cost(reads: Reads, layouts: Layouts, mode: Recompute, setting: Setting) -> BlockCost:
-    """A block under ``layouts``, recomputed by ``mode``."""
+def block_cost(reads: Reads, layouts: Layouts, mode: Recompute, setting: StageFacts) -> BlockCost:
+    """Price a block under ``layouts``, recomputed by ``mode``."""
     return _BlockWalk(reads, layouts, mode, setting).cost()
 
 
@@ -99,7 +99,7 @@ class _BlockWalk:
     reads: Reads
     layouts: Layouts
     mode: Recompute
-    setting: Setting
+    setting: StageFacts
     seconds: Seconds = field(default_factory=Seconds)
     receive: list[float] = field(default_factory=lambda: [0.0, 0.0])
     kept_bytes: float = 0.0
@@ -145,7 +145,8 @@ class _BlockWalk:
         self.seconds = self.seconds.plus(seconds)
 
     def _block(self) -> tuple[float, float]:
-        """Walks the nodes; the bytes that the backward makes again, and keeps for weights."""
+        """Walk the nodes; return the bytes that the backward recomputes and the bytes kept for
+        weight gradients."""
         graph, prices, mode = self.graph, self.prices, self.mode
         wanted: dict[Ref, dict[Layout, None]] = {}
         uses: dict[Ref, list[tuple[str, int]]] = {}
@@ -195,7 +196,7 @@ class _BlockWalk:
         return _total(part for part in parts if part not in selected), _total(late)
 
     def _meet(self) -> None:
-        """Ends a block, or each half of it, where both device and host are done with it; see
+        """End a block, or each half, when device and host are both done with it; see
         ``StageCost``."""
         own, (computed, issued) = self.seconds, self.late if self.setting.splits else (0.0, 0.0)
         first = max(own.backward_compute - computed, own.backward_issue - issued)
@@ -218,7 +219,7 @@ class _BlockWalk:
             self._add(again)
 
     def _receive(self, ref: Ref, target: Layout) -> None:
-        """Takes a value of an earlier stage, as its first use wants it."""
+        """Receive a value of an earlier stage in the layout of its first use."""
         if ref in self.made or self.graph[ref.name].kind != "op":
             return
         layout = boundary_layout(target)
@@ -228,7 +229,7 @@ class _BlockWalk:
         self.receive[1] += backward
 
     def _is_repeated(self, ref: Ref, uses: Sequence[tuple[str, int]]) -> bool:
-        """Whether a value with these uses is converted again when the block is recomputed."""
+        """Return whether a value with these uses is converted again when the block recomputes."""
         if self.mode == "none":
             return False
         kind, reader = self.graph[ref.name].kind, self.graph[uses[0][0]]
@@ -250,7 +251,7 @@ class _BlockWalk:
         self._add(Seconds(forward_communication=forward, backward_communication=backward + again))
 
     def _pair_bytes(self, node: Node, layout: NodeLayout) -> int:
-        """The keys and values that an attention reads on a rank."""
+        """Return the bytes of the keys and values that an attention reads on a rank."""
         if not self.setting.slices or not is_attention(node):
             return 0
         pair = zip(node.inputs[1:3], layout.inputs[1:3], strict=True)
@@ -266,10 +267,10 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """A block, and what it takes from elsewhere, each once and in the order of first use.
+    """A block and the values it reads from elsewhere, each once and in the order of first use.
 
-    ``values`` are other blocks', ``leaves`` inputs, constants and buffers; of its ``parameters``
-    other blocks use the ``shared`` ones too. ``sends``: its values that later blocks read, each
+    ``values`` are other blocks', ``leaves`` inputs, constants and buffers; ``shared`` marks
+    ``parameters`` that other blocks use too. ``sends``: its values that later blocks read, each
     with the place of its node in the block and the position of the last reader.
     """
 
@@ -283,7 +284,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class BlockForms:
-    """The blocks of a graph by form. ``storages``: where each output's memory is."""
+    """Blocks of a graph grouped by form. ``storages``: the output that owns an output's memory."""
 
     structure: Structure
     storages: Mapping[Key, Key]
@@ -298,12 +299,12 @@ class BlockForms:
 
     @cached_property
     def reads(self) -> tuple[Reads, ...]:
-        """Of each block."""
+        """Return the reads of each block."""
         return tuple(map(self._reads, range(len(self.blocks.blocks))))
 
     @cached_property
     def forms(self) -> tuple[int, ...]:
-        """For each block the first one of its form."""
+        """Map each block to the first block of its form."""
         first: dict[tuple[Any, ...], int] = {}
         return tuple(
             first.setdefault(self._form(reads), position)
@@ -334,7 +335,7 @@ class BlockForms:
 
     @cached_property
     def _sends(self) -> list[tuple[tuple[Ref, int, int], ...]]:
-        """For each block its values that later ones read, in the order in which it makes them."""
+        """Return for each block the values that later blocks read, in the order they are made."""
         found: list[list[tuple[Ref, int]]] = [[] for _ in self.blocks.blocks]
         for ref, made, last in self.structure.crossing:
             found[made].append((ref, last))
@@ -346,7 +347,7 @@ class BlockForms:
         return sends
 
     def _form(self, reads: Reads) -> tuple[Any, ...]:
-        """What the figures of a block follow from besides layouts: its kind has the rest."""
+        """Return a key of the facts, besides layouts and kind, that determine a block's figures."""
         graph, inside = self.graph, set(reads.block.nodes)
         numbers: dict[Key, int] = {}
         parts: list[Any] = [reads.block.kind, bool(reads.block.parameters), reads.shared]
@@ -378,12 +379,12 @@ class BlockForms:
 
     @staticmethod
     def _place(key: Key, numbers: Mapping[Key, int], places: Mapping[str, int]) -> tuple[int, int]:
-        """A value by its place in the block, or by its number among those from elsewhere."""
+        """Identify a value by its place in the block, or by its number if it is from elsewhere."""
         return (numbers[key] if key in numbers else places[key[0]]), key[1]
 
     @cached_property
     def of_parameters(self) -> dict[str, bool]:
-        """Whether a node's values are computed from parameters and nothing else."""
+        """Map each node to whether its values are computed from parameters alone."""
         known: dict[str, bool] = {}
         for node in self.graph:
             known[node.name] = node.kind == "parameter" or (

@@ -1,4 +1,4 @@
-"""The time that planning may take, and what it took: the only clock of the planner.
+"""Time limit and time spent of planning: the only clock of the planner.
 
 Work is counted beside it: shares of counted work are the same on any machine, however busy, so
 plans do not depend on the machine unless the time limit ends the search.
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 STEPS_PER_PROBLEM = 20
-"""Steps of the recurrence over stages that take about as long as solving a problem."""
+"""Steps of the recurrence over stages that take about as long as one solved problem."""
 
 SOLVING = ("costs", "ilp")
 """Phases of the stage solvers, which run inside other phases."""
@@ -30,32 +30,32 @@ class Budget:
 
     @staticmethod
     def of(limit_seconds: float) -> Budget:
-        """A budget that begins now."""
+        """Start a budget now."""
         now = time.perf_counter()
         return Budget(now + limit_seconds, now)
 
     @property
     def work(self) -> float:
-        """Problems that were solved, or what took as long: about a hundredth of a second each."""
+        """The solved problems and their equivalents: each takes about a hundredth of a second."""
         return self.num_problems + self.num_steps / STEPS_PER_PROBLEM
 
     @property
     def left_seconds(self) -> float:
-        """Until the deadline; below 0 after it."""
+        """Return the seconds until the deadline, negative after it."""
         return self.deadline - time.perf_counter()
 
     @property
     def elapsed_seconds(self) -> float:
-        """Since it began."""
+        """Return the seconds since the budget began."""
         return time.perf_counter() - self.began
 
     def end_in(self, seconds: float) -> None:
-        """Sets the deadline."""
+        """Set the deadline."""
         self.deadline = time.perf_counter() + seconds
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Adds the time of what is inside to a phase, without that of stage solvers in it."""
+        """Context manager: add the elapsed time to a phase, without nested time of solvers."""
         began, solved = time.perf_counter(), self._solving_seconds
         try:
             yield
@@ -66,7 +66,7 @@ class Budget:
             self.record_time(phase, spent)
 
     def record_time(self, phase: str, seconds: float) -> None:
-        """Adds seconds to a phase."""
+        """Add seconds to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     @property

@@ -1,4 +1,4 @@
-"""Equal things as one class, numbered in the order in which they first occur."""
+"""Group equal keys into classes, numbered in the order in which they first occur."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Ints = NDArray[np.int64]
 
 
 def classes_of(keys: Sequence[object]) -> tuple[Ints, Ints]:
-    """The class of each key, and the first key of each class.
+    """Return the class of each key, and the position of the first key of each class.
 
     >>> [found.tolist() for found in classes_of("abca")]
     [[0, 1, 2, 0], [0, 1, 2]]

@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as one tree.
+"""The tree of all errors.
 
 ::
 
@@ -16,7 +16,7 @@
         ├── HangError         exit 21
         └── DeviceMemoryError exit 22
 
-Each says what happened, why, where, and what to try.
+Each states the event, its cause, its place and a remedy.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any, ClassVar
 class AutoparallelError(Exception):
     """The root of the tree. ``code`` is stable and documented in docs/errors.md.
 
-    ``what`` is one sentence; ``why`` the cause; ``where`` the user's ``file:line``, module
-    path or option; ``fix`` what to try.
+    ``what`` is one sentence; ``why`` the cause; ``where`` the user's ``file:line``, module path or
+    option; ``fix`` a remedy to try.
     """
 
     exit_code: ClassVar[int] = 1
@@ -78,7 +78,7 @@ class InfeasibleError(AutoparallelError):
 
 
 class MachineError(AutoparallelError):
-    """This machine or installation cannot do what was asked."""
+    """This machine or installation cannot do the task."""
 
     exit_code = 5
 

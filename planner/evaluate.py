@@ -1,8 +1,8 @@
-"""What a plan costs, walked node by node: the check on everything that the solvers say.
+"""Independent price of a plan, walked node by node: the check on the results of the solvers.
 
-In: the graph, its blocks, a plan, the cluster. Out: seconds and bytes of every stage and of
-the step. Every block is walked with the layouts of its own stage (``stage_walk``), blocks that
-are equal in all that counts once; nothing is taken from the solvers' tables but the unit prices.
+In: the graph, its blocks, a plan, the cluster. Out: seconds and bytes of every stage and of the
+step. Every block is walked with the layouts of its own stage (``stage_walk``), equivalent blocks
+are walked once; nothing is taken from the solvers' tables but the unit prices.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from .parameter_servers import served_peak_bytes, served_step_seconds
 from .plan import Plan, Precision, StagePlan, StagePrediction
 from .precision import with_precision
 from .pricing.basis import DEFAULT, Basis
-from .pricing.branches import Places, WeightedEdges, stage_depths, stage_edges, stage_starts
+from .pricing.branches import StagePlacement, WeightedEdges, stage_depths, stage_edges, stage_starts
 from .pricing.price_cache import PriceCache
 from .pricing.prices import Prices, Rules
 from .pricing.slice_costs import SliceShares, slice_shares
-from .pricing.stage_cost import BRIEF, StageCost
+from .pricing.stage_cost import TRANSIENT, StageCost
 from .pricing.step import Pipeline, message_seconds, prediction_of, send_seconds, simulate_stages
 from .replicas import with_replica_sums
-from .schedules.held import Halves, halves, stage_halves
-from .shares import coordinate_ranks, slowest
+from .schedules.held import HalfPairs, half_pairs, stage_half_pairs
+from .shares import coordinate_ranks, slowest_cost
 from .stage_walk import StageWalk, Walked, walked_none
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The plan's own figures, found again. ``objective_seconds``: per stage, what was minimized."""
+    """Re-computed figures of a plan. ``objective_seconds``: the minimized objective, by stage."""
 
     step_seconds: float
     bubble_fraction: float
@@ -51,7 +51,7 @@ def evaluate(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> Evaluation:
-    """Prices a plan again. Raises ``PlanError`` where it does not fit the graph.
+    """Price a plan again. Raises ``PlanError`` if it does not fit the graph.
 
     ``graph`` may be at any batch size: it is brought to the plan's micro-batch.
     """
@@ -59,7 +59,7 @@ def evaluate(
 
 
 def at_microbatch(graph: Graph, plan: Plan) -> Graph:
-    """The graph at the plan's precision and micro-batch."""
+    """Return the graph at the plan's precision and micro-batch."""
     graph = with_precision(graph, plan.model.precision)
     if graph.batch_size != plan.microbatch_size:
         graph = graph.with_batch_size(plan.microbatch_size)
@@ -68,7 +68,7 @@ def at_microbatch(graph: Graph, plan: Plan) -> Graph:
 
 @dataclass(frozen=True)
 class Staged:
-    """A plan with what its stages cost."""
+    """A plan with the costs of its stages."""
 
     plan: Plan
     costs: Sequence[StageCost]
@@ -77,9 +77,9 @@ class Staged:
 
     @property
     def least_seconds(self) -> float:
-        """What the step is not below: the busiest rank does all of its own stages.
+        """Return a lower bound on the step: the busiest rank runs all of its own stages.
 
-        Not of schedules with replicas of stages.
+        It does not hold for schedules with replicas of stages.
         """
         totals: dict[frozenset[int], float] = {}
         for stage, cost in zip(self.plan.stages, self.costs, strict=True):
@@ -90,11 +90,12 @@ class Staged:
         return max(totals.values())
 
     def peak_bytes(self, activation_bytes: Sequence[int] = ()) -> int:
-        """The most that a device holds; ``activation_bytes`` of ranks with replicas of stages."""
+        """Return a device's peak bytes; ``activation_bytes`` applies to ranks with replicas of
+        stages."""
         return round(max(_rank_bytes(self.plan, self.costs, activation_bytes)))
 
     def evaluation(self) -> Evaluation:
-        """All figures, the step simulated."""
+        """Simulate the step and return all figures."""
         plan = self.plan
         timeline = simulate_stages(
             Pipeline(
@@ -109,7 +110,7 @@ class Staged:
         return figures if plan.gradient_order == "backward" else self._overlapped(figures)
 
     def _overlapped(self, figures: Evaluation) -> Evaluation:
-        """The figures of a plan of one stage, whose last sums run beside the next forward."""
+        """The figures of a single-stage plan whose last gradient sums overlap the next forward."""
         gain = order_gain(self.plan, self.costs[0])
         (stage,) = figures.stages
         exposed = max(0.0, stage.seconds["exposed_sync"] - gain)
@@ -120,7 +121,7 @@ class Staged:
         )
 
     def figures(self, step_seconds: float, bubble_fraction: float, peak_bytes: int) -> Evaluation:
-        """All figures, with a step and a peak of memory."""
+        """Assemble all figures from the step and the peak memory."""
         sends = send_seconds(self.costs, self.edges)
         return Evaluation(
             step_seconds,
@@ -133,9 +134,9 @@ class Staged:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Prices plans of one graph, which may be at any batch size.
+    """Pricer of plans of one graph, which may be at any batch size.
 
-    What was walked for one plan is kept for the next.
+    Walks of one plan are kept for the next.
     """
 
     graph: Graph
@@ -145,13 +146,13 @@ class Evaluator:
     _walked: dict[tuple[Precision, int], Walked] = field(default_factory=dict, repr=False)
 
     def evaluation(self, plan: Plan, cluster: Cluster) -> Evaluation:
-        """The figures of a plan on a cluster."""
+        """Price a plan on a cluster."""
         if plan.servers is not None:
             return self._served(replace(plan, cluster=cluster))
         return self.staged(plan, cluster).evaluation()
 
     def _served(self, plan: Plan) -> Evaluation:
-        """The figures of a plan with parameter servers: of its one stage on every worker."""
+        """Price a plan with parameter servers: its one stage, on every worker."""
         assert plan.servers is not None
         (stage,) = plan.stages
         known: dict[str, Staged] = {}
@@ -172,7 +173,7 @@ class Evaluator:
         return each[0].figures(seconds, waits, served_peak_bytes(plan, costs))
 
     def staged(self, plan: Plan, cluster: Cluster) -> Staged:
-        """A plan on a cluster with its stages' figures, its step yet to be simulated."""
+        """Price the stages of a plan on a cluster, without simulating the step."""
         plan, walked = replace(plan, cluster=cluster), self._at(plan)
         edges = _edges(walked, plan)
         costs = _stages(walked, plan, edges, rules=self.rules, basis=self.basis)
@@ -191,7 +192,7 @@ class Evaluator:
         return Staged(plan, costs, edges, slices)
 
     def _at(self, plan: Plan) -> Walked:
-        """What is known at the plan's precision and micro-batch."""
+        """Return the cached walk at the plan's precision and micro-batch."""
         key = plan.model.precision, plan.microbatch_size
         if key not in self._walked:
             graph = at_microbatch(self.graph, plan)
@@ -202,7 +203,7 @@ class Evaluator:
 def priced_stages(
     graph: Graph, blocks: Blocks, plan: Plan, *, rules: Rules, basis: Basis
 ) -> list[StageCost]:
-    """What each stage costs. ``graph`` is ``at_microbatch``, or a slice of that."""
+    """Return the cost of each stage. ``graph`` is ``at_microbatch``, or a slice of that."""
     walked = walked_none(graph, blocks, rules)
     return _stages(walked, plan, _edges(walked, plan), rules=rules, basis=basis)
 
@@ -210,7 +211,7 @@ def priced_stages(
 def walked_stages(
     graph: Graph, blocks: Blocks, plan: Plan, basis: Basis = DEFAULT
 ) -> list[StageWalk]:
-    """Each stage of a plan, walked: of unlike shares of the batch the one that keeps the most.
+    """Walk each stage; of unequal shares of the batch, keep the walk with the most activations.
 
     ``graph`` is ``at_microbatch``.
     """
@@ -221,14 +222,15 @@ def walked_stages(
 
 def held_micro_batches(
     graph: Graph, blocks: Blocks, plan: Plan, *, rules: Rules = default_rules
-) -> Sequence[Halves]:
-    """The micro-batches that each stage holds at once, by what of their backward is left."""
+) -> Sequence[HalfPairs]:
+    """Return the micro-batches that each stage holds at once, by the part of their backward still
+    to run."""
     walked = walked_none(at_microbatch(graph, plan), blocks, rules)
     return _held(plan, _edges(walked, plan))
 
 
 def _edges(walked: Walked, plan: Plan) -> WeightedEdges | None:
-    places = Places(plan.cluster, tuple((s.devices[0], s.devices[-1]) for s in plan.stages))
+    places = StagePlacement(plan.cluster, tuple((s.devices[0], s.devices[-1]) for s in plan.stages))
     return stage_edges(walked.forms.structure, stage_starts(plan), places)
 
 
@@ -236,19 +238,19 @@ def _stages(
     walked: Walked, plan: Plan, edges: WeightedEdges | None, *, rules: Rules, basis: Basis
 ) -> list[StageCost]:
     walks = _walks(walked, plan, edges, rules=rules, basis=basis)
-    return [slowest([walk.cost() for walk in own]) for own in walks]
+    return [slowest_cost([walk.cost() for walk in own]) for own in walks]
 
 
 def _walks(
     walked: Walked, plan: Plan, edges: WeightedEdges | None, *, rules: Rules, basis: Basis
 ) -> Iterator[list[StageWalk]]:
-    """Of each stage a walk for every share of the batch."""
+    """Yield for each stage its walks, one per share of the batch."""
     held = _held(plan, edges)
     start = 0
     for index, stage in enumerate(plan.stages):
         own = []
         for rows, ranks in _groups(stage, walked.graph.batch_size):
-            # one that asks must hear of every stage's groups
+            # a basis that records queries must see every stage's groups
             cache = PriceCache() if basis.asked is not None else walked.cache(plan.cluster)
             prices = _prices(plan, stage, ranks, cache, rules=rules, basis=basis)
             part = walked.graph.with_batch_size(rows)
@@ -260,22 +262,23 @@ def _walks(
         raise PlanError("AP524", f"the plan has {start} blocks, but the model has {num_blocks}")
 
 
-def _held(plan: Plan, edges: WeightedEdges | None) -> Sequence[Halves]:
-    """The micro-batches that each stage holds at once, by what of their backward is left."""
+def _held(plan: Plan, edges: WeightedEdges | None) -> Sequence[HalfPairs]:
+    """Return the micro-batches that each stage holds at once, by the part of their backward still
+    to run."""
     number = len(plan.stages)
     if plan.num_chunks > 1:
-        return stage_halves(plan.schedule, number, plan.num_microbatches, plan.num_chunks)
+        return stage_half_pairs(plan.schedule, number, plan.num_microbatches, plan.num_chunks)
     depths = stage_depths(edges, number)
-    return [halves(plan.schedule, depth, number, plan.num_microbatches) for depth in depths]
+    return [half_pairs(plan.schedule, depth, number, plan.num_microbatches) for depth in depths]
 
 
 def _rank_bytes(
     plan: Plan, costs: Sequence[StageCost], activation_bytes: Sequence[int]
 ) -> Iterable[float]:
-    """The bytes on the devices of each rank of the pipeline: of all its stages together.
+    """Return the bytes on the devices of each pipeline rank, over all its stages.
 
-    What is transient counts once, as one stage computes at a time. Of a rank with replicas of
-    stages the activations are ``activation_bytes``, those that it holds at once.
+    Transient bytes count once, as one stage computes at a time. Ranks with replicas of stages have
+    ``activation_bytes`` as their peak activations.
     """
     if plan.schedule == "chimera":
         totals_of = zip(costs, reversed(costs), activation_bytes, strict=True)
@@ -291,18 +294,22 @@ def _rank_bytes(
 
 def _of_both(one: StageCost, other: StageCost, activation_bytes: int) -> float:
     lasting = [
-        sum(size for name, size in cost.memory_bytes.items() if name not in (*BRIEF, "activations"))
+        sum(
+            size
+            for name, size in cost.memory_bytes.items()
+            if name not in (*TRANSIENT, "activations")
+        )
         for cost in (one, other)
     ]
     return sum(lasting) + max(map(_brief_bytes, (one, other))) + activation_bytes
 
 
 def _brief_bytes(cost: StageCost) -> float:
-    return sum(size for name, size in cost.memory_bytes.items() if name in BRIEF)
+    return sum(size for name, size in cost.memory_bytes.items() if name in TRANSIENT)
 
 
 def _groups(stage: StagePlan, batch_size: int) -> list[tuple[int, tuple[int, ...]]]:
-    """The batch that a stage's ranks run at, with the ranks; of unequal shares one per share."""
+    """The batch sizes at which a stage's ranks run, with the ranks: one entry per unequal share."""
     if not stage.shares:
         return [(batch_size, ())]
     return [

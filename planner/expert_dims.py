@@ -1,4 +1,4 @@
-"""Which weights are of experts, and which dimensions of values count experts.
+"""Weights of experts, and dimensions of values that count experts.
 
 In: a graph, the strategies of its ops on an axis. Out: for each value the dimensions that count
 experts. An expert's weight has three dimensions, of which the first counts experts: a product
@@ -6,9 +6,9 @@ keeps it apart (``egcm, emh -> egch``), as does the layer of experts that captur
 (``passes/ops/experts.py``, whose biases count them too). From there it descends as positions do
 (``positions``): to views of weights, and to values until a sum over experts.
 
-An axis "ep" splits these weights so and everything else by rows, as data parallelism does; what
-converts between the two are the all-to-alls of GShard (Lepikhin et al. 2020, arXiv:2006.16668,
-section 3.3). Its size divides the number of experts, or nothing is found on it.
+An axis "ep" splits these weights so and everything else by rows, as data parallelism does; the
+conversions between the two are the all-to-alls of GShard (Lepikhin et al. 2020, arXiv:2006.16668,
+section 3.3). Its size divides the number of experts, or the axis has no expert strategies.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ VIEWS = (
 )
 LAYER = "autoparallel.experts"
 FIRST_WEIGHT = 3
-"""Of a layer of experts, the first input that is a weight; all after it are."""
+"""Position of an expert layer's first weight among its inputs; all later inputs are weights."""
 
 
 def is_expert_layer(node: Node) -> bool:
-    """Tells whether a node is a layer of experts that a capture made one op."""
+    """Return whether a node is a layer of experts that a capture made one op."""
     return node.op.startswith(LAYER)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertDims:
-    """``weights``: how many experts each parameter has. ``views``: these, and what is made of one
-    alone. ``dims`` of all values that count experts, the views' included."""
+    """``weights``: the number of experts of each parameter. ``views``: these, and values made of
+    one alone. ``dims``: the expert dimensions of all values, the views' included."""
 
     weights: Mapping[str, int]
     views: frozenset[Ref]
@@ -49,7 +49,7 @@ class ExpertDims:
 
 
 def expert_dims(graph: Graph, strategies: Strategies) -> ExpertDims:
-    """The weights of experts and all dimensions that count these."""
+    """Find the weights of experts and all dimensions that count experts."""
     views = _views(graph, strategies)
     weights: dict[str, int] = {}
     dims: dict[Ref, frozenset[int]] = {}
@@ -68,7 +68,7 @@ def expert_dims(graph: Graph, strategies: Strategies) -> ExpertDims:
 
 
 def experts_of_layers(graph: Graph) -> tuple[int, ...]:
-    """The different numbers of experts that the layers of a graph have."""
+    """Return the different numbers of experts that the layers of a graph have."""
     layers = filter(is_expert_layer, graph)
     return tuple(sorted({graph.spec(node.inputs[FIRST_WEIGHT]).shape[0] for node in layers}))
 
@@ -77,8 +77,8 @@ def token_nodes(graph: Graph) -> frozenset[str]:
     """Return the names of the nodes around layers of experts that have rows and positions joined in
     one dimension of tokens, from the views that join them to the views that part them again.
 
-    With them are the parameters that only such nodes read, as those of a router. The weights of
-    experts are left out.
+    Parameters that only such nodes read, such as a router's, are included; the weights of experts
+    are not.
     """
     layers = [node for node in graph if is_expert_layer(node)]
     found = {node.name for node in layers}
@@ -108,17 +108,17 @@ def token_nodes(graph: Graph) -> frozenset[str]:
 
 
 def joins_tokens(node: Node, graph: Graph) -> bool:
-    """Tells whether a node is a view that joins the first two dimensions of its input."""
+    """Return whether a node is a view that joins the first two dimensions of its input."""
     return is_view(node) and is_join(graph.spec(node.inputs[0]).shape, node.spec.shape)
 
 
 def parts_tokens(node: Node, graph: Graph) -> bool:
-    """Tells whether a node is a view that parts the first dimension of its input in two."""
+    """Return whether a node is a view that splits the first dimension of its input in two."""
     return is_view(node) and is_join(node.spec.shape, graph.spec(node.inputs[0]).shape)
 
 
 def is_join(apart: Sequence[int], joined: Sequence[int]) -> bool:
-    """Tells whether the second shape has the first two dimensions of the first one as one.
+    """Return whether the second shape is the first one with its first two dimensions joined.
 
     >>> is_join((2, 3, 4), (6, 4)), is_join((2, 3, 4), (2, 12))
     (True, False)
@@ -127,7 +127,7 @@ def is_join(apart: Sequence[int], joined: Sequence[int]) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Tells whether a node is a view of one value that may join or part dimensions."""
+    """Return whether a node is a view of one value that may join or split dimensions."""
     return node.op.startswith(VIEWS) and len(node.inputs) == 1
 
 
@@ -136,7 +136,7 @@ def _counts_rows(node: Node, graph: Graph) -> bool:
 
 
 def _views(graph: Graph, strategies: Strategies) -> dict[Ref, tuple[str, frozenset[int]]]:
-    """Parameters that may be of experts and what is made of one alone, with the dimensions."""
+    """Map weights that may be experts', and values made of one, to their expert dimensions."""
     found: dict[Ref, tuple[str, frozenset[int]]] = {
         Ref(node.name): (node.name, frozenset({0}))
         for node in graph
@@ -153,7 +153,7 @@ def _views(graph: Graph, strategies: Strategies) -> dict[Ref, tuple[str, frozens
 def _read_by(
     node: Node, strategies: Strategies, views: Mapping[Ref, tuple[str, frozenset[int]]]
 ) -> tuple[Ref, ...]:
-    """The weights of experts that an op computes with."""
+    """Return the weights of experts that an op computes with."""
     if is_expert_layer(node):
         return tuple(ref for ref in node.inputs[FIRST_WEIGHT:] if ref in views)
     if not node.op.startswith(PRODUCTS):
@@ -168,7 +168,7 @@ def _read_by(
 
 
 def _keeps_apart(strategy: AxisStrategy, position: int, dims: frozenset[int]) -> bool:
-    """Whether a product splits a weight's experts, its other operand and its result alike."""
+    """Return whether a product splits the experts of a weight, its other operand and its result."""
     own = strategy.inputs[position]
     every = all(each.is_shard for each in (*strategy.inputs, *strategy.outputs))
     return every and own.dim in dims
@@ -177,7 +177,7 @@ def _keeps_apart(strategy: AxisStrategy, position: int, dims: frozenset[int]) ->
 def _descended(
     node: Node, strategies: Sequence[AxisStrategy], known: Mapping[Ref, frozenset[int]]
 ) -> dict[Ref, frozenset[int]]:
-    """The dimensions of results that are split where the known ones are."""
+    """Return the dimensions of results that are split where the known dimensions of inputs are."""
     fitting = [
         strategy
         for strategy in strategies
@@ -200,10 +200,10 @@ def by_experts(
     by_rows: tuple[AxisStrategy, ...],
     found: ExpertDims,
 ) -> tuple[AxisStrategy, ...]:
-    """The strategies of an op on an axis "ep".
+    """Return the strategies of an op on an axis "ep".
 
-    What computes with experts' weights is split by them, all else by rows, but for values that
-    count experts, which may be split by either.
+    Ops that read experts' weights are split by experts, other ops by rows; values that count
+    experts may be split by either.
     """
     used = [found.dims.get(ref, frozenset[int]()) for ref in node.inputs]
     if not any(used) and Ref(node.name) not in found.dims:

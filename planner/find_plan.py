@@ -1,7 +1,7 @@
-"""From a graph, a cluster and a request to a plan.
+"""Search for the plan of a graph, a cluster and a request.
 
 The search is a tuple of proposers. Each takes the context of the search and the pool of candidates
-so far, and makes candidates; the pool keeps what fits and knows the fastest. The winner becomes a
+so far, and makes candidates; the pool keeps all that fit and the fastest. The winner becomes a
 plan, which ``evaluate`` prices again, node by node: both must agree.
 
 The time limit, or Ctrl-C, ends the search early with the best plan so far.
@@ -29,13 +29,13 @@ from .parameter_servers import (
 )
 from .plan import Plan, SolverInfo
 from .price_sources import with_sources
-from .pricing.basis import DEFAULT, Asked, Basis, uses_of
+from .pricing.basis import DEFAULT, Basis, CostQueries, uses_of
 from .pricing.prices import Rules
 from .pricing.weight_versions import is_asynchronous
 from .proposers.alike import is_alike
 from .proposers.interleaved import interleaved
 from .proposers.local_search import local_search
-from .proposers.pipelines import dynamic_program, learned, parallel_branches
+from .proposers.pipelines import dynamic_program, parallel_branches, placed_pipelines
 from .proposers.refined import free_axes, refined_layouts
 from .proposers.replicated import replicated
 from .proposers.sliced import sliced
@@ -46,12 +46,12 @@ from .requests.request import Request
 from .search.bound import lower_bound
 from .search.candidates import Candidate
 from .search.context import INTERRUPTED, Observe, SearchContext, check_measured, ignore
-from .search.layout_gap import tightened
+from .search.layout_gap import tighten_gap
 from .search.pool import CandidatePool
 from .search.report_plan import make_plan
 from .search.simplest import simplest_of, tolerance_of
 from .search.tables import SharedTables
-from .search.workers import StartWorkers, serial, undivided
+from .search.workers import StartWorkers, one_worker, serial_workers
 from .server_offers import with_offered_servers
 
 Proposer = Callable[[SearchContext, CandidatePool], Iterator[Candidate]]
@@ -59,7 +59,7 @@ Proposer = Callable[[SearchContext, CandidatePool], Iterator[Candidate]]
 PROPOSERS: tuple[Proposer, ...] = (
     dynamic_program,  # pipelines of one stage per rank: stages of one size, then of any
     parallel_branches,  # branches of the model on devices of their own
-    local_search,  # cuts next to those of the fastest
+    local_search,  # cuts next to the cuts of the fastest candidates
     refined_layouts,  # the fastest again, their layouts proven by integer programs
     free_axes,  # meshes whose axis "dp" splits weights too
     uneven_shares,  # unlike devices take unequal shares of the batch
@@ -75,24 +75,27 @@ OTHER_SCHEDULES = PROPOSERS[6:]
 
 @dataclass(frozen=True, slots=True)
 class SearchMethod:
-    """How a search is done: which proposers make candidates, who searches the parts of the
-    micro-batch sizes, and whether the plan gets a lower bound, which takes about as long again.
-    ``tables``: those of earlier searches of the same graphs, by the same rules."""
+    """Options of a search.
+
+    ``proposers`` make the candidates, ``start_workers`` starts the searches of parts of the
+    micro-batch sizes, ``is_bounded`` adds a lower bound, which about doubles the time. ``tables``
+    of earlier searches of the same graphs by the same rules may be shared.
+    """
 
     proposers: tuple[Proposer, ...] = PROPOSERS
-    start_workers: StartWorkers = serial
+    start_workers: StartWorkers = serial_workers
     is_bounded: bool = True
     tables: SharedTables | None = None
 
 
-COARSE = SearchMethod((dynamic_program,), undivided, is_bounded=False)
-"""For a first answer: pipelines of one stage per rank, without a bound."""
+COARSE = SearchMethod((dynamic_program,), one_worker, is_bounded=False)
+"""Method for a first answer: pipelines of one stage per rank, without a bound."""
 
 
 DEFAULT_METHOD = SearchMethod()
 
 SAME = 1e-6
-"""The search and ``evaluate`` may differ by this part of a figure, which rounding explains."""
+"""Relative difference that rounding explains between figures of the search and of ``evaluate``."""
 
 
 def plan(
@@ -106,10 +109,10 @@ def plan(
     basis: Basis = DEFAULT,
     method: SearchMethod = DEFAULT_METHOD,
 ) -> Plan:
-    """The fastest plan found that fits.
+    """Find the fastest plan that fits.
 
     Raises ``UsageError`` for a request that cannot be met (AP170 where times must be measured
-    and are not, AP546 and AP158 for a schedule that is forced with what it cannot run, AP196 and
+    and are not, AP546 and AP158 for a forced schedule that an option excludes, AP196 and
     AP197 for sums of gradients that the plan cannot run),
     ``InfeasibleError`` (AP301) if nothing fits in memory, ``TimeLimitError`` (AP701) if nothing
     was found in time, ``InternalError`` (AP999) if the two prices of the plan differ.
@@ -125,7 +128,7 @@ def plan(
             method=method,
         )  # fmt: skip
 
-    def searched(request: Request) -> Found:
+    def searched(request: Request) -> SearchResult:
         return search(
             graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis,
             method=method,
@@ -157,11 +160,11 @@ def _offloaded(
     cluster: Cluster,
     request: Request,
     failure: InfeasibleError,
-    searched: Callable[[Request], Found],
-) -> Found:
-    """What is found with the optimizer's states in host memory, where nothing fits without.
+    searched: Callable[[Request], SearchResult],
+) -> SearchResult:
+    """Search again with the optimizer's states in host memory, after nothing fitted without.
 
-    Raises ``failure`` where that may not be, or changes nothing: it helps GPUs, and only those.
+    Raises ``failure`` if offloading is not allowed or does not help; it helps GPUs only.
     """
     may_offload = (
         request.forced.offload is None
@@ -189,10 +192,10 @@ def _with_servers(
     basis: Basis,
     method: SearchMethod,
 ) -> Plan:
-    """The plan of parameter servers that is forced: that of one worker alone, on all of them.
+    """Return the forced plan of parameter servers: the plan of one worker alone, on all workers.
 
-    Raises as ``plan``, UsageError AP950, AP951, AP954 and AP956, and AP301 where the fullest rank
-    has too little memory.
+    Raises as ``plan``, UsageError AP950, AP951, AP954 and AP956, and AP301 if the fullest rank has
+    too little memory.
     """
     check_served_model(graph, request.precision)
     alone = one_device(cluster)
@@ -239,14 +242,14 @@ def search(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
     method: SearchMethod = DEFAULT_METHOD,
-) -> Found:
-    """The candidates of the best order of the hosts. Raises as ``plan``."""
+) -> SearchResult:
+    """Search every order of the hosts; return the best one's candidates. Raises as ``plan``."""
     own_blocks = pinned_blocks(graph, blocks, request.pins)
     tables = (method.tables or SharedTables()).of(graph, own_blocks, request.precision)
     if basis.mode == "measured":
-        basis = replace(basis, asked=Asked(uses_of(own_blocks)))
-    if is_mixed(cluster):  # the orders of its hosts share what one process has solved
-        method = replace(method, start_workers=serial)
+        basis = replace(basis, asked=CostQueries(uses_of(own_blocks)))
+    if is_mixed(cluster):  # host orders share solved problems of one process
+        method = replace(method, start_workers=serial_workers)
     contexts: list[SearchContext] = []
 
     def attempt(order: HostOrder, limited: Request) -> tuple[SearchContext, CandidatePool]:
@@ -256,7 +259,7 @@ def search(
         context = SearchContext.of(
             graph, own_blocks, order.cluster, limited, rules=rules, basis=basis, tables=tables
         )
-        if contexts:  # the same but for the order of the hosts
+        if contexts:  # equal except for the order of the hosts
             context = context.like(contexts[0])
         context.observe, context.start_workers = observe, method.start_workers
         try:
@@ -276,13 +279,13 @@ def search(
     others = [each for _, (_, other) in done if other is not pool for each in other.known]
     is_known = method.is_bounded and (not context.stopped or len(contexts) == 1)
     bounded = tuple(contexts) if is_known else ()
-    return Found(graph, blocks, cluster, request, order, context, pool, others, bounded)
+    return SearchResult(graph, blocks, cluster, request, order, context, pool, others, bounded)
 
 
 def run_proposers(
     context: SearchContext, proposers: Sequence[Proposer] = PROPOSERS
 ) -> CandidatePool:
-    """The pool that the proposers fill, also where Ctrl-C ends them. Raises as ``plan``."""
+    """Run the proposers and return their pool, also after Ctrl-C. Raises as ``plan``."""
     context.check_total_bytes()
     pool, left = CandidatePool(context), list(_for_request(context.request, proposers))
     try:
@@ -308,19 +311,19 @@ def run_proposers(
 
 
 def _for_request(request: Request, proposers: Sequence[Proposer]) -> Sequence[Proposer]:
-    """With a placer its pipelines take the place of those of the dynamic program."""
+    """Replace the dynamic program by the placer's pipelines if the request has a placer."""
     if request.placer is None:
         return proposers
-    of_placer = (learned, refined_layouts, *OTHER_SCHEDULES)
-    return [each for each in of_placer if each is learned or each in proposers]
+    of_placer = (placed_pipelines, refined_layouts, *OTHER_SCHEDULES)
+    return [each for each in of_placer if each is placed_pipelines or each in proposers]
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search found, on the hosts in the order that is best.
+class SearchResult:
+    """Result of a search, for the best order of the hosts.
 
-    ``pool`` is the best order's, ``others`` the candidates of the other orders; ``contexts`` are
-    those of all orders that can be bounded.
+    ``pool`` belongs to the best order, ``others`` are the candidates of the other orders;
+    ``contexts`` has every order that can be bounded.
     """
 
     graph: Graph
@@ -334,8 +337,8 @@ class Found:
     contexts: tuple[SearchContext, ...]
 
     def best_plan(self) -> Plan:
-        """The simplest plan within the tolerance of the fastest, its layouts proven, with those
-        that lost to it and how good it is."""
+        """Return the simplest plan within the tolerance of the fastest, its layouts proven, with
+        the losing alternatives and its gap."""
         context, pool = self.context, self.pool
         pinned = pinned_blocks(self.graph, self.blocks, self.request.pins)
         tolerance = self.request.tolerance
@@ -348,7 +351,7 @@ class Found:
                 ),
             )
         winner, why = simplest_of(context, pool, tolerance)
-        best = tightened(context, winner)
+        best = tighten_gap(context, winner)
         losers = [
             each
             for each in (*pool.known, *pool.rejected, *self.others)
@@ -358,7 +361,7 @@ class Found:
         return replace(found, solver=replace(self._solver_info(found), simplest=why))
 
     def _plan(self, best: Candidate, losers: Sequence[Candidate]) -> Plan:
-        """The plan of a candidate, its ranks and kinds as they were given."""
+        """Build the plan of a candidate, in the given ranks and kinds."""
         order, request, context = self.order, self.request, self.context
         found = make_plan(context.structure, order.cluster, request, best, losers, context.spent())
         found = in_given_ranks(found, order, self.cluster)
@@ -367,7 +370,7 @@ class Found:
         return in_given_kinds(found, pinned, self.blocks)
 
     def _solver_info(self, plan: Plan) -> SolverInfo:
-        """How good a plan is, what it took to find, and what ended the search early.
+        """Return the plan's gap, the effort of the search, and the cause of an early end.
 
         Slices skip masked pairs of attention, which the bound counts, and asynchronous schedules
         update more often: there is no bound for these.
@@ -390,7 +393,7 @@ class Found:
 def check_prediction(
     plan: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis
 ) -> None:
-    """Raises ``InternalError`` where ``evaluate`` does not find the plan's own figures again."""
+    """Raise ``InternalError`` if ``evaluate`` does not reproduce the plan's figures."""
     found = evaluate(graph, blocks, plan, plan.cluster, rules=rules, basis=basis)
     pairs = {
         "seconds of a step": (plan.prediction.step_seconds, found.step_seconds),
@@ -417,7 +420,7 @@ def _ended_early(by: str) -> TimeLimitError:
 
 
 def _nothing_found(context: SearchContext, pool: CandidatePool) -> AutoparallelError:
-    """Why there is no plan."""
+    """Return the error that explains why there is no plan."""
     request = context.request
     if not pool.known and not pool.rejected:
         failure = context.failure(is_proven=not pool.is_open)

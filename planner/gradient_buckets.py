@@ -1,9 +1,9 @@
-"""Which gradients are summed together: the buckets of a stage.
+"""Buckets of a stage: which gradients are summed together.
 
-In: what a rank holds of each trained parameter whose gradient is summed over mesh axes. Out: the
+In: the rank's part of each trained parameter whose gradient is summed over mesh axes. Out: the
 buckets, in the order in which a backward fills them. The planner makes them to price each one's
-all-reduce; the runtime makes the same ones to run it. They are of so many elements, whatever the
-dtype, so that a run in float64 that verifies a plan sums as the plan says.
+all-reduce; the runtime makes the same ones to run it. Their size is a number of elements, whatever
+the dtype, so that a run in float64 that verifies a plan sums as the plan says.
 
 A bucket is of one block or of several small ones, as every sum costs a latency; with ``by_block``
 of one block always, so that a forward waits for no gradients but those of its own blocks.
@@ -23,11 +23,11 @@ from .plan import Plan, StagePlan
 
 BUCKET_SIZE = 8_000_000
 FULL_SIZE = 5_000_000
-"""A bucket of more elements takes no further block. Of 8, 20 and 30 MB of float32, two CPU ranks
-took the least for 20 with 19 M parameters; DistributedDataParallel has 25."""
+"""Elements above which a bucket takes no further block. Of 8, 20 and 30 MB of float32, 20 MB was
+the fastest on two CPU ranks with 19 M parameters; DistributedDataParallel has 25 MB."""
 BUCKETS, LEAST_SIZE = 8, 250_000
-"""Where so many buckets of at least so many elements can be filled, they are: the last one's sum
-has no compute beside it."""
+"""Number of buckets to fill with at least ``LEAST_SIZE`` elements each: the last bucket's sum
+overlaps no compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class HeldGradient:
 
     @property
     def done_with(self) -> int:
-        """The block whose backward completes the gradient; -1 where only the stage's end does."""
+        """Position of the block whose backward completes the gradient; -1: the end of the stage."""
         return -1 if self.fully_sharded or self.block is None else self.block
 
 
@@ -64,7 +64,7 @@ class BucketContents:
 def make_buckets(
     gradients: Iterable[HeldGradient], *, by_block: bool = False
 ) -> tuple[BucketContents, ...]:
-    """Gradients with the same axes, the last block's first: so the backward fills the buckets.
+    """Group gradients with equal axes into buckets, the last block's first: the backward's order.
 
     Gradients that several blocks share, and those that ZeRO shards, have buckets of their own,
     which come last. No bucket holds complex and real gradients.
@@ -104,8 +104,8 @@ def _contents(members: list[HeldGradient]) -> BucketContents:
 def held_gradients(
     graph: Graph, blocks: Blocks, plan: Plan, stage_index: int
 ) -> tuple[HeldGradient, ...]:
-    """The gradients of a stage that shards no states, in the order in which its ops first read
-    the parameters."""
+    """Return the gradients of a stage that shards no states, in the order in which its ops first
+    read the parameters."""
     stage = plan.stages[stage_index]
     start = sum(len(each.blocks) for each in plan.stages[:stage_index])
     uses: dict[str, dict[int, None]] = {}
@@ -130,7 +130,7 @@ def held_gradients(
 
 
 def summed_bytes(plan: Plan) -> int:
-    """Bytes of an element of a gradient as it is summed."""
+    """Return the bytes of a gradient's element as it is summed."""
     return policy(plan.model.precision, plan.model.optimizer, plan.states).gradient_bytes
 
 

@@ -1,4 +1,4 @@
-"""The last decision of a plan: how its gradients are summed, and what that changes of the step.
+"""The last decision of a plan: how its gradients are summed, and the effect on the step.
 
 In: a plan whose stages are decided. Out: the plan with the algorithm of each all-reduce of
 gradients, their order, and predictions that count both (``gradient_sums``).
@@ -27,9 +27,9 @@ from .requests.request import Forced
 def with_sums(
     plan: Plan, graph: Graph, blocks: Blocks, forced: Forced, *, rules: Rules, basis: Basis
 ) -> Plan:
-    """The plan with its sums of gradients, as they are cheapest or as they are forced.
+    """Return the plan with its sums of gradients, the cheapest or the forced ones.
 
-    Raises UsageError AP196 for an algorithm that cannot run, AP197 for "priority" that cannot be.
+    Raises UsageError AP196 for an algorithm that cannot run, AP197 if "priority" is not possible.
     """
     evaluator = Evaluator(graph, blocks, rules, replace(basis, asked=None))
     backward = with_algorithms(plan, graph, blocks, forced.allreduce)
@@ -51,7 +51,7 @@ def with_sums(
 
 
 def _predicted(plan: Plan, evaluator: Evaluator) -> Plan:
-    """The plan with the predictions of ``evaluate``."""
+    """Return the plan with the predictions of ``evaluate``."""
     found, before = evaluator.evaluation(plan, plan.cluster), plan.prediction
     faster = before.step_seconds / found.step_seconds
     stages = tuple(

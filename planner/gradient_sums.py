@@ -1,7 +1,7 @@
-"""How a plan sums its gradients: the algorithm of each all-reduce, and their order.
+"""Sums of a plan's gradients: the algorithm of each all-reduce, and their order.
 
 In: a finished plan. Out: the plan with ``gradient_sums`` in each stage that shards no states, and
-``gradient_order``; and what these change of a predicted step, which ``evaluate`` finds from the
+``gradient_order``; and their effect on the predicted step, which ``evaluate`` computes from the
 plan alone. The search prices gradients block by block, by the library, in backward order, and so
 does a plan whose sums are all of that kind.
 """
@@ -37,21 +37,21 @@ from .pricing.seconds import Groups, Resource, Seconds
 from .pricing.stage_cost import StageCost
 
 Place = tuple[Group, tuple[int, ...]]
-"""A group of ranks, and how many of them each host has."""
+"""A group of ranks, and the number of them on each host."""
 
 PART_BYTES = (32_000_000, 8_000_000, 2_000_000, 500_000)
-"""The largest sums that are tried under "priority"."""
+"""Maximum bytes of a sum under "priority", each of which is tried."""
 
 MOST_PARTS = 256
-"""Of a step's sums under "priority", besides one per block: larger models have larger parts."""
+"""Maximum sums of a step under "priority", besides one per block: large models have large parts."""
 
 LEAST_GAIN = 0.02
-"""Of a step, for which "priority" is chosen: each part of a sum costs the host time, too."""
+"""Share of a step that "priority" must save to be chosen: parts of a sum also cost host time."""
 
 
 @dataclass
 class SumPrices:
-    """Prices of a stage's sums. ``places`` are its groups along each axis, one of each kind."""
+    """Prices of a stage's sums. ``places``: its groups along each axis, one of each kind."""
 
     places: Mapping[str, Sequence[Place]]
     _known: dict[tuple[str, int, tuple[str, ...]], float] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class SumPrices:
         return SumPrices({name: tuple(own) for name, own in found.items()})
 
     def seconds(self, algorithm: str, own: GradientSum) -> float:
-        """Seconds of a sum by an algorithm, over its axes in turn."""
+        """Return the seconds of a sum by an algorithm, over its axes in turn."""
         key = algorithm, own.num_bytes, own.axes
         if key not in self._known:
             self._known[key] = sum(
@@ -81,7 +81,7 @@ class SumPrices:
         return self._known[key]
 
     def best(self, num_bytes: int, axes: tuple[str, ...]) -> str:
-        """The cheapest algorithm, if it is the same for all groups; else the library's."""
+        """Return the cheapest algorithm if all groups agree on it, else the library's."""
         key = num_bytes, axes
         if key not in self._best:
             places = (place for name in axes for place in self.places[name])
@@ -90,7 +90,7 @@ class SumPrices:
         return self._best[key]
 
     def check(self, algorithm: str, axes: tuple[str, ...]) -> None:
-        """Raises UsageError AP196 where an algorithm cannot run a sum over these axes."""
+        """Raise UsageError AP196 if an algorithm cannot run a sum over these axes."""
         for group, hosts in (place for name in axes for place in self.places[name]):
             known = algorithms_of(group, hosts)
             if algorithm in known:
@@ -108,8 +108,9 @@ class SumPrices:
 
 
 def with_algorithms(plan: Plan, graph: Graph, blocks: Blocks, algorithm: str | None = None) -> Plan:
-    """The plan with its sums in backward order, each by the cheapest algorithm, or by the one that
-    is given. Raises UsageError AP196 where that one cannot run a sum."""
+    """Return the plan with its sums in backward order, by ``algorithm`` or else the cheapest.
+    Raises UsageError AP196 if ``algorithm`` cannot run a sum.
+    """
     stages = []
     for index, stage in enumerate(plan.stages):
         sums: tuple[GradientSum, ...] = ()
@@ -143,8 +144,8 @@ def _sum(
 
 
 def with_sum_seconds(cost: StageCost, stage: StagePlan, cluster: Cluster) -> StageCost:
-    """A stage's cost with its sums, in backward order, by the plan's algorithms instead of the
-    library's. All sums of the stage are shortened by the same factor."""
+    """Return a stage's cost with its sums by the plan's algorithms instead of the library's, in
+    backward order. All sums of the stage are shortened by the same factor."""
     sums = stage.gradient_sums
     if all(own.algorithm == LIBRARY for own in sums):
         return cost
@@ -163,9 +164,9 @@ def with_sum_seconds(cost: StageCost, stage: StagePlan, cluster: Cluster) -> Sta
 
 
 def only_library(plan: Plan) -> bool:
-    """Whether the library runs every sum: prices are those of the search then.
+    """Return whether the library runs every sum, so that the prices of the search hold.
 
-    That is so with NCCL, whatever it is taken to choose.
+    That is always so with NCCL.
     """
     on_gpus = any(host.device.kind == "cuda" for host in plan.cluster.hosts)
     sums = (own for stage in plan.stages for own in stage.gradient_sums)
@@ -173,7 +174,7 @@ def only_library(plan: Plan) -> bool:
 
 
 def why_not_priority(plan: Plan, graph: Graph, blocks: Blocks) -> str:
-    """Why the plan cannot sum gradients beside the next forward; "" where it can."""
+    """Return the reason why the plan cannot sum gradients beside the next forward; "" if it can."""
     if plan.has_pipeline:
         return "the plan is a pipeline, whose stages begin a step at different times"
     (stage,) = plan.stages
@@ -196,8 +197,8 @@ def why_not_priority(plan: Plan, graph: Graph, blocks: Blocks) -> str:
 def with_priority(
     plan: Plan, graph: Graph, blocks: Blocks, cost: StageCost, algorithm: str | None
 ) -> Plan:
-    """The plan with its sums in the order in which the next forward needs them, in parts of the
-    best size. ``cost`` is that of its only stage; ``why_not_priority`` must be empty."""
+    """Return the plan with its sums in the order in which the next forward needs them, in parts of
+    the best size. ``cost`` belongs to its only stage; ``why_not_priority`` must be empty."""
     (stage,) = plan.stages
     prices, size = SumPrices.of(plan.cluster, stage), summed_bytes(plan)
     contents = make_buckets(held_gradients(graph, blocks, plan, 0), by_block=True)
@@ -218,14 +219,14 @@ def with_priority(
 
 
 def overlapped_seconds(plan: Plan, cost: StageCost) -> float:
-    """Seconds of a step whose last sums run beside the next forward. ``cost`` is that of the
-    only stage, with sums by the library."""
+    """Return the seconds of a step whose last sums overlap the next forward. ``cost`` belongs to
+    the only stage, with sums by the library."""
     sums = _priced(plan, cost, plan.stages[0].gradient_sums)
     return step_seconds(_blocks(plan, cost), sums, overlaps_steps=True)
 
 
 def order_gain(plan: Plan, cost: StageCost) -> float:
-    """Seconds of a step that "priority" saves. ``cost`` as for ``overlapped_seconds``.
+    """Return the seconds of a step that "priority" saves. ``cost`` as for ``overlapped_seconds``.
 
     Both orders are simulated over blocks; a step in backward order sums each block's gradients.
     """
@@ -237,8 +238,8 @@ def order_gain(plan: Plan, cost: StageCost) -> float:
 
 
 def _priced(plan: Plan, cost: StageCost, sums: Sequence[GradientSum]) -> list[SumSeconds]:
-    """Seconds of each sum. If the stage's were measured, all are as much longer as the whole
-    buckets are, by the library."""
+    """Return the seconds of each sum. If the stage's sums were measured, scale all by the ratio of
+    measured to predicted buckets."""
     prices = SumPrices.of(plan.cluster, plan.stages[0])
     whole = {own.bucket: replace(own, num_bytes=own.num_bytes * own.num_parts) for own in sums}
     library = sum(prices.seconds(LIBRARY, own) for own in whole.values())

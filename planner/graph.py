@@ -1,7 +1,7 @@
 """The graph that is planned: tensors, nodes, and the blocks they form.
 
 Nodes are the forward of the model at one batch size, in topological order. A name
-is what a user knows: a parameter's node is called by its fully qualified name, an
+is one that a user knows: a parameter's node is called by its fully qualified name, an
 input's by its key in the batch, an op's by its name in the captured program.
 """
 
@@ -58,11 +58,11 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class OpRule:
-    """How an op that the user registered can be split; it travels with the op's nodes.
+    """Splitting rule of an op that the user registered; it travels with the op's nodes.
 
-    ``annotation`` is in the grammar of ``planner.rules.annotation``. ``flops`` gives the
-    forward's from the (local) shapes of the input tensors; ``saved_bytes`` what the backward
-    reads of its own (masks, statistics), from the same, where it reads no input.
+    ``annotation`` is in the grammar of ``planner.rules.annotation``. ``flops`` computes the
+    forward's FLOPs from the (local) shapes of the input tensors; ``saved_bytes``, from the same
+    shapes, the bytes that the backward reads besides inputs (masks, statistics).
     """
 
     annotation: str
@@ -72,17 +72,17 @@ class OpRule:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What an op moves that is part of a fused kernel (``planner.kernels.fusion``).
+    """Memory traffic of an op that is part of a fused kernel (``planner.kernels.fusion``).
 
-    By position among its inputs, or index among its outputs: what the kernel ``reads`` and
-    ``writes`` at this op in the forward; of which outputs its backward reads the gradient, and
-    ``gradients``, of which inputs it writes it (twice where it adds it to another part); and what
-    is kept for the backward. ``kernels_*``: how many kernels are counted here.
+    Positions among its inputs, or indices among its outputs: ``reads`` and ``writes`` of the kernel
+    at this op in the forward; ``reads_gradients``, the outputs whose gradient its backward reads;
+    ``gradients``, the inputs whose gradient it writes (twice where it adds to another part);
+    ``keeps_*``, kept for the backward. ``kernels_*``: number of kernels counted here.
 
-    ``in_product_kernel`` marks the ops of a kernel over products (``kernels.product_kernels``). Of
-    these ``share`` is the part of the FLOPs that is computed, which masks and repeated operands
-    make smaller; ``again`` marks products that the backward computes again, ``is_attention`` the
-    ops of a kernel with a softmax, and ``product_dtype`` is the format of a product's operands.
+    ``in_product_kernel`` marks the ops of a kernel over products (``kernels.product_kernels``).
+    ``share`` is the part of their FLOPs that is computed, after masks and repeated operands;
+    ``again`` marks products that the backward recomputes, ``is_attention`` the ops of a kernel with
+    a softmax, and ``product_dtype`` is the format of a product's operands.
     """
 
     reads: tuple[int, ...] = ()
@@ -116,11 +116,11 @@ class Node:
       - ``op``: everything else.
 
     ``op`` is a ``torch.ops`` path such as ``"aten.linear.default"`` (empty for leaves).
-    ``args``/``kwargs`` hold literals, ``Ref``s and lists of them, as the op is called.
-    ``outputs`` has one spec per output. ``module`` is the module path that made the node,
-    ``source`` the user's ``file:line``. ``rule`` is that of an op which the user registered;
-    ``fused`` says what a compiler leaves an op to move, None where it is a kernel of its own.
-    ``product_dtype``: the format that a product casts its factors to; empty where it casts none.
+    ``args``/``kwargs`` hold literals, ``Ref``s and lists of them, as the op is called. ``outputs``
+    has one spec per output. ``module`` is the module path that made the node, ``source`` the user's
+    ``file:line``. ``rule`` belongs to an op that the user registered; ``fused`` is the traffic that
+    a compiler leaves an op, None where it is a kernel of its own. ``product_dtype``: the format
+    that a product casts its factors to; empty if it casts none.
     """
 
     name: str
@@ -138,12 +138,12 @@ class Node:
 
     @property
     def spec(self) -> TensorSpec:
-        """The first output's spec."""
+        """Return the spec of the first output."""
         return self.outputs[0]
 
     @property
     def inputs(self) -> tuple[Ref, ...]:
-        """Every ``Ref`` among the arguments, in call order (repeated uses repeated)."""
+        """Return every ``Ref`` among the arguments, in call order (repeated uses repeated)."""
         if self._inputs is None:
             refs: list[Ref] = []
             _collect(self.args, refs)
@@ -153,7 +153,7 @@ class Node:
         return self._inputs or ()
 
     def with_outputs(self, outputs: tuple[TensorSpec, ...]) -> Node:
-        """The same node with other outputs."""
+        """Return the same node with other outputs."""
         made = Node(
             self.name, self.kind, self.op, self.args, self.kwargs, outputs,
             self.module, self.source, self.rule, self.fused, self.product_dtype,
@@ -174,7 +174,7 @@ def _collect(value: Any, refs: list[Ref]) -> None:
 
 
 def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
-    """``value`` with every ``Ref`` in nested tuples, lists and dicts replaced by ``function``."""
+    """Apply ``function`` to every ``Ref`` in nested tuples, lists and dicts of ``value``."""
     if isinstance(value, Ref):
         return function(value)
     if isinstance(value, tuple | list):
@@ -185,7 +185,7 @@ def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
 
 
 def flat_form(value: Any, named: Callable[[Ref], Any], parts: list[Any]) -> None:
-    """Append to ``parts`` what arguments hold, in order, with each ``Ref`` as ``named`` has it.
+    """Append the contents of arguments to ``parts`` in order; ``named`` maps each ``Ref``.
 
     Equal lists then mean equal arguments: ``1``, ``1.0`` and ``True`` differ.
 
@@ -211,16 +211,16 @@ def flat_form(value: Any, named: Callable[[Ref], Any], parts: list[Any]) -> None
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """How the losses of micro-batches make up the loss of the batch.
+    """The losses of micro-batches, and how they make up the loss of the batch.
 
     The batch's loss, and its gradient, is the mean over the micro-batches if in each of them
-      - what the nodes ``sums`` make (sums over the rows) is multiplied by their number;
+      - the results of the nodes ``sums`` (sums over the rows) are multiplied by their number;
       - the class losses ``counted`` divide by the mean of all micro-batches' counts of
         targets, where each would divide by its own;
       - a value in ``totals`` (sums over rows that no parameter enters: counts of a mask) is
-        replaced, for those who use it, by its sum over all micro-batches.
+        replaced, for its users, by its sum over all micro-batches.
     ``mixing`` are nodes in which rows see each other (``batch_norm``): with several
-    micro-batches rows see those of their micro-batch only, as in gradient accumulation.
+    micro-batches rows see rows of their micro-batch only, as in gradient accumulation.
     """
 
     sums: tuple[str, ...] = ()
@@ -255,7 +255,7 @@ class Graph:
 
     @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
-        """For each node the names of the nodes that use it, in order, without repetition."""
+        """Map each node to the names of the nodes that use it, in order, without repetition."""
         users: dict[str, dict[str, None]] = {node.name: {} for node in self.nodes}
         for node in self.nodes:
             for ref in node.inputs:
@@ -280,7 +280,7 @@ class Graph:
         return tuple(node for node in self.nodes if node.kind == "input")
 
     def with_batch_size(self, batch_size: int) -> Graph:
-        """The same graph for another batch: every batch dimension scaled. Made once and kept.
+        """Return the same graph for another batch size, with every batch dimension scaled. Cached.
 
         Size arguments of ops (``view``, ``expand``) keep the captured numbers; whoever
         runs the graph takes them from the output's shape.
@@ -298,7 +298,7 @@ class Graph:
         return self._at_batch[batch_size]
 
     def _scaled(self, batch_size: int) -> tuple[Node, ...]:
-        """The nodes for another batch; equal outputs are scaled once."""
+        """Scale the nodes to another batch size; equal outputs are scaled once."""
         known: dict[object, tuple[TensorSpec, ...]] = {}
         by_id: dict[object, tuple[TensorSpec, ...]] = {}
         found = []
@@ -320,7 +320,7 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of what the model computes, free of dtypes and of the batch size."""
+        """Return a hash of the model's computation, independent of dtypes and of the batch size."""
         lines = [
             [node.name, node.kind, node.op, [[ref.name, ref.index] for ref in node.inputs],
              [self._shape_without_batch(node, index) for index in range(len(node.outputs))]]
@@ -349,11 +349,11 @@ def _scaled(spec: TensorSpec, dim: int | None, target: int, source: int) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A run of nodes that is never cut: a unit of stages, ZeRO gathering and recomputation.
+    """A run of nodes that is never cut: the unit of stages, ZeRO gathering and recomputation.
 
-    ``nodes`` are its op nodes in order, then its own parameters and buffers are listed in
-    ``parameters``. Equal blocks have one ``kind`` and their nodes correspond by position.
-    A parameter used by several blocks is listed by the first and is ``shared``.
+    ``nodes`` are its op nodes in order, then ``parameters`` lists its own parameters and buffers.
+    Equal blocks have one ``kind`` and their nodes correspond by position. A parameter used by
+    several blocks is listed by the first and is ``shared``.
     """
 
     name: str
@@ -370,7 +370,7 @@ class Blocks:
 
     @cached_property
     def kinds(self) -> dict[str, Block]:
-        """For each kind its first block, whose node names stand for the kind's."""
+        """Map each kind to its first block, whose node names stand for the kind's."""
         kinds: dict[str, Block] = {}
         for block in self.blocks:
             kinds.setdefault(block.kind, block)
@@ -378,7 +378,7 @@ class Blocks:
 
     @cached_property
     def template(self) -> dict[str, str]:
-        """For each op node and parameter, its counterpart in the first block of its kind."""
+        """Map each op node and parameter to its counterpart in the first block of its kind."""
         mapping: dict[str, str] = {}
         for block in self.blocks:
             first = self.kinds[block.kind]
@@ -386,11 +386,11 @@ class Blocks:
             mapping.update(zip(block.parameters, first.parameters, strict=True))
         return mapping
 
-    def told_apart(self, signature: Callable[[Block], object]) -> Blocks:
-        """Return the blocks with kinds that tell apart blocks of different signatures.
+    def split_kinds(self, signature: Callable[[Block], object]) -> Blocks:
+        """Split kinds so that blocks of different signatures have different kinds.
 
-        Of one kind, blocks with the first block's signature keep the kind. For each other signature
-        "@" and a number follow the kind's name.
+        Blocks with the signature of their kind's first block keep the kind. For each other
+        signature "@" and a number follow the kind's name.
         """
         taken = set(self.kinds)
         names: dict[str, dict[object, str]] = {}
@@ -407,7 +407,7 @@ class Blocks:
 
     @cached_property
     def of_node(self) -> dict[str, int]:
-        """For each op node and parameter, the position of its block."""
+        """Map each op node and parameter to the position of its block."""
         return {
             name: position
             for position, block in enumerate(self.blocks)

@@ -1,4 +1,4 @@
-"""Layouts: how a tensor lies on a mesh, and the collectives that change it.
+"""Layouts of tensors on a mesh, and the collectives that change them.
 
 A layout is one placement per mesh axis. The four placements are the pairs of
 (value, gradient) that stay consistent under autograd:
@@ -32,7 +32,7 @@ Kind = Literal["S", "R", "I", "P"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """How a tensor lies along one mesh axis.
+    """A tensor's distribution along one mesh axis.
 
     >>> str(Placement("S", 1)), str(Placement("R"))
     ('S(1)', 'R')
@@ -50,7 +50,7 @@ class Placement:
 
 
 def shard(dim: int) -> Placement:
-    """The placement that splits dimension ``dim`` (counted from 0)."""
+    """Return the placement that splits dimension ``dim`` (counted from 0)."""
     return Placement("S", dim)
 
 
@@ -64,7 +64,7 @@ _PLACEMENT = re.compile(r"S\((\d+)\)|([RIP])")
 
 
 def parse_placement(text: str) -> Placement:
-    """The placement that ``str`` printed.
+    """Parse a placement printed by ``str``.
 
     >>> parse_placement("S(2)")
     Placement(kind='S', dim=2)
@@ -78,7 +78,7 @@ def parse_placement(text: str) -> Placement:
 
 
 def parse_layout(text: str) -> Layout:
-    """A layout from its text, one placement per mesh axis, space-separated.
+    """Parse a layout: one placement per mesh axis, space-separated.
 
     >>> parse_layout("S(0) R") == (shard(0), REPLICATE)
     True
@@ -87,7 +87,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def format_layout(layout: Layout) -> str:
-    """The text of a layout; ``parse_layout`` reads it back.
+    """Format a layout; ``parse_layout`` reads it back.
 
     >>> format_layout((shard(0), PARTIAL))
     'S(0) P'
@@ -96,12 +96,12 @@ def format_layout(layout: Layout) -> str:
 
 
 def held_layout(layout: Layout) -> Layout:
-    """The layout with R written as I: without a gradient they are the same."""
+    """Return the layout with R written as I: without a gradient they are the same."""
     return tuple(INVARIANT if each.kind == "R" else each for each in layout)
 
 
 def boundary_layout(layout: Layout) -> Layout:
-    """How a value lies between stages: what is not split is whole."""
+    """Return the layout of a value between stages: dimensions that are not split are whole."""
     return tuple(each if each.is_shard else INVARIANT for each in layout)
 
 
@@ -127,7 +127,7 @@ class Mesh:
 
     @property
     def row_parts(self) -> int:
-        """The least number of parts that the ranks cut a micro-batch into: "dp" times "ep".
+        """Return the least number of parts that the ranks cut a micro-batch into: "dp" times "ep".
 
         >>> Mesh(("dp", "ep", "tp"), (2, 2, 4)).row_parts
         4
@@ -136,7 +136,7 @@ class Mesh:
         return prod(size for name, size in sizes if name in ("dp", "ep"))
 
     def coordinates(self, index: int) -> tuple[int, ...]:
-        """The coordinates of the ``index``-th device of the mesh.
+        """Return the coordinates of the ``index``-th device of the mesh.
 
         >>> Mesh(("dp", "tp"), (2, 4)).coordinates(5)
         (1, 1)
@@ -148,14 +148,14 @@ class Mesh:
         return tuple(reversed(coordinates))
 
     def index(self, coordinates: Sequence[int]) -> int:
-        """The inverse of ``coordinates``."""
+        """Return the index of the device at ``coordinates``."""
         index = 0
         for size, coordinate in zip(self.shape, coordinates, strict=True):
             index = index * size + coordinate
         return index
 
     def groups(self, *axes: int) -> tuple[tuple[int, ...], ...]:
-        """The groups of device indices that differ only in their coordinates on ``axes``.
+        """Return the groups of device indices that differ only in their coordinates on ``axes``.
 
         >>> Mesh(("dp", "tp"), (2, 2)).groups(0)
         ((0, 2), (1, 3))
@@ -171,7 +171,7 @@ class Mesh:
 
 
 def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a rank's part. Every split must divide its dimension.
+    """Return the shape of a rank's part. Every split must divide its dimension.
 
     >>> local_shape((8, 6), (shard(0), shard(1)), (2, 3))
     (4, 2)
@@ -188,7 +188,7 @@ def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int])
 
 
 def divides(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> bool:
-    """Whether every split of ``layout`` divides its dimension of ``shape`` evenly."""
+    """Return whether every split of ``layout`` divides its dimension of ``shape`` evenly."""
     local = list(shape)
     for placement, size in zip(layout, mesh_shape, strict=True):
         if placement.is_shard:
@@ -204,7 +204,7 @@ Region = tuple[tuple[int, int], ...]
 def local_region(
     shape: Sequence[int], layout: Layout, mesh: Mesh, coordinates: Sequence[int]
 ) -> Region:
-    """The box ``((start, stop), …)`` of the global tensor that a rank holds.
+    """Return the box ``((start, stop), …)`` of the global tensor that a rank holds.
 
     >>> local_region((8,), (shard(0), shard(0)), Mesh(("a", "b"), (2, 2)), (1, 0))
     ((4, 6),)
@@ -219,7 +219,7 @@ def local_region(
 
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap", "dispatch"]
-"""In a swap ranks r and n - 1 - r of the group send each other a tensor: no conversion needs it."""
+"""Kinds of collectives. In a swap, ranks r and n - 1 - r exchange a tensor; no conversion does."""
 
 CONVERSIONS: dict[tuple[Kind, Kind], tuple[Collective | None, Collective | None]] = {
     ("S", "S"): ("all_to_all", "all_to_all"),
@@ -257,7 +257,7 @@ class Step:
 
 
 def conversion_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
-    """The single-axis steps that turn ``source`` into ``target``, in order.
+    """Return the single-axis steps that turn ``source`` into ``target``, in order.
 
     A dimension split on two axes is nested; an outer split can only change while
     no inner axis splits that dimension, so such inner axes pass through ``I``.
@@ -290,7 +290,7 @@ def conversion_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 
 def _lifted_axes(source: Layout, target: Layout) -> set[int]:
-    """Axes inside the split of a dimension that an outer axis is changing."""
+    """Return the axes inside the split of a dimension that an outer axis is changing."""
     lifted: set[int] = set()
     disturbed: set[int] = set()
     for axis, (before, after) in enumerate(zip(source, target, strict=True)):
@@ -306,9 +306,9 @@ def _lifted_axes(source: Layout, target: Layout) -> set[int]:
 class InnerCollective:
     """A collective that an op itself needs when split, e.g. vocabulary-parallel loss.
 
-    ``num_bytes`` is the size of the tensor reduced or gathered, local to a rank's other
-    axes; ``backward`` tells the direction. ``copies``: of each row how many are sent, and
-    ``limit``: of how many groups of receivers each is sent to how many, where that matters.
+    ``num_bytes`` is the size of the tensor reduced or gathered, local to a rank's other axes;
+    ``backward`` is the direction. ``copies``: sent copies of each row; ``limit``: (groups of
+    receivers, groups that a row is sent to), where that matters.
     """
 
     kind: Collective
@@ -320,13 +320,13 @@ class InnerCollective:
 
 @dataclass(frozen=True, slots=True)
 class AxisStrategy:
-    """One way to run an op on one mesh axis.
+    """An execution of an op on one mesh axis.
 
-    ``inputs`` has a placement for each of the node's ``inputs`` (in call order, a tensor
-    used twice listed twice), ``outputs`` one for each output. ``label`` is the letter of
-    the dimension annotation that is split (``"b"``), or ``"R"``/``"I"``/``"P"`` when the
-    op runs on whole or partial tensors. ``groups``, unless 0, is how many groups the
-    dimension has that must stay whole.
+    ``inputs`` has a placement for each of the node's ``inputs`` (in call order, a tensor used twice
+    listed twice), ``outputs`` one for each output. ``label`` is the letter of the dimension
+    annotation that is split (``"b"``), or ``"R"``/``"I"``/``"P"`` when the op runs on whole or
+    partial tensors. ``groups``, unless 0, is the number of groups of the dimension that must stay
+    whole.
     """
 
     label: str
@@ -338,7 +338,7 @@ class AxisStrategy:
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """What was chosen for a node: the layout each input is brought to, and each output's.
+    """The chosen layouts of a node: of each input after conversion, and of each output.
 
     A parameter, input or constant has no inputs; its output layout is how it is held.
     """
@@ -353,16 +353,15 @@ BALANCED = "balanced"
 
 
 def balanced_axes(layout: NodeLayout) -> tuple[int, ...]:
-    """The axes on which the ranks of a causal attention swap halves of their queries."""
+    """Return the axes on which the ranks of a causal attention swap halves of their queries."""
     if BALANCED not in layout.labels:
         return ()
     return tuple(axis for axis, label in enumerate(layout.labels) if label == BALANCED)
 
 
 def splits(layout: NodeLayout) -> tuple[tuple[int, ...], ...]:
-    """What of a node's layout says how large its parts are: by tensor and axis the dimension
-    that is split, -1 where none is, then the axes that balance attention. Compute and bytes kept
-    follow from it alone."""
+    """Return the key of a node's layout that determines its compute and kept bytes: by tensor and
+    axis the split dimension (-1 for none), then the axes that balance attention."""
     dims = [
         tuple([placement.dim for placement in each]) for each in (*layout.inputs, *layout.outputs)
     ]
@@ -370,7 +369,7 @@ def splits(layout: NodeLayout) -> tuple[tuple[int, ...], ...]:
 
 
 def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
-    """The node layout of one strategy per mesh axis."""
+    """Combine one strategy per mesh axis into a node layout."""
     return NodeLayout(
         inputs=tuple(zip(*(axis.inputs for axis in axes), strict=True)),
         outputs=tuple(zip(*(axis.outputs for axis in axes), strict=True)),
@@ -379,7 +378,7 @@ def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
 
 
 def keeps_groups(axes: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
-    """Whether axes of these sizes, together, cut grouped dimensions between groups only."""
+    """Return whether axes of these sizes split grouped dimensions between groups only."""
     parts: dict[str, int] = {}
     for axis, size in zip(axes, sizes, strict=True):
         if axis.groups:

@@ -1,15 +1,15 @@
-"""Shorter sequences than planned, padded at their end: where that changes nothing.
+"""Padding of sequences that are shorter than planned, where it does not change the result.
 
-In: a graph. Out: with what each input may be padded, so that the loss and all gradients are those
-of the shorter sequences. That is so where
+In: a graph. Out: the padding of each input, such that the loss and all gradients are those of the
+shorter sequences. That is so where
 
-- no position depends on a later one, which is what slices of sequences need as well
-  (``sequence_places``), and nothing divides by the number of positions;
-- the loss adds up over positions, and ignores those whose target says so: what is padded is
-  given such targets. A mean is then over the targets that count (``Graph.accumulation``).
+- no position depends on a later one, as slices of sequences
+  require, too (``sequence_places``), and nothing divides by the number of positions;
+- the loss adds up over positions, and ignores positions with certain targets, which padding gets.
+  A mean is then over the targets that count (``Graph.accumulation``).
 
-Numbers that the model's Python code has made of the length are those of the planned one. The
-gradient of a position without a target, after which no other has one, is exactly zero.
+Numbers that the model's Python code computes from the length are fixed at the planned length. The
+gradient of trailing positions without a target is exactly zero.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from .graph import Graph, Node, Ref
 from .positions import position_dims
 from .rules import axis_strategies
 from .rules.case import argument
-from .sequence_places import CLASS_LOSSES, MEAN, Places, find_places
+from .sequence_places import CLASS_LOSSES, MEAN, SequenceDims, find_places
 
 _IGNORED = -100
-"""What class losses ignore unless they are told otherwise."""
+"""Default target that class losses ignore."""
 
 _KEEPING = frozenset(
     f"aten.{name}"
     for name in ("view", "reshape", "_unsafe_view", "flatten", "contiguous", "clone", "alias",
                  "detach", "_to_copy", "to", "slice", "pad", "constant_pad_nd")
 )  # fmt: skip
-"""Ops whose results are entries of their input in the same order, and perhaps a padding."""
+"""Ops whose results are entries of their input in the same order, perhaps padded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Input ``name`` may be longer in ``dims``; what is added is ``value``."""
+    """Input ``name`` may be padded with ``value`` in ``dims``."""
 
     dims: tuple[int, ...]
     value: int
 
 
 def find_padding(graph: Graph) -> tuple[int, Mapping[str, Padding]]:
-    """The planned length, and for each input along positions how it is padded.
+    """Return the planned length, and the padding of each input along positions.
 
-    Raises PlanError AP560 where padding would not give the same result.
+    Raises PlanError AP560 if padding would change the result.
     """
     try:
         places = find_places(graph)
@@ -68,8 +68,8 @@ def find_padding(graph: Graph) -> tuple[int, Mapping[str, Padding]]:
     return places.length, found
 
 
-def _targets(graph: Graph, places: Places) -> list[tuple[str, int]]:
-    """The inputs that have the targets of the losses, and what is ignored in them."""
+def _targets(graph: Graph, places: SequenceDims) -> list[tuple[str, int]]:
+    """Return the inputs that hold the losses' targets, each with its ignored target."""
     found = []
     for name in sorted(places.sums):
         node = graph[name]
@@ -84,8 +84,8 @@ def _targets(graph: Graph, places: Places) -> list[tuple[str, int]]:
     return found
 
 
-def _source(graph: Graph, places: Places, loss: Node, ignored: int) -> str:
-    """The input that the targets of ``loss`` are of, at the positions of its scores or later."""
+def _source(graph: Graph, places: SequenceDims, loss: Node, ignored: int) -> str:
+    """The input that holds the targets of ``loss``, at the positions of its scores or later."""
     scores = places.places[loss.inputs[0]]
     at, first = loss.inputs[1], 0
     reader = loss.name
@@ -110,7 +110,7 @@ def _source(graph: Graph, places: Places, loss: Node, ignored: int) -> str:
 
 
 def _first(graph: Graph, node: Node) -> int:
-    """The position that a slice of targets begins with; 0 where it takes rows whole."""
+    """Return the first position of a slice of targets; 0 if it takes rows whole."""
     dim, start = argument(node, 1, "dim", 0), argument(node, 2, "start", None) or 0
     shape = graph.spec(node.inputs[0]).shape
     if shape[dim] == node.spec.shape[dim]:
@@ -123,7 +123,7 @@ def _first(graph: Graph, node: Node) -> int:
 
 
 def _check_end(node: Node, ignored: int, *, is_plain: bool) -> None:
-    """A padding of targets may only come after them, and be ignored."""
+    """Check that a padding of targets follows them and is ignored."""
     pads = tuple(argument(node, 1, "pad", ()))
     mode = "constant" if is_plain else argument(node, 2, "mode", "constant")
     value = argument(node, 2 if is_plain else 3, "value", 0)
@@ -132,7 +132,7 @@ def _check_end(node: Node, ignored: int, *, is_plain: bool) -> None:
 
 
 def unpaddable(node: Node, why: str) -> PlanError:
-    """Make the error of an op that stands in the way of shorter sequences."""
+    """Return the error of an op that does not allow shorter sequences."""
     name = f"{node.op or 'input'} of {node.module}" if node.module else node.op or node.name
     return _refused(f"{name} cannot be padded", why, node.source or node.module)
 

@@ -1,8 +1,8 @@
-"""Parameter servers in a plan: who is a server, what a step takes, what cannot be.
+"""Parameter servers in a plan: roles of ranks, seconds of a step, and refused combinations.
 
 In: a plan of one stage on one device, which every worker runs on its micro-batches, and a
-``ServerPlan``. Out: the step's seconds and the bytes of the fullest rank. ``evaluate`` prices by
-it, and so does whoever makes such a plan: there is one price.
+``ServerPlan``. Out: the step's seconds and the bytes of the fullest rank. ``evaluate`` and the
+search both price with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .requests.request import Forced, divisors
 from .server_shards import elements_of, shards_of
 
 ITERATIONS = 12
-"""So many iterations are simulated: the first ones have nothing to wait for."""
+"""Simulated iterations: the first iterations have nothing to wait for."""
 
 MEANINGS = {
     "bsp": "equal to one device: every step sums the gradients of all workers",
@@ -32,8 +32,8 @@ MEANINGS = {
 }
 
 
-def served(plan: Plan) -> str:
-    """What a plan with servers computes, in words; "" for others."""
+def describe_servers(plan: Plan) -> str:
+    """Describe the updates of a plan with servers in words; return "" for other plans."""
     if plan.servers is None:
         return ""
     return MEANINGS[plan.servers.consistency].format(staleness=plan.servers.staleness)
@@ -42,10 +42,10 @@ def served(plan: Plan) -> str:
 def server_plan(
     forced: Forced, cluster: Cluster, num_microbatches: int | None, global_batch: int
 ) -> ServerPlan:
-    """The roles of a cluster's ranks: servers are the last ranks, or the first beside workers.
+    """Assign the roles of a cluster's ranks: the last are servers, or the first beside workers.
 
-    ``num_microbatches``: None takes as few as there can be. Raises UsageError AP950 where there are
-    too few ranks, AP951 where micro-batches do not divide.
+    ``num_microbatches``: None takes the fewest possible. Raises UsageError AP950 for too few ranks,
+    AP951 if micro-batches do not divide.
     """
     assert forced.servers is not None
     total, count = cluster.num_devices, forced.servers
@@ -81,13 +81,13 @@ def server_plan(
 
 
 def one_device(cluster: Cluster) -> Cluster:
-    """A cluster of the first device alone."""
+    """Return a cluster of the first device alone."""
     host = cluster.hosts[0].part(1)
     return replace(cluster, hosts=(host,), name=f"1 of {cluster.name}")
 
 
 def check_forced_servers(forced: Forced, cluster: Cluster) -> None:
-    """Raises UsageError AP952 for what servers cannot be combined with, AP953 for GPUs."""
+    """Raise UsageError AP952 for options that exclude servers, AP953 for GPUs."""
     if forced.servers is None:
         return
     others = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "chunks": 1}
@@ -112,7 +112,7 @@ def check_forced_servers(forced: Forced, cluster: Cluster) -> None:
 
 
 def check_not_served(plan: Plan | None) -> None:
-    """Raises UsageError AP961 for a plan with parameter servers."""
+    """Raise UsageError AP961 for a plan with parameter servers."""
     if plan is not None and plan.servers is not None:
         raise UsageError(
             "AP961", "the plan has parameter servers, which scripts cannot run",
@@ -122,7 +122,7 @@ def check_not_served(plan: Plan | None) -> None:
 
 
 def check_served_memory(plan: Plan, peak_bytes: int, limit_bytes: int | None) -> None:
-    """Raises InfeasibleError AP301 where a rank has too little memory for its part."""
+    """Raise InfeasibleError AP301 if a rank has too little memory for its part."""
     assert plan.servers is not None
     ranks = sorted({*plan.servers.workers, *plan.servers.servers})
     limit = limit_bytes or plan.cluster.slowest_device(ranks).usable_memory_bytes
@@ -137,7 +137,7 @@ def check_served_memory(plan: Plan, peak_bytes: int, limit_bytes: int | None) ->
 
 
 def check_served_model(graph: Graph, precision: str) -> None:
-    """Raises UsageError AP954 for buffers that training changes, AP956 for half precision."""
+    """Raise UsageError AP954 for buffers that training changes, AP956 for half precision."""
     if graph.updates:
         raise UsageError(
             "AP954", f"parameter servers cannot train the buffer {min(graph.updates)}",
@@ -154,7 +154,7 @@ def check_served_model(graph: Graph, precision: str) -> None:
 
 
 def blocks_of_parameters(graph: Graph, blocks: Blocks) -> dict[str, int]:
-    """For each trained parameter its block; 0 for one that several blocks use."""
+    """Map each trained parameter to its block; to 0 if several blocks use it."""
     found: dict[str, int] = {}
     for index, block in enumerate(blocks.blocks):
         for node in block.nodes:
@@ -166,7 +166,7 @@ def blocks_of_parameters(graph: Graph, blocks: Blocks) -> dict[str, int]:
 
 
 def server_job(plan: Plan, costs: Sequence[StageCost], graph: Graph, blocks: Blocks) -> ServerJob:
-    """What is simulated; ``costs`` are of a micro-batch on each worker."""
+    """Build the job to simulate; ``costs`` are the costs of a micro-batch on each worker."""
     servers, cluster = plan.servers, plan.cluster
     assert servers is not None
     count = len(servers.servers)
@@ -203,7 +203,7 @@ def server_job(plan: Plan, costs: Sequence[StageCost], graph: Graph, blocks: Blo
 
 
 def _by_block(cost: StageCost, num_blocks: int, *, is_forward: bool) -> tuple[float, ...]:
-    """The seconds of a pass, block by block."""
+    """Return the seconds of a pass, block by block."""
     seconds = cost.forward_seconds if is_forward else cost.backward_seconds
     shares = cost.buckets.forward if is_forward else cost.buckets.backward
     if len(shares) != num_blocks:
@@ -214,14 +214,14 @@ def _by_block(cost: StageCost, num_blocks: int, *, is_forward: bool) -> tuple[fl
 def served_step_seconds(
     plan: Plan, costs: Sequence[StageCost], graph: Graph, blocks: Blocks
 ) -> float:
-    """Seconds in which all workers together compute a global batch."""
+    """Return the seconds in which all workers together compute a global batch."""
     job = server_job(plan, costs, graph, blocks)
     return len(job.worker_ranks) / simulate_servers(job, ITERATIONS).iterations_per_second()
 
 
 def served_peak_bytes(plan: Plan, costs: Sequence[StageCost]) -> int:
-    """The most that a rank holds: as a worker all but the optimizer's states, as a server its part
-    of weights, gradients and states, with those of the server that it is the replica of.
+    """Return the peak bytes of a rank: a worker holds everything but optimizer states; a server
+    holds its part of weights, gradients and states, and of the server it replicates.
 
     Under bsp a server holds the weights before the last update too, and a gradient per worker.
     """

@@ -1,4 +1,4 @@
-"""The plan: everything that a training run needs, in one readable JSON file."""
+"""The plan: the input of a training run, as one readable JSON file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SCHEMA = 6
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 GradientOrder = Literal["backward", "priority"]
-"""In which order gradients are summed: as the backward makes them, or as the next forward needs
-their parameters."""
+"""Order of gradient sums: as the backward makes the gradients, or as the next forward needs their
+parameters."""
 Mode = Literal["auto", "measured", "analytic"]
-"""``auto``: measured, else interpolated, else from specifications; ``measured``: every op that
-the search asks for must have been measured; ``analytic``: specifications alone."""
+"""Source of prices. ``auto``: measured, else interpolated, else from specifications; ``measured``:
+every queried op must be measured; ``analytic``: specifications alone."""
 Float32Ops = Literal["autocast", "none"]
-"""The ops that compute in float32 in a half-precision model: those of autocast's list, or none."""
+"""The ops that compute in float32 in a half-precision model: autocast's list, or none."""
 
 
 Offload = Literal["none", "optimizer"]
@@ -32,10 +32,10 @@ Offload = Literal["none", "optimizer"]
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What was planned: ``target`` and ``settings`` rebuild it, ``fingerprint`` checks it.
+    """The planned model: ``target`` and ``settings`` rebuild it, ``fingerprint`` checks it.
 
-    ``seq`` is None where the model has no such dimension. ``float32_ops`` is "none" where the
-    precision is no half precision. ``gradient_dtype``: what gradients are summed and held in.
+    ``seq`` is None if the model has no such dimension. ``float32_ops`` is "none" without half
+    precision. ``gradient_dtype``: format in which gradients are summed and held.
     """
 
     target: str
@@ -64,10 +64,10 @@ class GradientSum:
     """An all-reduce of gradients, after the last backward: of one part of ``num_parts`` of the
     stage's bucket ``bucket`` (``gradient_buckets``), over each of ``axes`` in turn.
 
-    The gradients are there when the backward of the stage's block ``block`` is done; -1: when the
-    whole backward is. ``num_bytes`` is what is summed. ``algorithm``: what runs it (see
+    The gradients are complete when the backward of the stage's block ``block`` is done; -1: the
+    whole backward. ``num_bytes`` is the size of the sum. ``algorithm`` runs it (see
     ``cost_model.collectives.all_reduce``): "library" is the all-reduce of gloo; NCCL chooses its
-    own, and the name is what it is taken to choose.
+    own, and the name is the assumed choice.
     """
 
     bucket: int
@@ -83,14 +83,14 @@ class GradientSum:
 class StagePlan:
     """A run of blocks on a mesh of devices.
 
-    ``devices`` are cluster ranks in the mesh's row-major order. ``zero`` is the ZeRO stage
-    of parameters that are replicated over mesh axis 0, the axis that shards states.
-    ``layouts`` maps a node's name, in the first block of its kind in the whole graph, to
-    what was chosen; names of inputs, constants and shared parameters stand for themselves.
-    ``forward_seconds``/``backward_seconds`` are per micro-batch. ``shares`` are the rows of a
-    micro-batch that each coordinate of mesh axis 0 takes; () where it is split evenly.
-    ``gradient_sums`` are the all-reduces of a stage that shards no states, in the order in which
-    they are started; () leaves them to the runtime: its buckets, by the library.
+    ``devices`` are cluster ranks in the mesh's row-major order. ``zero`` is the ZeRO stage of
+    parameters that are replicated over mesh axis 0, the axis that shards states. ``layouts`` maps a
+    node's name, in the first block of its kind in the whole graph, to its chosen layout; inputs,
+    constants and shared parameters have their own names. ``forward_seconds``/``backward_seconds``
+    are per micro-batch. ``shares`` are the rows of a micro-batch that each coordinate of mesh axis
+    0 takes; () for an even split. ``gradient_sums`` are the all-reduces of a stage that shards no
+    states, in the order in which they are started; () leaves them to the runtime, which sums its
+    buckets by the library.
     """
 
     blocks: tuple[BlockPlan, ...]
@@ -107,17 +107,16 @@ class StagePlan:
 class StagePrediction:
     """Predicted seconds per micro-batch, seconds per step, and bytes on the worst rank.
 
-    ``seconds`` per micro-batch: forward, backward (recomputation included), compute,
-    communication (what of it is exposed), states (gathering parameters and summing gradients) and
-    hidden_states (what of that runs beside compute), send (to the next stage), receive, and where
-    the backward is split weight_gradients (what of it can wait). Per step: parameter_gather and
-    gradient_sync (whole), exposed_sync (what of these two adds to the step), slowed_share (of the
-    compute beside them), optimizer.
-    ``memory_bytes``: parameters, gradients, optimizer, activations, transient, buffers, reserve
-    as the search prices them; of a finished plan those of the moment at which the rank is fullest,
-    also master (the copy that is stepped), gathered, inputs, communication, communicators and
-    fragmentation. Its transient bytes, and recomputation, are of stages that were run on fake
-    tensors; working is the same by the rules of ops.
+    ``seconds`` per micro-batch: forward, backward (recomputation included), compute, communication
+    (its exposed part), states (gathering parameters and summing gradients) and hidden_states (the
+    part beside compute), send (to the next stage), receive, and for split backwards
+    weight_gradients (the part that can wait). Per step: parameter_gather and gradient_sync (whole),
+    exposed_sync (the part of both that lengthens the step), slowed_share (of the compute beside
+    them), optimizer. ``memory_bytes``: parameters, gradients, optimizer, activations, transient,
+    buffers, reserve as the search prices them. A finished plan has the bytes of its rank's peak,
+    with master (the copy that is stepped), gathered, inputs, communication, communicators and
+    fragmentation. Its transient and recomputation bytes come from stages run on fake tensors;
+    working has them by the rules of ops.
     """
 
     seconds: Mapping[str, float]
@@ -126,12 +125,12 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True)
 class ProfileUse:
-    """The measurements that a plan rests on: where they were made, and how sure the rest is.
+    """The measurements behind a plan: their environment, and the error of interpolation.
 
-    ``device``, ``driver``, ``torch`` and ``threads`` are of the environment that was measured;
-    ``mismatch`` says how it differs from the one planned for ("" if it does not).
-    ``interpolation_error`` is the mean relative error of the interpolated seconds, estimated
-    by leaving measurements out; 0 where nothing is interpolated.
+    ``device``, ``driver``, ``torch`` and ``threads`` describe the measured environment;
+    ``mismatch`` says how the planned environment differs from it ("" if it does not).
+    ``interpolation_error`` is the mean relative error of the interpolated seconds, estimated by
+    leaving measurements out; 0 without interpolation.
     """
 
     device: str
@@ -144,11 +143,11 @@ class ProfileUse:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The whole step.
+    """Predicted figures of the whole step.
 
-    ``sources`` is the share of the time by where the figures come from ("measured",
-    "interpolated", "spec"), and adds up to 1; ``sources_of`` the same for "compute" and
-    "communication", which together add up to 1. ``profile`` is None where none was used.
+    ``sources`` is the share of the time by source ("measured", "interpolated", "spec"), and adds up
+    to 1; ``sources_of`` splits it into "compute" and "communication", which together add up to 1.
+    ``profile`` is None without a profile.
     """
 
     step_seconds: float
@@ -174,8 +173,8 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Simplest:
-    """Why a plan is not the fastest that was found: ``num_equal`` are within ``tolerance`` of
-    ``fastest_seconds``, and it is the simplest of them. ``fastest`` is the fastest, in words."""
+    """The reason for a plan that is not the fastest: it is the simplest of ``num_equal`` plans
+    within ``tolerance`` of ``fastest_seconds``. ``fastest`` describes the fastest plan."""
 
     tolerance: float
     num_equal: int
@@ -185,20 +184,19 @@ class Simplest:
 
 @dataclass(frozen=True, slots=True)
 class SolverInfo:
-    """How the plan was found, and how good it is under the cost model.
+    """Statistics of the search, and the quality of the plan under the cost model.
 
-    No plan of the space that was searched takes less than ``bound_seconds`` (0 where none is
-    known), so the plan's step is within ``gap`` of the best: gap = 1 - bound / step. Gradients are
-    summed in backward order, by the library, in all that was searched. ``seconds``
-    splits planning time by phase. ``stopped`` says what ended the search early, if anything did.
+    No plan of the searched space is faster than ``bound_seconds`` (0 if unknown), so the plan's
+    step is within ``gap`` of the best: gap = 1 - bound / step. The searched space sums gradients in
+    backward order, by the library. ``seconds`` splits planning time by phase. ``stopped`` names the
+    cause of an early end, if any.
 
-    ``layouts_gap``: the integer programs prove of every stage, on its mesh, how much less a
-    micro-batch with its share of the step's end can take in other layouts, ZeRO stages and
-    recomputation. This is by how much T, the dynamic program's time of the pipeline, would be less
-    if each stage took so much less; of several stages per rank that of the pipeline that was cut
-    again. None where it is not known. ``simplest`` is None for the fastest plan found. ``solver``
-    solved the integer programs. ``is_reused``: the plan was not searched for again, and ``seconds``
-    are those of the search that made it.
+    ``layouts_gap``: for every stage, on its mesh, the integer programs bound the gain of other
+    layouts, ZeRO stages and recomputation, for a micro-batch with its share of the step's end. This
+    is the relative gain of T, the dynamic program's time of the pipeline, if each stage gained as
+    much; with several stages per rank, before the pipeline was cut again. None if unknown.
+    ``simplest`` is None for the fastest plan found. ``solver`` solved the integer programs.
+    ``is_reused``: the plan was not searched again; ``seconds`` belong to the original search.
     """
 
     gap: float
@@ -214,10 +212,10 @@ class SolverInfo:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A part of the cluster, or a limit of memory, that was planned for.
+    """A candidate part of the cluster, or a memory limit, that was planned for.
 
-    ``step_seconds`` is 0 where there is no plan; ``value`` is what counts (tokens per dollar,
-    or bytes), None where it has none; ``reason`` says why it is no answer, "" if it is one.
+    ``step_seconds`` is 0 without a plan; ``value`` is the objective (tokens per dollar, or bytes),
+    None without a value; ``reason`` says why it was rejected, "" if it was not.
     """
 
     name: str
@@ -229,10 +227,11 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class GoalReport:
-    """What the plan is best at. ``chosen``: the part of the cluster, or the memory, in words.
+    """The objective that a plan optimizes, and its result. ``chosen``: the part of the cluster, or
+    the memory, in words.
 
-    ``tokens_per_dollar`` (rows where the model has no sequences) and ``dollars_per_hour`` are of
-    the devices used, None without prices. ``deadline_step_seconds``: what a step may take.
+    ``tokens_per_dollar`` (rows if the model has no sequences) and ``dollars_per_hour`` are those of
+    the used devices, None without prices. ``deadline_step_seconds``: the maximum step.
     """
 
     objective: str
@@ -249,7 +248,7 @@ class ServerPlan:
 
     ``workers`` and ``servers`` are cluster ranks, which may be the same. ``shares`` are the
     micro-batches of a step that each worker computes. ``staleness`` is the bound of ssp, else 0.
-    With ``replicas`` every server also holds what the one before it holds.
+    With ``replicas`` every server also holds a copy of the part of the server before it.
     """
 
     workers: tuple[int, ...]
@@ -262,16 +261,15 @@ class ServerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that a training run needs; ``run`` uses exactly it.
+    """The input of a training run; ``run`` uses exactly it.
 
-    ``replicated_ops`` have no rule; ``replicated_seconds`` are those of a step that every
-    rank spends on the whole of each. ``unsharded_ops`` says which ops run whole because an
-    axis does not divide them. ``goal`` is None for the fastest plan where nothing has a price.
-    ``slices`` are the lengths of the slices that sequences are cut into, where they are.
-    ``compiled``: blocks are priced, and run, compiled. ``gradient_order``: with "priority" a
-    step's last sums of gradients, and their updates, run beside the next step's forward.
-    ``offload``: what the host's memory holds besides: masters and states of the optimizer, which
-    then steps on the host. ``servers`` is None without parameter servers.
+    ``replicated_ops`` have no rule; ``replicated_seconds`` are the seconds of a step that every
+    rank spends on the whole of each. ``unsharded_ops`` run whole because an axis does not divide
+    them. ``goal`` is None for the fastest plan if nothing has a price. ``slices`` are the lengths
+    of the slices of sequences, if any. ``compiled``: blocks are priced, and run, compiled.
+    ``gradient_order``: with "priority" a step's last sums of gradients, and their updates, run
+    beside the next step's forward. ``offload``: "optimizer" keeps masters and optimizer states in
+    host memory and steps on the host. ``servers`` is None without parameter servers.
     """
 
     model: ModelInfo
@@ -297,7 +295,7 @@ class Plan:
 
     @property
     def states(self) -> StateOptions:
-        """How states are held."""
+        """Return the format and place of gradients and optimizer states."""
         return StateOptions(self.model.gradient_dtype, self.offload == "optimizer")
 
     @property
@@ -306,13 +304,13 @@ class Plan:
 
     @property
     def num_chunks(self) -> int:
-        """How many stages share their devices; 1 where each has its own."""
+        """Return the number of stages that share their devices; 1 if each has its own."""
         return len(self.stages) // len({frozenset(stage.devices) for stage in self.stages})
 
     @property
     def tf32(self) -> tuple[str, ...] | None:
-        """The families whose float32 products run in TF32 on a device of the cluster; None where
-        the plan does not say, or no device has TF32."""
+        """Return the families whose float32 products run in TF32 on a device of the cluster; None
+        if the plan does not say, or no device has TF32."""
         devices = [host.device for host in self.cluster.hosts if has_tf32(host.device)]
         said = [device.tf32 for device in devices if device.tf32 is not None]
         return tuple(sorted({name for each in said for name in each})) if said else None
@@ -323,7 +321,7 @@ class Plan:
 
 
 def rows_text(shares: Sequence[int]) -> str:
-    """Unequal shares, neighbours that are equal counted.
+    """Format unequal shares, with equal neighbours counted.
 
     >>> rows_text((3, 3, 5))
     '2×3:5'

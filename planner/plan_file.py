@@ -1,8 +1,8 @@
 """The plan as a file: JSON with sorted keys, layouts as text, a checksum per section.
 
 ``loads(dumps(plan)) == plan``. A file that was cut, edited or written by a later version is
-refused with the key where it is wrong; one of an earlier schema is brought to this one.
-Values are read by the types of the plan's fields.
+refused, naming the wrong key; a file of an earlier schema is upgraded. Values are read by the types
+of the plan's fields.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ CHECKSUMS = "checksums"
 
 
 def dumps(plan: Plan) -> str:
-    """The text of a plan."""
+    """Format a plan as text."""
     table = encode(plan)
     table[CHECKSUMS] = _checksums(table)
     return json.dumps(table, indent=1, sort_keys=True) + "\n"
 
 
 def loads(text: str, where: str = "plan") -> Plan:
-    """The plan of a text; ``where`` is the file's name for errors.
+    """Parse the text of a plan; ``where`` is the file's name for errors.
 
-    Raises ``PlanError``: AP501 no JSON, AP502 another schema, AP503 a key is missing or
-    unknown, AP504 a bad value, AP505 a section is not as it was written.
+    Raises ``PlanError``: AP501 no JSON, AP502 another schema, AP503 a key is missing or unknown,
+    AP504 a bad value, AP505 a section was changed.
     """
     table = _parse(text, where)
     schema = table.get("schema")
@@ -110,7 +110,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, kind: Any, key: str = "") -> Any:
-    """The value that ``kind`` describes; ``key`` is where in the file, for errors."""
+    """Decode a value of type ``kind``; ``key`` is its place in the file, for errors."""
     if kind is Any:
         return value
     if kind is Cluster:

@@ -1,6 +1,6 @@
-"""The schedule that a plan runs: which row each stage is in, and who sends to whom.
+"""The schedule that a plan runs: the row of each stage, and messages between stages.
 
-In: a plan, and which stages need which. Out: the table, complete with the messages between
+In: a plan, and the dependences between stages. Out: the table, complete with the messages between
 stages on different devices.
 """
 
@@ -18,16 +18,17 @@ from ..cost_model.simulator.actions import (
     compute_only,
 )
 from .plan import Plan
-from .pricing.branches import reduced
+from .pricing.branches import reduce_edges
 from .schedules.messages import complete
 from .schedules.schedules import build_schedule
 
 
 def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:
-    """The plan's schedule. ``crossing`` are the pairs of stages between which a value goes.
+    """Build the plan's schedule. ``crossing`` are the pairs of stages between which a value goes.
+    ``crossing`` are the pairs of stages between which a value goes.
 
-    Where a value jumps over stages, between ranks that no neighbouring stages connect, the
-    messages are those of all pairs.
+    If a value skips stages, between ranks that no neighbouring stages connect, every pair has its
+    own messages.
     """
     num_stages = len(plan.stages)
     schedule = build_schedule(
@@ -35,7 +36,7 @@ def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:
         num_stages,
         plan.num_microbatches,
         num_chunks=plan.num_chunks,
-        edges=reduced(set(crossing), num_stages),
+        edges=reduce_edges(set(crossing), num_stages),
         slices=plan.slices,
     )
     if _carries(schedule, crossing):
@@ -46,16 +47,15 @@ def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:
 
 
 def splits_backward(schedule: Schedule, stage: int) -> bool:
-    """Whether a stage computes gradients of inputs and of weights apart."""
+    """Return whether a stage computes gradients of inputs and of weights separately."""
     row = schedule.table[schedule.stage_rank[stage]]
     return any(action.kind == INPUT_BACKWARD and action.stage == stage for action in row)
 
 
 def updating_plan(plan: Plan, schedule: Schedule) -> Plan:
-    """The plan whose step is one update: what an asynchronous schedule's stages are built for.
+    """Return the plan of a single update, for which an asynchronous schedule's stages are built.
 
-    What the micro-batches of a step must know of each other (``Graph.accumulation``) only those
-    of one update know then.
+    Sums over the micro-batches of a step (``Graph.accumulation``) are then limited to one update.
     """
     count = schedule.per_update
     model = replace(plan.model, global_batch=plan.microbatch_size * count)
@@ -63,7 +63,7 @@ def updating_plan(plan: Plan, schedule: Schedule) -> Plan:
 
 
 def _carries(schedule: Schedule, crossing: Set[tuple[int, int]]) -> bool:
-    """Whether every value between ranks is sent and received at some action."""
+    """Return whether every value between ranks is sent and received at some action."""
     ranks = schedule.stage_rank
     known = {action for row in schedule.table for action in row if action.microbatch == 0}
     return all(

@@ -1,13 +1,13 @@
-"""Which dimensions of every tensor count what the inputs count: rows and positions.
+"""Dimensions of tensors that count rows and positions, as the inputs do.
 
-In: a graph, the strategies of its ops. Out: per value the dimensions that descend from a
-dimension of an input of the batch. A dimension descends from another where some strategy of
-the op between them splits both: ``linear: "*b i, o i -> *b o"`` carries the dims of ``*b`` and
-makes a new one, ``o``. What is left are the features: heads, hidden units, vocabulary.
+In: a graph, the strategies of its ops. Out: per value the dimensions that descend from a dimension
+of an input of the batch. A dimension descends from another where some strategy of the op between
+them splits both: ``linear: "*b i, o i -> *b o"`` carries the dims of ``*b`` and makes a new one,
+``o``. The other dimensions are the features: heads, hidden units, vocabulary.
 
-Tensor parallelism as Megatron-LM has it splits features alone; its sequence parallelism
-splits what lies between two tensor-parallel regions along positions (Korthikanti et al.
-2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2).
+Tensor parallelism as Megatron-LM has it splits features alone; its sequence parallelism splits the
+values between two tensor-parallel regions along positions (Korthikanti et al. 2022, "Reducing
+Activation Recomputation in Large Transformer Models", section 4.2.2).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NONE: frozenset[int] = frozenset()
 
 
 def position_dims(graph: Graph, strategies: Strategies) -> Dims:
-    """For each value that depends on the batch its dimensions of rows and positions."""
+    """Map each value that depends on the batch to its dimensions of rows and positions."""
     found: dict[Ref, frozenset[int]] = {
         Ref(node.name): frozenset(range(len(node.spec.shape))) for node in graph.inputs
     }
@@ -38,7 +38,7 @@ def position_dims(graph: Graph, strategies: Strategies) -> Dims:
             continue
         offered = strategies(node)
         key = (id(offered), read)
-        if key not in known:  # equal nodes that are offered the very same strategies are many
+        if key not in known:  # many equal nodes are offered the same strategies object
             known[key] = offered, _carried(node, offered, read)
         for index, dims in enumerate(known[key][1]):
             found[Ref(node.name, index)] = dims
@@ -48,8 +48,8 @@ def position_dims(graph: Graph, strategies: Strategies) -> Dims:
 def _carried(
     node: Node, offered: _Offered, read: Sequence[frozenset[int]]
 ) -> tuple[frozenset[int], ...]:
-    """By output the dimensions that some strategy splits together with one of those that are
-    read."""
+    """Return for each output the dimensions that some strategy splits together with the given
+    dimensions of inputs."""
     follow = [
         strategy
         for strategy in offered
@@ -67,7 +67,7 @@ def _carried(
 def features_only(
     node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
 ) -> tuple[AxisStrategy, ...]:
-    """The strategies that split no tensor along rows or positions, if there are any."""
+    """Return the strategies that split no tensor along rows or positions, if there are any."""
     fitting = tuple(strategy for strategy in strategies if not splits(node, strategy, dims))
     return fitting or strategies
 
@@ -75,14 +75,14 @@ def features_only(
 def positions_where_whole(
     node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
 ) -> tuple[AxisStrategy, ...]:
-    """Without the strategies on whole tensors, if one along positions can stand for them."""
+    """Drop the strategies on whole tensors if a strategy along positions can replace them."""
     if not any(splits(node, strategy, dims) for strategy in strategies):
         return strategies
     return tuple(strategy for strategy in strategies if strategy.label not in ("I", "R"))
 
 
 def splits(node: Node, strategy: AxisStrategy, dims: Dims) -> bool:
-    """Whether a strategy splits a value that it reads or makes along rows or positions."""
+    """Return whether a strategy splits an input or output along rows or positions."""
     made = tuple(Ref(node.name, index) for index in range(len(node.outputs)))
     return any(
         placement.is_shard and placement.dim in dims.get(ref, ())
@@ -95,7 +95,7 @@ def splits(node: Node, strategy: AxisStrategy, dims: Dims) -> bool:
 def by_entries(
     node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
 ) -> tuple[AxisStrategy, ...]:
-    """Of an embedding of the batch, the strategies that split its table by entries."""
+    """Restrict an embedding of the batch to the strategies that split its table by entries."""
     if not node.op.startswith("aten.embedding.") or not dims.get(node.inputs[1]):
         return strategies
     fitting = tuple(

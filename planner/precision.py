@@ -1,4 +1,4 @@
-"""The graph in the number format that is computed in."""
+"""Number formats of the graph's computation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ EIGHT_BITS = "float8_e4m3fn"
 
 
 def with_precision(graph: Graph, precision: Precision) -> Graph:
-    """The graph as it runs: float32 becomes the format that is computed in.
+    """Return the graph as it runs: float32 becomes the compute format.
 
-    A model captured in that format stays as it is, with what it keeps in float32. In fp8 values are
+    A model captured in that format stays unchanged, including its float32 values. In fp8 values are
     bfloat16, and linear layers cast the factors of their products.
     """
     if precision == "fp8":
@@ -39,7 +39,8 @@ def with_precision(graph: Graph, precision: Precision) -> Graph:
 
 
 def _with_eight_bit_products(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Every linear layer but the last one, the head, which torchtitan and Megatron-LM leave too."""
+    """Mark the products of every linear layer but the last, the head, which torchtitan and
+    Megatron-LM also exclude."""
     linear = [node.name for node in nodes if node.op == "aten.linear.default"]
     cast = frozenset(linear[:-1])
     return tuple(
@@ -48,9 +49,8 @@ def _with_eight_bit_products(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def check_precision(cluster: Cluster, precision: Precision) -> None:
-    """Raises UsageError AP126 for fp8, and for bf16 on a GPU, on a device without units for it,
-    which is one with no figure of its own for the format (bfloat16: before compute capability 8.0,
-    V100, T4; 8 bits: before 8.9)."""
+    """Raise UsageError AP126 for fp8, or for bf16 on a GPU, if a device has no figure for the
+    format and so no units (bfloat16: compute capability below 8.0, V100, T4; 8 bits: below 8.9)."""
     if precision == "fp8":
         _check_eight_bits(cluster)
     if precision != "bf16":

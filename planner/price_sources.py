@@ -1,10 +1,9 @@
-"""Which part of a predicted step rests on measurements, which on interpolation, which on specs.
+"""Shares of a predicted step that rest on measurements, interpolation and specifications.
 
-In: a plan and what its prices rest on. Out: the plan with the shares. The plan is priced
-again, node by node, once per kind of source with the seconds of the others taken as zero; as
-a stage's seconds are sums (collectives that run beside compute counted in full), what then remains
-is that source's part. What neither measurement
-nor interpolation accounts for is from specifications, so the shares add up to 1.
+In: a plan and the basis of its prices. Out: the plan with the shares. The plan is priced again,
+node by node, once per kind of source with the seconds of the others taken as zero; as a stage's
+seconds are sums (collectives that run beside compute counted in full), the remainder is that
+source's part. The rest is from specifications, so the shares add up to 1.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from ..cost_model.cluster.cluster import Source
 from .evaluate import evaluate
 from .graph import Blocks, Graph
 from .plan import Plan, ProfileUse, StagePrediction
-from .pricing.basis import Asked, Basis
+from .pricing.basis import Basis, CostQueries
 from .pricing.prices import Rules
 
 PARTS = ("compute", "communication")
 
 
 def with_sources(plan: Plan, graph: Graph, blocks: Blocks, *, basis: Basis, rules: Rules) -> Plan:
-    """``plan`` with the shares of its predicted seconds by source."""
+    """Return ``plan`` with the shares of its predicted seconds by source."""
     profile = basis.used
     whole = _seconds([stage.prediction for stage in plan.stages], plan.num_microbatches)
     total = sum(whole.values())
     parts: dict[str, dict[str, float]] = {part: {} for part in PARTS}
-    asked = Asked()
+    asked = CostQueries()
     kinds: tuple[Source, ...] = ("measured", "interpolated") if profile is not None else ()
     for source in kinds:
         only = replace(basis, only=source, asked=asked)
@@ -59,7 +58,7 @@ def with_sources(plan: Plan, graph: Graph, blocks: Blocks, *, basis: Basis, rule
 def _seconds(
     stages: list[StagePrediction] | tuple[StagePrediction, ...], count: int
 ) -> dict[str, float]:
-    """The seconds of a step over all stages, by part."""
+    """Return the seconds of a step over all stages, by part."""
     compute = communication = 0.0
     for stage in stages:
         own = stage.seconds
@@ -75,8 +74,8 @@ def _joined(shares: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {source: share for source, share in totals.items() if share > 0}
 
 
-def _interpolation_error(asked: Asked) -> float:
-    """The mean relative error of the interpolated ops, weighted by their seconds."""
+def _interpolation_error(asked: CostQueries) -> float:
+    """Return the mean relative error of the interpolated ops, weighted by their seconds."""
     found = [op for op in asked.ops.values() if op.source == "interpolated"]
     total = sum(op.seconds for op in found)
     return sum(op.error * op.seconds for op in found) / total if total else 0.0

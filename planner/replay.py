@@ -1,18 +1,17 @@
-"""What recomputation runs again in the backward, and what it keeps until then.
+"""Recomputation in the backward: ops that run again, and values kept until then.
 
-``full`` keeps only what a block reads from outside, and runs its forward again as far as the
-last op that keeps anything. ``selective`` keeps the results of matrix products, convolutions
-and attention besides, and runs the rest again, collectives included: these results cost much to
-make for their size (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-Transformer Models", drop what costs little instead).
+``full`` keeps only the values that a block reads from outside, and runs its forward again up to the
+last op that saves a tensor. ``selective`` also keeps the results of matrix products, convolutions
+and attention, and runs the other ops again, with their collectives: these results are expensive for
+their size (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+Models", drop cheap results instead).
 
-Nothing is kept, run or converted again that no gradient reads. The last product of a block that
-ends in a residual sum is neither kept nor run again. Of a product that is only added to something
-the sum is kept in its place: it is as large, and nothing before it is wanted again; where the
-product is a partial sum on every rank (row-parallel), what is kept is reduced, and its collective
-is not run again either.
+Values that no gradient reads are not kept, run or converted again. The last product of a block that
+ends in a residual sum is neither kept nor run again. If a product is only an operand of a sum, the
+sum is kept instead: it is as large, and no op before it runs again; if the product is a partial sum
+on every rank (row-parallel), the kept sum is reduced, so its collective does not run again either.
 
-It is what ``passes.local.recomputing`` does with ``torch.utils.checkpoint``.
+``passes.local.recomputing`` executes it with ``torch.utils.checkpoint``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .rules.table import packet
 from .rules_protocol import Rules
 
 RECOMPUTE_MODES: tuple[Recompute, Recompute] = ("full", "selective")
-"""The ways to recompute, as arrays over them have them."""
+"""Recomputation modes, in the order of arrays over them."""
 
 RecomputedPart = Literal[
     "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts", "ssm"
@@ -36,8 +35,8 @@ RecomputedPart = Literal[
 """``core_attn``: scores, softmax and their product with values. ``layernorm``: the norms of a
 layer. ``mla_up_proj``: queries, keys and values from their latent forms. ``mlp``: a dense
 feed-forward. ``moe``: router, experts and shared experts. ``moe_act``: the activation of experts,
-which takes no time of note. ``shared_experts``: those alone. ``ssm``: a state-space layer between
-its projections, which mamba_ssm's kernel runs again whatever is asked."""
+in negligible time. ``shared_experts``: shared experts alone. ``ssm``: a state-space layer between
+its projections, which mamba_ssm's kernel always runs again."""
 
 RECOMPUTED_PARTS: tuple[RecomputedPart, ...] = get_args(RecomputedPart)
 
@@ -52,26 +51,26 @@ _SUMS = frozenset(("add", "sub"))
 
 
 Storages = Mapping[tuple[str, int], tuple[str, int]]
-"""For each value the one whose memory it lives in, as ``Rules.storage_of`` gives them."""
+"""Map each value to the owner of its memory, as ``Rules.storage_of`` does."""
 
 
 def is_costly(node: Node) -> bool:
-    """Whether selective recomputation does not run an op again.
+    """Return whether selective recomputation keeps an op's result instead of running it again.
 
     >>> [is_costly(Node("up", "op", f"aten.{op}")) for op in ("linear.default", "add.Tensor")]
     [True, False]
     """
-    is_inner = node.fused is not None and not node.fused.writes  # of a kernel over products
+    is_inner = node.fused is not None and not node.fused.writes  # part of a kernel over products
     return packet(node.op) in _COSTLY and not is_inner
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the backward of a recomputed block does to have again what gradients read.
+    """Ops and conversions that a recomputed block repeats for its gradients.
 
     ``kept``: the ops whose results ``selective`` keeps. By mode ``skipped``: the ops that are not
-    run again, those among them; ``unread``: the uses (an op and the position of its input)
-    whose value is not brought again to the layout that the op wants.
+    run again, including ``kept``; ``unread``: the uses (an op and the position of its input) whose
+    value is not converted again.
     """
 
     kept: frozenset[str]
@@ -79,9 +78,9 @@ class Replay:
     unread: Mapping[Recompute, frozenset[tuple[str, int]]]
 
     def repeats(self, uses: Iterable[tuple[str, int]]) -> tuple[bool, bool]:
-        """Whether a value is converted again, in each of ``RECOMPUTE_MODES``.
+        """Return whether a value is converted again, in each of ``RECOMPUTE_MODES``.
 
-        ``uses`` are all those in the block: an op and the position of its input.
+        ``uses`` are all its uses in the block: an op and the position of its input.
         """
         uses = tuple(uses)
         full, selective = (not self.unread[mode].issuperset(uses) for mode in RECOMPUTE_MODES)
@@ -89,13 +88,13 @@ class Replay:
 
 
 def find_replay(block: Block, graph: Graph, rules: Rules, storages: Storages) -> Replay:
-    """What the backward of a block runs again, in each of ``RECOMPUTE_MODES``."""
+    """Find the ops that the backward of a block runs again, in each of ``RECOMPUTE_MODES``."""
     return _Replays(block, graph, rules, storages).found
 
 
 @dataclass
 class _Replays:
-    """One block's ops in order, what each keeps, and who reads whom inside."""
+    """One block's ops in order, their saved values, and their users inside the block."""
 
     block: Block
     graph: Graph
@@ -130,8 +129,7 @@ class _Replays:
 
     @cached_property
     def _makes(self) -> frozenset[str]:
-        """The ops whose own run makes something that is kept for their gradient: a result, or
-        more than results."""
+        """Return the ops whose own run makes values saved for their gradient: a result, or more."""
         extra = self.rules.saved_extra_bytes
         return frozenset(
             name
@@ -142,7 +140,7 @@ class _Replays:
 
     @cached_property
     def _roots(self) -> frozenset[str]:
-        """The ops whose memory holds what some gradient reads."""
+        """Return the ops whose memory holds a value that some gradient reads."""
         return frozenset(
             self.storages[ref.name, ref.index][0] for refs in self._saved.values() for ref in refs
         )
@@ -158,9 +156,9 @@ class _Replays:
 
     @cached_property
     def _stop(self) -> int:
-        """How many ops run before all is there that gradients read: ``checkpoint`` stops then.
+        """Return how many ops run until all saved values are complete, where ``checkpoint`` stops.
 
-        What an op reads is kept before it runs.
+        Inputs of an op are saved before it runs.
         """
         if self._reached and self._reached[-1] in self._products:
             return len(self._reached) - 1
@@ -168,28 +166,28 @@ class _Replays:
 
     @cached_property
     def _reached(self) -> list[str]:
-        """The ops as far as the last that keeps anything."""
+        """Return the ops up to the last that saves a tensor."""
         last = max((at for at, name in enumerate(self.nodes) if self._keeps(name)), default=-1)
         return list(self.nodes)[: last + 1]
 
     @cached_property
     def _products(self) -> frozenset[str]:
-        """Costly ops that keep nothing but what they read: they need not run for it."""
+        """Return costly ops that save only their inputs: these need not run for it."""
         costly = (name for name in self._reached if is_costly(self.nodes[name]))
         return frozenset(name for name in costly if name not in self._makes)
 
     @cached_property
     def _called(self) -> frozenset[str]:
-        """Costly ops that are called again for what they keep, their kernels' results given back
-        or not computed: whatever they read is wanted."""
+        """Return costly ops that are called again for their saved tensors, with kernel results
+        reused or skipped: all their inputs are needed."""
         return frozenset(
             name for name in self._reached if is_costly(self.nodes[name]) and self._keeps(name)
         )
 
     @cached_property
     def _inner(self) -> frozenset[str]:
-        """The ops of kernels over products whose results no memory holds: they run in the call of
-        the last product."""
+        """Return the ops of kernels over products whose results never reach memory: they run in the
+        call of the last product."""
         kernels = (
             (name, node.fused) for name, node in self.nodes.items() if node.fused is not None
         )
@@ -201,9 +199,9 @@ class _Replays:
         return bool(self._saved[name]) or name in self._makes
 
     def _selective(self, replaced: Mapping[str, str]) -> tuple[set[str], set[str]]:
-        """The ops that run again, and those whose results are kept.
+        """Return the ops that run again, and the ops whose results are kept.
 
-        ``replaced``: of products and sums the sum that is kept in their place.
+        ``replaced``: maps products and sums to the sum that is kept instead.
         """
         sums = set(replaced.values())
         again: set[str] = set()
@@ -226,14 +224,14 @@ class _Replays:
         return again, kept
 
     def _sums(self, again: set[str], kept: set[str]) -> Iterator[tuple[str, str]]:
-        """What is kept of which only a sum is wanted, and that sum."""
+        """Yield kept values that are only needed for a sum, with that sum."""
         for name in self.nodes:
             found = self._sum_of(name, again) if name in kept else None
             if found is not None:
                 yield name, found
 
     def _sum_of(self, kept: str, again: set[str]) -> str | None:
-        """The sum that alone of what runs again reads a value, through ops that keep nothing."""
+        """Return the sum that alone reads a value in recomputation, by ops that save nothing."""
         if kept in self._roots or len(self.nodes[kept].outputs) > 1:
             return None
         most, name = self.nodes[kept].spec.num_bytes, kept
@@ -253,11 +251,12 @@ class _Replays:
                 return None
 
     def _has_rows(self, name: str) -> bool:
-        """Whether a value has the batch's rows: one without is smaller in larger batches."""
+        """Return whether a value has the batch's rows: others are smaller in larger batches."""
         return any(dim is not None for dim in self.graph.batch_dims.get(name, ()))
 
     def _unread(self, skipped: frozenset[str]) -> Iterator[tuple[str, int]]:
-        """Uses by what does not run again; costly ops are called for what they keep."""
+        """Yield uses by ops that do not run again, except saved inputs; costly ops are called for
+        their saved tensors."""
         for name in skipped - self._called:
             for position, ref in enumerate(self.nodes[name].inputs):
                 if ref not in self._saved[name]:

@@ -1,4 +1,4 @@
-"""Schedules with replicas of stages: where they are, and what they cost beyond the stages.
+"""Schedules with replicas of stages: their places, and their additional costs.
 
 In: a plan of the parts of the model. Out: its stages with their replicas. In: the costs of the
 parts. Out: the same with the sum of each part's gradients over the pipeline ranks that hold it,
@@ -21,9 +21,9 @@ from .schedules.schedules import parts_of_ranks
 
 
 def placed_stages(plan: Plan) -> tuple[StagePlan, ...]:
-    """The plan's stages as its schedule numbers them, replicas included.
+    """Return the plan's stages as its schedule numbers them, replicas included.
 
-    Chimera's stage D + s computes what stage s of D does, on the devices of stage D - 1 - s.
+    Chimera's stage D + s replicates stage s of D, on the devices of stage D - 1 - s.
     """
     if plan.schedule != "chimera" or len(plan.stages) == 1:
         return plan.stages
@@ -32,7 +32,7 @@ def placed_stages(plan: Plan) -> tuple[StagePlan, ...]:
 
 
 def stages_of_ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The stages that each pipeline rank runs; under Chimera those that it has a replica of."""
+    """The stages that each pipeline rank runs; under Chimera, including replicated stages."""
     if plan.schedule == "chimera" and plan.has_pipeline:
         return parts_of_ranks(plan.schedule, len(plan.stages), 1)
     found: dict[frozenset[int], list[int]] = {}
@@ -42,7 +42,7 @@ def stages_of_ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def check_replicas(graph: Graph) -> None:
-    """Raises PlanError AP547 where replicas of a stage would change buffers, each its own way."""
+    """Raise PlanError AP547 if replicas of a stage would change buffers independently."""
     changed = sorted(graph.updates)
     if changed:
         raise PlanError(
@@ -58,9 +58,9 @@ def check_replicas(graph: Graph) -> None:
 def with_replica_sums(
     costs: Sequence[StageCost], schedule: str, cluster: Cluster, num_ranks: int
 ) -> tuple[StageCost, ...]:
-    """The costs as they are, but for Chimera, whose parts are each on two pipeline ranks.
+    """Add gradient sums between replicas to Chimera's costs; return other costs unchanged.
 
-    Each device sums its gradients with the device of the same place in the other rank.
+    Each device sums its gradients with its counterpart in the other rank.
     """
     if schedule != "chimera" or num_ranks == 1:
         return tuple(costs)
@@ -70,7 +70,7 @@ def with_replica_sums(
         group = group_of(cluster, (first * devices, second * devices))
         cost = costs[first]
         seconds = collective_seconds("all_reduce", cost.memory_bytes["gradients"], group)
-        # summed after the last backward, and beside nothing
+        # summed after the last backward, without overlap
         sums = Seconds(gradient_sync=seconds, sync_slowed=seconds)
         found.append(replace(cost, seconds=cost.seconds.plus(sums)))
     return tuple(found)

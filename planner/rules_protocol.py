@@ -1,4 +1,4 @@
-"""What ``planner.rules`` offers, as those who take other rules see it."""
+"""The interface of ``planner.rules``, for code that accepts other rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .layout import AxisStrategy
 
 
 class Rules(Protocol):
-    """What ``planner.rules`` offers: how an op can be split and what it costs locally."""
+    """Interface of ``planner.rules``: possible splits of an op and its local costs."""
 
     def axis_strategies(
         self, node: Node, graph: Graph, axis_size: int

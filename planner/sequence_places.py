@@ -1,10 +1,10 @@
-"""Where each value counts the positions of the sequence, for training in slices of it.
+"""Positions of the sequence in each value, for training in slices of it.
 
 In: a graph. Out: for each value whose rows are positions, the dimension that counts them; the
-inputs of ops that have to be cut for that; what comes out as a sum over positions. An op may
-run on a slice where one of its strategies splits its values along positions and needs nothing
-from other ranks: then it computes each position by itself. Causal attention is the one op that
-may look back (Li et al. 2021, TeraPipe, arXiv:2102.07988, section 3.2); a loss may add up.
+inputs of ops that have to be cut; the results that are sums over positions. An op may run on a
+slice if one of its strategies splits its values along positions without communication: then it
+computes each position by itself. Only causal attention may look back (Li et al. 2021, TeraPipe,
+arXiv:2102.07988, section 3.2); a loss may add up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NONE, MEAN = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SequenceDim:
     """Dimension ``dim`` counts ``count`` positions from ``first`` on.
 
     It has ``outer`` blocks of them, and ``inner`` entries for each: merged dimensions.
@@ -50,39 +50,39 @@ class Place:
     count: int = 0
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
-        """The rows of positions ``start`` to ``stop``."""
+        """Return the rows of positions ``start`` to ``stop``."""
         low, high = (min(max(at - self.first, 0), self.count) for at in (start, stop))
         return low, high
 
     def shape(self, whole: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
-        """The shape of a slice of a value of shape ``whole``."""
+        """Return the shape of a slice of a value of shape ``whole``."""
         low, high = self.rows(start, stop)
         size = self.outer * (high - low) * self.inner
         return (*whole[: self.dim], size, *whole[self.dim + 1 :])
 
 
 @dataclass(slots=True)
-class Places:
-    """What ``find_places`` found. ``length`` is the number of positions.
+class SequenceDims:
+    """Result of ``find_places``. ``length`` is the number of positions.
 
     ``places`` has the values that are computed slice by slice; ``cut`` the inputs, by node and
-    place among its inputs, that are whole and of which it takes the slice's part; ``sums`` the
-    ops whose results add up over the slices, ``means`` those of them that divide by their rows;
-    ``attention`` the causal ones, ``written`` those that are written out, by each of their nodes.
+    position, that are whole and cut to the slice; ``sums`` the ops whose results add up over the
+    slices, ``means`` the sums that divide by their rows; ``attention`` the causal attention ops,
+    ``written`` the attentions written out, by each of their nodes.
     """
 
     length: int = 0
-    places: dict[Ref, Place] = field(default_factory=dict)
-    cut: dict[tuple[str, int], Place] = field(default_factory=dict)
+    places: dict[Ref, SequenceDim] = field(default_factory=dict)
+    cut: dict[tuple[str, int], SequenceDim] = field(default_factory=dict)
     sums: set[str] = field(default_factory=set)
-    means: dict[str, Place] = field(default_factory=dict)
+    means: dict[str, SequenceDim] = field(default_factory=dict)
     attention: list[str] = field(default_factory=list)
     written: dict[str, WrittenAttention] = field(default_factory=dict)
 
 
-def find_places(graph: Graph) -> Places:
-    """Where positions are. Raises PlanError AP548 where slices would not give the same result."""
-    found = Places()
+def find_places(graph: Graph) -> SequenceDims:
+    """Find the positions in a graph. Raises PlanError AP548 if slices would change the result."""
+    found = SequenceDims()
     if graph.updates:
         raise _mixes(graph[next(iter(graph.updates.values())).name], "it changes a buffer")
     for each in find_written(graph):
@@ -96,8 +96,8 @@ def find_places(graph: Graph) -> Places:
     return found
 
 
-def _follow(found: Places, graph: Graph, node: Node, dims: Dims) -> None:
-    """Adds what a node makes to ``found``."""
+def _follow(found: SequenceDims, graph: Graph, node: Node, dims: Dims) -> None:
+    """Add the outputs of a node to ``found``."""
     refs = node.inputs
     places = {i: found.places[ref] for i, ref in enumerate(refs) if ref in found.places}
     if any(ref.name in found.sums for ref in refs):
@@ -129,14 +129,16 @@ def _follow(found: Places, graph: Graph, node: Node, dims: Dims) -> None:
         _follow_strategy(found, graph, node, places)
 
 
-def _is_alone(graph: Graph, node: Node, places: Mapping[int, Place]) -> bool:
-    """Whether a concatenation has one input, and else empty ones: a cache that is not used."""
+def _is_alone(graph: Graph, node: Node, places: Mapping[int, SequenceDim]) -> bool:
+    """Return whether a concatenation has one non-empty input: the others are an unused cache."""
     empty = sum(graph.spec(ref).numel == 0 for ref in node.inputs)
     return len(places) == 1 and empty == len(node.inputs) - 1
 
 
-def _entry(found: Places, graph: Graph, node: Node, dims: Dims) -> tuple[int, Place] | None:
-    """The input of an op with which positions enter what is trained; None if none does."""
+def _entry(
+    found: SequenceDims, graph: Graph, node: Node, dims: Dims
+) -> tuple[int, SequenceDim] | None:
+    """Return the input of an op by which positions enter the trained part; None if none does."""
     if not any(spec.requires_grad for spec in node.outputs):
         return None
     for index, ref in enumerate(node.inputs):
@@ -151,12 +153,14 @@ def _entry(found: Places, graph: Graph, node: Node, dims: Dims) -> tuple[int, Pl
         if found.length not in (0, size):
             raise _mixes(node, f"it has {size} positions, others {found.length}")
         found.length = size
-        return index, Place(dim, count=size)
+        return index, SequenceDim(dim, count=size)
     return None
 
 
-def _follow_sum(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
-    """An op on sums over positions: linear in them, so that its results add up too."""
+def _follow_sum(
+    found: SequenceDims, graph: Graph, node: Node, places: Mapping[int, SequenceDim]
+) -> None:
+    """Follow an op on sums over positions: it must be linear, so that its results add up, too."""
     for strategy in () if places else axis_strategies(node, graph, 1):
         held = zip(node.inputs, strategy.inputs, strict=True)
         fits = all((placement.kind == "P") == (ref.name in found.sums) for ref, placement in held)
@@ -166,7 +170,7 @@ def _follow_sum(found: Places, graph: Graph, node: Node, places: Mapping[int, Pl
     raise _mixes(node, "it is not linear in a sum over positions")
 
 
-def _follow_attention(found: Places, node: Node, places: Mapping[int, Place]) -> None:
+def _follow_attention(found: SequenceDims, node: Node, places: Mapping[int, SequenceDim]) -> None:
     if argument(node, 3, "attn_mask", None) is not None or not argument(
         node, 5, "is_causal", False
     ):
@@ -174,44 +178,48 @@ def _follow_attention(found: Places, node: Node, places: Mapping[int, Place]) ->
     if argument(node, 4, "dropout_p", 0.0):
         raise _mixes(node, "its random numbers are not counted")
     dim = len(node.spec.shape) - 2
-    whole = Place(dim, count=found.length)
+    whole = SequenceDim(dim, count=found.length)
     if any(places.get(index) != whole for index in range(3)):
         raise _mixes(node, "its queries, keys and values are not along the same positions")
     found.attention.append(node.name)
     found.places[Ref(node.name)] = whole
 
 
-def _follow_written(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
-    """Of attention that is written out: rows are positions, columns those that they look at."""
+def _follow_written(
+    found: SequenceDims, graph: Graph, node: Node, places: Mapping[int, SequenceDim]
+) -> None:
+    """Follow written-out attention: rows are positions, columns the positions they look at."""
     written = found.written[node.name]
     rows = len(node.spec.shape) - 2
-    whole = Place(rows, count=found.length)
+    whole = SequenceDim(rows, count=found.length)
     if node.name == written.masked:
         mask = graph.spec(node.inputs[1]).shape
         wanted, given = {0: whole}, {i: p for i, p in places.items() if i == 0}
         if 1 in places or mask != (found.length, found.length):
             raise _mixes(node, "its mask is not of all pairs of positions")
-        found.cut[node.name, 1] = Place(0, count=found.length)
+        found.cut[node.name, 1] = SequenceDim(0, count=found.length)
     else:
         columns = rows + (node.name == written.scores)
-        wanted, given = {0: whole, 1: Place(columns, count=found.length)}, dict(places)
+        wanted, given = {0: whole, 1: SequenceDim(columns, count=found.length)}, dict(places)
     if given != wanted:
         raise _mixes(node, "its queries, keys and values are not along the same positions")
     found.places[Ref(node.name)] = whole
 
 
-def _follow_counted(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
-    """A slice draws its part of the whole's numbers: a box, so positions are no merged ones."""
+def _follow_counted(
+    found: SequenceDims, graph: Graph, node: Node, places: Mapping[int, SequenceDim]
+) -> None:
+    """Follow a random op: a slice draws a box of the whole numbers, so positions don't merge."""
     _follow_strategy(found, graph, node, places)
     place = found.places[Ref(node.name)]
     if place.outer != 1 or place.dim in graph.batch_dims.get(node.name, ()):
         raise _mixes(node, "its random numbers are of rows and positions in one dimension")
 
 
-def _viewed(graph: Graph, node: Node, place: Place) -> Place:
-    """A view keeps the order in memory: as many entries come before and after a position.
+def _viewed(graph: Graph, node: Node, place: SequenceDim) -> SequenceDim:
+    """Return the place in a view, which keeps the order in memory around each position.
 
-    Raises AP548 where the new dimensions cut through positions.
+    Raises AP548 if the new dimensions cut through positions.
     """
     shape, made = graph.spec(node.inputs[0]).shape, node.spec.shape
     before = prod(shape[: place.dim]) * place.outer
@@ -225,8 +233,8 @@ def _viewed(graph: Graph, node: Node, place: Place) -> Place:
     raise _mixes(node, "its dimensions cut through positions")
 
 
-def _sliced(graph: Graph, node: Node, place: Place) -> Place:
-    """Consecutive positions of a value."""
+def _sliced(graph: Graph, node: Node, place: SequenceDim) -> SequenceDim:
+    """Return the place in a slice of consecutive positions."""
     if (place.outer, place.inner) != (1, 1) or argument(node, 4, "step", 1) != 1:
         raise _mixes(node, "it takes positions that are not consecutive")
     size = graph.spec(node.inputs[0]).shape[place.dim]
@@ -235,8 +243,10 @@ def _sliced(graph: Graph, node: Node, place: Place) -> Place:
     return replace(place, first=place.first + start, count=node.spec.shape[place.dim])
 
 
-def _follow_loss(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
-    """A sum over rows; a mean is divided by the number of all rows (``Graph.accumulation``)."""
+def _follow_loss(
+    found: SequenceDims, graph: Graph, node: Node, places: Mapping[int, SequenceDim]
+) -> None:
+    """Follow a loss: a sum over rows; a mean divides by all rows (``Graph.accumulation``)."""
     classes = min(1, len(graph.spec(node.inputs[0]).shape) - 1)
     place = places.get(0)
     if place is None or place.dim == classes:
@@ -250,7 +260,9 @@ def _follow_loss(found: Places, graph: Graph, node: Node, places: Mapping[int, P
     found.sums.add(node.name)
 
 
-def _follow_strategy(found: Places, graph: Graph, node: Node, places: Mapping[int, Place]) -> None:
+def _follow_strategy(
+    found: SequenceDims, graph: Graph, node: Node, places: Mapping[int, SequenceDim]
+) -> None:
     for strategy in axis_strategies(node, graph, 1):
         if _fits(strategy, places):
             break
@@ -270,8 +282,9 @@ def _follow_strategy(found: Places, graph: Graph, node: Node, places: Mapping[in
         found.places[Ref(node.name, index)] = own
 
 
-def _fits(strategy: AxisStrategy, places: Mapping[int, Place]) -> bool:
-    """Whether a strategy splits just the given values along positions, and talks to nobody."""
+def _fits(strategy: AxisStrategy, places: Mapping[int, SequenceDim]) -> bool:
+    """Return whether a strategy, without communication, splits only these values along
+    positions."""
     outputs = strategy.outputs
     return (
         not strategy.collectives
@@ -281,7 +294,7 @@ def _fits(strategy: AxisStrategy, places: Mapping[int, Place]) -> bool:
     )
 
 
-def _add_sum(found: Places, node: Node, place: Place) -> None:
+def _add_sum(found: SequenceDims, node: Node, place: SequenceDim) -> None:
     packet = node.op.rpartition(".")[0]
     if packet == "aten.mean":
         found.means[node.name] = place
@@ -290,8 +303,8 @@ def _add_sum(found: Places, node: Node, place: Place) -> None:
     found.sums.add(node.name)
 
 
-def _bring(found: Places, graph: Graph, node: Node, index: int, wanted: Place) -> None:
-    """Has an input along positions as wanted; a whole one is cut."""
+def _bring(found: SequenceDims, graph: Graph, node: Node, index: int, wanted: SequenceDim) -> None:
+    """Bring an input to the wanted positions; a whole input is cut."""
     ref = node.inputs[index]
     if found.places.get(ref, wanted) != wanted:
         raise _mixes(node, "it meets values of different positions")

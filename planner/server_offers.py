@@ -1,8 +1,8 @@
-"""Parameter servers that are allowed and not forced: where they may be faster, they are priced.
+"""Optional parameter servers: priced if they are allowed and may be faster.
 
-In: the best plan of the search. Out: that plan, or one with servers where that is faster; the
-other one is among its alternatives. Servers pay where devices are of unequal speed, or where links
-are thin beside the compute; only CPUs run them.
+In: the best plan of the search. Out: that plan, or a faster plan with servers; the slower becomes
+an alternative. Servers pay off for devices of unequal speed, or for links that are slow relative to
+the compute; only CPUs run them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .requests.request import Forced, Request, divisors
 from .summary import plan_summary
 
 THIN = 0.1
-"""A link is thin where all gradients take more than this part of a step to cross it once."""
+"""Share of a step above which the transfer of all gradients over a link makes it thin."""
 
 STALENESS = 2
 
@@ -28,15 +28,15 @@ STALENESS = 2
 def with_offered_servers(
     best: Plan, graph: Graph, request: Request, price: Callable[[Request], Plan]
 ) -> Plan:
-    """``best``, or the fastest plan of servers where it is faster by more than the tolerance.
+    """Return ``best``, or the fastest plan of servers if it is faster by more than the tolerance.
 
-    ``price`` makes the plan of a request that forces servers. Under ``ssp`` and ``asp`` a step is
-    another computation, so they are priced only where the features allow them by name.
+    ``price`` makes the plan of a request that forces servers. ``ssp`` and ``asp`` change the
+    computation, so they are priced only if the features allow them by name.
     """
     if not may_offer(best, graph, request):
         return best
     plans = []
-    for forced in offered(best.cluster, request):
+    for forced in offered_servers(best.cluster, request):
         try:
             plans.append(price(replace(request, forced=forced)))
         except (UsageError, InfeasibleError):  # a batch that does not divide, or too little memory
@@ -67,7 +67,7 @@ def _alternative(plan: Plan, winner: Plan, why: str) -> Alternative:
 
 
 def may_offer(best: Plan, graph: Graph, request: Request) -> bool:
-    """Whether servers can run what is asked for, and could win."""
+    """Return whether servers can run the request, and could win."""
     cluster, asks = best.cluster, request
     is_free = asks.forced == Forced() and not (asks.pins or asks.stage_at or asks.placer)
     return (
@@ -86,12 +86,12 @@ def may_offer(best: Plan, graph: Graph, request: Request) -> bool:
 
 
 def is_unequal(cluster: Cluster) -> bool:
-    """Whether devices are of unequal speed."""
+    """Return whether devices are of unequal speed."""
     return len({host.device.speed for host in cluster.hosts}) > 1
 
 
 def is_thin(best: Plan, graph: Graph) -> bool:
-    """Whether a link is thin beside what a step takes."""
+    """Return whether a link is thin relative to the step."""
     cluster = best.cluster
     ranks = range(1, cluster.num_devices)
     rate = min(cluster.link(0, rank).bytes_per_second for rank in ranks)
@@ -100,9 +100,9 @@ def is_thin(best: Plan, graph: Graph) -> bool:
     return num_bytes / rate > THIN * best.prediction.step_seconds
 
 
-def offered(cluster: Cluster, request: Request) -> Iterator[Forced]:
-    """Servers beside all workers, half of the ranks as servers, one; under each consistency that
-    is allowed."""
+def offered_servers(cluster: Cluster, request: Request) -> Iterator[Forced]:
+    """Yield configurations: servers beside all workers, half of the ranks as servers, one server;
+    under each allowed consistency."""
     total = cluster.num_devices
     places: dict[tuple[Literal["own", "beside"], int], None] = {
         ("beside", total): None, ("own", total // 2): None, ("own", 1): None

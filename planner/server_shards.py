@@ -1,10 +1,10 @@
-"""Which server holds which part of which parameter, balanced by bytes.
+"""Distribution of parameters over servers, balanced by bytes.
 
-In: the elements of every parameter, by name and block, the number of servers. Out: runs of
-elements (``Shard``), each on one server. A parameter of more than a part of a server's even share
-is cut into pieces of equal size; then every piece, the largest first, goes to the server that
-holds the least (longest processing time first). A piece is at most ``1 / PIECES`` of an even
-share, so the fullest server holds at most that much more than the emptiest one.
+In: the elements of every parameter, by name and block, the number of servers. Out: runs of elements
+(``Shard``), each on one server. A parameter larger than ``1 / PIECES`` of a server's even share is
+cut into pieces of equal size; then every piece, the largest first, goes to the server that holds
+the least (longest processing time first). So the fullest server holds at most ``1 / PIECES`` of a
+share more than the emptiest.
 
 Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies"; Li et al. 2014, "Scaling
 Distributed Machine Learning with the Parameter Server", section 4.
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 PIECES = 32
-"""A piece is at most an even share divided by this: 3 % at most between servers."""
+"""Minimum pieces per even share: servers differ by at most 3 %."""
 LEAST_ELEMENTS = 1024
-"""A parameter is not cut into smaller pieces: each costs a request's bookkeeping."""
+"""Minimum elements of a piece: each costs a request's bookkeeping."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shard:
-    """Elements ``start`` to ``stop`` of a parameter, as they lie in memory, on ``server``."""
+    """Elements ``start`` to ``stop`` of a parameter, in memory order, on ``server``."""
 
     parameter: str
     start: int
@@ -37,7 +37,7 @@ class Shard:
 
 
 def shards_of(sizes: Mapping[str, int], num_servers: int) -> tuple[Shard, ...]:
-    """The shards of parameters of so many elements, in the order of the parameters.
+    """Assign the elements of parameters to servers, in the order of the parameters.
 
     >>> [shard.server for shard in shards_of({"a": 10, "b": 6, "c": 5}, 2)]
     [0, 1, 1]
@@ -58,14 +58,14 @@ def shards_of(sizes: Mapping[str, int], num_servers: int) -> tuple[Shard, ...]:
 
 
 def _pieces(size: int, most: int) -> list[tuple[int, int]]:
-    """Cuts of ``size`` elements into as few equal pieces of at most ``most`` as there can be."""
+    """Cut ``size`` elements into the fewest equal pieces of at most ``most``."""
     count = max(1, -(-size // max(1, most)))
     cuts = [size * index // count for index in range(count + 1)]
     return [pair for pair in pairwise(cuts) if pair[0] < pair[1] or not size]
 
 
 def _joined(shards: Sequence[Shard]) -> tuple[Shard, ...]:
-    """Neighbouring pieces of a parameter on one server as one shard."""
+    """Join neighbouring pieces of a parameter on one server."""
     found: list[Shard] = []
     for shard in shards:
         last = found[-1] if found else None
@@ -81,7 +81,7 @@ def _joined(shards: Sequence[Shard]) -> tuple[Shard, ...]:
 def elements_of(
     shards: Sequence[Shard], block_of: Mapping[str, int], num_servers: int
 ) -> dict[int, list[int]]:
-    """For each block that has parameters the elements on each server."""
+    """Map each block with parameters to its elements on each server."""
     found: dict[int, list[int]] = {}
     for shard in shards:
         held = found.setdefault(block_of[shard.parameter], [0] * num_servers)

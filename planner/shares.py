@@ -1,12 +1,12 @@
 """Unequal shares of the batch: every rank of an axis "dp" takes rows by its own speed.
 
-In: how many rows each coordinate of mesh axis 0 takes of a micro-batch (``StagePlan.shares``),
-or what a number of rows takes on each. Out: a coordinate's rows, whether a stage may be run so,
-its cost, and the best shares.
+In: the rows of a micro-batch on each coordinate of mesh axis 0 (``StagePlan.shares``), or their
+seconds. Out: a coordinate's rows, whether a stage allows unequal shares, its cost, and the best
+shares.
 
-Coordinate r of n runs the graph of a batch of ``rows_r · n`` rows that is split evenly: so all
-its shapes are those of an even split. What averages over the batch then weighs
-``rows_r · n / total``. That is all, if no other coordinate's rows are needed before the loss.
+Coordinate r of n runs the graph of a batch of ``rows_r · n`` rows that is split evenly: so all its
+shapes are those of an even split. Averages over the batch are then weighted by ``rows_r · n /
+total``. That suffices if no other coordinate's rows are needed before the loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .pricing.stage_cost import StageCost
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """The rows ``first`` to ``first + rows`` of ``total`` that one of ``parts`` coordinates has.
+    """The rows ``first`` to ``first + rows`` of ``total`` of one of ``parts`` coordinates.
 
     A coordinate without rows computes on one row that weighs nothing: its partial sums are zero.
     """
@@ -34,17 +34,17 @@ class RowShare:
 
     @property
     def batch_size(self) -> int:
-        """The batch whose even split gives each coordinate as many rows, but at least one."""
+        """Return the batch whose even split gives each coordinate as many rows, at least one."""
         return max(self.rows, 1) * self.parts
 
     @property
     def weight(self) -> float:
-        """Its share of a mean over the batch, over that of an even split."""
+        """Return its weight in a mean over the batch, relative to an even split."""
         return self.rows * self.parts / self.total
 
 
 def share_of(shares: Sequence[int], coordinate: int) -> RowShare | None:
-    """A coordinate's rows; None where the batch is split evenly.
+    """Return a coordinate's rows; None if the batch is split evenly.
 
     >>> share_of((3, 5), 1)
     RowShare(first=3, rows=5, total=8, parts=2)
@@ -55,7 +55,7 @@ def share_of(shares: Sequence[int], coordinate: int) -> RowShare | None:
 
 
 def coordinate_ranks(ranks: Sequence[int], parts: int, coordinate: int) -> tuple[int, ...]:
-    """Those of a mesh's ranks (row-major) that are at a coordinate of its first axis.
+    """Return a mesh's ranks (row-major) at a coordinate of its first axis.
 
     >>> coordinate_ranks((4, 5, 6, 7), 2, 1)
     (6, 7)
@@ -67,9 +67,9 @@ def coordinate_ranks(ranks: Sequence[int], parts: int, coordinate: int) -> tuple
 def why_not(
     graph: Graph, nodes: Iterable[str], layout_of: Callable[[str], NodeLayout | None]
 ) -> str:
-    """What stands in the way of unequal shares on axis 0; "" if nothing does.
+    """Return the reason against unequal shares on axis 0; "" if there is none.
 
-    ``layout_of`` gives the layouts of op nodes, and of inputs where they are held in one.
+    ``layout_of`` returns the layouts of op nodes, and of inputs that have one.
     """
     if not graph.batch_dims:
         return "samples are combined before the loss"
@@ -88,7 +88,7 @@ def why_not(
 
 
 def _is_even(graph: Graph, ref: Ref, held: Layout) -> bool:
-    """Whether axis 0 splits a value along the batch and nothing else, and no other axis does."""
+    """Return whether axis 0, and no other axis, splits a value along the batch and nothing else."""
     dim = graph.batch_dims[ref.name][ref.index]
     rows: Placement | None = None if dim is None else shard(dim)
     if graph[ref.name].kind == "parameter":
@@ -97,10 +97,10 @@ def _is_even(graph: Graph, ref: Ref, held: Layout) -> bool:
     return first and (rows is None or rows not in held[1:])
 
 
-def slowest(costs: Sequence[StageCost]) -> StageCost:
-    """A stage's cost from its coordinates': all wait for the slowest, in each part of a step.
+def slowest_cost(costs: Sequence[StageCost]) -> StageCost:
+    """Combine costs of coordinates into a stage's: in each part of a step, the slowest counts.
 
-    The bytes are those of the fullest.
+    The bytes are the fullest coordinate's.
     """
     found = max(costs, key=lambda cost: cost.forward_seconds + cost.backward_seconds)
     fullest = max(costs, key=lambda cost: cost.total_bytes)
@@ -120,12 +120,12 @@ def slowest(costs: Sequence[StageCost]) -> StageCost:
 def best_shares(
     total: int, speeds: Sequence[float], seconds: Callable[[int, int], float]
 ) -> tuple[int, ...] | None:
-    """The shares of ``total`` rows whose slowest coordinate is fastest; None if none fits.
+    """Return the shares of ``total`` rows whose slowest coordinate is fastest; None if none fits.
 
-    ``seconds(coordinate, rows)`` must not fall with the rows; it is infinite for rows that do
-    not fit. Shares in proportion to ``speeds``, rounded by largest remainder, are the start;
-    then rows of the slowest go to who would still be faster than it. Where nobody would, every
-    other division gives the slowest as many rows or somebody else too many: it is the best.
+    ``seconds(coordinate, rows)`` must not fall with the rows; it is infinite for rows that do not
+    fit. Shares in proportion to ``speeds``, rounded by largest remainder, are the start; then rows
+    of the slowest move to a coordinate that would still be faster. If there is none, the division
+    is optimal: every other gives the slowest as many rows or another too many.
 
     >>> best_shares(8, (3.0, 5.0), lambda rank, rows: rows / (3.0, 5.0)[rank])
     (3, 5)
@@ -149,7 +149,7 @@ def best_shares(
 
 
 def _largest_remainder(total: int, speeds: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to ``speeds`` that add up to ``total``, at least 1 each."""
+    """Round to whole numbers in proportion to ``speeds`` that add up to ``total``, at least 1."""
     free = total - len(speeds)
     exact = [max(0.0, total * speed / sum(speeds) - 1) for speed in speeds]
     scale = free / sum(exact) if sum(exact) else 0.0

@@ -1,8 +1,8 @@
-"""What one stage of a plan costs, block by block: the check on everything that solvers say.
+"""Independent cost of one stage of a plan, block by block: the check on the solvers.
 
 In: the graph with its blocks by form, a plan, a stage's unit prices. Out: the stage's cost. Blocks
-of one form that are given equal layouts are walked once (``block_walk``); so are those of other
-stages and other plans of the same graph, as what was found of them is kept in ``Walked``.
+of one form with equal layouts are walked once (``block_walk``), also across stages and plans of the
+same graph: ``Walked`` caches their costs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from ..cost_model.cluster.cluster import Cluster, Link
 from ..cost_model.ops.memory import reserve_bytes
-from .block_walk import BlockCost, BlockForms, Layouts, Reads, Setting, block_cost
+from .block_walk import BlockCost, BlockForms, Layouts, Reads, StageFacts, block_cost
 from .errors import PlanError
 from .graph import Block, Blocks, Graph, Ref
 from .layout import INVARIANT, Layout, NodeLayout
@@ -26,14 +26,14 @@ from .pricing.seconds import Groups
 from .pricing.stage_cost import StageCost
 from .pricing.structure import Structure, leaf_bytes
 from .pricing.weight_versions import version_bytes
-from .schedules.held import Halves, held_bytes, splits
+from .schedules.held import HalfPairs, held_bytes, splits
 
 
 @dataclass(frozen=True)
 class Walked:
-    """What the blocks of a graph at one batch size cost, by all that it follows from.
+    """Costs of the blocks of a graph at one batch size, by all facts they depend on.
 
-    ``layouts`` has each layout that was met, so that keys can hold their numbers.
+    ``layouts`` has each layout so far, so that keys can hold their numbers.
     """
 
     forms: BlockForms
@@ -48,27 +48,27 @@ class Walked:
         return self.forms.graph
 
     def cache(self, cluster: Cluster) -> PriceCache:
-        """The cache of unit prices on a cluster."""
+        """Return the cache of unit prices on a cluster."""
         if id(cluster) not in self._caches:
             known = PriceCache(
                 storages={self.graph.batch_size: self.forms.storages},
                 from_parameters=self.forms.of_parameters,
             )
-            self._caches[id(cluster)] = cluster, known  # it lives as long as its id is used
+            self._caches[id(cluster)] = cluster, known  # keeps its id unique
         return self._caches[id(cluster)][1]
 
     def number(self, layout: NodeLayout) -> int:
-        """The number of a layout, the same for equal ones."""
+        """Return the number of a layout, equal for equal layouts."""
         found = self._of_object.get(id(layout))
         if found is None:
             number = self._numbers.setdefault(layout, len(self.layouts))
             if number == len(self.layouts):
                 self.layouts.append(layout)
-            found = self._of_object[id(layout)] = layout, number  # it lives as long as its id
+            found = self._of_object[id(layout)] = layout, number  # keeps its id unique
         return found[1]
 
-    def of_setting(self, setting: Setting) -> dict[Any, BlockCost]:
-        """The costs of blocks under this setting."""
+    def of_setting(self, setting: StageFacts) -> dict[Any, BlockCost]:
+        """Return the costs of blocks under this setting."""
         prices = setting.prices
         key = (
             prices.mesh, prices.groups, prices.speed, prices.precision, prices.optimizer,
@@ -79,7 +79,7 @@ class Walked:
 
 
 def walked_none(graph: Graph, blocks: Blocks, rules: Rules) -> Walked:
-    """Of a graph of which nothing is known yet."""
+    """Return an empty cache for a graph."""
     return Walked(BlockForms(Structure(graph, blocks), rules.storage_of(graph)))
 
 
@@ -93,7 +93,7 @@ class StageWalk:
     index: int
     prices: Prices
     start: int
-    held: Halves
+    held: HalfPairs
     made: dict[Ref, Layout] = field(default_factory=dict)
     shared: dict[str, Layout] = field(default_factory=dict)
     read: set[Ref] = field(default_factory=set)
@@ -105,7 +105,7 @@ class StageWalk:
         before = self.plan.stages[self.index - 1].devices
         link = _entry_link(self.prices.cluster, before, stage.devices)
         halves = splits(self.plan.schedule)
-        self.setting = Setting(
+        self.setting = StageFacts(
             self.graph, self.prices, stage.zero, link, self.plan.slices, splits=halves
         )
         self.costs = self.walked.of_setting(self.setting)
@@ -114,7 +114,7 @@ class StageWalk:
         self._of_kind: dict[str, tuple[int, ...]] = {}
 
     def cost(self) -> StageCost:
-        """The cost of the whole stage."""
+        """Return the cost of the whole stage."""
         reads = self.walked.forms.reads[self.start : self.stop]
         for own, decided in zip(reads, self.stage.blocks, strict=True):
             self.found.append(self._block(own, decided.recompute))
@@ -141,21 +141,20 @@ class StageWalk:
         )
 
     def _groups(self) -> Groups:
-        """The stage's blocks, once they are walked. A parameter of several blocks counts with the
-        first block."""
+        """Group the walked blocks. A parameter of several blocks counts with the first block."""
         seconds = np.array([each.seconds for each in self.found])
         for own, _ in self.of_shared():
             seconds[0] += own
         return Groups(seconds, np.ones(len(seconds), dtype=np.int64))
 
     def of_shared(self) -> list[tuple[Seconds, StateBytes]]:
-        """Seconds and bytes of each parameter that several blocks use, once they are walked."""
+        """Return the seconds and bytes of each parameter that several walked blocks use."""
         zero, prices = self.stage.zero, self.prices
         held = self.shared.items()
         return [prices.parameter(self.graph[name].spec, layout, zero) for name, layout in held]
 
     def _block(self, reads: Reads, mode: Recompute) -> BlockCost:
-        """A block's cost, with the layouts of what it receives and sends noted."""
+        """Return a block's cost, and record the layouts of its received and sent values."""
         nodes = self._nodes(reads.block)
         parameters = tuple([self._number(name) for name in reads.parameters])
         values = tuple([self.made.get(ref) for ref in reads.values])
@@ -185,7 +184,7 @@ class StageWalk:
         return found
 
     def _number(self, name: str) -> int:
-        """That of a node's layout: under its own name, or its template's."""
+        """Return the number of a node's layout: under its own name, or its template's."""
         found = self.numbers.get(name)
         if found is None:
             found = self.numbers.get(self.walked.forms.blocks.template.get(name, name))
@@ -194,7 +193,7 @@ class StageWalk:
         return found
 
     def _nodes(self, block: Block) -> tuple[int, ...]:
-        """The numbers of the layouts of a block's nodes: most have those of their template."""
+        """The numbers of the layouts of a block's nodes: most equal their template's."""
         first = self.walked.forms.blocks.kinds[block.kind]
         if block is not first and not self.numbers.keys().isdisjoint(block.nodes):
             return tuple([self._number(name) for name in block.nodes])
@@ -203,7 +202,7 @@ class StageWalk:
         return self._of_kind[block.kind]
 
     def _ends(self) -> Seconds:
-        """What brings sent values to the boundary and the loss to every rank."""
+        """The seconds of converting sent values to the boundary, and the loss to every rank."""
         total, loss = Seconds(), self.graph.loss
         reads, position = self.walked.forms.reads, self.walked.forms.structure.position
         for own in reads[self.start : self.stop]:
@@ -222,7 +221,7 @@ class StageWalk:
         return Seconds(forward_communication=forward, backward_communication=backward)
 
     def leaf_bytes(self, *kinds: str) -> float:
-        """What the leaves of some kinds that the stage's blocks read take on a rank."""
+        """Return the bytes, on a rank, of the leaves of some kinds that the stage's blocks read."""
         reads = self.walked.forms.reads[self.start : self.stop]
         nodes = (self.graph[name] for name in {name for own in reads for name in own.leaves})
         whole = (INVARIANT,) * len(self.stage.mesh.shape)
@@ -254,7 +253,7 @@ class StageWalk:
 
 
 def _entry_link(cluster: Cluster, before: Sequence[int], devices: Sequence[int]) -> Link:
-    """The link over which a stage receives values from another one, as the search prices it.
+    """Return the link over which a stage receives values from another, as the search prices it.
 
     If the hosts were reordered, the ranks of a stage may not be consecutive.
     """

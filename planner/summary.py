@@ -1,8 +1,8 @@
 """The configuration of a pipeline in one line: ``dp=4 tp=2 pp=2 · ZeRO 1 · 1F1B · 16 × 4``.
 
-In: what each pipeline rank runs, and the schedule. Out: the parallel degrees, the ZeRO stage,
-recomputation if there is any, the schedule if there is a pipeline, and the number of
-micro-batches times their size. Reports, plan files and the reasons of the search share it.
+In: the mesh, ZeRO stage and blocks of each pipeline rank, and the schedule. Out: the parallel
+degrees, the ZeRO stage, recomputation if any, the schedule if there is a pipeline, and the number
+of micro-batches times their size. Reports, plan files and the reasons of the search share it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SCHEDULE_TITLES = {
     "terapipe": "TeraPipe", "pipedream": "PipeDream", "pipedream-2bw": "PipeDream-2BW",
     "ampnet": "AMPNet",
 }  # fmt: skip
-"""The usual spelling of a schedule; it differs from the option's value in upper case alone."""
+"""The usual spelling of a schedule; it differs from the option's value in case alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """What one rank of the pipeline runs: its mesh, its ZeRO stage, and its blocks.
+    """Facts of one pipeline rank: its mesh, its ZeRO stage, and its blocks.
 
     ``num_full`` and ``num_selective`` of its ``num_blocks`` are recomputed in full or selectively.
     ``shares`` are the samples that each coordinate of mesh axis 0 takes, () if they are equal.
@@ -42,7 +42,7 @@ class RankSummary:
 
 
 def plan_summary(plan: Plan) -> str:
-    """The configuration of a plan in one line."""
+    """Format the configuration of a plan in one line."""
     if plan.servers is not None:
         parts = (servers_text(plan.servers), f"{plan.num_microbatches} × {plan.microbatch_size}")
         return SEPARATOR.join(parts)
@@ -67,7 +67,7 @@ def servers_text(servers: ServerPlan) -> str:
 
 
 def rank_summaries(plan: Plan) -> list[RankSummary]:
-    """What each pipeline rank of a plan runs; stages on the same devices are one rank's."""
+    """Return the facts of each pipeline rank of a plan; stages on the same devices share a rank."""
     ranks: dict[tuple[int, ...], RankSummary] = {}
     for stage in plan.stages:
         modes = [block.recompute for block in stage.blocks]
@@ -86,7 +86,7 @@ def summary_text(
     ranks: Sequence[RankSummary], schedule: str, num_microbatches: int, microbatch_size: int,
     offload: Offload = "none",
 ) -> str:  # fmt: skip
-    """The line; ``schedule`` as ``schedule_text`` gives it, left out where there is one rank.
+    """Format the line; ``schedule`` from ``schedule_text`` is left out for a single rank.
 
     >>> rank = RankSummary(Mesh(("dp", "tp"), (4, 2)), zero=1, num_blocks=8)
     >>> summary_text([rank, rank], "1F1B", 16, 4)
@@ -100,7 +100,7 @@ def summary_text(
 
 
 def strategy_parts(ranks: Sequence[RankSummary], schedule: str) -> list[str]:
-    """The parts of the line without the micro-batches."""
+    """Return the parts of the line without the micro-batches."""
     has_one_zero = len({rank.zero for rank in ranks}) == 1
     texts = [_rank_text(rank, with_zero=not has_one_zero) for rank in ranks]
     if len(set(texts)) == 1:
@@ -115,7 +115,7 @@ def strategy_parts(ranks: Sequence[RankSummary], schedule: str) -> list[str]:
 
 
 def offload_text(offload: Offload) -> tuple[str, ...]:
-    """What a line says of host memory.
+    """Return the part of a line about host memory.
 
     >>> offload_text("optimizer"), offload_text("none")
     (('optimizer offloaded',), ())
@@ -134,7 +134,7 @@ def schedule_text(name: str, num_chunks: int = 1, num_slices: int = 0) -> str:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """The degrees of a mesh that are more than one: the ranks of "ep" split the batch too.
+    """Format the degrees of a mesh above one: the ranks of "ep" split the batch, too.
 
     >>> mesh_text(Mesh(("dp", "tp"), (4, 2))), mesh_text(Mesh(("dp", "ep"), (2, 4)))
     ('dp=4 tp=2', 'dp=8 ep=4')
@@ -159,7 +159,7 @@ def _rank_text(rank: RankSummary, *, with_zero: bool) -> str:
 
 
 def _counted(texts: Iterable[str]) -> list[str]:
-    """Equal neighbours as one text with their number."""
+    """Replace equal neighbours by one text with their number."""
     runs = [(text or "one device", len(list(run))) for text, run in groupby(texts)]
     return [f"{count} × {text}" if count > 1 else text for text, count in runs]
 

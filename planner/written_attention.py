@@ -1,8 +1,8 @@
 """Causal attention written as separate ops, as attention with dropout is.
 
-In: a graph. Out: of each such attention, its nodes: keys are transposed, scores are their product
-with the queries, those of later positions are filled with minus infinity, then come the softmax,
-the dropout, and the product with the values.
+In: a graph. Out: the nodes of each such attention: transposed keys, scores (their product with the
+queries), a fill of later positions with minus infinity, the softmax, the dropout, and the product
+with the values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WrittenAttention:
 
 
 def find_written(graph: Graph) -> tuple[WrittenAttention, ...]:
-    """The causal attentions of a graph that are written out."""
+    """Find the causal attentions of a graph that are written out."""
     return tuple(_written(graph))
 
 
@@ -61,13 +61,13 @@ def _written(graph: Graph) -> Iterator[WrittenAttention]:
 
 
 def _only_user(graph: Graph, node: Node, op: str) -> Node | None:
-    """The one node that reads ``node``, if it is of that op."""
+    """Return the only node that reads ``node``, if it is of that op."""
     users = graph.users[node.name]
     return graph[users[0]] if len(users) == 1 and graph[users[0]].op == op else None
 
 
 def _swaps_last(graph: Graph, node: Node) -> bool:
-    """Whether a node swaps the last two dimensions."""
+    """Return whether a node swaps the last two dimensions."""
     if node.op != "aten.transpose.int":
         return False
     count = len(node.spec.shape)
@@ -76,7 +76,7 @@ def _swaps_last(graph: Graph, node: Node) -> bool:
 
 
 def _is_causal(graph: Graph, mask: Ref) -> bool:
-    """Whether a mask fills what is above the diagonal of a square of ones."""
+    """Return whether a mask fills the entries above the diagonal of a square of ones."""
     flipped = graph[mask.name]
     if flipped.op != "aten.logical_not.default":
         return False

@@ -23,8 +23,8 @@ from autoparallel.planner.layout import (
     divides,
     shard,
 )
-from autoparallel.planner.pricing.choices import Restriction, held_layouts, ways
-from autoparallel.planner.requests.pins import Pin, nearest, paths
+from autoparallel.planner.pricing.choices import Restriction, held_layouts, node_strategies
+from autoparallel.planner.requests.pins import Pin, paths, similar_paths
 from autoparallel.planner.summary import mesh_text
 
 
@@ -41,13 +41,13 @@ def explained_tensor(model: PlanModel, path: str, name: str) -> Explanation:
     if own is None:
         raise UsageError(
             "AP357", f"{path} has no layout of its own in the plan", where=f"stage {index}",
-            fix=nearest(path, paths(graph), is_pattern=False),
+            fix=similar_paths(path, paths(graph), is_pattern=False),
         )  # fmt: skip
     limited, prices = model.restriction(index), model.prices(stage)
     if node.kind == "parameter":
         offered = held_layouts(graph[template], graph, prices, limited)
     else:
-        found = ways(graph[template], graph, prices, limited)
+        found = node_strategies(graph[template], graph, prices, limited)
         offered = tuple(way.layout.outputs[0] for way in found)
     alternatives = list(_layouts(model, index, template, own, (offered, limited)))
     known = [*offered, own.outputs[0]]

@@ -10,7 +10,7 @@ from autoparallel.options.words import bytes_text, held_text, seconds_text
 from autoparallel.planner.asynchronous import num_updates
 from autoparallel.planner.layout import Layout, Mesh, NodeLayout, balanced_axes
 from autoparallel.planner.plan import Alternative, Plan, StagePlan
-from autoparallel.planner.pricing.stage_cost import BRIEF, together
+from autoparallel.planner.pricing.stage_cost import TRANSIENT, combine_bytes
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import SEPARATOR
 
@@ -47,7 +47,9 @@ def fullest_rank(plan: Plan) -> tuple[tuple[int, ...], dict[str, int]]:
 
 def bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
     """The predicted bytes, by category, of a pipeline rank that runs ``stages``."""
-    return together((plan.stages[stage].prediction.memory_bytes for stage in stages), BRIEF)
+    return combine_bytes(
+        (plan.stages[stage].prediction.memory_bytes for stage in stages), TRANSIENT
+    )
 
 
 def ordered_memory(held: Mapping[str, int]) -> dict[str, int]:

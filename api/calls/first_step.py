@@ -21,7 +21,7 @@ from torch.func import functional_call
 from autoparallel.calls.form import PLANNED, Form
 from autoparallel.calls.modes import in_modes_of_training
 from autoparallel.passes.capture.export import call_model, find_loss
-from autoparallel.passes.programs.outputs import differentiable
+from autoparallel.passes.programs.outputs import differentiable_outputs
 from autoparallel.runtime.data.batches import marked
 from autoparallel.runtime.messages.shared_objects import share_value
 from autoparallel.runtime.parameters.parameters import COMPUTE_DTYPES
@@ -108,7 +108,7 @@ def _plain_loss(
         with as_plain():
             outputs = functional_call(_Alone(model()), given, (batch,))
         if program.returned:
-            return projection(differentiable(outputs))
+            return projection(differentiable_outputs(outputs))
         return find_loss(outputs, batch, following.loss_fn)
 
     return plain

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from autoparallel.passes.programs.batch import Batch, LeafPath, filled, leaf_at, path_text
+from autoparallel.passes.programs.batch import Batch, LeafPath, fill_batch, leaf_at, path_text
 
 SIMPLE = bool | int | float | str | None
 """Types of arguments that may differ between calls, beside tensors."""
@@ -72,7 +72,7 @@ class CallForm:
         for path in form.wanted:
             held: Tensor = leaf_at(batch, path)
             changed[path] = held.detach().requires_grad_()
-        return filled(batch, changed)
+        return fill_batch(batch, changed)
 
 
 def _position(names: list[str], name: str) -> int:

@@ -24,8 +24,8 @@ from autoparallel.planner.requests.features import Features, features_of
 from autoparallel.planner.requests.goal import Deadline, Goal, Objective
 from autoparallel.planner.requests.pins import Pin, parse_pin
 from autoparallel.planner.requests.request import (
-    ARRANGED_SCHEDULES,
     CHUNKED_SCHEDULES,
+    DERIVED_SCHEDULES,
     SCHEDULES,
     Forced,
     check_allowed,
@@ -252,7 +252,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         from autoparallel.planner.intra_op.pulp_solver import find_solver  # imports numpy
 
-        schedules = (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)
+        schedules = (*SCHEDULES, *CHUNKED_SCHEDULES, *DERIVED_SCHEDULES)
         goal = Goal(self.objective, self.prices, self.deadline)
         object.__setattr__(self, "goal", goal)
         object.__setattr__(self, "features", features_of(self.allow, self.deny, schedules))

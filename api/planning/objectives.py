@@ -26,7 +26,7 @@ from autoparallel.planner.plan import GoalReport, Plan, Tried
 from autoparallel.planner.precision import check_precision
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.rules.table import packet
-from autoparallel.planner.search.workers import serial
+from autoparallel.planner.search.workers import serial_workers
 from autoparallel.planning.infeasible import with_nearest_change
 from autoparallel.planning.repeated_search import RepeatedSearch, Search
 from autoparallel.planning.search_worker import two_processes
@@ -54,7 +54,7 @@ def plan_for(
     on a GPU without it, AP188 where a device has no price, AP302 where nothing meets the deadline.
     """
     check_precision(cluster, request.precision)
-    method = SearchMethod(start_workers=two_processes if processes > 1 else serial)
+    method = SearchMethod(start_workers=two_processes if processes > 1 else serial_workers)
 
     job = _Job(
         cluster, request,

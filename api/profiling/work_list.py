@@ -39,7 +39,7 @@ from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.graph import Block, Blocks, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.precision import with_precision
-from autoparallel.planner.pricing.basis import Asked, Basis
+from autoparallel.planner.pricing.basis import Basis, CostQueries
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, update_kind
 from autoparallel.planner.pricing.whole_block import block_case, seconds_by_ops
 from autoparallel.planning.plan import own_update, plan_program
@@ -353,7 +353,7 @@ class PlanWork(WorkList):
 
     def _links(self, plan: Plan, known: Profile) -> Iterator[Task]:
         """The collectives and messages of a plan, up to the sizes that it asks for."""
-        asked = Asked()
+        asked = CostQueries()
         basis = Basis(known, asked=asked)
         evaluate(self.program.graph, self.program.blocks, plan, self.cluster, basis=basis)
         reached = self.reached(known)

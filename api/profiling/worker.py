@@ -29,7 +29,7 @@ from autoparallel.planner.precision import with_precision
 from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.pricing.mesh_prices import STATE_KINDS
 from autoparallel.planner.pricing.update import update_curve
-from autoparallel.planner.profiling_targets import Wanted, asked_cases
+from autoparallel.planner.profiling_targets import ProfilingTargets, asked_cases
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import own_update, request_of
 from autoparallel.planning.tf32 import with_choice
@@ -199,7 +199,7 @@ class SearchWork(WorkList):
         seconds = min(MOST_BLOCK_SECONDS, BLOCK_SHARE * self.budget / max(len(tasks), 1))
         return tuple(Task(each, seconds) for each in tasks)
 
-    def _links(self, wanted: Wanted, known: Profile) -> Iterator[LinkTask]:
+    def _links(self, wanted: ProfilingTargets, known: Profile) -> Iterator[LinkTask]:
         """Yield the search's transfers in sizes that nothing measured reaches, then the usual."""
         reached = self.reached(known)
         asked: list[Transfers] = [

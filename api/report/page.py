@@ -36,8 +36,8 @@ from autoparallel.options.words import (
     ranks_text,
     seconds_text,
 )
-from autoparallel.planner.asynchronous import described
-from autoparallel.planner.parameter_servers import served
+from autoparallel.planner.asynchronous import describe_updates
+from autoparallel.planner.parameter_servers import describe_servers
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.planner.summary import (
     SEPARATOR,
@@ -245,7 +245,11 @@ def headline(plan: Plan) -> RenderableType:
     line = Text("  ").join(
         Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures
     )
-    meaning = [Text(text, style="yellow")] if (text := described(plan) or served(plan)) else []
+    meaning = (
+        [Text(text, style="yellow")]
+        if (text := describe_updates(plan) or describe_servers(plan))
+        else []
+    )
     over = over_text(prediction.peak_memory_bytes, used)
     more = [] if over is None else [over]
     return Group(Text(""), Text(configuration_text(plan), style="bold cyan"), *meaning, line, *more)

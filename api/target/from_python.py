@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autoparallel.passes.programs.batch import LeafPath, dims_of_size, leaves, resized
+from autoparallel.passes.programs.batch import LeafPath, dims_of_size, leaves, resize_batch
 from autoparallel.planner.errors import UsageError
 from autoparallel.target.load import load_target
 from autoparallel.target.target import Batch, LossFn, Target, check_batch, checked_batches
@@ -66,7 +66,7 @@ def _with_same_tensors(model: nn.Module) -> nn.Module:
 def batch_function(
     example_batch: Batch | Callable[..., Batch], global_batch: int | None = None
 ) -> Callable[..., Batch]:
-    """Return ``example_batch`` as a checked function; a batch is resized by its rows.
+    """Return ``example_batch`` as a checked function; a batch is resize_batch by its rows.
 
     For a ``global_batch`` of one the batch is a sample without rows, and stays as it is.
     """
@@ -79,7 +79,7 @@ def batch_function(
     dims = dims_of_rows(example_batch, rows) if global_batch != 1 else {}
 
     def sized(global_batch: int, seq: int | None = None) -> Batch:
-        return resized(example_batch, dims, lambda path, size: global_batch)
+        return resize_batch(example_batch, dims, lambda path, size: global_batch)
 
     return checked_batches(sized, "example_batch")
 

@@ -152,7 +152,7 @@ def example_batches(
         Example,
         dims_of_size,
         leaf_at,
-        resized,
+        resize_batch,
         row_dims,
     )
 
@@ -179,7 +179,7 @@ def example_batches(
         step = leaf_at(more, path).shape[dims[path]] - size
         return int(size + (global_batch - CAPTURE_BATCH) * step)
 
-    return Example(few, dims), Example(resized(few, dims, grown), dims)
+    return Example(few, dims), Example(resize_batch(few, dims, grown), dims)
 
 
 def check_batch(batch: Batch, global_batch: int, where: str) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.parameter_servers import served
+from autoparallel.planner.parameter_servers import describe_servers
 from autoparallel.runtime.data.batches import RankInputs, marked, named_inputs
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
 from autoparallel.training.data import TrainingData
@@ -73,7 +73,10 @@ def train_served(
         trainer.finish(worker.watchdog.progress)
         return {}
     if is_first:
-        print(f"{plan.servers.consistency}: {served(plan)}" if plan.servers else "", flush=True)
+        print(
+            f"{plan.servers.consistency}: {describe_servers(plan)}" if plan.servers else "",
+            flush=True,
+        )
     data = TrainingData(
         cast("Trainer", _Reader(trainer)), target, seed=seed, progress=worker.watchdog.progress,
         tell=partial(print, flush=True) if is_first else lambda line: None,

@@ -29,7 +29,7 @@ from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.tracing.counter_random import batch_dims
 from autoparallel.passes.tracing.modes import promote_to_float64
 from autoparallel.passes.tracing.python_state import PythonState
-from autoparallel.planner.asynchronous import described
+from autoparallel.planner.asynchronous import describe_updates
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning.capture import capture_program, record_target
@@ -122,7 +122,7 @@ def train(
         )
     trainer.overlaps_steps = True
     trainer.use_update(update_options(asked, device.type), target.build_scheduler)
-    if worker.rank == 0 and (meaning := described(plan)):
+    if worker.rank == 0 and (meaning := describe_updates(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
     captures = trainer.runner.captures
     if isinstance(captures, Following):

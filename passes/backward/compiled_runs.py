@@ -1,4 +1,4 @@
-"""Replaces runs of plain tensor ops in a block's graph by compiled functions.
+"""Compilation of runs of plain tensor ops in a block's graph.
 
 In: the graph of a block as one rank executes it, and a compiler: a function from a run to a
 callable. Out: the same graph, in which each run is one call of its compiled function. A run is a
@@ -10,7 +10,7 @@ ops whose weight gradients are computed later, ops that are marked for recomputa
 block of which only a part is recomputed, matrix products whose results may be kept.
 
 The text of a run does not depend on the names in its graph, so equal blocks have equal texts and
-can share what was compiled.
+can share compiled functions.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from ..ops.eight_bits import eight_bit_linear
 aten = torch.ops.aten
 
 OF_WEIGHTS = "of weights alone"
-"""Marks, in ``meta``, the nodes whose gradients are computed after those of the block's inputs."""
+"""Mark, in ``meta``, of nodes whose gradients are computed after those of the block's inputs."""
 
 FEWEST_OPS = 2
-"""A run of fewer kernels is not compiled: there is nothing to fuse."""
+"""Minimum kernels of a compiled run: with fewer there is nothing to fuse."""
 
 _SEEDED = frozenset((aten.dropout.default, aten.native_dropout.default))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Ops to be compiled together. Equal runs have equal ``text``.
+    """Ops that are compiled together. Equal runs have equal ``text``.
 
-    ``module`` takes the tensors that the run reads and returns a tuple of those that ops outside
-    of it read.
+    ``module`` takes the tensors that the run reads and returns a tuple of the tensors that other
+    ops read.
     """
 
     module: fx.GraphModule
@@ -52,7 +52,7 @@ class Run:
 def compile_runs(
     module: fx.GraphModule, compiled: Callable[[Run], Callable[..., object]], *, in_parts: bool
 ) -> None:
-    """Replaces each run of a block's graph by a call of ``compiled(run)``, in place.
+    """Replace each run of a block's graph by a call of ``compiled(run)``, in place.
 
     ``in_parts``: the backward recomputes the block except its matrix products, which are kept.
     """
@@ -90,7 +90,7 @@ def _is_plain(node: fx.Node, *, in_parts: bool) -> bool:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether a node is one of several results of an op."""
+    """Return whether a node is one of several results of an op."""
     return getattr(node.target, "__name__", "") == "getitem"
 
 

@@ -1,15 +1,14 @@
-"""Recomputing a block without what no gradient reads, and without what it has kept.
+"""Recomputation of a block without values that no gradient reads, and without kept values.
 
-In: a block's graph, its ops marked by ``replayed`` with what ``planner.replay`` says of
-them. Out: the same graph, whose marked ops know whether they run in a forward or again in a
-backward, and a pair of contexts for ``torch.utils.checkpoint``. A ``kept`` sum is remembered in
-the forward and given back in the backward; a ``spared`` op or collective is not run there; of a
-``product`` that is spared autograd keeps what it reads, and the product itself is not computed.
-Other matrix products, convolutions and attention are kept as their kernels return them, but for
-those inside of an op that is run ``again``.
+In: a block's graph, with ops marked by ``replayed`` according to ``planner.replay``. Out: the same
+graph, whose marked ops know whether they run in a forward or again in a backward, and a pair of
+contexts for ``torch.utils.checkpoint``. A ``kept`` sum is stored in the forward and returned in the
+backward; a ``spared`` op or collective is not run there; for a spared ``product`` autograd keeps
+its inputs, and the product itself is not computed. The results of other matrix products,
+convolutions and attention are kept, except inside of an op that is run ``again``.
 
-What is not computed is there as a hollow tensor, one element that is read as if it were all of
-them, and is not a number: should anything read it after all, the gradients show it.
+A value that is not computed is a hollow tensor, a single NaN that is read as every element: if an
+op reads it after all, the gradients show it.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ COSTLY = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-"""What selective recomputation keeps: outputs that cost much to make for their size."""
+"""Ops whose results selective recomputation keeps: they are expensive for their size."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Hollow:
-    """A tensor that is not computed again, by what it looks like."""
+    """The shape, dtype and device of a tensor that is not recomputed."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -66,9 +65,9 @@ class _Hollow:
 
 @dataclass
 class Recomputing:
-    """Whether a block is in a forward or runs again, and what is remembered between the two.
+    """State of a recomputed block: in a forward or in its repetition, and the values kept between.
 
-    ``keeps_costly``: results of costly kernels are kept (``selective``), or none (``full``).
+    ``keeps_costly``: results of costly kernels are kept (``selective``), or not (``full``).
     """
 
     keeps_costly: bool
@@ -77,15 +76,15 @@ class Recomputing:
     is_spared: bool = False
 
     def contexts(self) -> tuple[Context, Context]:
-        """The contexts of one forward and of its repetition, for ``checkpoint``."""
+        """Return the contexts of one forward and of its repetition, for ``checkpoint``."""
         memory: deque[Any] = deque()
         return Context(self, memory, is_again=False), Context(self, memory, is_again=True)
 
     def mark(self, graph: fx.GraphModule) -> None:
-        """Has the marked ops of a block's graph ask what is to be done, in place."""
+        """Make the marked ops of a block's graph follow this state, in place."""
         for node in graph.graph.nodes:
             how = node.meta.get(MARK)
-            if how is None or isinstance(node.target, _Marked):
+            if how is None or isinstance(node.target, _MarkedOp):
                 continue
             called = graph.get_submodule(node.target) if node.op == "call_module" else node.target
             node.op, node.target = "call_function", _MARKED[how](self, called)
@@ -93,7 +92,7 @@ class Recomputing:
 
 
 class Context(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what costly kernels return, or gives it back; others run."""
+    """Mode that keeps results of costly kernels, or returns them; other ops run."""
 
     def __init__(self, block: Recomputing, memory: deque[Any], *, is_again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,7 +110,7 @@ class Context(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def kept(self) -> Iterator[Tensor]:
-        """What is kept now for the repetition."""
+        """Yield the tensors that are kept for the repetition."""
         return _tensors(self._memory)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,7 +133,7 @@ def _tensors(held: Any) -> Iterator[Tensor]:
 
 
 def _remembered(results: Any, *, hollow: bool) -> Any:
-    """A kernel's results without their history; hollow ones where they are spared."""
+    """Return a kernel's results without their history; hollow results if they are spared."""
     if isinstance(results, tuple | list):
         return tuple(_remembered(each, hollow=hollow) for each in results)
     if not isinstance(results, Tensor):
@@ -149,8 +148,8 @@ def _given_back(remembered: Any) -> Any:
 
 
 @dataclass(eq=False)
-class _Marked(ABC):
-    """An op of a block's graph; outside of a recomputed block it just runs."""
+class _MarkedOp(ABC):
+    """A marked op of a block's graph; outside of a recomputed block it just runs."""
 
     block: Recomputing
     called: Callable[..., Any]
@@ -167,10 +166,10 @@ class _Marked(ABC):
 
     @abstractmethod
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs in a recomputed block, in its forward or again."""
+        """Run the op in a recomputed block, in its forward or again."""
 
 
-class _Kept(_Marked):
+class _Kept(_MarkedOp):
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
         if self.block.is_again:
             result, requires_grad = memory.popleft()
@@ -180,7 +179,7 @@ class _Kept(_Marked):
         return result
 
     def _keeping_nothing(self, *args: Any, **kwargs: Any) -> Any:
-        """What it calls; for its gradient it must keep nothing, as it is not run again."""
+        """Call the op; its gradient must need no saved tensor, as it is not run again."""
         with torch.autograd.graph.saved_tensors_hooks(self._refuse, self._refuse):
             return self.called(*args, **kwargs)
 
@@ -197,7 +196,7 @@ class _Spared(_Kept):
         return result
 
 
-class _Product(_Marked):
+class _Product(_MarkedOp):
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
         self.block.is_spared = True
         result = self.called(*args, **kwargs)
@@ -205,15 +204,15 @@ class _Product(_Marked):
         return result
 
 
-class _Again(_Marked):
+class _Again(_MarkedOp):
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
         keeps, self.block.keeps_costly = self.block.keeps_costly, False
         try:
             return self.called(*args, **kwargs)
-        finally:  # a repetition ends in the midst of an op
+        finally:  # a repetition ends within an op
             self.block.keeps_costly = keeps
 
 
-_MARKED: dict[str, type[_Marked]] = {
+_MARKED: dict[str, type[_MarkedOp]] = {
     KEPT: _Kept, SPARED: _Spared, PRODUCT: _Product, AGAIN: _Again
 }  # fmt: skip

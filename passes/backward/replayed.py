@@ -1,7 +1,7 @@
-"""Marks on the local ops of a recomputed block that are not simply run again.
+"""Marks on the local ops of a recomputed block that do not simply run again.
 
-In: a block's graph as it is built, how the block is recomputed. Out: ``MARK`` in the ``meta`` of
-ops and conversions. ``passes.local.recomputing`` does what the marks say.
+In: a block's graph under construction, its recomputation. Out: ``MARK`` in the ``meta`` of ops and
+conversions, for ``passes.local.recomputing``.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ..ops.torch_ops import is_pointwise, is_view, returns_several
 
 MARK = "when recomputed"
 KEPT, SPARED, PRODUCT, AGAIN = "kept", "spared", "product", "again"
-"""Marks: the result is kept; it is not run again; of a product only what autograd keeps is
-made again, not the product; it is run again, and nothing that is computed inside is kept."""
+"""Marks: the result is kept; the op is not run again; for a product only the tensors that autograd
+keeps are recomputed; the op is run again, and nothing inside it is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """How a block is recomputed."""
+    """Recomputation of a block."""
 
     mode: Recompute
     replay: Replay
 
     def mark(self, node: Node, results: Sequence[fx.Node]) -> None:
-        """Marks what an op became: its call, and what scales the result of that."""
+        """Mark the nodes of an op: its call, and the scaling of its result."""
         how = self._mark(node)
         if how is None:
             return
@@ -39,7 +39,7 @@ class Replayed:
         results[-1 if how == KEPT else 0].meta[MARK] = how
 
     def _mark(self, node: Node) -> str | None:
-        """Of costly ops that are kept the kernels' results are: they have no mark.
+        """Return the mark of an op; kept costly ops have none, as their kernels' results are kept.
 
         Ops that run again may have such kernels inside, as a layer of experts has.
         """
@@ -54,7 +54,7 @@ class Replayed:
         return KEPT if is_kept else SPARED
 
     def mark_unread(self, uses: Mapping[fx.Node, Iterable[tuple[str, int]]]) -> None:
-        """Marks conversions that no use (an op, the position of its input) wants again."""
+        """Mark conversions that no use (an op, the position of its input) needs again."""
         for converted, readers in uses.items():
             if self.replay.unread[self.mode].issuperset(readers):
                 converted.meta[MARK] = SPARED

@@ -1,13 +1,13 @@
-"""Backwards in two halves: gradients of inputs now, gradients of weights later.
+"""Split backwards: gradients of inputs first, gradients of weights later.
 
 In: a block's graph. Out: the same graph, in which the ops whose weight gradients cost a matrix
-product or more (linear, addmm, mm, matmul, conv, embedding) put these off: their backward
-computes the gradient of their input and keeps what the other gradient needs, the op's input and
-the gradient of its result. ``WeightGradients.run`` computes the gradients of weights from that,
-one block at a time, and frees it. Everything else is computed once, in the first half, and its
-memory is freed there; gradients of small parameters (norms, scales) come with it.
+product or more (linear, addmm, mm, matmul, conv, embedding) defer these: their backward computes
+the gradient of their input and keeps the op's input and the gradient of its result.
+``WeightGradients.run`` computes the gradients of weights from these, one block at a time, and frees
+them. Other gradients, also of small parameters (norms, scales), are computed once, in the first
+half, and their memory is freed there.
 
-Both halves together compute what one backward computes, nothing twice. Recomputed blocks are
+Both halves together compute the same as one backward, nothing twice. Recomputed blocks are
 recomputed in the first half only.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 2.
@@ -31,13 +31,13 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
+class BackwardHalves:
     """An op with weights, and the halves of its backward.
 
     ``data`` and ``weights`` are positions among its arguments; ``rest`` below are all the
     arguments, with None for these. ``of_data(gradient, weight, data, rest)``;
     ``of_weights(gradient, data, shapes, rest)`` gives one gradient per weight, in order, where
-    ``shapes`` has None for a weight that is not there.
+    ``shapes`` has None for an absent weight.
     """
 
     data: int
@@ -47,7 +47,7 @@ class Halves:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """All dimensions but the last as one."""
+    """Flatten all dimensions but the last."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -129,28 +129,30 @@ def _convolution_data(
     return _convolution(gradient, data, weight, rest, bias_shape=None, mask=mask)[0]
 
 
-_CONVOLUTION = Halves(0, (1, 2), _convolution_data, _convolution_weights)
+_CONVOLUTION = BackwardHalves(0, (1, 2), _convolution_data, _convolution_weights)
 
-HALVES: dict[Any, Halves] = {
-    aten.linear.default: Halves(0, (1, 2), lambda g, w, x, rest: g @ w, _linear_weights),
-    eight_bit_linear: Halves(0, (1, 2), of_data, of_weights),
-    aten.mm.default: Halves(0, (1,), lambda g, w, x, rest: g @ w.t(), _matmul_weights),
-    aten.bmm.default: Halves(0, (1,), lambda g, w, x, rest: g @ w.transpose(1, 2), _bmm_weights),
-    aten.addmm.default: Halves(1, (2, 0), lambda g, w, x, rest: g @ w.t(), _addmm_weights),
-    aten.embedding.default: Halves(1, (0,), None, _embedding_weights),
+HALVES: dict[Any, BackwardHalves] = {
+    aten.linear.default: BackwardHalves(0, (1, 2), lambda g, w, x, rest: g @ w, _linear_weights),
+    eight_bit_linear: BackwardHalves(0, (1, 2), of_data, of_weights),
+    aten.mm.default: BackwardHalves(0, (1,), lambda g, w, x, rest: g @ w.t(), _matmul_weights),
+    aten.bmm.default: BackwardHalves(
+        0, (1,), lambda g, w, x, rest: g @ w.transpose(1, 2), _bmm_weights
+    ),
+    aten.addmm.default: BackwardHalves(1, (2, 0), lambda g, w, x, rest: g @ w.t(), _addmm_weights),
+    aten.embedding.default: BackwardHalves(1, (0,), None, _embedding_weights),
     aten.conv1d.default: _CONVOLUTION,
     aten.conv2d.default: _CONVOLUTION,
     aten.conv3d.default: _CONVOLUTION,
 }
-"""The ops that put their weight gradients off."""
+"""The ops that defer their weight gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """What the gradients of an op's weights are computed from."""
+    """Tensors from which the gradients of an op's weights are computed."""
 
     block: int
-    halves: Halves
+    halves: BackwardHalves
     gradient: Tensor
     data: Tensor
     edges: tuple[GradientEdge | None, ...]
@@ -159,19 +161,19 @@ class _Deferred:
 
 
 class WeightGradients:
-    """The gradients of a stage's weights that are yet to be computed, by micro-batch."""
+    """The deferred weight gradients of a stage, by micro-batch."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, list[_Deferred]] = {}
         self._collected: list[_Deferred] = []
 
     def add(self, deferred: _Deferred) -> None:
-        """Called in a backward, for the micro-batch whose ``collecting`` is entered."""
+        """Add a deferred op, called in a backward, to the current micro-batch of ``collecting``."""
         self._collected.append(deferred)
 
     @contextmanager
     def collecting(self, microbatch: int) -> Iterator[None]:
-        """Inside, backwards are of this micro-batch."""
+        """Context manager: backwards inside belong to this micro-batch."""
         self._collected = self._waiting.setdefault(microbatch, [])
         try:
             yield
@@ -181,7 +183,7 @@ class WeightGradients:
     def run(
         self, microbatch: int, after_block: Callable[[set[int]], None] = lambda remaining: None
     ) -> None:
-        """Compute what the micro-batch's backward put off, and free what it kept.
+        """Compute the micro-batch's deferred gradients, and free the kept tensors.
 
         ``after_block`` is called after each block, with the positions of those that remain.
         """
@@ -199,7 +201,7 @@ class WeightGradients:
             after_block({deferred.block for deferred in waiting})
 
     def clear(self) -> None:
-        """Forgets all: a step begins."""
+        """Discard all deferred gradients at the start of a step."""
         self._waiting.clear()
 
 
@@ -216,9 +218,9 @@ def _weight_gradients(deferred: _Deferred) -> list[tuple[GradientEdge, Tensor]]:
 
 
 class _Putting(torch.autograd.Function):
-    """The op; its backward computes the gradient of its data only and puts the rest off.
+    """The op; its backward computes the gradient of its data only and defers the others.
 
-    ``anchor`` has the backward run where the data needs no gradient.
+    ``anchor`` makes the backward run even if the data needs no gradient.
     """
 
     @staticmethod
@@ -251,9 +253,11 @@ class _Putting(torch.autograd.Function):
 
 
 class _DeferredOp(nn.Module):
-    """An op in a block's graph that puts its weight gradients off."""
+    """An op in a block's graph that defers its weight gradients."""
 
-    def __init__(self, target: Any, halves: Halves, store: WeightGradients, block: int) -> None:
+    def __init__(
+        self, target: Any, halves: BackwardHalves, store: WeightGradients, block: int
+    ) -> None:
         super().__init__()
         self.target, self.halves, self.store, self.block = target, halves, store, block
         self._anchor = torch.zeros((), requires_grad=True)
@@ -281,10 +285,10 @@ def _edge(weight: Tensor | None) -> GradientEdge | None:
 def defer(
     module: fx.GraphModule, store: WeightGradients, block: int, shared: frozenset[str]
 ) -> frozenset[str]:
-    """Has the ops of a block's graph put off their weight gradients, in place.
+    """Make the ops of a block's graph defer their weight gradients, in place.
 
     ``shared`` are the inputs that are parameters, by the name of their placeholder. Returns the
-    attributes (and placeholders) of the parameters whose gradients are put off.
+    attributes (and placeholders) of the parameters with deferred gradients.
     """
     made_of: dict[fx.Node, frozenset[str]] = {}
     late: set[str] = set()
@@ -310,7 +314,7 @@ def _sources(
     parameters: Any,
     shared: frozenset[str],
 ) -> frozenset[str]:
-    """The parameters that a node is computed from, if from nothing else."""
+    """Return the parameters that a node is computed from, if it reads nothing else."""
     if node.op == "get_attr":
         return frozenset({str(node.target)} & set(parameters))
     if node.op == "placeholder":
@@ -325,8 +329,8 @@ def _given(node: fx.Node, position: int) -> bool:
     return position < len(node.args) and node.args[position] is not None
 
 
-def _fits(node: fx.Node, halves: Halves, made_of: dict[fx.Node, frozenset[str]]) -> bool:
-    """Whether the op's weights are parameters and its data is not."""
+def _fits(node: fx.Node, halves: BackwardHalves, made_of: dict[fx.Node, frozenset[str]]) -> bool:
+    """Return whether the op's weights are parameters and its data is not."""
     weights = [node.args[p] for p in halves.weights if _given(node, p)]
     data = node.args[halves.data]
     return (

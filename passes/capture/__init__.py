@@ -1,1 +1,1 @@
-"""Captures a model: exported, lowered to one op set, with ties, repeats, blocks and branches."""
+"""Capture of a model: exported, lowered to one op set, with ties, repeats, blocks and branches."""

@@ -1,11 +1,10 @@
-"""Blocks: the repeated layers of a model, and what lies before, between and after.
+"""Blocks: the repeated layers of a model, and the ops before, between and after them.
 
-Layers are found by module path (``model.layers.0``, ``model.layers.1``, …): the outermost
-numbered modules of which at least two compute the same, then, in a model that has such,
-any other numbered modules. Their structure covers ops, shapes without the batch, literals, wiring
-by position, parameters, which of them other blocks use too, and what is copied, so equal blocks
-correspond node by node. A graph with no such layers is cut where few bytes cross
-(``passes/capture/cut.py``).
+Layers are found by module path (``model.layers.0``, ``model.layers.1``, …): the outermost numbered
+modules at least two of which are equal, then, in a model with such layers, any other numbered
+modules. Their structure covers ops, shapes without the batch, literals, wiring by position,
+parameters, sharing of these, and copies, so equal blocks correspond node by node. A graph with no
+such layers is cut where few bytes cross (``passes/capture/cut.py``).
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ Layer = tuple[str, int]
 
 @dataclass
 class _Part:
-    """A block in the making. ``layer`` is None before, between and after layers."""
+    """A block under construction. ``layer`` is None before, between and after layers."""
 
     layer: Layer | None
     nodes: list[Node]
 
 
 def find_blocks(graph: Graph) -> Blocks:
-    """The graph's op nodes cut into blocks in topological order."""
+    """Cut the graph's op nodes into blocks in topological order."""
     ops = [node for node in graph.nodes if node.kind == "op"]
     layers = _find_layers(graph, ops)
     parts = _layer_parts(graph, ops, layers) if layers else _cut_parts(graph, ops)
@@ -47,7 +46,7 @@ def find_blocks(graph: Graph) -> Blocks:
 def blocks_like(graph: Graph, planned: Blocks) -> Blocks | None:
     """Cut another graph of a model where each block has the parameters of a ``planned`` block.
 
-    Returns None where its ops do not use them in that order, or are too few.
+    Returns None if its ops do not use them in that order, or are too few.
     """
     owner = {name: at for at, block in enumerate(planned.blocks) for name in block.parameters}
     ops = [node for node in graph.nodes if node.kind == "op"]
@@ -65,7 +64,7 @@ def blocks_like(graph: Graph, planned: Blocks) -> Blocks | None:
 
 
 def layer_candidates(module: str) -> list[Layer]:
-    """Every numbered module on a path, outermost first.
+    """Return every numbered module on a path, outermost first.
 
     >>> layer_candidates("model.layers.3.experts.1.up")
     [('model.layers', 3), ('model.layers.3.experts', 1)]
@@ -75,7 +74,7 @@ def layer_candidates(module: str) -> list[Layer]:
 
 
 def _find_layers(graph: Graph, ops: Sequence[Node]) -> dict[str, Layer]:
-    """For each op node inside a repeated layer, that layer (the outermost that repeats)."""
+    """Map each op node inside a repeated layer to the outermost layer that repeats."""
     members: dict[str, dict[Layer, list[Node]]] = {}
     for node in ops:
         for layer in layer_candidates(node.module):
@@ -98,7 +97,7 @@ def _find_layers(graph: Graph, ops: Sequence[Node]) -> dict[str, Layer]:
 
 
 def _outline(graph: Graph, nodes: Sequence[Node]) -> tuple[object, ...]:
-    """What two layers of one list share, whatever feeds them: ops and shapes."""
+    """Return a key that equal layers of one list share for any inputs: ops and shapes."""
     own = tuple(graph[name].spec.shape for name in _parameters(graph, nodes, set()))
     return own, tuple((n.op, tuple(spec.shape for spec in n.outputs)) for n in nodes)
 
@@ -108,7 +107,7 @@ def _has_parameters(graph: Graph, nodes: Iterable[Node]) -> bool:
 
 
 def _layer_parts(graph: Graph, ops: Sequence[Node], layers: Mapping[str, Layer]) -> list[_Part]:
-    """The parts in order of execution; short runs between layers join a neighbour."""
+    """Return the parts in order of execution; short runs between layers join a neighbour."""
     runs: list[_Part] = []
     for node in ops:
         layer = layers.get(node.name)
@@ -123,7 +122,7 @@ def _layer_parts(graph: Graph, ops: Sequence[Node], layers: Mapping[str, Layer])
 
 
 def _reunited(runs: list[_Part]) -> list[_Part]:
-    """Runs of one layer that something else interrupts, made one run with what interrupts."""
+    """Join the runs of one interrupted layer, together with the ops that interrupt it."""
     last = {run.layer: i for i, run in enumerate(runs) if run.layer is not None}
     parts: list[_Part] = []
     position = 0
@@ -142,7 +141,7 @@ def _reunited(runs: list[_Part]) -> list[_Part]:
 
 
 def _joined(graph: Graph, runs: list[_Part], forward: bool) -> list[_Part]:
-    """Every run between layers that holds no parameters joined to the layer before or after."""
+    """Join every run between layers that holds no parameters to the layer before or after."""
     parts: list[_Part] = []
     pending: list[Node] = []
     between: list[Node] = []
@@ -161,7 +160,7 @@ def _joined(graph: Graph, runs: list[_Part], forward: bool) -> list[_Part]:
 
 
 def _tail_joined(graph: Graph, parts: list[_Part], between: list[Node]) -> list[_Part]:
-    """The last layer given, like those before it, the ops that follow every layer."""
+    """Move the ops that follow every layer into the last layer, too."""
     if not between or len(parts) < 2 or parts[-1].layer is not None:
         return parts
     head = parts[-1].nodes
@@ -180,7 +179,7 @@ def _cut_parts(graph: Graph, ops: Sequence[Node]) -> list[_Part]:
 
 
 def _forward_only(graph: Graph, parts: list[_Part]) -> list[_Part]:
-    """Ops that read only inputs and serve only the last part moved there (loss targets)."""
+    """Move ops that read only inputs and serve only the last part (loss targets) there."""
     if len(parts) < 2:
         return parts
     position = {node.name: i for i, part in enumerate(parts) for node in part.nodes}
@@ -198,7 +197,7 @@ def _forward_only(graph: Graph, parts: list[_Part]) -> list[_Part]:
 
 
 def _branched(graph: Graph, parts: list[_Part]) -> list[_Part]:
-    """What lies between and after layers cut into the branches that it belongs to."""
+    """Cut the parts between and after layers into their branches."""
     if len(parts) < 3:
         return parts
     found = parts[:1]
@@ -213,7 +212,7 @@ def _branched(graph: Graph, parts: list[_Part]) -> list[_Part]:
 
 
 def _light(graph: Graph, node: Node) -> bool:
-    """Whether a node carries no gradient and comes from inputs alone."""
+    """Return whether a node carries no gradient and comes from inputs alone."""
     pending, seen = [node], {node.name}
     while pending:
         current = pending.pop()
@@ -255,7 +254,7 @@ def _named(graph: Graph, parts: list[_Part]) -> tuple[Block, ...]:
 def _memory(
     graph: Graph, nodes: Sequence[Node], owners: Mapping[Key, Key]
 ) -> tuple[bool | tuple[int, int], ...]:
-    """List all that values from outside decide about the memory of a run of nodes.
+    """List the memory facts of a run of nodes that values from outside decide.
 
     For each value from outside: the number of the tensor whose memory holds it, and the elements of
     that tensor, which are all kept with the value. For each op: whether it copies or returns views.
@@ -280,7 +279,7 @@ def _memory(
 
 
 def _base_kinds(parts: Sequence[_Part]) -> dict[str, str]:
-    """For each list of layers its short name, or its whole path where that is ambiguous."""
+    """Map each list of layers to its short name, or its whole path where that is ambiguous."""
     prefixes = sorted({part.layer[0] for part in parts if part.layer is not None})
     short = {prefix: prefix.rsplit(".", 1)[-1] or "layers" for prefix in prefixes}
     counts = Counter(short.values())
@@ -293,7 +292,7 @@ def _base_kinds(parts: Sequence[_Part]) -> dict[str, str]:
 def _name(
     graph: Graph, part: _Part, parts: Sequence[_Part], kinds: Mapping[str, str]
 ) -> tuple[str, str]:
-    """A part's name and the base of its kind's."""
+    """Return a part's name and the base name of its kind."""
     if part.layer is not None:
         prefix, number = part.layer
         return f"{prefix}.{number}".removeprefix("."), kinds[prefix]
@@ -310,7 +309,7 @@ def _name(
 
 
 def common_module(paths: Sequence[str]) -> str:
-    """The deepest module path that holds all of ``paths``.
+    """Return the deepest module path that contains all of ``paths``.
 
     >>> common_module(["a.b.c", "a.b.d"])
     'a.b'
@@ -325,7 +324,7 @@ def common_module(paths: Sequence[str]) -> str:
 
 
 def _parameters(graph: Graph, nodes: Iterable[Node], owned: set[str]) -> tuple[str, ...]:
-    """Parameters and buffers in order of first use that no earlier block owns."""
+    """Return parameters and buffers in order of first use that no earlier block owns."""
     found: dict[str, None] = {}
     for node in nodes:
         for ref in node.inputs:
@@ -337,12 +336,11 @@ def _parameters(graph: Graph, nodes: Iterable[Node], owned: set[str]) -> tuple[s
 def structure(
     graph: Graph, nodes: Sequence[Node], parameters: Sequence[str] | None = None
 ) -> tuple[Any, ...]:
-    """What a run of nodes computes, equal for runs that correspond by position.
+    """A key of the computation of a run of nodes, equal for runs that correspond by position.
 
-    ``parameters`` are those that the run owns (default: all that it uses). What comes from
-    outside counts by its order of first use, its shape and whether it is an input, a
-    constant, a shared parameter or another block's value. Which random call of the forward
-    a node is (its ``number``) does not count.
+    ``parameters`` are owned by the run (default: all that it uses). Values from outside count by
+    their order of first use, their shape and kind: input, constant, shared parameter or another
+    block's value. The ``number`` of a random call does not count.
     """
     own = parameters if parameters is not None else _parameters(graph, nodes, set())
     inside = {node.name: place for place, node in enumerate(nodes)}

@@ -1,8 +1,8 @@
-"""Ops between and after layers that belong to different branches of a model, apart.
+"""Separation of ops between and after layers that belong to different branches of a model.
 
-In: the ops between two lists of layers, or after the last. Out: the same in groups that do
-not read of each other and that each hold parameters: the end of one tower and the beginning
-of the next, which follow each other in the program but could run at the same time.
+In: the ops between two lists of layers, or after the last. Out: groups that do not read from each
+other and that each hold parameters: the end of one tower and the beginning of the next, which
+follow each other in the program but could run at the same time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ...planner.graph import Graph, Node
 
 
 def branches_apart(graph: Graph, nodes: Sequence[Node]) -> list[list[Node]]:
-    """The groups, each in the order of the program, in the order of their first ops.
+    """Return the groups, each in the order of the program, in the order of their first ops.
 
-    Ops without parameters that no group reads of, or that read of none, go with the group
-    after them, the last ones with the last group.
+    Ops without parameters that have no edge to a group join the group after them, the last ones the
+    last group.
     """
     found: list[list[Node]] = []
     loose: list[Node] = []
@@ -37,7 +37,7 @@ def branches_apart(graph: Graph, nodes: Sequence[Node]) -> list[list[Node]]:
 def before_join(
     graph: Graph, parts: Sequence[Sequence[Node]]
 ) -> tuple[list[list[Node]], list[Node]]:
-    """Of the last part the groups that end one branch, and the rest, where branches meet.
+    """Split the last part into the groups that end one branch, and the rest, where branches meet.
 
     An op belongs to a branch if some earlier part with parameters does not lead to it.
     """
@@ -55,7 +55,7 @@ def before_join(
 
 
 def _parts_that_lead(graph: Graph, parts: Sequence[Sequence[Node]]) -> Mapping[str, int]:
-    """For each node the earlier parts that it depends on, as bits."""
+    """Map each node to the earlier parts that it depends on, as bits."""
     leads: dict[str, int] = {}
     for part, nodes in enumerate(parts):
         bit = 0 if part == len(parts) - 1 else 1 << part
@@ -68,7 +68,7 @@ def _parts_that_lead(graph: Graph, parts: Sequence[Sequence[Node]]) -> Mapping[s
 
 
 def _connected(nodes: Sequence[Node]) -> list[list[Node]]:
-    """The nodes in groups that do not read of each other, in order."""
+    """Group the nodes such that groups do not read from each other, in order."""
     inside = {node.name: position for position, node in enumerate(nodes)}
     links: nx.Graph[int] = nx.Graph()
     links.add_nodes_from(range(len(nodes)))

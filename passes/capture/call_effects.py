@@ -1,9 +1,8 @@
-"""What a call of a layer depends on, what it gives, and what else it does.
+"""Inputs, results and side effects of a layer's call.
 
-In: a module, what it is called with and what it returns, while a model is exported. Out: a key
-that is equal for calls of alike layers that must do the same (``call_key``), the form of the
-result (``call_result``), and what shows that a call has done more than to return it
-(``state_of``, ``watched``).
+In: a module, the arguments and the result of its call, while a model is exported. Out: a key that
+is equal for equivalent calls of equal layers (``call_key``), the form of the result
+(``call_result``), and evidence of side effects (``state_of``, ``watch_counts``).
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _LITERALS = (type(None), bool, int, float, complex, str, torch.dtype, torch.devi
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a layer returned: its structure, and each leaf.
+    """Result of a layer: its structure, and each leaf.
 
-    A leaf is ``("made", i)``, the ``i``-th tensor that it made; ``("given", i)``, the ``i``-th
-    that it was called with; or ``("literal", value)``. ``forms`` are the shapes, strides and
-    dtypes of those made, as the op ``repeat`` takes them.
+    A leaf is ``("made", i)``, its ``i``-th new tensor; ``("given", i)``, its ``i``-th argument; or
+    ``("literal", value)``. ``forms`` are the shapes, strides and dtypes of new tensors, as the op
+    ``repeat`` takes them.
     """
 
     structure: TreeSpec
@@ -39,7 +38,8 @@ class Result:
 
 
 def call_key(flat: Sequence[Any], structure: TreeSpec) -> Any:
-    """What a call's effect may depend on, but for values; None where that cannot be told."""
+    """Return a key of all facts, except values, that a call's effect may depend on; None if they
+    are unknown."""
     objects: dict[int, int] = {}
     storages: dict[int, int] = {}
     leaves: list[Any] = []
@@ -66,7 +66,7 @@ def _storage(tensor: Tensor) -> int:
 def call_result(
     output: Any, given: Sequence[Tensor], layer: nn.Module
 ) -> tuple[list[Tensor], Result | None]:
-    """The tensors that a layer made, and its result; None where it cannot be repeated."""
+    """Return the new tensors of a layer, and its result; None if it cannot be repeated."""
     flat, structure = tree_flatten(output)
     own = [*layer.parameters(), *layer.buffers()]
     taken = {_storage(tensor) for tensor in (*given, *own)}
@@ -99,7 +99,7 @@ def call_result(
 
 
 class _Same:
-    """An object, equal to itself alone; it is kept, so that no other takes its place."""
+    """An object that equals itself alone; it stays alive, so that its id stays unique."""
 
     __slots__ = ("held",)
 
@@ -113,7 +113,7 @@ class _Same:
 
 
 def state_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Any]:
-    """What a layer's forward may change: its settings, its arguments and their values."""
+    """The state that a layer's forward may change: its settings, its arguments and their values."""
     flat, structure = tree_flatten((args, kwargs))
     found: list[Any] = [repr(structure)]
     found += [(_Same(value), getattr(value, "_version", 0)) for value in flat]
@@ -124,7 +124,7 @@ def state_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _held(value: Any) -> Iterable[Any]:
-    """What a setting holds, one level down; of modules and tensors nothing."""
+    """Return the contents of a setting, one level down; nothing for modules and tensors."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, list | tuple | set):
@@ -135,8 +135,8 @@ def _held(value: Any) -> Iterable[Any]:
 
 
 @contextmanager
-def watched(layer: nn.Module, counts: Sequence[Count]) -> Iterator[list[Count]]:
-    """While inside, notes each time that one of the attributes ``counts`` is read."""
+def watch_counts(layer: nn.Module, counts: Sequence[Count]) -> Iterator[list[Count]]:
+    """Context manager: record each read of one of the attributes ``counts``."""
     reads: list[Count] = []
     names: dict[str, list[str]] = {}
     for path, name in counts:
@@ -152,7 +152,7 @@ def watched(layer: nn.Module, counts: Sequence[Count]) -> Iterator[list[Count]]:
 def _watching(
     kind: type[nn.Module], path: str, names: Sequence[str], reads: list[Count]
 ) -> type[nn.Module]:
-    """A class like ``kind`` whose attributes ``names`` say when they are read."""
+    """Return a subclass of ``kind`` that records reads of the attributes ``names``."""
 
     def property_of(name: str) -> property:
         def read(module: nn.Module) -> Any:

@@ -1,7 +1,6 @@
 """Capture: a model on ``meta`` and an example batch to a ``Program``.
 
-The way: ``export`` (torch.export, forward and loss) → ``lower`` (to ``Graph``) →
-``PASSES`` → blocks.
+Steps: ``export`` (torch.export, forward and loss) → ``lower`` (to ``Graph``) → ``PASSES`` → blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..graph_passes.masks import SimplifyMasks
 from ..graph_passes.rows import AlignRows
 from ..graph_passes.runner import Pass, check, run_passes
 from ..graph_passes.unfold import Unfold
-from ..initialization.uncollected import uncollected
+from ..initialization.uncollected import gc_paused
 from ..programs.batch import Batch, Example
 from ..programs.program import Dtype, Program
 from ..tracing.call_trace import replaces_values
@@ -35,13 +34,13 @@ from .row_numbers import has_all_rows, with_numbers
 from .tie import find_tied
 
 NUM_TRIES = 2
-"""Captures of alike layers: with those not captured hidden, then with all in sight."""
+"""Attempts at capturing equal layers: with uncaptured layers hidden, then with all visible."""
 
 NO_LOSS = ("AP203", "AP204")
-"""Errors of a model that returns no scalar to train, whatever its rows."""
+"""Errors of a model that returns no scalar to train, at any number of rows."""
 
 PASSES: tuple[Pass, ...] = (Hoist(), AlignRows(), SimplifyMasks(), SplitFused(), Unfold())
-"""The graph passes of a capture, in order; before them ``Autocast``, where it is asked for."""
+"""The graph passes of a capture, in order; ``Autocast``, if requested, comes before them."""
 
 
 def capture(
@@ -54,32 +53,31 @@ def capture(
     autocast: bool = False,
     rules: Mapping[str, OpRule] | None = None,
 ) -> Program:
-    """The program of ``loss_fn(model(batch), batch)``.
+    """Capture ``loss_fn(model(batch), batch)`` as a program.
 
-    ``model`` is on ``meta`` (or real; its values are not read) and in the mode it trains
-    in. ``batch`` is a dict (``model(**batch)``) or tuple (``model(*batch)``) of its arguments,
-    best with 2 rows: any row count then follows by ``Program.with_batch_size``. Rows are in the
-    first dimension, unless an ``Example`` says another. ``all_rows`` is the batch that runs.
-    Numbers that the model makes of the number of rows are those of that batch (``row_numbers``),
-    and if the model takes another path for it, or ``batch`` cannot be captured, the program is
-    that of ``all_rows``.
-    With ``autocast`` the float32 ops of that list are in float32 (pass ``Autocast``).
-    ``rules`` are those of the user's own ops by their path.
+    ``model`` is on ``meta`` (or real; its values are not read) and in the mode it trains in.
+    ``batch`` is a dict (``model(**batch)``) or tuple (``model(*batch)``) of its arguments, best
+    with 2 rows: any row count then follows by ``Program.with_batch_size``. Rows are in the first
+    dimension, unless an ``Example`` says otherwise. ``all_rows`` is the batch that runs. Numbers
+    that the model computes from the number of rows come from it (``row_numbers``); if the model
+    takes another path for it, or ``batch`` cannot be captured, ``all_rows`` is captured instead.
+    ``autocast`` runs the ops of its list in float32 (pass ``Autocast``). ``rules`` of the user's
+    own ops are by their path.
 
     Raises ``CaptureError`` naming the user's line.
     """
-    way = _Way(loss_fn, dtype, rules or {}, autocast)
+    way = _CaptureOptions(loss_fn, dtype, rules or {}, autocast)
     few, every = (
         each if isinstance(each, Example | None) else Example.of(each) for each in (batch, all_rows)
     )
     assert few is not None
-    with uncollected():
+    with gc_paused():
         return _captured(model, few, every, way)
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """The options of a capture; with ``autocast`` the float32 ops of that list are in float32."""
+class _CaptureOptions:
+    """The options of a capture; ``autocast`` runs the ops of its list in float32."""
 
     loss_fn: LossFn | None
     dtype: Dtype
@@ -87,8 +85,11 @@ class _Way:
     autocast: bool
 
 
-def _captured(model: nn.Module, batch: Example, all_rows: Example | None, way: _Way) -> Program:
-    """Return the program of ``batch`` with the numbers of ``all_rows``, or of the latter alone."""
+def _captured(
+    model: nn.Module, batch: Example, all_rows: Example | None, way: _CaptureOptions
+) -> Program:
+    """Return the program of ``batch`` with the numbers of ``all_rows``, or the program of
+    ``all_rows`` alone."""
     try:
         exported, few = _lowered(model, batch, way)
     except CaptureError as error:
@@ -106,8 +107,10 @@ def _captured(model: nn.Module, batch: Example, all_rows: Example | None, way: _
     return _program(model, *whole, way)
 
 
-def _program(model: nn.Module, exported: Exported, lowered: Lowered, way: _Way) -> Program:
-    """Make the program of a lowered model: its graph after all passes, cut into blocks."""
+def _program(
+    model: nn.Module, exported: Exported, lowered: Lowered, way: _CaptureOptions
+) -> Program:
+    """Build the program of a lowered model: its graph after all passes, cut into blocks."""
     graph, literals = lowered.graph, lowered.literals
     check(graph, "lower")
     passes = tuple(
@@ -131,9 +134,9 @@ def _program(model: nn.Module, exported: Exported, lowered: Lowered, way: _Way) 
     )
 
 
-def _lowered(model: nn.Module, batch: Example, way: _Way) -> tuple[Exported, Lowered]:
-    """The exported program and its graph; of alike layers only a few are exported if that is
-    sure to give the same."""
+def _lowered(model: nn.Module, batch: Example, way: _CaptureOptions) -> tuple[Exported, Lowered]:
+    """Return the exported program and its graph; only a few of equal layers are exported if that
+    gives the same."""
     tied = find_tied(model)
 
     def lowered(exported: Exported) -> Lowered:
@@ -160,7 +163,7 @@ def _lowered(model: nn.Module, batch: Example, way: _Way) -> tuple[Exported, Low
 
 
 def _with_batch(graph: Graph) -> Graph:
-    """The graph with its batch dimensions and what micro-batches need, where they are found."""
+    """The graph with its batch dimensions and the accumulation of micro-batches, if found."""
     found = find_batch(graph)
     if found is None:
         return graph

@@ -37,7 +37,7 @@ def cut_points(graph: Graph, ops: Sequence[Node], max_blocks: int = MAX_BLOCKS) 
 
 
 def _best_cuts(shares: list[float], costs: list[float], num_blocks: int) -> list[int]:
-    """Positions in ``shares`` (cumulative work at each candidate) of the best cuts."""
+    """Return the positions of the best cuts in ``shares`` (cumulative work at each candidate)."""
     last = len(shares) - 1
     best = [{0: 0.0}]
     back: list[dict[int, int]] = [{}]
@@ -63,7 +63,7 @@ def _best_cuts(shares: list[float], costs: list[float], num_blocks: int) -> list
 
 
 def crossing_bytes(graph: Graph, ops: Sequence[Node]) -> list[int]:
-    """For each position ``i`` the bytes made before ``ops[i]`` and used from it on."""
+    """Return for each position ``i`` the bytes made before ``ops[i]`` and used from it on."""
     position = {node.name: i for i, node in enumerate(ops)}
     change = [0] * (len(ops) + 1)
     for i, node in enumerate(ops):
@@ -80,7 +80,7 @@ def crossing_bytes(graph: Graph, ops: Sequence[Node]) -> list[int]:
 
 
 def _work(graph: Graph, node: Node) -> int:
-    """FLOPs of the ops that dominate: contractions with weights, matmuls and attention."""
+    """Return the FLOPs of dominant ops: contractions with weights, matmuls and attention."""
     output = node.outputs[0]
     specs = [graph.spec(ref) for ref in node.inputs]
     if node.op.startswith(_MATMULS):

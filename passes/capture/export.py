@@ -1,9 +1,8 @@
-"""The model's forward and loss as an ``ExportedProgram``, without a single weight.
+"""The model's forward and loss as an ``ExportedProgram``, without weights.
 
-In: a model on ``meta`` and an example batch. Out: what ``torch.export`` makes of
-``loss(model(batch))``, without writes in place. While it runs, the model's parameters are fake
-tensors that say they are on the CPU, so code that asks for a device takes the path it
-takes in training.
+In: a model on ``meta`` and an example batch. Out: the result of ``torch.export`` for
+``loss(model(batch))``, without writes in place. Meanwhile the model's parameters are fake tensors
+on the CPU, so code that asks for a device takes the same path as in training.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ LossFn = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Exported:
-    """What ``torch.export`` made at ``example``.
+    """Result of ``torch.export`` at ``example``.
 
-    ``rules`` are those of submodules that the user registered, which are kept whole. ``outputs``
-    is the form of what the model returns.
+    ``rules`` belong to submodules that the user registered, which are kept whole. ``outputs`` is
+    the form of the model's outputs.
     """
 
     program: ExportedProgram
@@ -68,18 +67,18 @@ class Exported:
 
     @property
     def inputs(self) -> Mapping[str, InputPlace]:
-        """The places of the inputs by their names."""
+        """Return the places of the inputs by their names."""
         return self.example.inputs
 
 
 class _Noted:
-    """What a trace sees and does not return: ``torch.export`` undoes a module's own attributes."""
+    """Record of a trace besides its result: ``torch.export`` undoes a module's own attributes."""
 
     outputs: OutputForm | None = None
 
 
 class _WithLoss(nn.Module):
-    """``loss(model(batch))`` as a module whose forward takes the batch's tensors one by one."""
+    """A module that computes ``loss(model(batch))`` from the batch's tensors as arguments."""
 
     def __init__(self, model: nn.Module, example: Example, loss_fn: LossFn | None) -> None:
         super().__init__()
@@ -99,7 +98,7 @@ class _WithLoss(nn.Module):
             return self._loss(batch)
 
     def _loss(self, batch: Any) -> Tensor:
-        """The loss of a forward; what else the model returns is noted."""
+        """Compute the loss of a forward; record the other outputs of the model."""
         model = self.get_submodule(PREFIX)
         held = _buffers(model)
         outputs = call_model(model, batch)
@@ -122,9 +121,9 @@ def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def _write_assigned(held: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
-    """Write to the buffers what a forward has put in their places: export forgets assignments.
+    """Write values that a forward has assigned to buffers into these: export forgets assignments.
 
-    Raises CaptureError AP208 where a buffer takes another shape.
+    Raises CaptureError AP208 if a buffer changes its shape.
     """
     for module, name, tensor in held:
         value = module._buffers.get(name)
@@ -143,7 +142,7 @@ def _write_assigned(held: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
 
 
 class _WithMarks(_WithLoss):
-    """The same, and the marks of alike layers, which so stay in the graph."""
+    """The same module with the marks of equal layers as outputs, which keeps them in the graph."""
 
     def __init__(
         self, model: nn.Module, example: Example, loss_fn: LossFn | None, repeats: Repeats
@@ -159,9 +158,9 @@ class _WithMarks(_WithLoss):
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch: a tuple's parts by position, a dict's by name.
+    """Call the model with a batch: a tuple's parts by position, a dict's by name.
 
-    Of a dict, ``forward`` gets the entries that it takes; the others are for the loss.
+    ``forward`` gets the entries of a dict that it takes; the others are for the loss.
     """
     if isinstance(batch, Tensor):
         return model(batch)
@@ -175,9 +174,9 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def find_loss(outputs: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
-    """The scalar that training minimizes: ``loss_fn``'s, or that among the model's outputs.
+    """Find the scalar that training minimizes: from ``loss_fn``, or among the model's outputs.
 
-    Of the outputs it is the output itself, its ``loss``, or the only differentiable scalar of a
+    Among the outputs it is the output itself, its ``loss``, or the only differentiable scalar of a
     tuple, such as ``(logits, loss)``.
     """
     loss: Any = _loss_of(outputs) if loss_fn is None else loss_fn(outputs, batch)
@@ -199,7 +198,7 @@ def find_loss(outputs: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor
 
 
 def _loss_of(outputs: Any) -> Any:
-    """The loss among a model's outputs, or what stands in its place."""
+    """Return the loss among a model's outputs, or the value in its place."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping) and "loss" in outputs:
@@ -214,10 +213,10 @@ def _loss_of(outputs: Any) -> Any:
 def export_loss(
     model: nn.Module, example: Example, *, loss_fn: LossFn | None, dtype: Dtype
 ) -> Exported:
-    """Export ``loss(model(batch))``, by the first rung of the ladder that bears.
+    """Export ``loss(model(batch))`` by the first method that succeeds.
 
     Non-strict; strict; with the submodules that cannot be exported as opaque leaves; else a
-    ``CaptureError`` of what the first rung said.
+    ``CaptureError`` with the first method's error.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
@@ -253,9 +252,10 @@ def _export_gradients(
 def export_repeats(
     model: nn.Module, example: Example, repeats: Repeats, *, loss_fn: LossFn | None, dtype: Dtype
 ) -> Exported:
-    """The same, with alike layers captured a few times and then only named (``repeat_calls``).
+    """Export as ``export_loss``, but capture equal layers only a few times, and then name them
+    (``repeat_calls``).
 
-    Raises whatever stands in the way: ``export_loss`` then says what is wrong, if anything is.
+    Raises any error that occurs; ``export_loss`` then reports it properly, if it persists.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
@@ -288,7 +288,7 @@ def trace_loss(
 
 @contextmanager
 def _exporting() -> Iterator[None]:
-    """Have code that asks ``torch.compiler`` take the path that it takes in an export."""
+    """Context manager: code that queries ``torch.compiler`` takes the path of an export."""
     flags: Any = torch.compiler
     names = ("_is_exporting_flag", "_is_compiling_flag")
     before = [getattr(flags, name) for name in names]
@@ -305,7 +305,7 @@ def _climb(
     wrapped: nn.Module, tensors: tuple[Tensor, ...], dtype: Dtype, first: Exception,
     rules: dict[str, OpRule],
 ) -> ExportedProgram:  # fmt: skip
-    """The further rungs of the ladder; the first rung's error is the one that is shown."""
+    """Try the further methods; the first method's error is shown."""
     located = capture_error(first, wrapped, PREFIX)
     model = wrapped.get_submodule(PREFIX)
     leaves, error = annotated_modules(model), first
@@ -313,7 +313,7 @@ def _climb(
         try:
             return _export(wrapped, tensors, strict=True, dtype=dtype)
         except Exception:  # noqa: BLE001
-            pass  # this rung failed too: the next one tells what cannot be kept whole
+            pass  # failed, too: the next method tells which submodules cannot be kept whole
     while True:
         try:
             leaves = widen(model, leaves, error)
@@ -348,7 +348,7 @@ def _export(
 
 @contextmanager
 def _modes(*, strict: bool, dtype: Dtype) -> Iterator[None]:
-    """The modes that a forward runs under while it is captured."""
+    """Context manager: the modes of a forward during capture."""
     with ExitStack() as modes:
         modes.enter_context(undetected_causal_masks())
         modes.enter_context(unchecked_distributions())

@@ -1,8 +1,8 @@
-"""Ops that write in place to ops that return a new tensor.
+"""Replacement of in-place ops by ops that return a new tensor.
 
-Where the written tensor is fresh and has no views, ``relu_`` simply becomes ``relu`` and
-later uses take its result. Where it has views (``x[:, 0] = 1``), ``torch.export``'s own
-functionalization of the whole program is used, which also lowers a few composite ops.
+If the written tensor is fresh and has no views, ``relu_`` simply becomes ``relu`` and later uses
+take its result. If it has views (``x[:, 0] = 1``), ``torch.export``'s own functionalization of the
+whole program is used, which also lowers a few composite ops.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
 from ..ops.torch_ops import is_view, mutated_argument, path_of, resolve
-from ..tracing.grad_regions import Shown, inline_regions, shown_arguments
+from ..tracing.grad_regions import SharedArgument, inline_regions, shown_arguments
 
 _HARMLESS = frozenset({"aten.detach_.default"})
 
 
 def functionalize(exported: ExportedProgram) -> ExportedProgram:
-    """Return the program without regions, and with no writes but those to the model's buffers."""
+    """Return the program without regions, and without writes except to the model's buffers."""
     inline_regions(exported)
     _join_same(exported)
     for node in list(exported.graph.nodes):
@@ -32,10 +32,10 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _join_same(exported: ExportedProgram) -> None:
-    """Give the readers of ``x.float()`` and the like ``x`` itself, where eager code gives it.
+    """Give the readers of ``x.float()`` and the like ``x`` itself, if eager code returns it.
 
-    Only where ``x`` or a view of it is written: elsewhere the op stays, so that graphs
-    that are captured in other dtypes have the same nodes.
+    Only if ``x`` or a view of it is written: otherwise the op stays, so that graphs captured in
+    other dtypes have the same nodes.
     """
     nodes = exported.graph.nodes
     written = [node.args[0] for node in nodes if _writes(node)]
@@ -43,14 +43,16 @@ def _join_same(exported: ExportedProgram) -> None:
         return
     memories = UnionFind(nodes)
     same: dict[fx.Node, fx.Node] = {}
-    of_lists: dict[fx.Node, list[Shown]] = {}
+    of_lists: dict[fx.Node, list[SharedArgument]] = {}
     for node in nodes:
         path = path_of(node.target) if isinstance(node.target, OpOverload) else ""
         if node.target is operator.getitem:
             made, index = node.args
-            shown = of_lists[made][index] if made in of_lists else Shown(made, is_itself=False)
+            shown = (
+                of_lists[made][index] if made in of_lists else SharedArgument(made, is_itself=False)
+            )
         elif path and node.all_input_nodes and (is_view(path) or mutated_argument(path)):
-            shown = Shown(node.all_input_nodes[0], is_itself=False)
+            shown = SharedArgument(node.all_input_nodes[0], is_itself=False)
         elif path and (found := shown_arguments(node)) is not None:
             if not isinstance(node.meta["val"], Tensor):
                 of_lists[node] = found
@@ -80,7 +82,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _written(node: fx.Node) -> fx.Node:
-    """The tensor that a value is, looking through writes: ``x.mul_(a)`` is ``x``."""
+    """Return the tensor behind a value, looking through writes: ``x.mul_(a)`` is ``x``."""
     while (
         isinstance(node.target, OpOverload)
         and mutated_argument(path_of(node.target)) is not None
@@ -92,7 +94,7 @@ def _written(node: fx.Node) -> fx.Node:
 
 
 def _replace(node: fx.Node) -> bool:
-    """Make one in-place op functional; False where its tensor has views or is one."""
+    """Make one in-place op functional; return False if its tensor has views or is one."""
     target = node.args[0]
     assert isinstance(target, fx.Node)
     aliases = [target, *target.users]
@@ -118,7 +120,7 @@ def _is_view_op(node: fx.Node) -> bool:
 
 
 def functional_path(path: str) -> str | None:
-    """The op that returns what an in-place op writes, or None.
+    """Return the out-of-place form of an in-place op; None if there is none.
 
     >>> functional_path("aten.add_.Tensor"), functional_path("aten.add.Tensor")
     ('aten.add.Tensor', None)

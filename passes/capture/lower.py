@@ -2,10 +2,9 @@
 
 Names become the user's (parameters by FQN, inputs by their place in the batch), assertions and
 no-ops are dropped, tuple items become ``Ref`` indices, tied parameters become one node, and the
-graph
-no longer depends on the device or on torch's default dtype: sizes are written out, every
+graph no longer depends on the device or on torch's default dtype: sizes are written out, every
 factory says its dtype, and an op that takes integers and makes floats (``arange(n) / n``) takes
-them as floats of the dtype that it makes. A buffer that the forward writes is read by an op too.
+them as floats of its result's dtype. Every buffer that the forward writes is also read by an op.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, BATCH_NORMS, batch_norm_ca
 from ..ops.names import Names, base_name
 from ..ops.torch_ops import draws_by_itself, has_argument, mutated_argument, path_of
 from ..programs.interpret import LITERAL
-from ..tracing.locate import uncounted, user_source
+from ..tracing.locate import uncounted_error, user_source
 from .functionalize import functional_path
 
 LITERAL_ELEMENTS = 4096
-"""Up to this size a tensor that the model's code makes of numbers is written in the graph."""
+"""Maximum elements of a tensor of numbers in the model's code that is written in the graph."""
 
 _DROPPED = frozenset({"aten._assert_tensor_metadata", "aten._assert_async", "aten.sym_constrain"})
 _ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift.default"})
@@ -45,7 +44,7 @@ _COPY = "aten.copy.default"
 _SCATTERS = ("aten.slice_scatter.default", "aten.select_scatter.default")
 _SPARSE_GRADIENTS = {"aten.embedding.default": 4, "aten.embedding_bag.padding_idx": 5,
                      "aten.embedding_bag.default": 5}  # fmt: skip
-"""The argument by which an op's gradient is sparse: ranks sum dense ones."""
+"""The argument that makes an op's gradient sparse, which is dropped: ranks sum dense gradients."""
 _SIZED = {
     "aten.view.default": 1, "aten._unsafe_view.default": 1, "aten.reshape.default": 1,
     "aten.expand.default": 1,
@@ -76,8 +75,8 @@ class _Lowering:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """``graph``, the ``literals`` (tensors that the model's code makes of numbers, by name), and
-    the ``bases`` of the ops' names: those without their numbers."""
+    """``graph``, the ``literals`` (tensors of numbers in the model's code, by name), and the
+    ``bases`` of the ops' names, without numbers."""
 
     graph: Graph
     literals: dict[str, Tensor]
@@ -88,11 +87,11 @@ def lower(
     exported: ExportedProgram, *, prefix: str, inputs: list[str], tied: Mapping[str, str],
     batch_size: int, rules: Mapping[str, OpRule] | None = None,
 ) -> Lowered:  # fmt: skip
-    """The graph of an exported program.
+    """Lower an exported program to a graph.
 
-    ``prefix`` is the attribute that the model was wrapped under, ``inputs`` the names of
-    the user inputs in order, ``tied`` maps further names of parameters to the first,
-    ``rules`` are those of the user's ops by their path.
+    ``prefix`` is the attribute that the model was wrapped under, ``inputs`` the names of the user
+    inputs in order, ``tied`` maps further names of parameters to the first, ``rules`` of the user's
+    ops are by their path.
     """
     state = _Lowering(exported, prefix, inputs, tied, rules or {})
     remaining = list(inputs)
@@ -116,7 +115,7 @@ def lower(
 
 
 def in_order(updates: Mapping[str, Ref], nodes: Sequence[Node]) -> dict[str, Ref]:
-    """Buffers' new values in the order in which they are made."""
+    """Sort buffers' new values in the order in which they are made."""
     if not updates:
         return {}
     place = {node.name: position for position, node in enumerate(nodes)}
@@ -209,7 +208,7 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
     kwargs = {key: _arguments(state, arg) for key, arg in node.kwargs.items()}
     source = user_source(node.meta.get("stack_trace"))
     if draws_by_itself(path, args, kwargs):
-        raise uncounted(path.split(".")[1], source)
+        raise uncounted_error(path.split(".")[1], source)
     if path in _DETACHES:
         if not _spec_of(state, args[0]).requires_grad:
             state.values[node] = args[0]
@@ -256,7 +255,7 @@ def _step(
     state: _Lowering, node: fx.Node, base: str, args: tuple[Any, ...], spec: TensorSpec,
     overload: str = "default",
 ) -> Ref:  # fmt: skip
-    """Add an op in the place of a traced one."""
+    """Add an op in place of a traced op."""
     return _add(state, Node(
         _op_name(state, base), "op", f"aten.{base}.{overload}", args, {}, (spec,),
         module=_module(node, state.prefix), source=user_source(node.meta.get("stack_trace")),
@@ -264,8 +263,7 @@ def _step(
 
 
 def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> Ref:
-    """Cast and expand ``value`` to the tensor that it is copied to: ``aten.copy`` has no
-    derivative."""
+    """Cast and expand ``value`` to its copy's target: ``aten.copy`` has no derivative."""
     found = _spec_of(state, value)
     if found.dtype != wanted.dtype:
         cast = replace(wanted, shape=found.shape)
@@ -278,7 +276,8 @@ def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> 
 def _scattered_complex(
     state: _Lowering, node: fx.Node, path: str, args: tuple[Any, ...], wanted: TensorSpec
 ) -> Ref:
-    """Replace a part of a complex tensor by ops on real numbers, which alone torch derives."""
+    """Replace a part of a complex tensor by ops on real numbers: torch has just their
+    derivative."""
     dtype = str(getattr(torch, wanted.dtype).to_real()).removeprefix("torch.")
 
     def real(ref: Ref) -> Ref:
@@ -294,7 +293,7 @@ def _scattered_complex(
 
 
 def _write(state: _Lowering, old: Any, new: Ref) -> None:
-    """From here on ``old`` has the value ``new``; if it is a buffer, the model keeps that."""
+    """Record ``new`` as the value of ``old`` from now on; if it is a buffer, the model keeps it."""
     if not isinstance(old, Ref):
         return
     for holder, value in state.values.items():
@@ -323,7 +322,7 @@ def _written_parameter(name: str, source: str) -> CaptureError:
 
 
 def _take_updates(state: _Lowering, results: Any) -> None:
-    """The buffers whose new values the program returns, as ``torch.export`` functionalizes."""
+    """Record the buffers whose new values the program returns; ``torch.export`` makes it pure."""
     for spec, result in zip(state.exported.graph_signature.output_specs, results, strict=True):
         target = str(spec.target).removeprefix(state.prefix + ".")
         if spec.kind == OutputKind.PARAMETER_MUTATION:
@@ -334,7 +333,7 @@ def _take_updates(state: _Lowering, results: Any) -> None:
 
 
 def _read_written(state: _Lowering) -> None:
-    """Have an op read each buffer that the forward only writes, so that a stage holds it."""
+    """Add a read of each buffer that the forward only writes, so that a stage holds it."""
     read = {ref.name for node in state.nodes.values() for ref in node.inputs}
     for name, made in state.updates.items():
         if name in read:
@@ -348,14 +347,14 @@ def _read_written(state: _Lowering) -> None:
 
 
 def _are_equal(state: _Lowering, refs: list[Ref]) -> bool:
-    """Whether values have one shape, so that broadcasting them together changes none."""
+    """Return whether values have one shape, so that broadcasting them together changes none."""
     return len({_spec_of(state, ref).shape for ref in refs}) == 1
 
 
 def _canonical(
     path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: TensorSpec
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """One way of writing each op: no device but in factories, sizes and dtypes written out."""
+    """Return an op's canonical form: devices only in factories, sizes and dtypes written out."""
     dtype = getattr(torch, output.dtype)
     if path in ("aten._to_copy.default", "aten.to.dtype_layout", "aten.to.device", "aten.to.dtype",
                 "aten.to.other"):  # fmt: skip
@@ -379,7 +378,7 @@ def _canonical(
 
 
 def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
-    """Whether torch's default dtype decides the floats that an op makes of integers."""
+    """Return whether torch's default dtype decides the floats that an op makes of integers."""
     if not node.op.startswith("aten.") or has_argument(node.op, "dtype") or not node.inputs:
         return False
     read = (_spec_of(state, ref) for ref in node.inputs)
@@ -387,7 +386,7 @@ def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
 
 
 def _in_floats(state: _Lowering, node: Node) -> Node:
-    """The op on floats of the dtype that it makes; a condition stays as it is."""
+    """Return the op on floats of its result's dtype; conditions stay unchanged."""
     dtype = getattr(torch, node.spec.dtype).to_real()
     is_where = node.op.startswith("aten.where.")
 
@@ -413,7 +412,7 @@ _META = torch.device("meta")
 
 
 def _factory(dtype: torch.dtype) -> dict[str, Any]:
-    """What every factory says; whoever runs it puts its own device in."""
+    """Return the options of every factory; the runner substitutes its own device."""
     return {"dtype": dtype, "device": _META}
 
 
@@ -425,7 +424,7 @@ def _add(state: _Lowering, node: Node) -> Ref:
 
 
 def _op_name(state: _Lowering, traced: str) -> str:
-    """Ops of one name are numbered in their order here, whatever their numbers in the trace."""
+    """Return the name of an op, numbered in order here, independent of the trace."""
     base = base_name(traced)
     name = state.names.next(base)
     state.bases[name] = base
@@ -433,7 +432,7 @@ def _op_name(state: _Lowering, traced: str) -> str:
 
 
 def _arguments(state: _Lowering, value: Any) -> Any:
-    """An fx argument with nodes replaced by their ``Ref``s and immutable lists by lists."""
+    """Return an fx argument with nodes replaced by their ``Ref``s and immutable lists by lists."""
     if isinstance(value, fx.Node):
         if value not in state.values:
             raise _of_unknown_value(value)

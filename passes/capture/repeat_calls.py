@@ -1,15 +1,14 @@
-"""While a model is exported: alike layers are run a few times, and then only named.
+"""Capture of equal layers: a few are run, and the others are only named.
 
-Of each group of alike layers (``repeats``) the first two and the last are captured as ever,
-between two marks that say which values entered and which left. A layer between them that is
-called just as those were leaves a single op in the graph, ``autoparallel::repeat``, from the
-tensors it is called with to the tensors it would return; ``repeat_graph`` puts the nodes in
-its place. The code around the layers runs in full, with every layer's own number.
+Of each group of equal layers (``repeats``) the first two and the last are captured in full, between
+two marks that record the values that entered and left. A layer between them with an equivalent call
+leaves a single op in the graph, ``autoparallel::repeat``, from the tensors it is called with to the
+tensors it would return; ``repeat_graph`` puts the nodes in its place. The code around the layers
+runs in full, with every layer's own number.
 
-Layers so named are empty while the export runs: they have no submodules and no parameters.
-Where one turns out to be called as no captured one was, or to read its own number, or to
-change anything, nothing may be said of it: it is captured, or where it is empty, there is a
-``RepeatError``.
+Named layers are empty while the export runs: they have no submodules and no parameters. If a layer
+is called unlike any captured layer, reads its own number, or has side effects, it cannot be named:
+it is captured, or if it is empty, there is a ``RepeatError``.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .call_effects import Result, call_key, call_result, state_of, watched
+from .call_effects import Result, call_key, call_result, state_of, watch_counts
 from .repeats import Repeat
 
 if TYPE_CHECKING:
     from ..tracing.counter_random import counter_random
 
 REPEATS = ("autoparallel.repeat.default", "autoparallel.repeat_one.default")
-"""The ops that stand for a layer: of any number of results, and of one."""
+"""The ops that stand for a layer: with any number of results, and with one."""
 
 MARK = "autoparallel.mark.default"
 NUM_CAPTURED = 2
-"""So many layers of a kind are captured before one is named."""
+"""Number of captured layers of a kind before a layer is named."""
 
 NUM_SHOWN = 3
-"""So many of a group are not hidden: the first may be called in a way of its own."""
+"""Number of layers of a group that are not hidden: the first may be called in its own way."""
 
 
 def _repeat(tensors: list[Tensor], call: int, made: str) -> list[Tensor]:
@@ -74,9 +73,9 @@ for _schema, _function in _OPS.items():
 
 
 class RepeatError(Exception):
-    """Layers that looked alike cannot be captured as such.
+    """Signals that layers that looked equal cannot be captured as such.
 
-    ``is_hidden``: they may be if none is hidden.
+    ``is_hidden``: they may be if no layer is hidden.
     """
 
     def __init__(self, text: str, *, is_hidden: bool = False) -> None:
@@ -86,12 +85,13 @@ class RepeatError(Exception):
 
 @dataclass(slots=True)
 class Call:
-    """One call of an alike layer. ``key`` is equal for calls that must do the same.
+    """One call of an equal layer. ``key`` is equal for equivalent calls. ``key`` is equal for calls
+    that must do the same.
 
-    ``first_draw`` is the number of its first random call, ``draws`` how many there are. A call
-    that is neither captured nor named by another's ``result`` has none. A call that is named
-    says which captured call it is ``like``, and of which of its tensors it is given the
-    ``same``: its op in the graph takes the others only.
+    ``first_draw`` is the number of its first random call, ``draws`` the count of these. A call that
+    is neither captured nor named by another's ``result`` has none. A named call has the number of
+    its captured call in ``like``; ``same`` marks tensors that both calls share: its op in the graph
+    takes the others only.
     """
 
     path: str
@@ -110,8 +110,7 @@ _Value = tuple[Tensor, int]
 
 @dataclass
 class _Kind:
-    """What is known of calls with one key. ``first`` is the number of the first, which was
-    ``given`` those tensors."""
+    """Facts about calls with one key. ``first`` numbers the first, with the tensors ``given``."""
 
     captured: list[Call] = field(default_factory=list)
     is_clean: bool = True
@@ -120,9 +119,9 @@ class _Kind:
 
 
 class Repeats:
-    """The alike layers of one export, and their calls in order.
+    """The equal layers of one export, and their calls in order.
 
-    ``is_hidden``: those that are to be named are empty meanwhile.
+    ``is_hidden``: layers to be named are empty meanwhile.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Repeat], *, is_hidden: bool) -> None:
@@ -136,14 +135,14 @@ class Repeats:
         self._readers: set[int] = set()
 
     def start(self, draws: counter_random) -> None:
-        """A forward begins, whose random calls ``draws`` counts."""
+        """Begin a forward, whose random calls ``draws`` counts."""
         for held in (self.calls, self.marks, self._kinds, self._readers):
             held.clear()
         self._draws = draws
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While inside, calls of alike layers are captured or named."""
+        """Context manager: calls of equal layers are captured or named."""
         with ExitStack() as undo:
             for number, group in enumerate(self._groups):
                 for place, path in enumerate(group.members):
@@ -166,7 +165,7 @@ class Repeats:
         @wraps(plain)
         def forward(*args: Any, **kwargs: Any) -> Any:
             flat, structure = tree_flatten((args, kwargs))
-            with torch._C.DisableTorchFunction():  # shapes are asked for, past all modes
+            with torch._C.DisableTorchFunction():  # shapes are queried below all modes
                 key = (number, call_key(flat, structure))
                 given = tuple((each, each._version) for each in flat if isinstance(each, Tensor))
             kind = self._kinds.setdefault(key, _Kind(is_clean=key[1] is not None))
@@ -180,7 +179,7 @@ class Repeats:
             call = Call(path, key, True, self._count)
             if not kind.captured:
                 kind.first, kind.given = len(self.calls), given
-            with watched(layer, group.counts) as reads:
+            with watch_counts(layer, group.counts) as reads:
                 output = self._capture(call, layer, plain, args, kwargs)
             if reads:
                 self._readers.add(number)
@@ -213,7 +212,7 @@ class Repeats:
         return output
 
     def _name(self, path: str, key: Any, kind: _Kind, given: tuple[_Value, ...]) -> Any:
-        """What the layer would return, from one op that stands for it."""
+        """Return the result that the layer would have, from one op that stands for it."""
         assert self._draws is not None
         result, draws = kind.captured[0].result, kind.captured[0].draws
         assert result is not None
@@ -221,7 +220,7 @@ class Repeats:
             one is other and version == before
             for (one, version), (other, before) in zip(given, kind.given, strict=True)
         ]
-        same[0] = same[0] and not all(same)  # an op of no tensor would not be traced
+        same[0] = same[0] and not all(same)  # an op without tensors would not be traced
         number, call = len(self.calls), Call(path, key, False, self._count, draws, result)
         call.like, call.same = kind.first, tuple(same)
         self.calls.append(call)
@@ -246,7 +245,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _hide(layer: nn.Module) -> dict[str, Any]:
-    """Make a layer empty; what it held."""
+    """Make a layer empty; return its contents."""
     names = ("_modules", "_parameters", "_buffers")
     held = {name: vars(layer)[name] for name in names}
     vars(layer).update({name: {} for name in names})

@@ -1,12 +1,12 @@
-"""A graph with ops that stand for alike layers to the graph of all layers.
+"""Expansion of a graph with ops that stand for equal layers to the graph of all layers.
 
 In: a lowered graph in which the captured layers lie between marks and the others are ops
-``autoparallel.repeat`` (``repeat_calls``). Out: the graph in which each such op is the nodes
-of a captured layer called in the same way, with its own parameters, numbers and path: node by
-node what capturing every layer gives.
+``autoparallel.repeat`` (``repeat_calls``). Out: the graph in which the nodes of a captured layer
+with an equivalent call replace each such op, with its own parameters, numbers and path: node by
+node equal to a capture of every layer.
 
-That captured layers called in the same way are equal node by node is checked here, and so
-is that values enter and leave them by arguments and results alone. ``RepeatError`` otherwise.
+Two conditions are checked here, with ``RepeatError`` otherwise: captured layers with equivalent
+calls are equal node by node, and values enter and leave them by arguments and results alone.
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """A layer's nodes, whichever of its kind it is.
+    """A layer's nodes, independent of the layer within its kind.
 
-    ``values`` says for each slot what stands there: ``("given", i)``, ``("own", name)``,
-    ``("made", step, index)`` or ``("outside", ref)``. ``results`` are the values made, in
-    order; ``updates`` the new values of own buffers; ``pattern`` which of the values given are
-    the same.
+    ``values`` describes the value of each slot: ``("given", i)``, ``("own", name)``, ``("made",
+    step, index)`` or ``("outside", ref)``. ``results`` are the new values, in order; ``updates``
+    the new values of own buffers; ``pattern`` numbers the given values, equal for the same value.
     """
 
     steps: tuple[_Step, ...]
@@ -68,7 +67,7 @@ class _Body:
 
 @dataclass
 class _Place:
-    """Where a captured layer lies: the refs given and made, and its nodes' positions."""
+    """Position of a captured layer: the refs given and made, and its nodes' positions."""
 
     call: Call
     given: list[Ref]
@@ -79,7 +78,7 @@ class _Place:
 def expand(
     graph: Graph, calls: Sequence[Call], model: nn.Module, bases: Mapping[str, str]
 ) -> Graph:
-    """The graph with every layer written out. ``bases`` are the ops' names without numbers."""
+    """Write out every layer of the graph. ``bases`` are the ops' names without numbers."""
     nodes = graph.nodes
     places = _places(nodes, calls)
     _check_ways(graph, places)
@@ -93,7 +92,7 @@ def expand(
 
 
 def _places(nodes: Sequence[Node], calls: Sequence[Call]) -> dict[int, _Place]:
-    """The captured layers by the number of their call."""
+    """Return the captured layers by the number of their call."""
     entered: dict[int, tuple[int, list[Ref]]] = {}
     places: dict[int, _Place] = {}
     for position, node in enumerate(nodes):
@@ -112,7 +111,7 @@ def _places(nodes: Sequence[Node], calls: Sequence[Call]) -> dict[int, _Place]:
 
 
 def _check_ways(graph: Graph, places: Mapping[int, _Place]) -> None:
-    """Raise where a value leaves a captured layer in any way but as its result."""
+    """Raise if a value leaves a captured layer in any way but as its result."""
     owner = {graph.nodes[at].name: n for n, place in places.items() for at in place.span}
     made = {n: set(place.made) for n, place in places.items()}
 
@@ -136,7 +135,7 @@ def _check_used(
     graph: Graph, bodies: Mapping[Any, _Body], calls: Sequence[Call],
     places: Mapping[int, _Place],
 ) -> None:  # fmt: skip
-    """Raise where a layer's result is used by nobody: its nodes would not be captured."""
+    """Raise if no node uses a layer's result: its nodes would not be captured."""
     used = {ref for node in graph.nodes if node.op != MARK for ref in node.inputs}
     used |= {graph.loss, *graph.updates.values()}
     inside: dict[Any, set[_Slot]] = {}
@@ -170,7 +169,7 @@ def _each_slot(value: Any, found: set[_Slot]) -> None:
 
 @dataclass
 class _Coding:
-    """Writes one captured layer as a body."""
+    """Encoder of one captured layer as a body."""
 
     graph: Graph
     place: _Place
@@ -227,7 +226,7 @@ class _Coding:
 
 @dataclass
 class _Writing:
-    """Writes the nodes of the whole graph in order, and numbers them anew."""
+    """Writer of the nodes of the whole graph, in order and with new numbers."""
 
     graph: Graph
     bodies: Mapping[Any, _Body]
@@ -257,7 +256,7 @@ class _Writing:
         return self.renamed.get(ref, ref)
 
     def _copy(self, node: Node, name: str) -> None:
-        """A node as it is, under its number."""
+        """Copy a node under its number."""
         if name != node.name:
             for index in range(len(node.outputs)):
                 self.renamed[Ref(node.name, index)] = Ref(name, index)
@@ -265,7 +264,7 @@ class _Writing:
         self.nodes.append(replace(node, name=name, args=args, kwargs=kwargs))
 
     def _repeat(self, node: Node, call: Call, names: Names) -> None:
-        """The nodes of a layer in the place of the op that stands for it."""
+        """Write the nodes of a layer in place of the op that stands for it."""
         body, path = self.bodies[call.key], call.path
         others, same = iter(node.args[0]), self.places[call.like].given
         given = [
@@ -303,7 +302,7 @@ class _Writing:
 
 
 def _all_leaves(leaves: Sequence[Node], calls: Sequence[Call], model: nn.Module) -> list[Node]:
-    """Every parameter and buffer in the model's order, then the other leaves."""
+    """Return every parameter and buffer in the model's order, then the other leaves."""
     held = {node.name: node for node in leaves}
     by_path: dict[str, list[Node]] = {calls[c.like].path: [] for c in calls if not c.is_captured}
     for node in leaves:
@@ -327,7 +326,7 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _filled(value: Any, values: Sequence[Ref]) -> Any:
-    """Arguments with the values of one layer in the slots."""
+    """Fill the slots of arguments with the values of one layer."""
     kind = type(value)
     if kind is _Slot:
         return values[value.at]

@@ -1,9 +1,9 @@
-"""Layers that are alike: found in the modules themselves, before anything is captured.
+"""Equal layers of a model, found in its modules before a capture.
 
 In: a model. Out: for each list of numbered submodules (``ModuleList``, ``Sequential``, …) the
-groups of its entries that hold the same modules with the same settings and parameters of the
-same shapes. Such entries may differ in one thing: integers that count the layers
-(``layer_idx``), of which ``repeat_calls`` then sees to it that no forward reads them.
+groups of its entries that hold the same modules with the same settings and parameters of the same
+shapes. Such entries may only differ in integers that count the layers (``layer_idx``);
+``repeat_calls`` then checks that no forward reads them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ..tracing.opaque import ANNOTATION
 from .tie import find_tied
 
 MIN_ALIKE = 5
-"""A group of fewer is captured whole: the first two and the last of a group always are."""
+"""Minimum layers of a group; smaller groups are captured whole, like the first two and the last."""
 
 MIN_MODULES = 3
-"""A layer of fewer modules is cheaper to capture than to repeat."""
+"""Minimum modules of a layer; a smaller layer is cheaper to capture than to repeat."""
 
 _MAX_KINDS = 16
 _MAX_DEPTH = 6
@@ -39,14 +39,14 @@ Count = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """The paths of alike layers in order, and their attributes that differ."""
+    """The paths of equal layers in order, and their attributes that differ."""
 
     members: tuple[str, ...]
     counts: tuple[Count, ...]
 
 
 def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
-    """The groups of alike layers of a model, the outermost where lists are nested."""
+    """Find the groups of equal layers of a model, the outermost for nested lists."""
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     tied = find_tied(model)
     shared = {name.rpartition(".")[0] for name in (*tied, *tied.values())}
@@ -66,7 +66,8 @@ def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
 
 @dataclass
 class _Group:
-    """Alike entries in the making; ``first`` are the modules of the first by their path."""
+    """A group of equal entries under construction; ``first`` are the modules of the first by their
+    path."""
 
     first: dict[str, nn.Module]
     number: int
@@ -105,7 +106,7 @@ def _may_repeat(
     path: str, layer: nn.Module, modules: Mapping[str, nn.Module], shared: set[str],
     uses: Mapping[int, int],
 ) -> bool:  # fmt: skip
-    """Whether a layer is large enough, and shares no module or parameter with anyone."""
+    """A group of equal entries under construction; ``first`` are the first's modules by path."""
     if len(modules) < MIN_MODULES or "forward" in vars(layer):
         return False
     if hasattr(type(layer), ANNOTATION) or any(uses[id(each)] > 1 for each in modules.values()):
@@ -114,7 +115,7 @@ def _may_repeat(
 
 
 def _difference(group: _Group, modules: Mapping[str, nn.Module], number: int) -> set[Count] | None:
-    """The attributes that count the layers; None where anything else differs."""
+    """Return the attributes that count the layers; None if anything else differs."""
     if modules.keys() != group.first.keys():
         return None
     counts: set[Count] = set()
@@ -141,7 +142,7 @@ def _same_setting(name: str, one: Any, other: Any) -> bool:
 
 
 def _counts(one: Any, number: int, other: Any, first: int) -> bool:
-    """Whether two settings are integers that grow with the layer's number."""
+    """Return whether two settings are integers that grow with the layer's number."""
     return type(one) is int and type(other) is int and one - number == other - first
 
 
@@ -169,7 +170,7 @@ def _same_form(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _same(one: Any, other: Any, depth: int = 0) -> bool:
-    """Whether two settings are equal, by what they hold; when in doubt they are not."""
+    """Return whether two settings are equal by their contents; False when in doubt."""
     if one is other:
         return True
     if type(one) is not type(other) or depth > _MAX_DEPTH:
@@ -190,7 +191,7 @@ def _same(one: Any, other: Any, depth: int = 0) -> bool:
 
 
 def _parts(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
-    """What two objects of one type are made of, side by side."""
+    """Yield the parts of two objects of one type in pairs."""
     if isinstance(one, types.FunctionType):
         yield one.__code__, other.__code__
         yield (one.__defaults__, one.__kwdefaults__), (other.__defaults__, other.__kwdefaults__)

@@ -1,9 +1,9 @@
-"""A model's forward and loss again, as its Python is now: the trace of its calls, its program.
+"""Repeated trace or capture of a model's forward and loss under the current Python values.
 
 In: a model, its batch, its loss. Out: a ``CallTrace`` in the time of a forward on fake tensors, and
-where numbers have changed a ``Program`` whose numbers are stand-ins: each occurs at one place of
-the trace, so that the nodes which compute with it are known. A second capture with other stand-ins
-shows whether anything else follows from them.
+for changed numbers a ``Program`` with stand-ins as numbers: each occurs at one place of the trace,
+so that the nodes which compute with it are known. A second capture with other stand-ins shows
+whether anything else depends on them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Capture = Callable[[], Program]
 
 @dataclass(frozen=True)
 class LiveProgram:
-    """A program whose numbers may change: ``stand_ins`` are those in it by their places, and
-    ``tensors`` the nodes that are made of a trace's tensors, by position.
+    """A program whose numbers may change: ``stand_ins`` are its numbers by place, ``tensors`` the
+    nodes made of a trace's tensors, by position. ``trace`` is the trace at its capture.
 
     ``trace`` is that which the program was captured at.
     """
@@ -52,8 +52,8 @@ def trace_calls(
 ) -> CallTrace:
     """Run ``loss_fn(model(batch))`` of an example on fake tensors; return its calls.
 
-    ``before`` is called first, where the forward runs. The source of the call number ``watched``
-    is noted.
+    ``before`` is called first, if the forward runs. The source of the call number ``watched`` is
+    recorded.
     """
     with tracing_calls(before=before, watched=watched) as trace:
         trace.outputs = trace_loss(model, example, loss_fn=loss_fn, dtype=dtype)
@@ -69,8 +69,8 @@ def capture_live(
 ) -> LiveProgram | None:
     """Capture with stand-ins at ``places`` and random values in the ``tensors``.
 
-    Returns None where a number decides about more than itself: a function of torch computes
-    another one from it, or takes another path.
+    Returns None if a number has further effects: a function of torch computes another number from
+    it, or takes another path.
     """
     found = []
     for seed in (1, 2):
@@ -115,7 +115,7 @@ def _shuffled(array: np.ndarray[Any, Any], draw: random.Random) -> Any:
 def _nodes_of(
     graph: Graph, arrays: Mapping[int, np.ndarray[Any, Any]]
 ) -> dict[int, tuple[str, ...]] | None:
-    """The literals that hold each of ``arrays``; None where one is not there alone."""
+    """The literals that hold each of ``arrays``; None if an array has no literal of its own."""
     found: dict[int, tuple[str, ...]] = {}
     taken: set[str] = set()
     for at, array in arrays.items():
@@ -158,8 +158,8 @@ def _described(
 
 
 def is_same_but_numbers(graph: Graph, other: Graph) -> bool:
-    """Return whether two graphs differ in numbers with a fraction and in literals at most, so that
-    the layouts of the one are right for the other."""
+    """Return whether two graphs differ at most in numbers with a fraction and in literals, so that
+    the layouts of one are valid for the other."""
 
     def described(node: Node) -> tuple[Any, ...]:
         arguments = None if node.op == LITERAL else _arguments(node, type)
@@ -176,8 +176,7 @@ def is_same_but_numbers(graph: Graph, other: Graph) -> bool:
 
 
 def with_values(live: LiveProgram, values: Mapping[float, float], trace: CallTrace) -> Program:
-    """Return the program with literals as they are in ``trace``, and numbers in its constants: the
-    same program where it has neither."""
+    """The program with the literals of ``trace``, and ``values`` as numbers in its constants."""
     arrays = {name: trace.tensors[at] for at, names in live.tensors.items() for name in names}
     graph, is_changed, nodes = live.program.graph, False, []
     for node in graph.nodes:

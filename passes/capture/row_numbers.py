@@ -1,10 +1,9 @@
-"""Numbers that a model makes of the rows of its batch, as they are in the batch that runs.
+"""Numbers that a model computes from the rows of its batch, at the batch that runs.
 
-In: the graph of a model captured with few rows, and that of the same model captured with all. Out:
-the first graph with the numbers of the second, and the dimensions that grow with the rows; None
-where the graphs differ in anything else, because the model takes another path.
-``x.sum() / x.shape[0]`` is a division by 2 in the first and by 64 in the second, though no tensor
-says so.
+In: two graphs of a model, captured with few rows and with all rows. Out: the first graph with the
+numbers of the second, and the dimensions that grow with the rows; None if the graphs differ in
+anything else, because the model takes another path. ``x.sum() / x.shape[0]`` is a division by 2 in
+the first and by 64 in the second, though no tensor shows it.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from ..programs.interpret import LITERAL
 from .lower import Lowered
 
 RowDims = Mapping[str, tuple[frozenset[int], ...]]
-"""By node, and for each of its outputs, the dimensions that grow with the rows of the batch."""
+"""The dimensions that grow with the rows of the batch, by node and output."""
 
 _RANGES = frozenset({"arange", "linspace", "logspace", "eye"})
 _NUMBERS = ("number", "float", "Tensor")
-"""The types of arguments that hold numbers, in a schema; others hold sizes and positions."""
+"""The types of arguments in a schema that hold numbers; others hold sizes and positions."""
 
 
 _NONE: frozenset[int] = frozenset()
 
 
 class _OtherPathError(Exception):
-    """The two graphs differ in more than rows and numbers."""
+    """Signals that the two graphs differ in more than rows and numbers."""
 
 
 def with_numbers(few: Lowered, all_rows: Lowered) -> tuple[Lowered, RowDims] | None:
-    """Return ``few`` with the numbers of ``all_rows``; None where the graphs differ in more."""
+    """Return ``few`` with the numbers of ``all_rows``; None if the graphs differ in more."""
     graph, other = few.graph, all_rows.graph
     is_same = (
         graph.loss == other.loss
@@ -112,7 +111,7 @@ def _literal(value: Tensor, other: Tensor) -> Tensor:
 
 
 class _Numbers:
-    """The arguments of a node with the numbers of its twin, but for sizes that follow a shape."""
+    """The arguments of a node with the numbers of its twin, except sizes that follow a shape."""
 
     def __init__(self, graph: Graph, node: Node, twin: Node) -> None:
         self._node, self._twin = node, twin
@@ -126,7 +125,7 @@ class _Numbers:
         self._arguments = resolve(node.op)._schema.arguments if is_builtin else ()
 
     def args(self) -> tuple[Any, ...]:
-        """The positional arguments."""
+        """Return the positional arguments."""
         pairs = zip(self._node.args, self._twin.args, strict=False)
         if len(self._node.args) != len(self._twin.args):
             raise _OtherPathError
@@ -137,7 +136,7 @@ class _Numbers:
         )
 
     def kwargs(self) -> dict[str, Any]:
-        """The arguments by name."""
+        """Return the arguments by name."""
         if self._node.kwargs.keys() != self._twin.kwargs.keys():
             raise _OtherPathError
         types = {each.name: str(each.type) for each in self._arguments}
@@ -147,7 +146,7 @@ class _Numbers:
         }
 
     def _argument(self, kind: str, value: Any, other: Any) -> Any:
-        """An argument of the type ``kind``: ``value`` with few rows, ``other`` with all."""
+        """Return an argument of the type ``kind``: ``value`` with few rows, ``other`` with all."""
         if type(value) is not type(other):
             raise _OtherPathError
         if isinstance(value, tuple | list):
@@ -169,7 +168,7 @@ class _Numbers:
 
 
 def _keeps_shape(graph: Graph, node: Node) -> bool:
-    """Return whether an op gives a tensor of the shape of its first argument."""
+    """Return whether an op returns a tensor of the shape of its first argument."""
     source = node.args[0] if node.args else None
     return isinstance(source, Ref) and graph.spec(source).shape == node.spec.shape
 
@@ -177,9 +176,9 @@ def _keeps_shape(graph: Graph, node: Node) -> bool:
 def has_all_rows(graph: Graph, row_dims: RowDims, all_rows: Lowered) -> bool:
     """Return whether the batch dimensions of ``graph`` are exactly those that grow with the rows.
 
-    A constant may grow in a further dimension if all its readers take only its first row there,
-    and its rows are equal in the whole batch. Nodes that graph passes made are not looked at:
-    they follow from the others.
+    A constant may grow in a further dimension if all its readers take only its first row there, and
+    its rows are equal in the whole batch. Nodes from graph passes are not checked: they follow from
+    the others.
     """
     originals = all_rows.graph.by_name
     read: dict[str, frozenset[int]] = {}

@@ -9,10 +9,10 @@ from ..initialization.deferred_init import named_tensors
 
 
 def find_tied(model: nn.Module) -> dict[str, str]:
-    """Each further name of a tied parameter or buffer, mapped to its first name.
+    """Map each further name of a tied parameter or buffer to its first name.
 
-    Two names are tied where they are the same tensor, or the same part of one storage in
-    the same shape. Works on the ``meta`` device.
+    Two names are tied if they are the same tensor, or the same part of one storage in the same
+    shape. Works on the ``meta`` device.
     """
     first: dict[tuple[object, ...], str] = {}
     tied: dict[str, str] = {}

@@ -4,14 +4,14 @@ In: a graph that was captured in ``dtype``, the format of its parameters. Out: t
 
 - an op of ``FLOAT32`` gets its floating inputs in float32 and gives float32;
 - a sum gives float32 of whatever it reads, as its kernel does that without a copy;
-- a product (``LOWER``), an op that the user registered and a batch norm get what such ops have
-  made in the format that they were captured in;
+- a product (``LOWER``), an op that the user registered and a batch norm get results of such ops
+  in their captured format;
 - a kernel of ``FLOAT32_INSIDE`` reads half precision, computes in float32 and rounds only its
-  result: it stays as it is, unless it reads what is float32 already;
+  result: it stays unchanged, unless an input is float32 already;
 - every other op takes the widest of its inputs.
 
-Where casts stand does not depend on ``dtype``: a cast that changes nothing is a node too, so the
-graph of a plan can be captured in float32 or float64 to be verified. In float64 the casts are to
+The positions of casts do not depend on ``dtype``: a cast without effect is a node, too, so the
+graph of a plan can be captured in float32 or float64 for verification. In float64 the casts are to
 float64.
 
 Source of the lists: aten/src/ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE,
@@ -52,8 +52,8 @@ FLOAT32_INSIDE = frozenset({
     "group_norm", "layer_norm", "native_group_norm", "native_layer_norm", "rms_norm", "softmax",
     "_softmax", "_safe_softmax",
 })  # fmt: skip
-"""Kernels that accumulate in float32 on CUDA and CPU, whose backward reads their inputs or a
-result in [0, 1]: against float32 in memory they differ by the rounding of what they return."""
+"""Kernels that accumulate in float32 on CUDA and CPU, whose backward reads their inputs or a result
+in [0, 1]: results only differ from float32 by rounding."""
 LOWER = frozenset({
     "_convolution", "_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell",
     "_thnn_fused_lstm_cell", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul",
@@ -71,7 +71,7 @@ _FLOATS = ("float32", "float64", *_HALVES)
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """``dtype`` is the format that the graph was captured in."""
+    """The pass; ``dtype`` is the format that the graph was captured in."""
 
     dtype: str
     name: str = "autocast"
@@ -81,7 +81,7 @@ class Autocast:
 
 
 def autocast(graph: Graph, dtype: str) -> Graph:
-    """The graph with float32 ops computing in float32 (float64 where ``dtype`` is that)."""
+    """Return the graph with float32 ops in float32 (float64 if that is ``dtype``)."""
     state = _Casts(graph, "float64" if dtype == "float64" else "float32")
     for node in graph.nodes:
         state.add(node)
@@ -120,7 +120,7 @@ class _Casts:
             self._raise(self._with_inputs(node, self._up))
 
     def restored(self, ref: Ref, name: str) -> Ref:
-        """``ref`` in the format that it was captured in."""
+        """Return ``ref`` in its captured format."""
         return self._cast(ref, name, self.graph.spec(ref).dtype) if ref in self.raised else ref
 
     def _up(self, ref: Ref, name: str) -> Ref:
@@ -139,7 +139,7 @@ class _Casts:
         return Ref(name)
 
     def _with_inputs(self, node: Node, change: Any) -> Node:
-        """``node`` with its inputs changed, each value once."""
+        """Return ``node`` with its inputs changed, each value once."""
         changed = {
             ref: change(ref, f"{node.name}_cast{position}")
             for position, ref in enumerate(dict.fromkeys(node.inputs))
@@ -165,7 +165,7 @@ class _Casts:
             self._raise(replace(node, kwargs={**node.kwargs, "dtype": dtype}))
 
     def _promote(self, node: Node) -> None:
-        """A pointwise op reads both formats; a number gives its format to no tensor."""
+        """Add a pointwise op that reads both formats; numbers do not change a tensor's format."""
         specs = [(ref, self.graph.spec(ref)) for ref in node.inputs]
         floats = [(ref, spec) for ref, spec in specs if _is_float(spec)]
         decide = [ref for ref, spec in floats if spec.shape] or [ref for ref, _ in floats]
@@ -188,7 +188,7 @@ def _reads_floats(graph: Graph, node: Node) -> bool:
 
 
 def _says_dtype(node: Node) -> bool:
-    """Whether the call says the dtype of its result: a cast, or ``dtype=`` of a reduction."""
+    """Return whether the call sets the dtype of its result: a cast, or a reduction's ``dtype=``."""
     if node.rule is not None or not has_argument(node.op, "dtype"):
         return False
     names = [argument.name for argument in resolve(node.op)._schema.arguments]
@@ -197,6 +197,6 @@ def _says_dtype(node: Node) -> bool:
 
 
 def _keeps_format(node: Node, kind: str) -> bool:
-    """Whether an op computes in the format that it was captured in, whatever came before."""
+    """Return whether an op always computes in its captured format."""
     is_own = not node.op.startswith("aten.") and kind not in _COUNTED
     return node.rule is not None or is_own or kind in LOWER or "batch_norm" in kind

@@ -1,17 +1,16 @@
-"""Fused projections: one matrix product whose result is cut is made one product per part.
+"""Fused projections: a matrix product whose result is cut becomes one product per part.
 
-A layer often multiplies once by a weight that holds several: queries, keys and values, or
-the gate and the values of an MLP. Its result is cut along the output features, maybe after
-views that fold them: ``q, k, v = linear(x, w).split(h, -1)``, or
-``linear(x, w).view(b, s, 3, heads, d).unbind(2)``. Cut so, the features can only be split
-over ranks part by part, which no contiguous split of the whole is; and each part would be
-gathered on every rank. So the weight is cut instead::
+A layer often multiplies once by a weight that holds several: queries, keys and values, or the gate
+and the values of an MLP. Its result is cut along the output features, maybe after views that fold
+them: ``q, k, v = linear(x, w).split(h, -1)``, or ``linear(x, w).view(b, s, 3, heads,
+d).unbind(2)``. The features must then be split over ranks part by part, which no contiguous split
+of the whole does; so each part would be gathered on every rank. So the weight is cut instead::
 
     w_q, w_k, w_v = split(w);  q, k, v = linear(x, w_q), linear(x, w_k), linear(x, w_v)
 
-and heads can stay whole on their rank (Megatron-LM, https://arxiv.org/abs/1909.08053,
-§3). The parameter keeps its name and shape: it is held split as any other, and its parts
-are views, or exchanged between ranks where they are to be split otherwise.
+and heads can stay whole on their rank (Megatron-LM, https://arxiv.org/abs/1909.08053, §3). The
+parameter keeps its name and shape: it is held split as any other, and its parts are views, or
+exchanged between ranks if they are split otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PRODUCTS: Mapping[str, tuple[int, int, int | None]] = {
     "aten.mm.default": (1, 1, None),
     "aten.matmul.default": (1, 1, None),
 }
-"""Where the weight stands, which of its dims makes the output features, where the bias."""
+"""Positions of the weight, of its dim of output features, and of the bias."""
 
 _RESHAPES = ("view", "reshape", "_unsafe_view", "unflatten")
 _SWAPS = ("transpose", "swapaxes")
@@ -43,7 +42,7 @@ _SLICES = ("slice", "narrow")
 
 @dataclass(frozen=True, slots=True)
 class SplitFused:
-    """Makes each part of a fused projection a product of its own."""
+    """The pass: each part of a fused projection becomes a product of its own."""
 
     name: str = "split-fused"
 
@@ -67,8 +66,8 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
-    """A product, the views between it and the cuts with the dim they keep the parts in, the
-    cuts, and how many output features an entry of the tracked dimension has."""
+    """A product, the views between it and the cuts (each with its dim of parts), the cuts, and the
+    output features per entry of the tracked dimension."""
 
     product: Node
     views: tuple[tuple[Node, int], ...]
@@ -81,7 +80,7 @@ class _Fused:
 
 
 def split_fused(graph: Graph) -> Graph:
-    """The graph with every fused projection by a parameter cut into its parts."""
+    """Cut every fused projection by a parameter in the graph into its parts."""
     groups = [found for node in graph if (found := _find(graph, node)) is not None]
     inserted: dict[str, list[Node]] = {}
     renamed: dict[Ref, Ref] = {}
@@ -106,7 +105,7 @@ def split_fused(graph: Graph) -> Graph:
 
 
 def _find(graph: Graph, product: Node) -> _Fused | None:
-    """The fused projection that starts at ``product``, if all that follows are its parts."""
+    """Return the fused projection that starts at ``product``, if all its users take parts."""
     if product.kind != "op" or product.op not in PRODUCTS or product.kwargs:
         return None
     at, _, _ = PRODUCTS[product.op]
@@ -130,7 +129,7 @@ def _find(graph: Graph, product: Node) -> _Fused | None:
 
 
 def _cuts(graph: Graph, node: Node, dim: int) -> tuple[_Cut, ...] | None:
-    """What the users of a node cut it into along ``dim``; None if one does anything else."""
+    """The parts that the users of a node take along ``dim``; None if one does anything else."""
     found: list[_Cut] = []
     for name in graph.users[node.name]:
         user = graph[name]
@@ -142,7 +141,7 @@ def _cuts(graph: Graph, node: Node, dim: int) -> tuple[_Cut, ...] | None:
 
 
 def _cuts_of(user: Node, spec: TensorSpec, dim: int) -> list[_Cut]:
-    """The parts that ``user`` takes of its input; none if it is no cut along ``dim``."""
+    """Return the parts that ``user`` takes of its input; none if it is no cut along ``dim``."""
     kind, size, rank = user.op.split(".")[1], spec.shape[dim], len(spec.shape)
     if kind not in (*_TAKES, *_SPLITS, *_SLICES):
         return []
@@ -176,7 +175,7 @@ def _argument(node: Node, position: int, name: str, default: Any) -> Any:
 
 
 def _moved(view: Node, spec: TensorSpec, dim: int) -> int | None:
-    """Where a view puts the dimension whose entries are whole parts; None if it mixes them."""
+    """The dimension of a view that corresponds to ``dim``; None if the view mixes whole parts."""
     kind, rank = view.op.split(".")[1], len(spec.shape)
     first: int
     second: int
@@ -204,7 +203,7 @@ def _moved(view: Node, spec: TensorSpec, dim: int) -> int | None:
 
 
 def _folded(source: Sequence[int], target: Sequence[int]) -> int | None:
-    """The outermost dimension that the last one of ``source`` is folded into.
+    """Return the outermost dimension that the last dimension of ``source`` is folded into.
 
     >>> _folded((2, 8, 12), (2, 8, 3, 4)), _folded((16, 12), (2, 8, 12)), _folded((8, 6), (48,))
     (2, 2, None)
@@ -216,7 +215,7 @@ def _folded(source: Sequence[int], target: Sequence[int]) -> int | None:
 
 
 def _apart(graph: Graph, group: _Fused) -> tuple[list[Node], dict[Ref, Ref]]:
-    """The nodes of the parts, and what replaces each cut."""
+    """Return the nodes of the parts, and the replacement of each cut."""
     product = group.product
     at, out, bias_at = PRODUCTS[product.op]
     total = product.spec.shape[-1] // group.features
@@ -254,7 +253,7 @@ def _apart(graph: Graph, group: _Fused) -> tuple[list[Node], dict[Ref, Ref]]:
 
 
 def _split(graph: Graph, product: Node, ref: Ref, sizes: list[int], dim: int) -> Node:
-    """A parameter cut along ``dim``."""
+    """Return a node that cuts a parameter along ``dim``."""
     spec = graph.spec(ref)
     outputs = tuple(replace(spec, shape=_resized(spec.shape, dim, size)) for size in sizes)
     return replace(
@@ -264,14 +263,14 @@ def _split(graph: Graph, product: Node, ref: Ref, sizes: list[int], dim: int) ->
 
 
 def _part(node: Node, dim: int, size: int, start: int, *, args: tuple[Any, ...]) -> Node:
-    """A node that makes only a part of what it made, ``size`` long along ``dim``."""
+    """Return a node that computes a part of its result, of length ``size`` along ``dim``."""
     shape = _resized(node.spec.shape, dim, size)
     outputs = (replace(node.spec, shape=shape),)
     return replace(node, name=f"{node.name}_from_{start}", args=args, outputs=outputs)
 
 
 def _view(view: Node, dim: int, size: int, start: int, *, source: Ref) -> Node:
-    """A view of one part instead of the whole."""
+    """Return a view of one part instead of the whole."""
     made = _part(view, dim, size, start, args=(source, *view.args[1:]))
     if view.op.split(".")[1] in _RESHAPES:
         shape = list(made.spec.shape)

@@ -1,8 +1,7 @@
-"""Hoist: what depends on no input and no parameter becomes a constant.
+"""Hoisting: values that depend on no input and no parameter become constants.
 
-Each process computes constants for itself, so they never cross a stage boundary, take any
-layout for nothing, and belong to no block. Constants that are made alike are one, which is held
-once. Random ops are never constants.
+Each process computes constants for itself, so they never cross a stage boundary, take any layout
+for free, and belong to no block. Equal constants are merged. Random ops are never constants.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ..ops.torch_ops import is_random
 
 @dataclass(frozen=True, slots=True)
 class Hoist:
-    """Marks constants, joins equal ones, and drops what the loss does not depend on."""
+    """The pass: marks constants, joins equal ones, and drops nodes that the loss does not use."""
 
     name: str = "hoist"
 
@@ -59,8 +58,8 @@ def hoist_constants(graph: Graph) -> Graph:
 
 
 def join_constants(graph: Graph) -> Graph:
-    """Let the first of the constants of one op, arguments and dimensions of the batch stand for
-    all: each layer may make the same table, or the same empty tensor to write to."""
+    """Replace constants with one op, arguments and batch dimensions by the first of them: each
+    layer may make the same table, or the same empty tensor to write to."""
     first: dict[str, Ref] = {}
     joined: dict[Ref, Ref] = {}
     nodes: list[Node] = []
@@ -80,7 +79,7 @@ def join_constants(graph: Graph) -> Graph:
 
 
 def _redirected(node: Node, moved: Mapping[Ref, Ref]) -> Node:
-    """Return a node that reads the values in the places that they moved to."""
+    """Return a node that reads the values at their new places."""
     if moved.keys().isdisjoint(node.inputs):
         return node
 
@@ -97,7 +96,7 @@ def _is_constant(node: Node, free: set[str]) -> bool:
 
 
 def drop_dead(graph: Graph) -> Graph:
-    """The graph without the nodes that the loss does not depend on.
+    """Remove the nodes that the loss does not depend on.
 
     >>> from autoparallel.planner.graph import Ref, TensorSpec
     >>> scalar = (TensorSpec((), "float32"),)

@@ -1,4 +1,4 @@
-"""The meaning of a mask that is a conjunction of comparisons, found without writing it out.
+"""The meaning of a mask that is a conjunction of comparisons, without computing it.
 
 A mask over long sequences has too many elements to evaluate: 65,536 positions make 4.3e9 of
 them. Hugging Face models write it as ``mask[i, j] = a & b & ...`` where each term is a value
@@ -21,7 +21,7 @@ from ...planner.graph import Graph, Node, Ref
 from ..programs.constants import evaluate_constants
 
 Meaning: TypeAlias = Literal["causal", "all"]
-"""``"causal"``: position i sees j if and only if j <= i. ``"all"``: nothing is hidden."""
+"""``"causal"``: position i sees j if and only if j <= i. ``"all"``: no position is hidden."""
 
 Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -40,10 +40,10 @@ COMPARISONS: Mapping[str, Compare] = {
 def conjunction_meaning(
     graph: Graph, name: str, buffers: Mapping[str, Tensor], can_evaluate: Callable[[str], bool]
 ) -> Meaning | None:
-    """What the boolean constant ``name``, of shape (..., rows, columns), says.
+    """Return the meaning of the boolean constant ``name``, of shape (..., rows, columns).
 
-    Only values that ``can_evaluate`` admits are computed. Returns None where the mask is not
-    such a conjunction, or says something else.
+    Only values that ``can_evaluate`` admits are computed. Returns None if the mask is no such
+    conjunction, or has another meaning.
     """
     if graph[name].spec.shape[-2] != graph[name].spec.shape[-1]:
         return None
@@ -67,7 +67,7 @@ def conjunction_meaning(
 
 
 def _terms(graph: Graph, name: str) -> Iterator[Node]:
-    """The terms whose conjunction is ``name``; broadcasting changes none of them."""
+    """Yield the terms whose conjunction is ``name``; broadcasting changes none of them."""
     node = graph[name]
     if node.op == "aten.expand.default" or node.op in CONJUNCTIONS:
         for ref in node.inputs:
@@ -77,7 +77,7 @@ def _terms(graph: Graph, name: str) -> Iterator[Node]:
 
 
 def _comparison_meaning(compare: Compare, left: Tensor, right: Tensor) -> Meaning | None:
-    """What ``compare(left, right)`` says, of a vector over rows and one over columns.
+    """The meaning of ``compare(left, right)``, for a vector over rows and a vector over columns.
 
     >>> positions = torch.arange(4)
     >>> _comparison_meaning(operator.ge, positions[:, None], positions[None, :])

@@ -1,9 +1,9 @@
-"""Masks: constants that say the same for every sequence, and causal or empty ones.
+"""Masks: constants that are equal for every sequence, and causal or empty masks.
 
-A mask that is equal along the batch is kept as one row where its users broadcast it. A
-mask of scaled dot-product attention that lets a position see itself and what lies before
-becomes ``is_causal=True``, and one that hides nothing is dropped: the fused kernels are
-faster without a mask, and a causal flag has no layout to choose.
+A mask that is equal along the batch is reduced to one row if its users broadcast it. A mask of
+scaled dot-product attention that lets a position see itself and all earlier positions becomes
+``is_causal=True``, and a mask that hides no position is dropped: the fused kernels are faster
+without a mask, and a causal flag has no layout to choose.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .mask_comparisons import Meaning, conjunction_meaning
 SDPA = "aten.scaled_dot_product_attention.default"
 LIMIT_ELEMENTS = 2**28
 CHECKED_ELEMENTS = 2**24
-"""Up to this size the rows of a mask are compared at all rows of the batch too."""
+"""Maximum elements of a mask whose rows are also compared at all rows of the batch."""
 _HIDDEN = -1e30
 
 
 @dataclass(frozen=True, slots=True)
 class SimplifyMasks:
-    """``buffers`` are the values of buffers that are known, by name."""
+    """The pass; ``buffers`` are the known values of buffers, by name."""
 
     name: str = "simplify-masks"
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class SimplifyMasks:
 
 
 def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
-    """The graph with constants reduced to rows, and attention masks to flags."""
+    """Reduce constants of the graph to rows, and attention masks to flags."""
     is_small = partial(can_evaluate, graph, buffers=buffers)
     for name in [node.name for node in graph.nodes if node.kind == "constant"]:
         if _masks_attention(graph, name) and graph[name].spec.dtype == "bool":
@@ -73,7 +73,7 @@ def has_equal_rows(graph: Graph, name: str, dim: int, buffers: Mapping[str, Tens
 def can_evaluate(
     graph: Graph, name: str, buffers: Mapping[str, Tensor], *, limit: int = LIMIT_ELEMENTS
 ) -> bool:
-    """Whether a constant's value can be had here: it is small, and all it reads is known."""
+    """Return whether a constant can be evaluated: it is small, and all its inputs are known."""
     nodes = [graph[ancestor] for ancestor in ancestors(graph, [name])]
     return all(
         node.spec.numel <= limit and (node.kind != "buffer" or node.name in buffers)
@@ -96,7 +96,7 @@ def _mask_of(node: Node) -> Any:
 
 
 def _to_flags(graph: Graph, name: str, meaning: Meaning | None) -> Graph:
-    """Attention under mask ``name`` made causal, or free of its mask, where it is that."""
+    """Make attention under mask ``name`` causal, or drop the mask, according to its meaning."""
     if meaning is None:
         return graph
     users = [user for user in graph.users[name] if _mask_of(graph[user]) == Ref(name)]
@@ -105,7 +105,7 @@ def _to_flags(graph: Graph, name: str, meaning: Meaning | None) -> Graph:
 
 
 def _meaning(mask: Tensor) -> Meaning | None:
-    """What a mask says whose values are known.
+    """Return the meaning of a mask with known values.
 
     >>> _meaning(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril())
     'causal'
@@ -139,7 +139,7 @@ def _without_mask(node: Node, *, causal: bool) -> Node:
 
 
 def _to_row(graph: Graph, node: Node, value: Tensor) -> Graph:
-    """Users that broadcast ``node`` given its first row, where its rows are equal."""
+    """Give users that broadcast ``node`` its first row, if its rows are equal."""
     for dim, size in enumerate(node.spec.shape):
         if size != graph.batch_size or size == 1 or not _equal_rows(value, dim):
             continue
@@ -183,7 +183,7 @@ def _using(node: Node, old: str, new: str) -> Node:
 
 
 def _broadcasts(graph: Graph, user: Node, name: str, row: TensorSpec) -> bool:
-    """Whether ``user`` gives the same with ``name`` reduced to ``row``."""
+    """Return whether the result of ``user`` is unchanged with ``name`` reduced to ``row``."""
     if user.op == SDPA:
         return _mask_of(user) == Ref(name) and user.inputs.count(Ref(name)) == 1
     if not is_pointwise(user.op):

@@ -1,11 +1,11 @@
 """Rows looked up by their own number: ``x[arange(batch), i]`` becomes a look-up in each row.
 
-Indexing says nothing of which row goes where, so a batch could not be split through it. Where
-the first index is the constant ``0, 1, ..., batch - 1`` along the batch, the op is, with
-``x`` of shape (batch, length, *rest):
+Indexing does not show which row goes where, so a batch could not be split through it. If the first
+index is the constant ``0, 1, ..., batch - 1`` along the batch, the op is, with ``x`` of shape
+(batch, length, *rest):
 
-- ``reshape(x)`` where ``i`` is the constant ``0 ... length - 1``: an attention mask laid out;
-- ``index(x, [None, i])`` where ``i`` is the same for all rows;
+- ``reshape(x)`` if ``i`` is the constant ``0 ... length - 1``: an attention mask laid out;
+- ``index(x, [None, i])`` if ``i`` is the same for all rows;
 - ``gather(x, 1, i)`` otherwise: the last token of each row, for a classifier.
 """
 
@@ -27,7 +27,7 @@ INDEX = "aten.index.Tensor"
 
 @dataclass(frozen=True, slots=True)
 class AlignRows:
-    """``buffers`` are the values of buffers that are known, by name."""
+    """The pass; ``buffers`` are the known values of buffers, by name."""
 
     name: str = "align-rows"
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class AlignRows:
 
 
 def align_rows(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
-    """The graph with look-ups of rows by their number made look-ups within each row."""
+    """Turn look-ups of rows by their number into look-ups within each row."""
     if not any(_may_align(node, graph) for node in graph.nodes):
         return graph
     nodes: list[Node] = []
@@ -83,7 +83,7 @@ def _value(graph: Graph, ref: Ref, buffers: Mapping[str, Tensor]) -> Tensor | No
 
 
 def _indexed(node: Node, graph: Graph, other: Ref, rank: int) -> tuple[Node, ...]:
-    """``index(x, [None, i])``, ``i`` without its dimension of the batch."""
+    """Build ``index(x, [None, i])``, with ``i`` without its batch dimension."""
     made: list[Node] = []
     spec = graph.spec(other)
     if len(spec.shape) == rank:
@@ -96,7 +96,7 @@ def _indexed(node: Node, graph: Graph, other: Ref, rank: int) -> tuple[Node, ...
 
 
 def _gathered(node: Node, graph: Graph, other: Ref, shape: tuple[int, ...]) -> tuple[Node, ...]:
-    """``gather(x, 1, i)`` with ``i`` given the dimensions that ``x`` has after the second."""
+    """Build ``gather(x, 1, i)``, with ``i`` expanded to dimensions 2 and up of ``x``."""
     source = graph.spec(node.args[0])
     if graph.spec(other).shape != shape:
         return (node,)

@@ -18,7 +18,7 @@ class Pass(Protocol):
 
 
 class BrokenGraphError(AssertionError):
-    """A pass made a graph that breaks the rules of ``Graph``: a bug of this package."""
+    """Signals that a pass made a graph that breaks the rules of ``Graph``: a bug of this code."""
 
 
 def run_passes(graph: Graph, passes: Iterable[Pass]) -> Graph:
@@ -32,7 +32,7 @@ def run_passes(graph: Graph, passes: Iterable[Pass]) -> Graph:
 
 
 def check(graph: Graph, after: str) -> None:
-    """Raise ``BrokenGraphError`` naming the pass ``after`` where the graph breaks a rule."""
+    """Raise ``BrokenGraphError`` naming the pass ``after`` if the graph breaks a rule."""
     outputs: dict[str, int] = {}
     kinds: dict[str, str] = {}
     for node in graph.nodes:

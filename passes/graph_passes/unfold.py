@@ -1,9 +1,9 @@
 """Rows repeated once per expert: ``view(repeat(x, (E, 1)) · s, (E, T, …))`` keeps E and T apart.
 
-Some layers write the rows of all experts one after another, (E·T, …), and fold them apart
-again. In between no part of the T rows is contiguous, so a batch could not be split. The
-pass carries the fold up, through elementwise ops, to the copies, which become an
-``expand`` to (E, T, …); and a fold of what was just joined is the tensor itself.
+Some layers write the rows of all experts one after another, (E·T, …), and fold them apart again. In
+between no part of the T rows is contiguous, so a batch could not be split. The pass moves the fold
+up, through elementwise ops, to the copies, which become an ``expand`` to (E, T, …); and a fold of a
+join is the tensor itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CASTS = ("aten.to.dtype",)
 
 @dataclass(frozen=True, slots=True)
 class Unfold:
-    """Folds repeated rows apart where they are made."""
+    """The pass: repeated rows are folded apart where they are made."""
 
     name: str = "unfold"
 
@@ -30,7 +30,7 @@ class Unfold:
 
 
 def unfold(graph: Graph) -> Graph:
-    """The graph in which rows and their copies are never one dimension."""
+    """Return the graph in which rows and their copies are never one dimension."""
     state, is_changed = _Unfolding(graph, []), False
     for node in graph.nodes:
         changed = state.folded(node) if node.kind == "op" and node.op in _RESHAPES else None
@@ -47,7 +47,8 @@ class _Unfolding:
     nodes: list[Node]
 
     def folded(self, node: Node) -> Node | None:
-        """A reshape to (E, T, …) of what was (E, T, …) or can be made so; None for others."""
+        """Replace a reshape to (E, T, …) of a tensor that was, or can be made, (E, T, …); return
+        None for others."""
         source, shape = node.args[0], node.spec.shape
         joined = self.graph.spec(source).shape
         if len(shape) < 2 or joined != (shape[0] * shape[1], *shape[2:]) or 1 in shape[:2]:
@@ -60,7 +61,7 @@ class _Unfolding:
         return replace(node, args=(self._unfold(source, shape[0]), *node.args[1:]))
 
     def _repeats(self, ref: Ref, count: int) -> bool:
-        """Whether rows are copies, or products with copies, made ``count`` times."""
+        """Return whether rows are copies, or products with copies, made ``count`` times."""
         node = self.graph[ref.name]
         if node.op == "aten.repeat.default":
             copies, source = tuple(node.args[1]), self.graph.spec(node.args[0])
@@ -79,7 +80,7 @@ class _Unfolding:
         return all(len(s) == len(node.spec.shape) and s[:1] == rows for s in shapes)
 
     def _unfold(self, ref: Ref, count: int) -> Ref:
-        """The tensor of shape (count · T, …) as (count, T, …)."""
+        """Return the tensor of shape (count · T, …) as (count, T, …)."""
         node, spec = self.graph[ref.name], self.graph.spec(ref)
         shape = (count, spec.shape[0] // count, *spec.shape[1:])
         if node.op in _RESHAPES:
@@ -92,7 +93,7 @@ class _Unfolding:
         return self._made(node, node.op, args, shape)
 
     def _made(self, like: Node, op: str, args: Any, shape: tuple[int, ...]) -> Ref:
-        """A new node in the place of ``like``."""
+        """Add a node in place of ``like``."""
         name = f"{like.name}_unfolded{len(self.nodes)}"
         spec = TensorSpec(shape, like.spec.dtype, like.spec.requires_grad)
         kwargs = like.kwargs if op == like.op else {}

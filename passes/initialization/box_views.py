@@ -1,8 +1,8 @@
-"""How a view lies in the tensor that it views, dimension by dimension.
+"""The position of a view in its base tensor, dimension by dimension.
 
-In: two fake tensors in one storage, the first that was made in it (the base) and another. Out:
-which box of the base a box of the view is, and back; and the view of a buffer that holds only
-a box of the base.
+In: two fake tensors in one storage, the first of that storage (the base) and another. Out:
+conversions of boxes between view and base; and the view of a buffer that holds only a box of the
+base.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BoxView:
     dims: tuple[tuple[int, int] | None, ...]
 
     def in_base(self, box: Region) -> Region:
-        """The box of the base that spans ``box`` of the view."""
+        """Return the box of the base that spans ``box`` of the view."""
         found = [(start, start + 1) for start in self.starts]
         for (low, high), along in zip(box, self.dims, strict=True):
             if along is not None:
@@ -58,7 +58,7 @@ class BoxView:
         return tuple(found)
 
     def of_buffer(self, buffer: Tensor, held: Region, box: Region) -> Tensor:
-        """``box`` of the view, as a view of ``buffer``, which holds the box ``held`` of the
+        """Return ``box`` of the view as a view of ``buffer``, which holds box ``held`` of the
         base."""
         along = {each[0]: at for at, each in enumerate(self.dims) if each}
         index: list[slice | int] = []
@@ -80,9 +80,9 @@ class BoxView:
 
 
 def box_view(view: Tensor, base: Tensor) -> BoxView | None:
-    """How ``view`` lies in ``base``; None where no box of one is a box of the other.
+    """Return the position of ``view`` in ``base``; None if their boxes do not correspond.
 
-    So it is for views that join or split dimensions, that repeat elements, or of another dtype.
+    That holds for views that join or split dimensions, repeat elements, or have another dtype.
     """
     if view.dtype != base.dtype or 0 in view.shape or not _is_dense(base):
         return None
@@ -115,7 +115,7 @@ def box_view(view: Tensor, base: Tensor) -> BoxView | None:
 
 
 def _is_dense(base: Tensor) -> bool:
-    """Whether a tensor has every element of its storage once."""
+    """Return whether a tensor has every element of its storage once."""
     expected = 1
     for dim in sorted(range(base.dim()), key=base.stride):
         if base.shape[dim] > 1:

@@ -1,9 +1,9 @@
 """The log of a build: every op that a model's constructor ran on tensors, in order.
 
-``recording`` writes it; ``exact_replay`` and ``sharded_replay`` make tensors from it. Tensors
-go by number (``Slot``); what a slot looks like (shape, strides, storage) is that of the fake
-tensor that the build had. Real tensors that the build came by, as those of a file, are the
-log's constants: it refers to them and never copies or changes them.
+``recording`` writes it; ``exact_replay`` and ``sharded_replay`` make tensors from it. Tensors have
+numbers (``Slot``); a slot has the shape, strides and storage of the build's fake tensor. Real
+tensors that the build received, for example from a file, are the log's constants: it refers to them
+and never copies or changes them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ OVERWRITES = frozenset(
 
 
 class UnrecordableError(Exception):
-    """A build did something that cannot be repeated from a log."""
+    """Signals that a build cannot be repeated from a log."""
 
 
 class NeedsValuesError(UnrecordableError):
-    """A build did something that only real tensors allow."""
+    """Signals that a build requires real tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ def _mode() -> FakeTensorMode:
 class Log:
     """The calls of a build and the fake tensors they were made on.
 
-    ``reals`` are the real tensors that the build came by, ``constants`` one of each storage.
-    ``mode`` makes the fake ones: what shares memory in reality does so in the log.
+    ``reals`` are the real tensors that the build received, ``constants`` one of each storage.
+    ``mode`` makes the fake tensors: tensors that share memory in reality also do in the log.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -89,14 +89,14 @@ class Log:
     mode: FakeTensorMode = field(default_factory=_mode)
 
     def slot(self, tensor: Tensor) -> int:
-        """The number of a tensor that the build made."""
+        """Return the number of a tensor that the build made."""
         index = self.slots.get(id(tensor))
         if index is None:
             raise UnrecordableError("a tensor that no recorded op made")
         return index
 
     def add(self, tensor: Tensor) -> int:
-        """The number of a fake tensor, a new one if it has none."""
+        """Return the number of a fake tensor, a new number if it has none."""
         index = self.slots.get(id(tensor))
         if index is None:
             index = self.slots[id(tensor)] = len(self.tensors)
@@ -104,7 +104,7 @@ class Log:
         return index
 
     def add_constant(self, real: Tensor) -> int:
-        """The number of the fake tensor that stands for ``real``."""
+        """Return the number of the fake tensor that stands for ``real``."""
         if id(real) in self.slots:
             return self.slots[id(real)]
         fake = self.mode.from_tensor(real)
@@ -115,11 +115,11 @@ class Log:
         return slot
 
     def storage(self, slot: int) -> int:
-        """What identifies the storage of a slot."""
+        """Return an id of the storage of a slot."""
         return int(self.tensors[slot].untyped_storage()._cdata)
 
     def constant(self, slot: int, storage: torch.UntypedStorage | None = None) -> Tensor:
-        """The real tensor of a slot in a constant's storage, or in a copy of that."""
+        """Return the real tensor of a slot in a constant's storage, or in a copy of it."""
         real, fake = self.constants[self.storage(slot)], self.tensors[slot]
         memory = real.untyped_storage() if storage is None else storage
         empty = torch.empty(0, dtype=fake.dtype, device=real.device)
@@ -127,11 +127,11 @@ class Log:
 
     @property
     def written(self) -> frozenset[int]:
-        """The storages that some call writes to."""
+        """Return the storages that some call writes to."""
         return frozenset(self.storage(slot) for call in self.calls for slot in call.written)
 
 
-def copied(tensor: Tensor) -> torch.UntypedStorage:
-    """A copy of a tensor's storage."""
+def copy_storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Return a copy of a tensor's storage."""
     copy: torch.UntypedStorage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
     return copy

@@ -1,10 +1,10 @@
-"""Deferred initialization: build a model without its weights, and its weights when wanted.
+"""Deferred initialization: build a model without its weights, and its weights on demand.
 
-``record_build`` gives the model on ``meta`` and a log of how its tensors came to be;
-``materialize`` makes any of them, or boxes of them, and hands each over as soon as it is
-finished, so that a rank that keeps only its shards never holds the model. Values are either
-those of a plain build from the same seed, bit for bit (``"exact"``), or drawn by place, so that
-only what is wanted is ever drawn (``"sharded"``).
+``record_build`` returns the model on ``meta`` and a log of the calls that made its tensors;
+``materialize`` makes any of them, or boxes of them, and hands each over as soon as it is finished,
+so that a rank that keeps only its shards never holds the model. Values are either those of a plain
+build from the same seed, bit for bit (``"exact"``), or drawn by position, so that only the
+requested numbers are drawn (``"sharded"``).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .build_log import Log, NeedsValuesError, UnrecordableError
 from .exact_replay import draw_all, exact_replay, num_drawn
 from .recording import record
 from .sharded_replay import full_box, sharded_replay
-from .uncollected import uncollected
+from .uncollected import gc_paused
 
 Init = Literal["auto", "sharded", "exact"]
-"""``auto`` is ``exact`` up to ``MOST_DRAWN`` random numbers."""
+"""Initialization; ``auto`` is ``exact`` up to ``MOST_DRAWN`` random numbers."""
 
 MOST_DRAWN = 1_000_000_000
 """Random numbers that a rank draws in about 10 s."""
@@ -39,11 +39,11 @@ OnPart = Callable[[str, Region, Tensor], None]
 class Deferred:
     """A model on ``meta`` and how to make its tensors.
 
-    ``seed`` is a seed, or a state of the CPU generator. ``slots`` maps each parameter and
-    buffer name (tied ones all) to its tensor in ``log``. ``log`` is None where the build
-    could not be recorded; ``materialize`` then builds the whole model, once, unless ``built``
-    has its tensors already. ``reason`` says why. ``given`` names the tensors that get their
-    values from elsewhere: who fills a stage draws nothing for them.
+    ``seed`` is a seed, or a state of the CPU generator. ``slots`` maps each parameter and buffer
+    name (tied ones all) to its tensor in ``log``. ``log`` is None if the build could not be
+    recorded, for the given ``reason``; ``materialize`` then builds the whole model, once, unless
+    ``built`` has its tensors already. ``given`` names the tensors with values from elsewhere:
+    filling a stage draws nothing for them.
     """
 
     model: nn.Module
@@ -57,11 +57,11 @@ class Deferred:
     built: dict[str, Tensor] = field(default_factory=dict)
 
     def without(self, names: Iterable[str]) -> Deferred:
-        """The same, with ``names`` given: they get their values from elsewhere."""
+        """Return the same with ``names`` given: their values come from elsewhere."""
         return replace(self, given=frozenset(names))
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of a parameter or buffer."""
+        """Return the shape of a parameter or buffer."""
         path, _, last = name.rpartition(".")
         module = self.model.get_submodule(path)
         tensor: Tensor | None = module._parameters.get(last)
@@ -80,13 +80,12 @@ def record_build(
 ) -> Deferred:
     """Build a model without allocating it.
 
-    ``build`` must not read values of random tensors or use a generator of its own; where it
-    does, the model is built on ``meta`` if it can be, else really, and so where it writes
-    tensors to a file. What it reads from files
-    stays in memory once, mapped where it can be, as long as the answer lives.
+    ``build`` must not read values of random tensors or use a generator of its own; if it does, or
+    if it writes tensors to a file, the model is built on ``meta`` if possible, else for real.
+    Values read from files stay in memory once, mapped if possible, as long as the result lives.
     """
     try:
-        with seeded(seed), uncollected():
+        with cpu_seed(seed), gc_paused():
             model, log = record(build)
         tensors = _adopted_tensors(model)
         slots = {name: _slot(log, name, tensor) for name, tensor in tensors}
@@ -100,17 +99,17 @@ def record_build(
 
 
 def state_after(deferred: Deferred) -> Tensor | None:
-    """Return the state of torch's generator after a plain build; None where it is not known."""
+    """Return the state of torch's generator after a plain build; None if it is unknown."""
     if deferred.log is None:
         return None
-    with seeded(deferred.seed), torch.no_grad():
+    with cpu_seed(deferred.seed), torch.no_grad():
         draw_all(deferred.log)
         return torch.random.get_rng_state()
 
 
 def plain_build(build: Callable[[], nn.Module], seed: int | Tensor) -> nn.Module:
-    """The model as ``build`` makes it on the CPU, from ``seed``."""
-    with seeded(seed):
+    """Build the model on the CPU, from ``seed``."""
+    with cpu_seed(seed):
         model = build()
     adopt_tensors(model)
     return model
@@ -125,9 +124,9 @@ def materialize(
 ) -> None:
     """Hand over the tensors ``names``, each as soon as it is finished.
 
-    ``on_tensor(name, tensor)`` gets a CPU tensor without gradient, floating ones cast to
-    ``dtype`` if given. It may be called in any order; memory in between is what the caller
-    keeps and the tensors in the making.
+    ``on_tensor(name, tensor)`` gets a CPU tensor without gradient, floating ones cast to ``dtype``
+    if given. It may be called in any order; memory is limited to the caller's tensors and
+    unfinished ones.
     """
 
     def give(name: str, box: Region, tensor: Tensor) -> None:
@@ -166,7 +165,7 @@ def materialize_boxes(
             cut(name, deferred.built[name])
         return
     slots = deferred.slots
-    with seeded(deferred.seed), torch.no_grad():
+    with cpu_seed(deferred.seed), torch.no_grad():
         if deferred.init == "exact":
             exact_replay(log, {name: slots[name] for name in boxes}, cut, tick)
         else:
@@ -175,8 +174,8 @@ def materialize_boxes(
 
 
 @contextmanager
-def seeded(seed: int | Tensor) -> Iterator[None]:
-    """Seed torch's CPU generator inside (or set its state), and restore it after."""
+def cpu_seed(seed: int | Tensor) -> Iterator[None]:
+    """Context manager: seed torch's CPU generator (or set its state), and restore it after."""
     with torch.random.fork_rng(devices=[]):
         if isinstance(seed, Tensor):
             torch.random.set_rng_state(seed)
@@ -186,7 +185,7 @@ def seeded(seed: int | Tensor) -> Iterator[None]:
 
 
 def adopt_tensors(model: nn.Module) -> None:
-    """Make plain tensor attributes of modules buffers, so that every tensor has a name.
+    """Turn plain tensor attributes of modules into buffers, so that every tensor has a name.
 
     They stay out of the state dict.
     """
@@ -211,9 +210,9 @@ def _adopted_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _slot(log: Log, name: str, tensor: Tensor) -> int:
-    """The slot of a tensor of the model; one that came real into the build becomes a constant.
+    """Return the slot of a tensor of the model; a real tensor of the build becomes a constant.
 
-    Raises UnrecordableError where it has no values.
+    Raises UnrecordableError if it has no values.
     """
     if isinstance(tensor, FakeTensor):
         return log.slot(tensor)
@@ -246,14 +245,15 @@ def _meta(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
 def _build_empty(
     build: Callable[[], nn.Module], seed: int | Tensor, needs_values: bool
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """What cannot be recorded: built under ``torch.device("meta")``, or really and emptied.
+    """Build a model that can't be recorded: under ``torch.device("meta")``, or for real, then
+    emptied.
 
-    With its real tensors by name where there are any.
+    Returns it with its real tensors by name, if any.
     """
     try:
         if needs_values:
             raise NotImplementedError
-        with seeded(seed), torch.device("meta"):
+        with cpu_seed(seed), torch.device("meta"):
             model = build()
     except (RuntimeError, NotImplementedError):
         model = plain_build(build, seed)
@@ -264,7 +264,7 @@ def _build_empty(
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """A tensor that holds no more memory than it shows."""
+    """Return a tensor that holds no more memory than it shows."""
     full = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     return tensor if full else tensor.clone()
 

@@ -1,8 +1,8 @@
-"""Making the tensors of a recorded build bit for bit as a plain build would.
+"""Tensors of a recorded build, bit for bit as a plain build makes them.
 
-The log's ops are repeated in order on real tensors from the same seed. The generator is a
-sequence, so every number up to the last one wanted has to be drawn; values that are overwritten
-before anyone reads them, or that nobody wants, are only drawn and forgotten.
+The log's ops are repeated in order on real tensors from the same seed. The generator is a sequence,
+so every number up to the last one wanted has to be drawn; values that are overwritten before they
+are read, or not requested, are drawn and discarded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .build_log import (
     Log,
     Slot,
     UnrecordableError,
-    copied,
+    copy_storage,
 )
 
 _SCRATCH = 1 << 15
-"""Numbers drawn at a time to be forgotten: 200 million a second, where a whole tensor of them
-at a time makes 60 million, whose memory is new."""
+"""Numbers drawn at a time to be discarded: 200 million a second, against 60 million for whole
+tensors, whose memory is new."""
 
 
 def exact_replay(
@@ -40,7 +40,7 @@ def exact_replay(
 ) -> None:
     """Repeat the build, handing over each tensor of ``wanted`` when it is finished.
 
-    The default generator is to be seeded by the caller. ``tick`` is called before each op.
+    The caller seeds the default generator. ``tick`` is called before each op.
     """
     if wanted:
         _Replay(log, wanted, on_tensor, tick).run()
@@ -61,7 +61,7 @@ def num_drawn(log: Log) -> int:
 
 
 def deterministic_value(log: Log, slot: int) -> Tensor:
-    """The value of a slot as the log stands. Raises UnrecordableError if it is random."""
+    """Return the value of a slot as the log stands. Raises UnrecordableError if it is random."""
     found: list[Tensor] = []
     replay = _Replay(log, {"": slot}, lambda _, tensor: found.append(tensor), lambda: None)
     if replay.last_draw >= 0:
@@ -72,7 +72,7 @@ def deterministic_value(log: Log, slot: int) -> Tensor:
 
 
 class _Replay:
-    """One replay: which calls to run, which only to draw, and when each storage is done."""
+    """One replay: calls to run, calls to draw only, and the end of each storage."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _Replay:
                     self.last_touch[log.storage(slot)] = index
 
     def _needed_calls(self) -> set[int]:
-        """Walking backward: the calls whose effect on a wanted tensor is not overwritten."""
+        """The calls whose effect on a wanted tensor is not overwritten, by walking backward."""
         log, needed = self.log, set()
         slots = set(self.wanted.values())
         live = {log.storage(slot) for slot in slots}
@@ -124,7 +124,7 @@ class _Replay:
         return needed
 
     def _is_lazy(self, index: int) -> bool:
-        """Whether a call only names memory: an empty allocation, or a view of one."""
+        """Return whether a call only names memory: an empty allocation, or a view of one."""
         call = self.log.calls[index]
         if call.written:
             return False
@@ -136,7 +136,7 @@ class _Replay:
         return all(self.log.storage(slot) == source for slot in call.outputs)
 
     def run(self) -> None:
-        """Run the needed calls in order, and draw what the others before the last would draw."""
+        """Run the needed calls in order, and draw for the others before the last."""
         handed: set[str] = set()
         by_storage: dict[int, list[str]] = {}
         for name, slot in self.wanted.items():
@@ -173,12 +173,12 @@ class _Replay:
             self.values.setdefault(slot, tensor)
 
     def _constant(self, slot: int) -> Tensor:
-        """A constant as it is, or in a copy of its storage where the build changes it."""
+        """Return a constant itself, or in a copy of its storage if the build changes it."""
         storage = self.log.storage(slot)
         if storage not in self.log.written:
             return self.log.constant(slot)
         if storage not in self.copies:
-            self.copies[storage] = copied(self.log.constants[storage])
+            self.copies[storage] = copy_storage(self.log.constants[storage])
         return self.log.constant(slot, self.copies[storage])
 
     def draw(self, call: Call) -> None:
@@ -204,7 +204,7 @@ class _Replay:
             call.op(*args, **kwargs)
 
     def _uniform_numbers(self, call: Call) -> int | None:
-        """How many uniform numbers advance the generator as ``call`` does; None if not sure."""
+        """Return how many uniform numbers advance the generator as ``call`` does; None: unknown."""
         if call.name not in ("aten::uniform_", "aten::normal_"):
             return None
         fake = self.log.tensors[call.written[0]]
@@ -234,16 +234,16 @@ class _Replay:
 
 
 def _normal_numbers(size: int) -> int:
-    """The uniform numbers that torch takes for ``size`` normal ones: in groups of 16, and where
-    the last is not full another 16 for the last 16 elements."""
+    """Return the uniform numbers that torch takes for ``size`` normal ones: in groups of 16, and
+    another 16 for the last 16 elements if the last group is not full."""
     return size + (16 if size % 16 else 0)
 
 
 @cache
 def _draws_add_up() -> bool:
-    """Whether this torch advances its CPU generator by uniform numbers as by normal ones.
+    """Return whether this torch advances its CPU generator by uniform numbers as by normal ones.
 
-    So torch 2.11 to 2.13 do. It is tried rather than assumed.
+    torch 2.11 to 2.13 do so. It is tested rather than assumed.
     """
     state = torch.get_rng_state()
     found = []
@@ -268,5 +268,5 @@ def _producers(log: Log) -> dict[int, int]:
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its storage."""
+    """Return whether a tensor covers all of its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

@@ -1,9 +1,9 @@
-"""What a build does most, on fake tensors by the shortest way.
+"""Fast fake tensors for the commonest ops of a build.
 
 In: an op that allocates or views memory, and its arguments. Out: the fake tensor that
-``FakeTensorMode`` would answer with, made directly; None where that is not sure to be the same.
-The mode's own way, by a cache whose keys it makes of all arguments, takes four times as long: a
-model of a thousand layers allocates nine thousand parameters, and each is detached twice.
+``FakeTensorMode`` would return, made directly; None if that may differ. The mode itself, whose
+cache keys contain all arguments, takes four times as long: a model of a thousand layers allocates
+nine thousand parameters, and each is detached twice.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _ALLOCATE: Mapping[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.ones.default: torch.ones,
 }
 _UNTOLD = frozenset({"device", "pin_memory"})
-"""Arguments of an allocation that do not show in a fake tensor, if they are as ever."""
+"""Arguments of an allocation that do not show in a fake tensor, at their defaults."""
 
 
 def quick_fake(
     mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> FakeTensor | None:
-    """``func(*args, **kwargs)`` under ``mode``; None where the mode itself is to be asked."""
+    """Return ``func(*args, **kwargs)`` under ``mode``; None if the mode itself must run it."""
     if func is torch.ops.aten.detach.default:
         return _detached(mode, args[0])
     make = _ALLOCATE.get(func)
@@ -43,7 +43,7 @@ def quick_fake(
 def _detached(mode: FakeTensorMode, tensor: Any) -> FakeTensor | None:
     if type(tensor) is not FakeTensor or tensor.fake_mode is not mode:
         return None
-    if tensor.constant is not None:  # the mode keeps what it knows of a value
+    if tensor.constant is not None:  # the mode keeps known values
         return None
     with in_kernel_invocation_manager(mode):
         return FakeTensor(mode, torch.ops.aten.detach.default(tensor), tensor.fake_device)

@@ -1,9 +1,9 @@
-"""Recording what a model's constructor does to tensors.
+"""Recording of a model constructor's ops on tensors.
 
-``Recorder`` notes every op of a build that runs on fake CPU tensors, so that nothing is
-allocated and code that looks at devices takes its CPU path. Real tensors that the build
-comes by (from a file, from NumPy, from outside) are kept as they are, and are the constants of
-the log. ``exact_replay`` and ``sharded_replay`` make the tensors of a log.
+``Recorder`` notes every op of a build that runs on fake CPU tensors, so that nothing is allocated
+and code that looks at devices takes its CPU path. Real tensors that the build receives (from a
+file, from NumPy, from outside) stay unchanged, as the constants of the log. ``exact_replay`` and
+``sharded_replay`` make the tensors of a log.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FILLS = {
         torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar,
     )
 }  # fmt: skip
-"""Ops that overwrite a tensor and change nothing else: noted, there is nothing to run."""
+"""Ops that overwrite a tensor and have no other effect: they are recorded, not run."""
 
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
 """Types of arguments that hold no tensor."""
@@ -41,7 +41,7 @@ _LITERAL = torch.ops.aten.lift_fresh.default
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Appends every op to ``log``. To be entered inside its mode."""
+    """Mode that appends every op to ``log``. It must be entered inside the log's own mode."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -84,12 +84,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _fake(self, value: Any) -> Any:
-        """A real tensor's fake one: an op on real ones alone would really be run."""
+        """Return the fake tensor of a real one: ops on real tensors alone would really run."""
         is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
         return self.log.tensors[self.log.add_constant(value)] if is_real else value
 
     def _literal(self, tensor: Tensor) -> Any:
-        """A tensor made of Python numbers or of a NumPy array, which may change later."""
+        """Return the fake tensor of Python numbers or of a NumPy array, which may change later."""
         result = _LITERAL(tensor)
         with unset_fake_temporarily():
             values = tensor.detach().clone()
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return args[0]
 
     def _noted(self, value: Any, reads: list[int]) -> Any:
-        """An argument with the build's tensors as slots, which are added to ``reads``."""
+        """Return an argument with the build's tensors as slots, which are added to ``reads``."""
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -129,26 +129,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_unflatten([self._noted(each, reads) for each in leaves], structure)
 
     def _scalar(self, tensor: Tensor) -> Any:
-        """A number that the constructor reads, from ops that draw nothing at random."""
+        """Return a number that the constructor reads, from ops without random numbers."""
         if not isinstance(tensor, FakeTensor):
             return tensor.item()
         with unset_fake_temporarily():
             return deterministic_value(self.log, self.log.slot(tensor)).item()
 
     def seeds(self, seed: int) -> None:
-        """Note that the build seeds the default generator, as it just did."""
+        """Record that the build has just seeded the default generator."""
         self.seed = torch.initial_seed()
         op = torch.default_generator.manual_seed
         self.log.calls.append(Call(SEED, True, op, (int(seed),), {}, (), (), ()))
 
 
 def _is_on_meta(tensor: Tensor) -> bool:
-    """Whether the build itself made a tensor on ``meta``, where no number is drawn."""
+    """Return whether the build itself made a tensor on ``meta``, where no numbers are drawn."""
     return tensor.device.type == "meta"
 
 
 class _Form(NamedTuple):
-    """What a record needs of an op: its name, whether it draws, the arguments that it writes to
+    """Facts about an op for the record: its name, whether it draws, and the arguments it writes to,
     by position and name."""
 
     name: str
@@ -156,7 +156,7 @@ class _Form(NamedTuple):
     writes: tuple[tuple[int, str], ...]
 
     def written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-        """The slots that a call of noted arguments writes to."""
+        """Return the slots that a call of recorded arguments writes to."""
         values = [args[at] if at < len(args) else kwargs.get(name) for at, name in self.writes]
         return tuple(leaf.index for leaf in tree_leaves(values) if isinstance(leaf, Slot))
 
@@ -176,7 +176,7 @@ def _form(func: Any) -> _Form:
 
 
 def record(build: Callable[[], Any]) -> tuple[Any, Log]:
-    """What ``build`` returns, made of fake tensors and of constants, and the log of how."""
+    """The result of ``build``, made of fake tensors and constants, and the log of its calls."""
     log = Log()
     recorder = Recorder(log)
     with ExitStack() as stack:
@@ -189,7 +189,7 @@ def record(build: Callable[[], Any]) -> tuple[Any, Log]:
 
 
 def _replacements(recorder: Recorder) -> tuple[tuple[Any, str, Callable[..., Any]], ...]:
-    """What is replaced while recording: (module, name of a function, what it is replaced by)."""
+    """Return the replacements during recording: (module, name of a function, its replacement)."""
     seed = _seeding(recorder, torch.manual_seed)
     return (
         (torch, "load", _load(torch.load)),
@@ -206,7 +206,7 @@ def _replacements(recorder: Recorder) -> tuple[tuple[Any, str, Callable[..., Any
 
 
 def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with real tensors: it reads memory or files, of which nothing is recorded."""
+    """Run ``function`` with real tensors: it reads memory or files, which are not recorded."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -216,7 +216,7 @@ def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.load`` for real. A file is mapped where it can be: only what is used is read."""
+    """Run ``torch.load`` for real. Files are mapped if possible: only used parts are read."""
 
     def load(f: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("mmap") is None and isinstance(f, str | PathLike) and zipfile.is_zipfile(f):
@@ -245,7 +245,7 @@ def _refuse_state(new_state: Tensor) -> None:
 
 
 def _whole_trunc_normal(log: Log) -> Callable[..., Any]:
-    """Records ``trunc_normal_`` as one call: it rejects samples by their values, in a loop."""
+    """Record ``trunc_normal_`` as one call: it rejects samples by their values, in a loop."""
     original = getattr(torch.nn.init, TRUNC_NORMAL)
 
     def recorded(

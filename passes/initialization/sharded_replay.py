@@ -1,13 +1,13 @@
-"""Making parts of the tensors of a recorded build, with random numbers by place.
+"""Parts of the tensors of a recorded build, with random numbers by position.
 
-In: a log and boxes of its tensors. Out: their values, where each draw's numbers depend on the
-key of the build, the place of the draw in the log and the place of the element in the tensor
-(``tiles``): the same whoever makes which part, and distributed as in a plain build.
+In: a log and boxes of its tensors. Out: their values, where each draw's numbers depend on the key
+of the build, the place of the draw in the log and the place of the element in the tensor
+(``tiles``): the same on any rank, and distributed as in a plain build.
 
-A wanted box is followed backward through the log: fills, copies and exactly rounded arithmetic
-need the same box of what they read, so only that is ever made. Any other op (``orthogonal_``, a
-sort) is run on whole tensors. Only exactly rounded ops are run in part, because torch computes
-the others (an exponential) differently in the last bit at the edges of a vector.
+A wanted box is followed backward through the log: fills, copies and exactly rounded arithmetic need
+the same box of their inputs, so only that is ever made. Any other op (``orthogonal_``, a sort) is
+run on whole tensors. Only exactly rounded ops are run in part, because torch computes the others
+(an exponential) differently in the last bit at the edges of a vector.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...planner.layout import Region
 from .box_views import BoxView, box_view
-from .build_log import CONSTANT, SEED, TRUNC_NORMAL, UNINITIALIZED, Call, Log, Slot, copied
+from .build_log import CONSTANT, SEED, TRUNC_NORMAL, UNINITIALIZED, Call, Log, Slot, copy_storage
 from .tiles import draw_box, num_tiles, tile_seed
 
 _DRAWS_IN_PLACE = frozenset(
@@ -33,7 +33,7 @@ _DRAWS_IN_PLACE = frozenset(
         "aten::log_normal_", "aten::cauchy_", "aten::geometric_", "aten::random_",
     }
 )  # fmt: skip
-"""Ops that draw every element for itself, from the same distribution."""
+"""Ops that draw every element independently, from the same distribution."""
 
 _DRAWS: Mapping[str, Callable[[Tensor], object]] = {
     "aten::randn": Tensor.normal_, "aten::randn_like": Tensor.normal_,
@@ -45,7 +45,7 @@ _VALUES: Mapping[str, int | None] = {
     "aten::ones": None, "aten::ones_like": None, "aten::new_ones": None,
     "aten::full": 1, "aten::full_like": 1, "aten::new_full": 2,
 }  # fmt: skip
-"""Ops that make a tensor of one value, and which argument has it."""
+"""Ops that make a tensor of one value, and the argument with the value."""
 
 _OVERWRITES = frozenset({"aten::zero", "aten::fill", "aten::copy"})
 _EXACT = _OVERWRITES | {
@@ -53,8 +53,8 @@ _EXACT = _OVERWRITES | {
     "aten::clamp", "aten::clamp_min", "aten::clamp_max", "aten::minimum", "aten::maximum",
     "aten::where", "aten::masked_fill", "aten::clone", "aten::_to_copy",
 }  # fmt: skip
-"""Ops, without the underscore of those in place, that compute each element from the elements at
-its place, rounded exactly."""
+"""Ops, without the underscore of in-place ops, that compute each element from the elements at its
+position, rounded exactly."""
 
 
 def sharded_replay(
@@ -63,10 +63,10 @@ def sharded_replay(
     on_part: Callable[[str, Region, Tensor], None],
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make the boxes ``wanted`` of slots, each handed over as soon as it is made.
+    """Make the boxes ``wanted`` of slots, each handed over as soon as it is complete.
 
-    The state of the default generator, to be set by the caller, is the seed: one number of it
-    is the key. ``tick`` is called before each part.
+    The caller sets the state of the default generator, which is the seed: one of its numbers is the
+    key. ``tick`` is called before each part.
     """
     parts = SharedLog(log, _drawn_key())
     for (name, box), slot in wanted.items():
@@ -79,7 +79,7 @@ def _drawn_key() -> int:
 
 
 class SharedLog:
-    """What all parts of one log need: the calls of each storage, the number of each draw."""
+    """Data that all parts of one log need: the calls of each storage, the number of each draw."""
 
     def __init__(self, log: Log, key: int) -> None:
         self.log = log
@@ -102,7 +102,7 @@ class SharedLog:
                 first += num_tiles(tuple(log.tensors[drawn_slot(call)].shape))
 
     def make(self, slot: int, box: Region) -> Tensor:
-        """The final values of a box of a slot."""
+        """Return the final values of a box of a slot."""
         replay = _PartReplay(self)
         if not all(stop > start for start, stop in box):
             fake = self.log.tensors[slot]
@@ -111,7 +111,7 @@ class SharedLog:
         return replay.run(slot, box)
 
     def view(self, slot: int) -> BoxView | None:
-        """How a slot lies in the first tensor of its storage."""
+        """Return the position of a slot in the first tensor of its storage."""
         if slot not in self._views:
             base = self.bases[self.log.storage(slot)]
             self._views[slot] = box_view(self.log.tensors[slot], base)
@@ -123,18 +123,17 @@ def _seed(key: int, first: int, tile: int) -> int:
 
 
 def drawn_slot(call: Call) -> int:
-    """The slot that a random call fills."""
+    """Return the slot that a random call fills."""
     return call.written[0] if call.written else call.outputs[0]
 
 
 @dataclass(slots=True)
 class _PartReplay:
-    """One box of one tensor: ``follow`` finds what it needs, ``run`` makes that.
+    """One box of one tensor: ``follow`` finds its calls, ``run`` executes them.
 
-    ``live`` has the box of each storage (in its base) whose contents are still to be explained
-    by earlier calls, ``held`` the box that is ever needed, and None for storages where that is
-    no box of the base: they are held whole. ``steps`` has the box of each call to be run, in
-    what it writes or makes; None for a call that is run whole.
+    ``live`` has the box of each storage (in its base) that earlier calls must still produce,
+    ``held`` the box that is ever needed, None for storages without such a box: these are held
+    whole. ``steps`` has the output box of each call to be run; None for a call that is run whole.
     """
 
     shared: SharedLog
@@ -174,7 +173,7 @@ class _PartReplay:
         )  # fmt: skip
 
     def _explain(self, index: int) -> None:
-        """Note what call ``index`` needs, where it makes something that is live."""
+        """Record the needs of call ``index``, if it makes a live value."""
         call = self.log.calls[index]
         slots = call.written or call.outputs
         if not any(self.log.storage(slot) in self.live for slot in slots):
@@ -215,7 +214,7 @@ class _PartReplay:
             self._need(slot, full_box(self.log.tensors[slot].shape), before=index)
 
     def _is_view(self, call: Call) -> bool:
-        """Whether a call only names memory, new or that of its argument."""
+        """Return whether a call only names memory, new or its argument's."""
         if call.name in UNINITIALIZED:
             for slot in call.outputs:
                 self.live.pop(self.log.storage(slot), None)
@@ -237,7 +236,7 @@ class _PartReplay:
         return call.name in _VALUES or _is_exact(call)
 
     def run(self, slot: int, box: Region) -> Tensor:
-        """The values of what ``follow`` was called for."""
+        """Return the values of the box that ``follow`` was called for."""
         for index in sorted(self.steps):
             call, part = self.log.calls[index], self.steps[index]
             if part is None:
@@ -294,7 +293,7 @@ class _PartReplay:
         return self._value(slot, full_box(self.log.tensors[slot].shape))
 
     def _value(self, slot: int, box: Region) -> Tensor:
-        """A box of a slot, in the memory that holds what is needed of its storage."""
+        """Return a box of a slot, in the memory that holds the needed part of its storage."""
         storage, view = self.log.storage(slot), self.shared.view(slot)
         held = self.held[storage]
         if storage in self.log.constants or held is None or view is None:
@@ -307,14 +306,14 @@ class _PartReplay:
         return view.of_buffer(self.buffers[storage], held, box)
 
     def _in_whole(self, slot: int, storage: int) -> Tensor:
-        """A slot of a storage that is held whole: a constant, its copy if it is written to, or
-        what no box describes."""
+        """Return a slot of a storage that is held whole: a constant, its copy if it is written to,
+        or a storage without a box."""
         fake = self.log.tensors[slot]
         if storage in self.log.constants:
             if not self._is_written(storage):
                 return self.log.constant(slot)
             if storage not in self.whole:
-                self.whole[storage] = copied(self.log.constants[storage])
+                self.whole[storage] = copy_storage(self.log.constants[storage])
             return self.log.constant(slot, self.whole[storage])
         if storage not in self.whole:
             self.whole[storage] = _allocated(fake.untyped_storage().nbytes())
@@ -332,12 +331,12 @@ class _PartReplay:
 
 
 def full_box(shape: Sequence[int]) -> Region:
-    """All of a tensor of ``shape`` as a box."""
+    """Return all of a tensor of ``shape`` as a box."""
     return tuple((0, size) for size in shape)
 
 
 def broadcast_box(box: Region, tensor: Tensor) -> Region:
-    """The box of an operand of shape ``tensor.shape`` that ``box`` of the result reads."""
+    """Return the box of an operand of shape ``tensor.shape`` that ``box`` of the result reads."""
     offset = len(box) - tensor.dim()
     return tuple(
         (0, 1) if size == 1 else box[offset + dim] for dim, size in enumerate(tensor.shape)
@@ -345,12 +344,12 @@ def broadcast_box(box: Region, tensor: Tensor) -> Region:
 
 
 def is_packed(view: BoxView) -> bool:
-    """Whether a view leaves out no element of the box that it spans."""
+    """Return whether a view has every element of the box that it spans."""
     return all(along is None or along[1] == 1 for along in view.dims)
 
 
 def overwrites(call: Call) -> bool:
-    """Whether a call sets every element of what it writes to, whatever was there."""
+    """Return whether a call overwrites every element of its target."""
     return call.is_random or call.name.removesuffix("_") in _OVERWRITES
 
 
@@ -370,7 +369,7 @@ def _call_on(call: Call, tile: Tensor) -> None:
 
 
 def _hull(first: Region | None, second: Region | None) -> Region | None:
-    """The smallest box around both; None is everything."""
+    """Return the smallest box around both; None means everything."""
     if first is None or second is None:
         return None
     return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))

@@ -1,9 +1,9 @@
-"""Random numbers that depend on where they are, not on what was drawn before.
+"""Random numbers that depend on their position, not on earlier draws.
 
-A tensor's draw is cut into tiles, a grid that follows from its shape alone. Each tile is drawn
-by torch's own kernel from the default generator, seeded by the key of the build and the number
-of the tile, which counts through all draws of the build. So any box of a tensor has the same
-values whoever draws it, for the time of the tiles that it touches.
+A tensor's draw is cut into tiles, a grid that follows from its shape alone. Each tile is drawn by
+torch's own kernel from the default generator, seeded by the key of the build and the number of the
+tile, which counts through all draws of the build. So any box of a tensor has the same values on any
+rank, at the cost of the tiles that it touches.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 from ...planner.layout import Region
 
 TILE = 1 << 14
-"""The most elements of a tile. Seeding and copying take 10 µs a tile, drawing it 120 µs, and
-its 64 KB stay in the cache: 130 million normal numbers a second, where whole tensors, whose
-memory is new, come at 60 million."""
+"""Maximum elements of a tile. Seeding and copying take 10 µs a tile, drawing it 120 µs, and its 64
+KB stay in the cache: 130 million normal numbers a second, against 60 million for whole tensors,
+whose memory is new."""
 
 _ROWS = 4
-"""Dimension 0, along which ZeRO cuts finely, is cut as if it were this much longer."""
+"""Factor of the length of dimension 0, which is split more finely, as ZeRO does."""
 
 
 @cache
 def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The extents of a tile: halves of the longest dimension until there are few elements.
+    """Return the extents of a tile: the longest dimension is halved until there are few elements.
 
-    Halving keeps the edges of tiles on those of the parts that powers of two make.
+    Halving aligns the edges of tiles with parts of powers of two.
 
     >>> tile_shape((4096, 14336)), tile_shape((10, 3))
     ((64, 224), (10, 3))
@@ -47,7 +47,7 @@ def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def num_tiles(shape: tuple[int, ...]) -> int:
-    """How many tiles a tensor has; at least one.
+    """Return the number of tiles of a tensor; at least 1.
 
     >>> num_tiles((4096, 14336)), num_tiles(())
     (4096, 1)
@@ -102,7 +102,7 @@ def _number(place: Sequence[int], grid: Sequence[int]) -> int:
 
 
 def tile_seed(key: int, number: int) -> int:
-    """The seed of tile ``number`` of a build; no two tiles below 2**32 share one.
+    """Return the seed of tile ``number`` of a build; no two tiles below 2**32 share one.
 
     torch's CPU generator takes 32 bits of a seed. Murmur's finalizer permutes them: twice, with
     the halves of ``key`` in between.

@@ -1,7 +1,7 @@
-"""Work that makes many objects, and keeps them, done without the garbage collector.
+"""Suspension of the garbage collector for work that makes many lasting objects.
 
-The collector goes through all objects again and again as their number grows: a quarter of the
-time of capturing a deep model.
+The collector visits all objects repeatedly as their number grows: a quarter of the time of
+capturing a deep model.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """While inside, no garbage is looked for."""
+def gc_paused() -> Iterator[None]:
+    """Context manager: suspend the garbage collector."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,1 +1,1 @@
-"""Local programs: what a rank computes, from the whole graph and the plan of its stage."""
+"""Local programs: the computation of a rank, from the whole graph and the plan of its stage."""

@@ -1,9 +1,9 @@
-"""What the micro-batches of a step must know of each other: counts over the whole batch.
+"""Counts over the whole batch that the micro-batches of a step share.
 
-In: the graph at micro-batch size and the nodes of a stage. Out: a ``Counting``, whose
-program takes one micro-batch's inputs and gives the targets of the stage's class losses and
-the values that count as totals (``Graph.accumulation``). Both depend on the batch and on counted
-random numbers alone, so a step can run it on every micro-batch before the first forward.
+In: the graph at micro-batch size and the nodes of a stage. Out: a ``Counting``, whose program takes
+one micro-batch's inputs and returns the targets of the stage's class losses and the values of
+totals (``Graph.accumulation``). Both depend on the batch and on counted random numbers alone, so a
+step can run it on every micro-batch before the first forward.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """``program(*inputs)`` gives the values ``outputs`` of one micro-batch; None where these are
-    the inputs.
+    """Program for the counts of one micro-batch: ``program(*inputs)`` returns ``outputs``; None if
+    these are the inputs.
 
-    ``inputs`` are names: of the batch, of constants, and of buffers, in this order. Random ops
-    draw for ``draws``, which the stage's forwards share.
-    ``totals`` maps the key of each total to the output that it sums.
+    ``inputs`` are nodes: of the batch, of constants, and of buffers, in this order. Random ops draw
+    for ``draws``, which the stage's forwards share. ``totals`` maps the key of each total to the
+    output that it sums.
     """
 
     program: fx.GraphModule | None
@@ -64,14 +64,14 @@ class Counting:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """The names of the constants and buffers that it reads."""
+        """Return the names of the constants and buffers that it reads."""
         return tuple(node.name for node in self.inputs if node.kind != "input")
 
     def evaluate(
         self, value_of: Callable[[Node, int], Tensor], first: int = 0
     ) -> dict[str, Tensor]:
-        """Each key's value for the micro-batches from ``first`` on, from
-        ``value_of(input, microbatch)``.
+        """Return each key's value for the micro-batches from ``first`` on, from ``value_of(input,
+        microbatch)``.
 
         A count is the mean over the micro-batches, since the step's loss is their mean; a
         total is their sum.
@@ -105,7 +105,7 @@ class Counting:
 
 
 def counts_used(graph: Graph, nodes: Iterable[str], *, totals: bool = True) -> tuple[str, ...]:
-    """The keys of the counts, and of the ``totals``, that these ops need beside their inputs."""
+    """The keys of the counts, and of the ``totals``, that these ops need besides their inputs."""
     found: dict[str, None] = {}
     for name in nodes:
         if name in graph.accumulation.counted:
@@ -117,14 +117,14 @@ def counts_used(graph: Graph, nodes: Iterable[str], *, totals: bool = True) -> t
 
 
 def counted_inputs(graph: Graph, nodes: Iterable[str]) -> tuple[str, ...]:
-    """The batch inputs that the counts and totals of these op nodes are computed from."""
+    """Return the batch inputs that the counts and totals of these op nodes are computed from."""
     refs = _counted_refs(graph, set(counts_used(graph, nodes)))
     needed = ancestors(graph, (ref.name for ref in refs))
     return tuple(node.name for node in graph.inputs if node.name in needed)
 
 
 def _counted_refs(graph: Graph, keys: set[str]) -> tuple[Ref, ...]:
-    """The values that the counts and totals ``keys`` are computed from."""
+    """Return the values that the counts and totals ``keys`` are computed from."""
     totals = [ref for ref in graph.accumulation.totals if total_key(ref) in keys]
     counted = [graph[name] for name in graph.accumulation.counted if count_key(name) in keys]
     return tuple(dict.fromkeys((*totals, *(ref for node in counted for ref in node.inputs[1:]))))
@@ -133,7 +133,7 @@ def _counted_refs(graph: Graph, keys: set[str]) -> tuple[Ref, ...]:
 def build_counting(
     graph: Graph, keys: Iterable[str], num_microbatches: int, draws: Draws
 ) -> Counting | None:
-    """The counting that gives ``keys``; None where there are none."""
+    """Build the counting of ``keys``; None without keys."""
     wanted = set(keys)
     if not wanted:
         return None

@@ -1,9 +1,9 @@
-"""Which rows of each micro-batch the ranks of a plan read.
+"""Rows of each micro-batch that the ranks of a plan read.
 
 In: the graph at micro-batch size, its blocks and the plan. Out: for each stage the mesh axes that
-split the rows of its inputs and the rows of each part (``StageRows``), and for each rank the rows
-that it needs of every micro-batch (``HeldRows``). A rank whose stages need unlike parts reads all
-rows. Every rank computes the same of every other.
+split the rows of its inputs and the rows of each part (``StageRows``), and for each rank its rows
+of every micro-batch (``HeldRows``). A rank whose stages need different parts reads all rows. Every
+rank computes the same result for every other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .stage_cut import boundary_layout, leaf_layout, stage_ranges, uses_by_block
 class HeldRows:
     """The rows ``first`` to ``first + rows`` of every micro-batch of ``total`` rows.
 
-    ``part`` of ``parts`` equal ones; of unequal ones, ``is_even`` is false.
+    They are ``part`` of ``parts``; ``is_even``: all parts are equal.
     """
 
     first: int
@@ -36,7 +36,7 @@ class HeldRows:
 
     @property
     def size(self) -> int:
-        """The rows of a step, all micro-batches together."""
+        """Return the rows of a step, all micro-batches together."""
         return self.rows * self.num_microbatches
 
     @property
@@ -44,7 +44,7 @@ class HeldRows:
         return self.rows == self.total
 
     def indices(self) -> tuple[int, ...]:
-        """Which rows of the global batch these are, in the order in which a rank holds them.
+        """The numbers of these rows in the global batch, in the order in which a rank holds them.
 
         >>> HeldRows(first=1, rows=1, total=2, num_microbatches=3).indices()
         (1, 3, 5)
@@ -58,7 +58,7 @@ class StageRows:
     """``sizes[p]`` rows of a micro-batch are for the ranks at coordinate ``p`` of ``axes``.
 
     Several axes count as one, the first outermost. ``inputs`` maps each input with rows to the
-    dimension that counts them; ``whole`` are those of which every rank needs all rows.
+    dimension that counts them; every rank needs all rows of the inputs ``whole``.
     """
 
     axes: tuple[int, ...]
@@ -67,14 +67,14 @@ class StageRows:
     whole: tuple[str, ...]
 
     def part(self, mesh: Mesh, coordinates: Sequence[int]) -> int:
-        """Which part a rank of the stage has."""
+        """Return the number of the part of a rank of the stage."""
         found = 0
         for axis in self.axes:
             found = found * mesh.shape[axis] + coordinates[axis]
         return found
 
     def held(self, part: int, num_microbatches: int) -> HeldRows:
-        """The rows of a part; one that has none is given the first row, which counts nothing."""
+        """The rows of a part; a part without rows gets the first row, which counts nothing."""
         rows = self.sizes[part]
         return HeldRows(
             sum(self.sizes[:part]) if rows else 0, max(rows, 1), sum(self.sizes),
@@ -85,7 +85,7 @@ class StageRows:
 def rows_of_stages(
     graph: Graph, blocks: Blocks, plan: Plan, *, counts: bool
 ) -> tuple[StageRows | None, ...]:
-    """How each stage splits the rows of its inputs; None where it reads none.
+    """Return how each stage splits the rows of its inputs; None for stages that read none.
 
     ``counts``: whether micro-batches are counted together (``passes.local.accumulate``).
     """
@@ -139,14 +139,14 @@ def _num_parts(axes: Sequence[int], mesh: Mesh) -> int:
 
 
 def _like_others(rows: StageRows, sizes: tuple[int, ...], mesh: Mesh) -> StageRows:
-    """A stage that needs all rows of all its inputs: its ranks share the reading like others."""
+    """Share the reading of a stage that needs all rows of all its inputs as other stages do."""
     if rows.axes or len(sizes) != mesh.shape[0] or len(sizes) == 1 or not rows.inputs:
         return rows
     return replace(rows, axes=(0,), sizes=sizes, whole=tuple(rows.inputs))
 
 
 def rows_of_rank(found: Sequence[StageRows | None], plan: Plan, rank: int) -> HeldRows | None:
-    """What ``rank`` reads of every micro-batch; None if none of its stages reads an input."""
+    """Return the rows of every micro-batch that ``rank`` reads; None if no stage reads an input."""
     held: dict[HeldRows, None] = {}
     for index, stage in enumerate(placed_stages(plan)):
         rows = found[index % len(found)]
@@ -162,10 +162,10 @@ def rows_of_rank(found: Sequence[StageRows | None], plan: Plan, rank: int) -> He
 
 
 def data_place(found: Sequence[StageRows | None], plan: Plan, rank: int) -> tuple[int, int] | None:
-    """The ``(rank, world)`` that a data source of ``rank`` is asked for; None if it needs none.
+    """Return the ``(rank, world)`` to call a data source of ``rank`` with; None without data.
 
-    Equal parts of the same number in all stages can be asked for by number; otherwise every rank
-    asks for the global batch, ``(0, 1)``.
+    Equal parts, of the same number in all stages, can be requested by number; otherwise every rank
+    requests the global batch, ``(0, 1)``.
     """
     everyone = {each for stage in placed_stages(plan) for each in stage.devices}
     held = {each: rows_of_rank(found, plan, each) for each in sorted(everyone)}

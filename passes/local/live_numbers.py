@@ -1,8 +1,8 @@
-"""Numbers of a rank's program that change while it trains: read anew each time an op runs.
+"""Numbers of a rank's program that change during training: read whenever an op runs.
 
-In: programs whose ops compute with stand-ins, numbers that occur nowhere else, and the places that
-these stand for. Out: the same programs with calls of ``LiveNumbers`` instead, which hold the
-present numbers of the places.
+In: programs whose ops compute with stand-ins, numbers that occur nowhere else, and the places of
+these numbers. Out: the same programs with calls of ``LiveNumbers`` instead, which hold the present
+numbers of the places.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from .stage_program import StageProgram
 
 @dataclass(eq=False)
 class LiveNumbers:
-    """``stand_ins`` are the numbers in the programs, ``values`` the numbers to compute with now."""
+    """Current values of the stand-ins: ``stand_ins`` are the numbers in the programs, ``values``
+    the numbers to compute with now."""
 
     stand_ins: frozenset[float]
     values: dict[float, float] = field(default_factory=dict)
     _readers: dict[float, Callable[[], float]] = field(default_factory=dict)
 
     def reader(self, stand_in: float) -> Callable[[], float]:
-        """Return a function without arguments that gives the number, to be called by programs."""
+        """Return a function without arguments that returns the number, to be called by programs."""
         if stand_in not in self._readers:
             read = partial(self._value, stand_in)
             read.__name__ = "live_number"  # type: ignore[attr-defined]
@@ -48,8 +49,8 @@ def _has_some(arguments: Any, numbers: LiveNumbers) -> bool:
 
 
 def make_live(programs: Iterable[StageProgram], graph: Graph, numbers: LiveNumbers) -> bool:
-    """Have programs read their numbers; return False where one computes with a stand-in's
-    consequence, which no reader can stand for."""
+    """Make programs read their numbers; return False if a program computes with a value derived
+    from a stand-in, which no reader can replace."""
     asked = {
         node.name
         for node in graph

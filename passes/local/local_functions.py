@@ -1,4 +1,4 @@
-"""What generated code calls where an op on a part differs from the op on the whole.
+"""Functions of generated code for ops that differ between a part and the whole.
 
 Each function takes the rank first and local tensors next.
 """
@@ -13,13 +13,13 @@ from torch import Tensor
 from ...planner.layout import REPLICATE, Step, shard
 from ..ops.collectives import Rank, convert, swap
 from ..ops.local_loss import part_of
-from ..ops.lower_right import attend_upto, halved
+from ..ops.lower_right import attend_upto, split_in_half
 
 
 def split_embedding(
     rank: Rank, weight: Tensor, indices: Tensor, *, padding_idx: int, axes: tuple[int, ...]
 ) -> Tensor:
-    """Rows of this rank's part of a vocabulary split over ``axes``; other rows are zero (P)."""
+    """Look up rows of this rank's part of a vocabulary split over ``axes``; others are zero (P)."""
     start, _ = part_of(rank, weight.shape[0], axes)
     index = indices - start
     held = (index >= 0) & (index < weight.shape[0])
@@ -35,7 +35,7 @@ def split_embedding(
 def split_causal_attention(
     rank: Rank, query: Tensor, key: Tensor, value: Tensor, *, axes: tuple[int, ...], **options: Any
 ) -> Tensor:
-    """Causal attention of queries whose positions are split over ``axes``; keys are whole."""
+    """Compute causal attention of queries with positions split over ``axes``; keys are whole."""
     start, _ = part_of(rank, query.shape[-2], axes)
     return attend_upto(start + query.shape[-2], query, key, value, **options)
 
@@ -44,13 +44,13 @@ def balanced_causal_attention(
     rank: Rank, query: Tensor, key: Tensor, value: Tensor,
     *, axes: tuple[int, ...], balanced: tuple[int, ...], **options: Any,
 ) -> Tensor:  # fmt: skip
-    """The same, in which each rank computes the second half of its partner's queries for its own.
+    """Compute causal attention with the second half of the partner's queries instead of its own.
 
     The partner is at the other end of each axis of ``balanced``: see ``rules.balanced_attention``.
     """
     start, _ = part_of(rank, query.shape[-2], axes)
     partner_start, _ = part_of(rank, query.shape[-2], axes, mirrored=balanced)
-    kept, sent = halved(query)
+    kept, sent = split_in_half(query)
     taken = swap(sent, balanced, rank.communicator)
     own = attend_upto(start + kept.shape[-2], kept, key, value, **options)
     other = attend_upto(partner_start + query.shape[-2], taken, key, value, **options)
@@ -60,11 +60,11 @@ def balanced_causal_attention(
 def exchanged_split(
     rank: Rank, matrix: Tensor, *, sizes: list[int], dim: int, wanted: tuple[int | None, ...]
 ) -> list[Tensor]:
-    """A matrix split along its other dimension, cut along ``dim`` into parts split along it.
+    """Cut a matrix, split along its other dimension, along ``dim`` into parts split along ``dim``.
 
-    ``wanted`` is the dimension that each mesh axis splits a part along, ``dim`` where it is
-    to move. If one axis splits the matrix, all parts travel in one all-to-all: their shares
-    are sorted by rank first. If several do, it is gathered, and each rank takes its shares.
+    ``wanted`` is the dimension that each mesh axis splits a part along, ``dim`` if the split moves.
+    If one axis splits the matrix, all parts travel in one all-to-all: their shares are sorted by
+    rank first. If several do, it is gathered, and each rank takes its shares.
     """
     held, axes = shard(1 - dim), [axis for axis, at in enumerate(wanted) if at is not None]
     if len(axes) > 1:

@@ -1,6 +1,6 @@
-"""Reading at indices along a dimension that is split: each rank reads what it holds.
+"""Reads at indices along a split dimension: each rank reads its own part.
 
-What another rank holds reads as zero, so the results are partial sums.
+Parts of other ranks read as zero, so the results are partial sums.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .local_op import Call, LocalOp
 
 
 def _own(rank: Rank, indices: Tensor, size: int, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Indices counted from this rank's part (0 where another's), and which are its own."""
+    """Return indices counted from this rank's part (0 for other parts), and which are its own."""
     start, total = part_of(rank, size, axes)
     local = torch.where(indices < 0, indices + total, indices) - start
     held = (local >= 0) & (local < size)
@@ -26,7 +26,7 @@ def split_index_select(
     rank: Rank, source: Tensor, dim: int, indices: Tensor, *, axes: tuple[int, ...],
     keep: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``source[:, indices]`` at ``dim``; to ``keep`` the dim, a single index counts as a row."""
+    """Compute ``source[:, indices]`` at ``dim``; to ``keep`` it, a single index counts as a row."""
     if keep:
         indices = indices.reshape(-1)
     local, held = _own(rank, indices, source.shape[dim], axes)
@@ -39,13 +39,13 @@ def split_index_select(
 def split_gather(
     rank: Rank, source: Tensor, dim: int, indices: Tensor, *, axes: tuple[int, ...]
 ) -> Tensor:
-    """``source.gather(dim, indices)``."""
+    """Compute ``source.gather(dim, indices)``."""
     local, held = _own(rank, indices, source.shape[dim], axes)
     return source.gather(dim, local).masked_fill(~held, 0.0)
 
 
 def index(op: LocalOp) -> Call:
-    """``x[:, i]`` where the dimension that is picked from may be split."""
+    """Localize ``x[:, i]`` if the dimension that is picked from may be split."""
     indexed = [dim for dim, item in enumerate(op.node.args[1]) if isinstance(item, Ref)]
     axes = op.axes("self", indexed[0]) if len(indexed) == 1 else ()
     if not axes:
@@ -55,7 +55,7 @@ def index(op: LocalOp) -> Call:
 
 
 def index_select(op: LocalOp) -> Call:
-    """``index_select`` where the dimension that is picked from may be split."""
+    """Localize ``index_select`` if the dimension that is picked from may be split."""
     axes = op.axes("self", op.dim())
     if not axes:
         return op.call()
@@ -63,7 +63,7 @@ def index_select(op: LocalOp) -> Call:
 
 
 def gather(op: LocalOp) -> Call:
-    """``gather`` where the dimension that is picked from may be split."""
+    """Localize ``gather`` if the dimension that is picked from may be split."""
     axes = op.axes("self", op.dim())
     if not axes:
         return op.call()

@@ -1,4 +1,4 @@
-"""An op about to be called on parts, and the call that it becomes: what ``local_ops`` maps.
+"""An op before its call on parts, and the resulting call: the input and output of ``local_ops``.
 
 In: a node with its layout, a rank and the arguments as local tensors. Out: shapes, dimensions
 and mesh axes of the parts, and calls with some arguments changed.
@@ -17,7 +17,7 @@ from ..ops.collectives import Rank
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What to call; the result is multiplied by ``scale``."""
+    """A function and its arguments; the result is multiplied by ``scale``."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -29,11 +29,11 @@ class Call:
 class LocalOp:
     """A node about to be called on parts.
 
-    ``arguments`` maps the schema's names, defaults included, to literals and local tensors
-    (as the graph being built names them); ``positions`` gives for each tensor argument its
-    place among the node's ``inputs``; ``specs`` are the inputs' global specs; ``batch_dim``
-    is the first output's dimension that counts the batch; ``count`` is what a mean over
-    classified rows divides by, where it is known beforehand.
+    ``arguments`` maps the schema's names, defaults included, to literals and local tensors (as the
+    graph being built names them); ``positions`` maps each tensor argument to its position among the
+    node's ``inputs``; ``specs`` are the inputs' global specs; ``batch_dim`` is the first output's
+    dimension that counts the batch; ``count`` is the divisor of a mean over classified rows, if it
+    is known beforehand.
     """
 
     node: Node
@@ -50,7 +50,7 @@ class LocalOp:
         return self.arguments[name]
 
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
-        """The local shape of an output."""
+        """Return the local shape of an output."""
         shape = self.node.outputs[index].shape
         return local_shape(shape, self.layout.outputs[index], self.rank.mesh.shape)
 
@@ -61,21 +61,21 @@ class LocalOp:
         return self.layout.inputs[self.positions[name]]
 
     def input_shape(self, name: str) -> tuple[int, ...]:
-        """The local shape of a tensor argument."""
+        """Return the local shape of a tensor argument."""
         return local_shape(self.global_shape(name), self.input_layout(name), self.rank.mesh.shape)
 
     def dim(self, name: str = "dim", of: str = "self") -> int:
-        """A dimension argument, counted from 0."""
+        """Return a dimension argument, counted from 0."""
         found: int = self.arguments[name]
         return found % max(len(self.global_shape(of)), 1)
 
     def axes(self, name: str, dim: int) -> tuple[int, ...]:
-        """The mesh axes that split a tensor argument's dimension."""
+        """Return the mesh axes that split a tensor argument's dimension."""
         layout = self.input_layout(name)
         return tuple(a for a, held in enumerate(layout) if held.is_shard and held.dim == dim)
 
     def by_rank(self, function: Callable[..., Any], *args: Any, **options: Any) -> Call:
-        """The call of a function that takes this rank first."""
+        """Return the call of a function that takes this rank first."""
         return Call(self.rank.bound(function), args, options)
 
     def call(self, overload: Any = None, *, scale: float = 1.0, **changes: Any) -> Call:

@@ -1,7 +1,7 @@
-"""An op on local tensors: what a node's call becomes when its tensors are parts.
+"""Ops on local tensors: the call of a node whose tensors are parts.
 
-In: a node, the layout chosen for it, and a rank. Out: what to call, with which arguments.
-Most ops run unchanged on their parts. ``RULES`` lists those that do not:
+In: a node, the layout chosen for it, and a rank. Out: the function to call, and its arguments. Most
+ops run unchanged on their parts. ``RULES`` lists those that do not:
 
 - size arguments (``view``, ``expand``, ``new_zeros``) are taken from the local output, which
   also makes them right after the graph was rescaled to another batch;
@@ -51,11 +51,11 @@ def local_call(
     batch_dim: int | None = None,
     count: Any = None,
 ) -> Call:
-    """The call that makes a rank's part of ``node``'s outputs.
+    """Return the call that computes a rank's part of ``node``'s outputs.
 
-    ``values`` are the local tensors of ``node.inputs``, in their order and in the layouts
-    of ``layout.inputs``; ``specs`` are the inputs' global specs; ``batch_dim`` is the first
-    output's dimension that counts the batch, ``count`` what a class loss divides by.
+    ``values`` are the local tensors of ``node.inputs``, in their order and in the layouts of
+    ``layout.inputs``; ``specs`` are the inputs' global specs; ``batch_dim`` is the first output's
+    dimension that counts the batch, ``count`` the divisor of a class loss.
     """
     overload = resolve(node.op)
     feed = iter(values)
@@ -73,7 +73,7 @@ def local_call(
 
 
 def _positions(node: Node, schema: Any) -> dict[str, int]:
-    """For each argument that is one tensor, its place in ``node.inputs``."""
+    """Map each argument that is one tensor to its position in ``node.inputs``."""
     positions: dict[str, int] = {}
     count = 0
     named = list(zip((argument.name for argument in schema.arguments), node.args, strict=False))
@@ -87,7 +87,7 @@ def _positions(node: Node, schema: Any) -> dict[str, int]:
 
 
 def _unchanged(op: LocalOp) -> Call:
-    """The same call, on whatever device its tensors are (or the default one)."""
+    """Return the same call, on the device of its tensors (or the default device)."""
     return op.call(device=None) if "device" in op.arguments else op.call()
 
 
@@ -103,10 +103,9 @@ def _size_of_output(op: LocalOp) -> Call:
 
 
 def _view(op: LocalOp) -> Call:
-    """A reshape: a part may lie in memory as the whole does not, so a view may have to copy.
+    """Localize a reshape: a part may lie in memory differently, so that a view may have to copy.
 
-    A ``squeeze`` too must not take a split dimension, of size 1 on this rank, for one of
-    size 1.
+    A ``squeeze`` must not remove a split dimension that happens to have size 1 on this rank.
     """
     if op.node.op == "aten.view.dtype":
         return op.call()
@@ -131,7 +130,7 @@ def _repeat_interleave(op: LocalOp) -> Call:
 
 
 def _one_hot(op: LocalOp) -> Call:
-    """The number of classes is written out: a part may lack the highest."""
+    """Write out the number of classes: a part may lack the highest."""
     return op.call(num_classes=op.node.spec.shape[-1])
 
 
@@ -149,7 +148,7 @@ def _split(op: LocalOp) -> Call:
 
 
 def _slice(op: LocalOp) -> Call:
-    """A slice that keeps everything keeps every part; others are along a whole dimension."""
+    """Localize a slice: a full slice keeps every part; others are along a whole dimension."""
     dim = op.dim()
     if op.node.spec.shape[dim] == op.global_shape("self")[dim]:
         return op.call(start=0, end=sys.maxsize)
@@ -164,7 +163,7 @@ def _narrow(op: LocalOp) -> Call:
 
 
 def _mean(op: LocalOp) -> Call:
-    """Of a mean over a split dimension, this rank's share: all shares add up to the mean."""
+    """Scale a mean over a split dimension to this rank's share: all shares add up to the mean."""
     if op.arguments.get("reduction", MEAN) != MEAN:
         return op.call()
     pairs = zip(op.layout.inputs[0], op.layout.outputs[0], strict=True)
@@ -185,7 +184,7 @@ def _embedding(op: LocalOp) -> Call:
 
 
 def _linear(op: LocalOp) -> Call:
-    """With 8-bit factors where the plan has them."""
+    """Localize a linear layer, with 8-bit factors if the plan has them."""
     if not op.node.product_dtype:
         return op.call()
     return Call(eight_bit_linear, tuple(op[name] for name in ("input", "weight", "bias")), {})
@@ -244,7 +243,7 @@ def _experts(op: LocalOp) -> Call:
 
 
 def _batch_norm(op: LocalOp) -> Call:
-    """In training, statistics of the whole batch where it is split."""
+    """Localize a batch norm: in training, with statistics of the whole split batch."""
     axes = op.axes("input", 0)
     tensors = (op["input"], op["weight"], op["bias"])
     options = {"eps": op["eps"], "axes": axes}
@@ -263,7 +262,7 @@ def _group_norm(op: LocalOp) -> Call:
 
 
 def _convolution(op: LocalOp) -> Call:
-    """With groups: those of this rank's channels."""
+    """Localize a convolution: groups become those of this rank's channels."""
     if op["groups"] == 1:
         return op.call()
     channels = len(op.global_shape("input")) - len(op.global_shape("weight")) + 1
@@ -272,9 +271,9 @@ def _convolution(op: LocalOp) -> Call:
 
 
 def _counted(op: LocalOp) -> Call:
-    """A random op draws the numbers of its part of the whole batch's tensor.
+    """Localize a random op: it draws the numbers of its part of the whole batch's tensor.
 
-    Where the graph is of a slice of the sequences, ``start`` says where that lies in the whole.
+    If the graph is a slice of the sequences, ``start`` is its offset in the whole.
     """
     shape = op.node.spec.shape
     region = local_region(shape, op.layout.outputs[0], op.rank.mesh, op.rank.coordinates)

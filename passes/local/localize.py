@@ -1,12 +1,11 @@
 """A block of the graph as one rank runs it: local tensors, explicit collectives.
 
-In: the graph, a block's nodes with the layouts they arrive and leave in, the layout
-chosen for each node, and a rank. Out: an ``fx.GraphModule`` whose ``forward`` takes the
-block's inputs and returns the tuple of its outputs. Each node's inputs are brought from the
-layout their maker left them in to the one the node wants; a value that several nodes want
-alike is converted once.
+In: the graph, a block's nodes with the layouts they arrive and leave in, the layout chosen for each
+node, and a rank. Out: an ``fx.GraphModule`` whose ``forward`` takes the block's inputs and returns
+the tuple of its outputs. Each node's inputs are converted from their producer's layout to the
+wanted layout; a value that several nodes want in one layout is converted once.
 
-Of a block that is recomputed what is not simply run again is marked (``replayed``).
+In a recomputed block, ops that do not simply run again are marked (``replayed``).
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from ..ops.torch_ops import returns_several
 from .local_ops import local_call
 
 MADE_BY = "made by"
-"""The key, in the ``meta`` of a local op, of the graph's node that it stands for."""
+"""The key, in the ``meta`` of a local op, of the graph's node that it implements."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockInterface:
-    """What goes in and out of a block, each with its layout.
+    """Inputs and outputs of a block, each with its layout.
 
-    ``nodes`` are op nodes in order; ``inputs`` and ``outputs`` are value keys;
-    ``parameters`` (buffers too) are fully qualified names that the block's module holds.
-    ``counts`` are keys of what it takes besides, whole (``passes.local.accumulate``).
+    ``nodes`` are op nodes in order; ``inputs`` and ``outputs`` are value keys; ``parameters``
+    (buffers too) are fully qualified names that the block's module holds. ``counts`` are keys of
+    further inputs, whole (``passes.local.accumulate``).
     """
 
     nodes: tuple[str, ...]
@@ -55,7 +54,7 @@ class BlockInterface:
 
 
 def value_key(ref: Ref) -> str:
-    """The key of a value: ``"n"`` for output 0 of node ``n``, ``"n:1"`` for output 1.
+    """Return the key of a value: ``"n"`` for output 0 of node ``n``, ``"n:1"`` for output 1.
 
     >>> value_key(Ref("split", 1))
     'split:1'
@@ -64,23 +63,23 @@ def value_key(ref: Ref) -> str:
 
 
 def parse_key(key: str) -> Ref:
-    """The inverse of ``value_key``."""
+    """Parse the key of a value; the inverse of ``value_key``."""
     name, colon, index = key.rpartition(":")
     return Ref(name, int(index)) if colon and index.isdigit() else Ref(key)
 
 
 def count_key(loss: str) -> str:
-    """The key of what a class loss divides by."""
+    """Return the key of the divisor of a class loss."""
     return f"count of {loss}"
 
 
 def total_key(ref: Ref) -> str:
-    """The key of a value's sum over all micro-batches."""
+    """Return the key of a value's sum over all micro-batches."""
     return f"total of {value_key(ref)}"
 
 
 def reference_layouts(graph: Graph, num_axes: int) -> dict[str, NodeLayout]:
-    """The layouts of a graph in which every rank holds everything: all I."""
+    """Return the layouts of a graph in which every rank holds everything: all I."""
     whole = (INVARIANT,) * num_axes
     return {
         node.name: NodeLayout((whole,) * len(node.inputs), (whole,) * len(node.outputs))
@@ -89,7 +88,7 @@ def reference_layouts(graph: Graph, num_axes: int) -> dict[str, NodeLayout]:
 
 
 def held_layout(layout: Layout, spec: TensorSpec) -> Layout:
-    """The layout with R written as I where no gradient tells them apart."""
+    """Return the layout with R written as I if no gradient distinguishes them."""
     if spec.requires_grad:
         return layout
     return tuple(INVARIANT if placement.kind == "R" else placement for placement in layout)
@@ -97,7 +96,7 @@ def held_layout(layout: Layout, spec: TensorSpec) -> Layout:
 
 @dataclass(slots=True)
 class _Values:
-    """The values made so far, by ref, each in the layouts it exists in."""
+    """The values so far, by ref, in each of their layouts."""
 
     made: dict[Ref, tuple[fx.Node, Layout]] = field(default_factory=dict)
     counts: dict[str, fx.Node] = field(default_factory=dict)
@@ -114,7 +113,7 @@ def localize_block(
     num_microbatches: int = 1,
     replayed: Replayed | None = None,
 ) -> fx.GraphModule:
-    """One rank's module of a block; raises ``PlanError`` where a layout does not fit.
+    """Build one rank's module of a block; raises ``PlanError`` if a layout does not fit.
 
     Sums over the rows are multiplied by ``num_microbatches`` (``Graph.accumulation``).
     """
@@ -151,7 +150,7 @@ def localize_block(
 def _localize_node(
     body: fx.Graph, values: _Values, graph: Graph, node: Node, *, layout: NodeLayout, rank: Rank
 ) -> list[fx.Node]:
-    """Adds a node's conversions and its local call; what it became."""
+    """Add a node's conversions and its local call; return the resulting nodes."""
     _check(graph, node, layout, rank)
     refs = node.inputs
     inputs = [
@@ -186,7 +185,7 @@ def _localize_node(
 
 
 def _sums_no_rows(layout: NodeLayout, rank: Rank) -> bool:
-    """Whether an op makes a partial sum over rows on a rank that has none."""
+    """Return whether an op makes a partial sum over rows on a rank without rows."""
     if rank.share is None or rank.share.rows or layout.outputs[0][0].kind != "P":
         return False
     return any(held[0].is_shard for held in layout.inputs)
@@ -195,7 +194,7 @@ def _sums_no_rows(layout: NodeLayout, rank: Rank) -> bool:
 def _in_layout(
     body: fx.Graph, values: _Values, graph: Graph, ref: Ref, *, wanted: Layout, rank: Rank
 ) -> fx.Node:
-    """A value in the wanted layout, converted if it is not."""
+    """Return a value in the wanted layout, converted if necessary."""
     value, layout = values.made[ref]
     if total_key(ref) in values.counts:
         value, layout = values.counts[total_key(ref)], (INVARIANT,) * len(layout)
@@ -217,7 +216,7 @@ def _in_layout(
 
 
 def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
-    """Every split of a node's tensors must divide them."""
+    """Check that every split of a node's tensors divides them."""
     refs = node.inputs
     if len(layout.inputs) != len(refs) or len(layout.outputs) != len(node.outputs):
         raise PlanError(
@@ -238,14 +237,14 @@ def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
 
 
 def _placeholder(body: fx.Graph, key: str) -> fx.Node:
-    """Add an argument for a value; ``add`` and ``add_`` are two."""
+    """Add an argument for a value; ``add`` and ``add_`` are distinct."""
     node = body.placeholder(_identifier(key))
     node.target = node.name
     return node
 
 
 def _identifier(name: str) -> str:
-    """A name for a value of the program: letters, digits and underscores, no digit first.
+    """Return a name for a value of the program: letters, digits and underscores, no digit first.
 
     >>> _identifier("1.running_mean"), _identifier("a.weight")
     ('_1_running_mean', 'a_weight')
@@ -257,7 +256,7 @@ def _identifier(name: str) -> str:
 def held_path(name: str) -> str:
     """Return the path at which a block's module holds a parameter or buffer of the model.
 
-    Of the characters of its path that no attribute may have, the program has the numbers.
+    Characters that attributes cannot have are written as numbers.
 
     >>> held_path("layers.0.weight"), held_path('a"b.weight')
     ('layers.0.weight', 'a_34_b.weight')

@@ -1,4 +1,4 @@
-"""Tensors laid out over the ranks of a mesh, all at once: what a layout means, as code."""
+"""Tensors on all ranks of a mesh at once: the meaning of layouts as code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FACTORS = {torch.float32: 1e4, torch.bfloat16: 6e8, torch.float16: 3e7}
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """How the gradient of a tensor lies: split with it, a partial sum for R, else whole.
+    """Return the layout of a tensor's gradient: split with it, a partial sum for R, else whole.
 
-    Whole is written I here, and a partial sum P, whatever the value is.
+    Whole gradients are written I here, and partial sums P, in any layout of the value.
     """
     return tuple(
         placement if placement.is_shard else PARTIAL if placement.kind == "R" else INVARIANT
@@ -24,7 +24,7 @@ def gradient_layout(layout: Layout) -> Layout:
 
 
 def distribute(tensor: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
-    """Every rank's part: slices, copies, or random summands for P."""
+    """Return every rank's part: slices, copies, or random summands for P."""
     parts = [tensor]
     for placement, size in zip(layout, mesh.shape, strict=True):
         parts = [piece for part in parts for piece in _spread(part, str(placement), size)]
@@ -45,7 +45,7 @@ def _spread(tensor: Tensor, placement: str, size: int) -> Sequence[Tensor]:
 def collect(
     parts: Sequence[Tensor], layout: Layout, mesh: Mesh, *, of: str = "", tolerance: float = 1e-10
 ) -> Tensor:
-    """The whole tensor from every rank's part; copies must agree."""
+    """Return the whole tensor from every rank's part; copies must agree."""
     held = list(parts)
     for axis in reversed(range(len(layout))):
         size = mesh.shape[axis]
@@ -67,10 +67,10 @@ def _join(group: Sequence[Tensor], placement: str, where: str, tolerance: float)
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str, tolerance: float = 1e-10) -> None:
-    """Equal up to ``tolerance`` relative to the largest magnitude of the expected tensor.
+    """Assert equality up to ``tolerance`` relative to the largest magnitude of the expected tensor.
 
-    The tolerance is for float64; float32 gets ten thousand times of it, half precisions
-    what their fewer digits need.
+    The tolerance is for float64; float32 gets ten thousand times of it, half precisions more, as
+    they have fewer digits.
     """
     assert actual.shape == expected.shape, (
         f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"

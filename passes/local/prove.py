@@ -1,8 +1,8 @@
 """Proof by execution: an op run by ranks on parts equals the op on the whole.
 
-In: a graph of one op, tensors for its inputs, a mesh and a layout that a rule offers. Out:
-nothing, or an ``AssertionError`` that tells which value or gradient differs. The ranks are
-threads of this process.
+In: a graph of one op, tensors for its inputs, a mesh and a layout that a rule offers. Out: nothing,
+or an ``AssertionError`` that names the value or gradient that differs. The ranks are threads of
+this process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Call = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 def node_layouts(graph: Graph, mesh: Mesh) -> list[NodeLayout]:
-    """Every combination of the op's strategies on the mesh axes that divides its tensors."""
+    """Return every combination of the op's strategies on the mesh axes that divides its tensors."""
     node = graph[OP]
     per_axis = [axis_strategies(node, graph, size) for size in mesh.shape]
     found = []
@@ -47,7 +47,7 @@ def node_layouts(graph: Graph, mesh: Mesh) -> list[NodeLayout]:
 def run_whole(
     call: Call, tensors: Sequence[Tensor], cotangents: Sequence[Tensor] | None
 ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
-    """The op's outputs, and the gradient of each input where ``cotangents`` are given."""
+    """Return the op's outputs, and the gradient of each input if ``cotangents`` are given."""
     inputs = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
     outputs = call(inputs)
     return outputs, gradients(outputs, inputs, cotangents)
@@ -56,7 +56,7 @@ def run_whole(
 def gradients(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor] | None
 ) -> list[Tensor | None]:
-    """For each input its gradient, zeros where it is unused, None where it wants none."""
+    """Return each input's gradient, zeros if it is unused, None if it needs none."""
     wanted = [t for t in inputs if t.requires_grad]
     made = [i for i, o in enumerate(outputs) if o.requires_grad]
     if not wanted or not made or cotangents is None:
@@ -73,9 +73,9 @@ def gradients(
 def prove(
     graph: Graph, call: Call, tensors: Sequence[Tensor], *, mesh: Mesh, layout: NodeLayout
 ) -> None:
-    """One layout: the outputs and every gradient of the ranks equal the whole's.
+    """Check one layout: the outputs and every gradient of the ranks equal the whole's.
 
-    Raises AssertionError where they differ, and whatever the op raises on parts.
+    Raises AssertionError if they differ, and any error of the op on parts.
     """
     outputs, _ = run_whole(call, tensors, None)
     cotangents = [torch.randn_like(o) if o.is_floating_point() else o for o in outputs]
@@ -103,7 +103,7 @@ def _run_parts(
     mesh: Mesh,
     layout: NodeLayout,
 ) -> list[tuple[list[Tensor], list[Tensor | None]]]:
-    """Every rank's outputs and gradients of its inputs, all on parts."""
+    """Return every rank's outputs and gradients of its inputs, all on parts."""
     node = graph[OP]
     parts = [
         distribute(tensor.detach(), held, mesh)
@@ -136,7 +136,7 @@ def _run_parts(
 
 
 def describe(layout: NodeLayout) -> str:
-    """A layout in one line.
+    """Format a layout in one line.
 
     >>> from autoparallel.planner.layout import INVARIANT
     >>> describe(NodeLayout(((INVARIANT,),), ((INVARIANT,),), ("I",)))

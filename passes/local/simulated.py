@@ -1,4 +1,4 @@
-"""Ranks as threads: a communicator with no process group, so that one process sees every rank."""
+"""Ranks as threads: a communicator without process group, so that one process sees every rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _TIMEOUT_SECONDS = 60.0
 
 
 class _Group:
-    """The ranks of one axis group: what each one put in, and a barrier."""
+    """The ranks of one axis group: the contribution of each, and a barrier."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
         self.slots: list[Any] = [None] * size
 
     def exchange(self, position: int, what: tuple[Any, ...], tensor: Tensor) -> list[Tensor]:
-        """Everybody's tensor; all must be in the same collective with the same shapes."""
+        """The tensors of all ranks, which must be in the same collective with the same shapes."""
         self.slots[position] = (what, tensor.shape, tensor.dtype, tensor.detach().clone())
         self.barrier.wait()
         found = list(self.slots)
@@ -72,7 +72,7 @@ class ThreadCommunicator:
 
 
 def make_communicators(mesh: Mesh) -> list[ThreadCommunicator]:
-    """A communicator for each rank of ``mesh``, in rank order."""
+    """Return a communicator for each rank of ``mesh``, in rank order."""
     groups = [{member: group for members in mesh.groups(axis) for group in [_Group(len(members))]
                for member in members} for axis in range(len(mesh.shape))]  # fmt: skip
     return [
@@ -87,7 +87,7 @@ def run_ranks(
     function: Callable[[ThreadCommunicator], T],
     communicators: Sequence[ThreadCommunicator] | None = None,
 ) -> list[T]:
-    """What ``function`` returns on every rank of ``mesh``, in rank order.
+    """Run ``function`` on every rank of ``mesh``; return the results in rank order.
 
     An error on any rank frees the others from their barriers and is raised here. Give the
     ``communicators`` of an earlier call to continue with tensors that it made.

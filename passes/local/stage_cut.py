@@ -1,8 +1,8 @@
-"""Cutting the graph at stage boundaries: which values cross, and how they lie there.
+"""Cuts of the graph at stage boundaries: the values that cross, and their layouts.
 
-A value goes from the stage that makes it to each stage that uses it. At a boundary it is
-only split (S) or whole (I) on every axis: its maker turns R and P into I, and a user takes
-it as its first op wants it, R and P read as I.
+A value goes from the stage that makes it to each stage that uses it. At a boundary it is only split
+(S) or whole (I) on every axis: its producer turns R and P into I, and a user receives it in the
+layout of its first op, with R and P read as I.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .localize import parse_key, value_key
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A value that goes from one stage to another; its gradient comes back the same way.
+    """A value sent from one stage to another; its gradient returns the same way.
 
     The layouts are on the meshes of the two stages. No gradient comes back unless
     ``spec.requires_grad``.
@@ -33,7 +33,7 @@ class Boundary:
 
 
 def stage_ranges(plan: Plan) -> tuple[range, ...]:
-    """For each stage the positions of its blocks among all blocks."""
+    """Return the positions of each stage's blocks among all blocks."""
     ranges, start = [], 0
     for stage in plan.stages:
         ranges.append(range(start, start + len(stage.blocks)))
@@ -42,7 +42,7 @@ def stage_ranges(plan: Plan) -> tuple[range, ...]:
 
 
 def stage_of_node(blocks: Blocks, plan: Plan) -> dict[str, int]:
-    """For each op node the index of its stage."""
+    """Map each op node to the index of its stage."""
     ranges = stage_ranges(plan)
     if ranges and ranges[-1].stop != len(blocks.blocks):
         raise PlanError(
@@ -59,13 +59,13 @@ def stage_of_node(blocks: Blocks, plan: Plan) -> dict[str, int]:
 
 
 def node_layout(stage: StagePlan, blocks: Blocks, name: str) -> NodeLayout | None:
-    """What a stage chose for a node: under its own name, or its counterpart's in the kind."""
+    """Return a stage's layout of a node: under its own name, or its counterpart's in the kind."""
     found = stage.layouts.get(name)
     return found if found is not None else stage.layouts.get(blocks.template.get(name, name))
 
 
 def op_layout(stage: StagePlan, blocks: Blocks, name: str) -> NodeLayout:
-    """``node_layout`` of an op node, which a complete plan has."""
+    """Return ``node_layout`` of an op node, which a complete plan has."""
     found = node_layout(stage, blocks, name)
     if found is None:
         raise PlanError("AP525", f"the plan has no layout for {name}", fix="plan again")
@@ -73,20 +73,20 @@ def op_layout(stage: StagePlan, blocks: Blocks, name: str) -> NodeLayout:
 
 
 def leaf_layout(stage: StagePlan, blocks: Blocks, name: str) -> Layout:
-    """How a stage holds a parameter, buffer or batch input; whole unless it says otherwise."""
+    """Return the layout of a parameter, buffer or batch input in a stage; whole by default."""
     found = node_layout(stage, blocks, name)
     return (INVARIANT,) * len(stage.mesh.shape) if found is None else found.outputs[0]
 
 
 def boundary_layout(layout: Layout) -> Layout:
-    """The layout with everything that is not split made whole."""
+    """Return the layout with all but splits replaced by whole."""
     return tuple(placement if placement.is_shard else INVARIANT for placement in layout)
 
 
 def wanted_layouts(
     graph: Graph, blocks: Blocks, plan: Plan, stage_index: int
 ) -> dict[Ref, list[Layout]]:
-    """For each value that a stage uses, the layouts its ops want it in, in order."""
+    """Map each value that a stage uses to the layouts its ops want, in order."""
     stage, wanted = plan.stages[stage_index], dict[Ref, list[Layout]]()
     for position in stage_ranges(plan)[stage_index]:
         for name in blocks.blocks[position].nodes:
@@ -100,7 +100,7 @@ def wanted_layouts(
 
 
 def boundaries(graph: Graph, blocks: Blocks, plan: Plan) -> tuple[Boundary, ...]:
-    """Every value that crosses, ordered by its node, then by the stage that takes it."""
+    """Return every value that crosses, ordered by its node, then by the receiving stage."""
     stage_of = stage_of_node(blocks, plan)
     found: list[Boundary] = []
     for target in range(len(plan.stages)):
@@ -119,7 +119,7 @@ def boundaries(graph: Graph, blocks: Blocks, plan: Plan) -> tuple[Boundary, ...]
 
 
 def with_replicas(found: tuple[Boundary, ...], num_stages: int) -> tuple[Boundary, ...]:
-    """The boundaries of a pipeline, and those of its replica, whose stages follow."""
+    """Return the boundaries of a pipeline, then those of its replica, whose stages follow."""
     again = (
         replace(
             each,
@@ -132,7 +132,7 @@ def with_replicas(found: tuple[Boundary, ...], num_stages: int) -> tuple[Boundar
 
 
 def uses_by_block(graph: Graph, blocks: Blocks, positions: range) -> dict[Ref, tuple[int, ...]]:
-    """For each value that ops of these blocks use, the positions of those blocks."""
+    """Map each value that ops of these blocks use to the positions of those blocks."""
     uses: dict[Ref, dict[int, None]] = {}
     for position in positions:
         for name in blocks.blocks[position].nodes:

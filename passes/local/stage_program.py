@@ -1,4 +1,4 @@
-"""What one rank runs: its stage's blocks on local tensors, and what comes and goes.
+"""Program of one rank: its stage's blocks on local tensors, with received and sent values.
 
 In: the graph at micro-batch size, its blocks, the plan, and a rank's place. Out: a
 ``StageProgram``, complete for the executor: it slices batch inputs and constants, makes
@@ -39,8 +39,8 @@ from .stage_cut import (
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A batch input, constant or buffer of a stage: its global spec, and how ranks hold it."""
+class HeldValue:
+    """A batch input, constant or buffer of a stage: its global spec, and its layout on ranks."""
 
     spec: TensorSpec
     layout: Layout
@@ -64,7 +64,7 @@ class BlockProgram:
     """A block's module: ``forward(*inputs)`` returns the tuple of ``outputs``.
 
     ``inputs`` and ``outputs`` are value keys. ``parameters`` and ``buffers`` are the fully
-    qualified names of those that the module itself holds (``meta``, of local shape).
+    qualified names of the tensors that the module itself holds (``meta``, of local shape).
     """
 
     name: str
@@ -81,19 +81,17 @@ class BlockProgram:
 class StageProgram:
     """One rank's part of the training step.
 
-    ``inputs`` (of the batch), ``constants`` and shared ``buffers`` are what the stage's
-    blocks take besides each other's outputs and what it receives. ``layouts`` tells how the
-    values that blocks hand on are held. ``loss`` is its key in the stage that makes it; it is P or
-    I: nobody waits for its sum in the middle of a step.
-    ``draws`` says what the blocks' random ops draw for; the executor keeps it up to date.
-    ``updates`` maps each buffer that a forward changes to the key of its new value, laid out
+    Blocks take ``inputs`` (of the batch), ``constants`` and shared ``buffers`` besides each other's
+    outputs and received values. ``layouts`` has the layouts of values between blocks. ``loss`` is
+    its key in the stage that computes it; it is P or I, so its sum is not waited for within a step.
+    ``draws`` holds the key and micro-batch of the blocks' random ops; the executor keeps it up to
+    date. ``updates`` maps each buffer that a forward changes to the key of its new value, laid out
     as the buffer is held; such buffers are shared. With ``updates_once`` every micro-batch of a
-    step reads the old value and gives the same new one. ``counting`` gives what blocks
-    take that depends on all rows of a step. ``kept`` are the keys of values that leave the stage
-    though no other stage receives them: what the next slice of the sequences needs, or outputs of
-    the model that its caller differentiates. ``share``: this rank's rows of a micro-batch, where
-    the batch is not split evenly; specs and layouts are then of an even split of
-    ``share.batch_size`` rows.
+    step reads the old value and computes the same new value. ``counting`` computes inputs of blocks
+    that depend on all rows of a step. ``kept`` are the keys of values that leave the stage without
+    a receiving stage: inputs of the next slice of the sequences, or outputs of the model that its
+    caller differentiates. ``share``: this rank's rows of a micro-batch, if the batch is split
+    unevenly; specs and layouts then belong to an even split of ``share.batch_size`` rows.
     """
 
     index: int
@@ -102,8 +100,8 @@ class StageProgram:
     blocks: tuple[BlockProgram, ...]
     parameters: Mapping[str, ParameterProgram]
     buffers: Mapping[str, ParameterProgram]
-    inputs: Mapping[str, Held]
-    constants: Mapping[str, Held]
+    inputs: Mapping[str, HeldValue]
+    constants: Mapping[str, HeldValue]
     receives: tuple[Boundary, ...]
     sends: tuple[Boundary, ...]
     layouts: Mapping[str, Layout]
@@ -118,9 +116,9 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True)
 class OfSlice:
-    """That a program is of one slice of the sequences: ``whole`` is the graph of whole ones.
+    """Marks a program of one slice of the sequences; ``whole`` is the graph of whole sequences.
 
-    ``kept`` are the keys of what the next slice needs. All slices share their ``draws``.
+    ``kept`` are the keys of values for the next slice. All slices share their ``draws``.
     """
 
     whole: Graph
@@ -130,7 +128,7 @@ class OfSlice:
 
 @dataclass(frozen=True)
 class _Stage:
-    """What every block of a stage is built from."""
+    """Facts that every block of a stage is built from."""
 
     graph: Graph
     blocks: Blocks
@@ -138,15 +136,15 @@ class _Stage:
     rank: Rank
     num_microbatches: int
     uses: Mapping[Ref, tuple[int, ...]]
-    leaves: Mapping[str, Held | ParameterProgram]
+    leaves: Mapping[str, HeldValue | ParameterProgram]
     received: Mapping[str, Layout]
     sent: frozenset[str]
     is_in_parts: bool
-    """Whether a step runs its rows or their sequences in several parts."""
+    """A step runs its rows or their sequences in several parts."""
 
     @cached_property
     def updated(self) -> dict[Ref, str]:
-        """The buffer that each new value of one is for."""
+        """Map each new value of a buffer to that buffer."""
         return {ref: name for name, ref in self.graph.updates.items() if name in self.leaves}
 
     @cached_property
@@ -154,7 +152,7 @@ class _Stage:
         return rules.storage_of(self.graph)
 
     def counts(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """The keys of what these ops take that depends on all rows of a step.
+        """Return the keys of the inputs of these ops that depend on all rows of a step.
 
         A rank that has all rows of a step in one part counts its targets alone, without a sum
         over ranks; the totals of its own rows are summed by the ops themselves.
@@ -164,7 +162,7 @@ class _Stage:
         return counts_used(self.graph, nodes, totals=self.is_in_parts)
 
     def replayed(self, block: Block, mode: Recompute) -> Replayed | None:
-        """How a block is recomputed, if it is."""
+        """Return the recomputation of a block, if any."""
         if mode == "none":
             return None
         return Replayed(mode, find_replay(block, self.graph, rules, self._storages))
@@ -181,12 +179,11 @@ def build_stage(
     of_slice: OfSlice | None = None,
     outputs: Sequence[Ref] = (),
 ) -> StageProgram:
-    """The program of the rank at ``coordinates`` of a stage's mesh.
+    """Build the program of the rank at ``coordinates`` of a stage's mesh.
 
-    ``graph`` is at the size of one micro-batch over the whole mesh, or of a slice of it; what is
-    counted is always counted over whole sequences. ``outputs`` are values that leave the stage
-    besides. Raises ``PlanError`` where the plan does not
-    fit the graph.
+    ``graph`` is at the size of one micro-batch over the whole mesh, or of a slice of it; counts are
+    always over whole sequences. ``outputs`` are further values that leave the stage. Raises
+    ``PlanError`` if the plan does not fit the graph.
     """
     own, positions = plan.stages[stage_index], stage_ranges(plan)[stage_index]
     whole, share = graph, _share(graph, blocks, plan, coordinates)
@@ -219,9 +216,10 @@ def build_stage(
                     if isinstance(p, ParameterProgram) and of_kind[n] == "parameter"},
         buffers={n: p for n, p in leaves.items()
                  if isinstance(p, ParameterProgram) and of_kind[n] == "buffer"},
-        inputs={n: h for n, h in leaves.items() if isinstance(h, Held) and of_kind[n] == "input"},
+        inputs={n: h for n, h in leaves.items()
+                if isinstance(h, HeldValue) and of_kind[n] == "input"},
         constants={n: h for n, h in leaves.items()
-                   if isinstance(h, Held) and of_kind[n] == "constant"},
+                   if isinstance(h, HeldValue) and of_kind[n] == "constant"},
         receives=receives, sends=sends, layouts=made, loss=loss if loss in made else None,
         draws=draws,
         counting=build_counting(whole if of_slice is None else of_slice.whole,
@@ -234,9 +232,9 @@ def build_stage(
 def _share(
     graph: Graph, blocks: Blocks, plan: Plan, coordinates: tuple[int, ...]
 ) -> RowShare | None:
-    """A rank's rows where the plan does not split the batch evenly.
+    """Return a rank's rows if the plan splits the batch unevenly.
 
-    Raises ``PlanError`` (AP526) where the stages cannot be run so.
+    Raises ``PlanError`` (AP526) if the stages do not allow it.
     """
     if not any(stage.shares for stage in plan.stages):
         return None
@@ -267,11 +265,11 @@ def _leaves(
     *,
     stage_index: int,
     uses: Mapping[Ref, tuple[int, ...]],
-) -> dict[str, Held | ParameterProgram]:
-    """How the stage holds each parameter, buffer, batch input and constant that it uses."""
+) -> dict[str, HeldValue | ParameterProgram]:
+    """The layouts of each parameter, buffer, batch input and constant that the stage uses."""
     stage = plan.stages[stage_index]
     wanted = wanted_layouts(graph, blocks, plan, stage_index)
-    leaves: dict[str, Held | ParameterProgram] = {}
+    leaves: dict[str, HeldValue | ParameterProgram] = {}
     for ref, positions in uses.items():
         node, name = graph[ref.name], ref.name
         layout = leaf_layout(stage, blocks, name)
@@ -283,16 +281,16 @@ def _leaves(
             is_shared = len(positions) > 1 or name in graph.updates
             leaves[name] = ParameterProgram(node.spec, held, is_shared)
         elif node.kind == "input":
-            leaves[name] = Held(node.spec, boundary_layout(layout))
+            leaves[name] = HeldValue(node.spec, boundary_layout(layout))
         elif node.kind == "constant":
-            leaves[name] = Held(node.spec, _agreed_layout(wanted[ref]))
+            leaves[name] = HeldValue(node.spec, _agreed_layout(wanted[ref]))
     return leaves
 
 
 def _agreed_layout(wanted: list[Layout]) -> Layout:
-    """The layout that all users agree on, so that nobody converts; else whole.
+    """Return the layout that all users agree on, so that none converts; else whole.
 
-    A buffer that an op writes is then written where it is held.
+    A buffer that an op writes is then written in place.
     """
     first = boundary_layout(wanted[0])
     if all(boundary_layout(layout) == first for layout in wanted):
@@ -303,7 +301,7 @@ def _agreed_layout(wanted: list[Layout]) -> Layout:
 def _build_block(
     stage: _Stage, position: int, recompute: Recompute, *, made: dict[str, Layout]
 ) -> BlockProgram:
-    """One block's program; its outputs and their layouts are added to ``made``."""
+    """Build one block's program; add its outputs and their layouts to ``made``."""
     block = stage.blocks.blocks[position]
     layouts = {name: op_layout(stage.plan, stage.blocks, name) for name in block.nodes}
     held = {
@@ -337,7 +335,7 @@ def _build_block(
 def _inputs(
     stage: _Stage, block: Block, held: Mapping[str, Layout], made: Mapping[str, Layout]
 ) -> dict[str, Layout]:
-    """The values that a block takes, in order of first use, with their layouts."""
+    """Return the values that a block takes, in order of first use, with their layouts."""
     own, inputs = set(block.nodes), dict[str, Layout]()
     for name in block.nodes:
         for ref in stage.graph[name].inputs:
@@ -352,7 +350,7 @@ def _inputs(
 
 
 def _outputs(stage: _Stage, block: Block, position: int) -> tuple[str, ...]:
-    """The values of a block that later blocks, other stages or the loss need."""
+    """Return the values of a block that later blocks, other stages or the loss need."""
     keys = []
     for name in block.nodes:
         for index in range(len(stage.graph[name].outputs)):

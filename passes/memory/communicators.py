@@ -1,10 +1,10 @@
-"""The communicators that each device has a part in while a plan runs on GPUs.
+"""The communicators that each device belongs to while a plan runs on GPUs.
 
-In: a plan, and what crosses its stages. Out: their number by device. A communicator takes memory of
-its own (``cost_model.ops.memory``). There is one of all devices (the loss, the gradient's norm,
-tied weights); one for each axis of a stage's mesh that has more than one device; one for each lane,
-the messages from one device to another; and one of the devices whose stages swap parts of values
-that they lay out unlike. The counterpart of ``runtime.messages.process_mesh``,
+In: a plan, and the values between its stages. Out: their number by device. A communicator takes
+memory of its own (``cost_model.ops.memory``). There is one of all devices (the loss, the gradient's
+norm, tied weights); one for each axis of a stage's mesh that has more than one device; one for each
+lane, the messages from one device to another; and one of the devices whose stages exchange parts of
+values because of different layouts. The counterpart of ``runtime.messages.process_mesh``,
 ``runtime.messages.ordered_channels``, ``runtime.messages.local_transfer``.
 """
 
@@ -23,7 +23,7 @@ Lane = tuple[int, int]
 
 
 def num_communicators(plan: Plan, crossing: Sequence[Boundary]) -> Counter[int]:
-    """By device; ``crossing`` are the boundaries between the plan's stages."""
+    """Count communicators by device; ``crossing`` are the boundaries between the plan's stages."""
     stages, world = placed_stages(plan), plan.cluster.num_devices
     if len(stages) > len(plan.stages):
         crossing = with_replicas(tuple(crossing), len(plan.stages))
@@ -50,9 +50,9 @@ def _lanes(
     ends: tuple[StagePlan, StagePlan],
     known: dict[object, tuple[tuple[Lane, ...], ...]],
 ) -> Iterator[Lane]:
-    """Which devices send a boundary's value, and its gradient, to which.
+    """Yield the pairs of devices that send a boundary's value, and its gradient, to each other.
 
-    ``known`` has the places in the stages' meshes by all that they follow from.
+    ``known`` caches the positions in the stages' meshes.
     """
     layouts, shape = (boundary.source_layout, boundary.target_layout), boundary.spec.shape
     meshes = ends[0].mesh, ends[1].mesh
@@ -76,7 +76,7 @@ def _lanes(
 
 
 def _regions(boundary: Boundary, ends: tuple[StagePlan, StagePlan], end: int) -> object:
-    """The part of a boundary's value that each device holds at one of its ends."""
+    """Return the part of a boundary's value that each device holds at one of its ends."""
     stage, layout = ends[end], (boundary.source_layout, boundary.target_layout)[end]
     return {
         device: local_region(boundary.spec.shape, layout, stage.mesh, stage.mesh.coordinates(at))

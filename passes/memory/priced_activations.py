@@ -1,15 +1,15 @@
-"""The bytes that a micro-batch takes on a stage, by the rules of its ops: nothing is run.
+"""The bytes of a micro-batch on a stage by the rules of its ops, without running it.
 
-In: a stage whose blocks are priced one by one (``planner.stage_walk``), and where in the step the
-micro-batch is. Out: the same figures as ``saved_tensors`` finds by running the stage, which takes a
-millisecond per op and moment; so plans of many ops, those whose blocks are compiled, and stages
-that cannot be run on fake tensors have these.
+In: a stage whose blocks are priced one by one (``planner.stage_walk``), and the micro-batch's
+moment in the step. Out: the same figures as ``saved_tensors`` finds by running the stage, which
+takes a millisecond per op and moment; so plans of many ops, plans with compiled blocks, and stages
+that cannot be run on fake tensors use these.
 
 The backward goes from the last block to the first. Before a block runs, it and the blocks before it
-have all that they keep; after it, its weights have their gradients in the step's first micro-batch,
-while any other has all gradients from the beginning; where gradients of weights are put off, what
-is kept for these takes their place. As ``state_traffic`` has it, the block before is gathered
-meanwhile, and the gradients of the block after are summed.
+hold all their kept values; after it, its weights get their gradients in the step's first
+micro-batch, while later micro-batches hold all gradients from the beginning; deferred weight
+gradients are replaced by the values kept for them. As in ``state_traffic``, the block before is
+gathered meanwhile, and the gradients of the block after are summed.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from functools import cached_property
 from ...cost_model.ops.memory import exchange_bytes
 from ...planner.block_walk import BlockCost
 from ...planner.pricing.assembly import GATHERED_BLOCKS
-from ...planner.pricing.stage_cost import together
+from ...planner.pricing.stage_cost import combine_bytes
 from ...planner.stage_walk import StageWalk
 from .saved_tensors import BUFFERS, Moment, StageActivations
 from .state_traffic import BUCKET_BYTES, COMMUNICATION, GATHERED, GRADIENTS
 from .storages import SAVED
 
 WORKING = "working"
-"""What the running block's largest op takes, and what its backward makes again."""
+"""Category of the running block's largest op, and of values recomputed in its backward."""
 
 
 @dataclass(frozen=True)
 class PricedStage:
-    """A stage whose blocks ``walk`` has priced; ``gathered_bytes`` of parameters are whole for all
-    of a step. ``splits``: gradients of weights are put off."""
+    """A stage whose blocks ``walk`` has priced; ``gathered_bytes`` of parameters are whole during
+    the whole step. ``splits``: weight gradients are deferred."""
 
     walk: StageWalk
     gathered_bytes: float
     splits: bool
 
     def run(self, moment: Moment) -> StageActivations:
-        """One micro-batch of the stage."""
+        """Return the bytes of one micro-batch of the stage."""
         inputs, resting = self._input_bytes, self._resting
         kept = sum(map(_kept, self._blocks))
         late = sum(block.late_bytes for block in self._blocks) if self.splits else 0
         gradients = {GRADIENTS: 0.0 if moment.is_first else self._gradients}
-        forward = _fullest(together((resting, gradients, own), ()) for own in self._forward())
-        backward = _fullest(together((resting, own), ()) for own in self._backward(moment))
+        forward = _fullest(combine_bytes((resting, gradients, own), ()) for own in self._forward())
+        backward = _fullest(combine_bytes((resting, own), ()) for own in self._backward(moment))
         weights = {}
         if self.splits:
-            weights = _fullest(together((resting, own), ()) for own in self._weights())
+            weights = _fullest(combine_bytes((resting, own), ()) for own in self._weights())
         return StageActivations(
             round(kept) + inputs, inputs, forward, backward, round(late), weights
         )
@@ -61,7 +61,7 @@ class PricedStage:
 
     @cached_property
     def _resting(self) -> Mapping[str, float]:
-        """What is there whatever runs."""
+        """Return the bytes that are held at all times."""
         return {GATHERED: self.gathered_bytes, BUFFERS: self.walk.leaf_bytes("constant", "buffer")}
 
     @cached_property
@@ -74,11 +74,11 @@ class PricedStage:
 
     @cached_property
     def _input_bytes(self) -> int:
-        """A micro-batch's parts of the batch."""
+        """Return the bytes of a micro-batch's parts of the batch."""
         return round(self.walk.leaf_bytes("input"))
 
     def _forward(self) -> Iterator[dict[str, float]]:
-        """By block, what the micro-batch takes while it runs."""
+        """Yield the bytes of the micro-batch while each block runs its forward."""
         kept = 0.0
         for block in self._blocks:
             kept += _kept(block)
@@ -88,8 +88,8 @@ class PricedStage:
             }  # fmt: skip
 
     def _backward(self, moment: Moment) -> Iterator[dict[str, float]]:
-        """The same of the backward, or of the half that makes the gradients of inputs, at the
-        beginning and at the end of each block."""
+        """Yield the bytes during the backward, or its half for input gradients, at the beginning
+        and end of each block."""
         kept, late = sum(map(_kept, self._blocks)), 0.0
         gradients = 0.0 if moment.is_first else self._gradients
         makes = moment.is_first and not self.splits
@@ -117,7 +117,7 @@ class PricedStage:
                 summed = reduced * self._copies if zero else min(reduced, BUCKET_BYTES)
 
     def _weights(self) -> Iterator[dict[str, float]]:
-        """The same of the half that makes the gradients of weights, which are summed at its end."""
+        """Yield the bytes during the half for weight gradients, which are summed at its end."""
         late, own = sum(block.late_bytes for block in self._blocks), 0.0
         for block in reversed(self._blocks):
             own += self._exchanged(block)[0] if self.walk.stage.zero >= 2 else 0.0
@@ -126,7 +126,7 @@ class PricedStage:
             late -= block.late_bytes
 
     def _sums(self, reduced: float) -> Mapping[str, float]:
-        """What a reduce-scatter takes: the whole, this rank's part, and on gloo a copy."""
+        """Return the bytes of a reduce-scatter: the whole, this rank's part, and on gloo a copy."""
         if not self.walk.stage.zero:
             return {}
         copies = self._copies + 1 / self.walk.prices.shards
@@ -134,14 +134,13 @@ class PricedStage:
 
     @property
     def _copies(self) -> int:
-        """Of the gradients that a reduce-scatter sums, until the next one: on gloo also as many
-        bytes as it receives."""
+        """Return the buffers, in units of the summed gradients, until the next reduce-scatter: on
+        gloo it receives as many bytes as it sends."""
         return 1 if self.walk.prices.device.kind == "cuda" else 2
 
     def _exchanged(self, block: BlockCost) -> tuple[float, float]:
-        """The whole parameters of a block that are exchanged over "dp", in bytes as they compute
-        and as their gradients are summed: the inverse of
-        ``cost_model.ops.memory.exchange_bytes``."""
+        """Return a block's whole parameters that are exchanged over "dp", in bytes as computed and
+        as summed gradients: the inverse of ``cost_model.ops.memory.exchange_bytes``."""
         rules, shards = self.walk.prices.policy, self.walk.prices.shards
         each = exchange_bytes(2, rules, self.walk.stage.zero, shards) / 2
         numel = block.states.gathered / each if each else 0.0
@@ -149,7 +148,7 @@ class PricedStage:
 
 
 def _kept(block: BlockCost) -> float:
-    """What a block keeps from its forward to its backward, but for parts of the batch."""
+    """The bytes that a block keeps from its forward to its backward, except parts of the batch."""
     return block.kept_bytes - block.batch_bytes
 
 

@@ -1,14 +1,13 @@
-"""The peak memory of a pipeline rank, found by walking its row of the schedule, in bytes.
+"""The peak memory of a pipeline rank, by a walk over its row of the schedule, in bytes.
 
 In: a schedule, a rank, for each of its stages the bytes of its states and of a micro-batch, and the
-bytes of messages. Out: the bytes of each stage at the moment when the rank's stages together hold
-the most.
+bytes of messages. Out: the bytes of each stage at the peak of all the rank's stages together.
 
 A stage holds its states all the time, and its gradients from its first backward on. Each
 micro-batch holds its activations from its forward to its backward, or until its weight gradients
-are computed where these are computed later. The stage that computes also holds the largest amount
-that its forward or backward needs at once. Messages are those of
-``planner.schedules.messages_held``. At the step's end all gradients are held, and no activations.
+are computed, if these are deferred. The stage that computes also holds the peak of its forward or
+backward. Messages come from ``planner.schedules.messages_held``. At the step's end all gradients
+are held, and no activations.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from .storages import SAVED
 Bytes = dict[str, float]
 
 STATES = (GRADIENTS, GATHERED, COMMUNICATION, BUFFERS)
-"""Categories of which a slice needs as much as a whole micro-batch."""
+"""Categories that take as much for a slice as for a whole micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """The bytes of a stage.
+    """Bytes of a stage.
 
     ``states``: by category, with gradients and the parameters that ZeRO gathers once per step.
-    ``run``: what one micro-batch needs at a moment of the step. ``holds_inputs``: the stage's parts
-    of the batch are copied to the device before the step's first micro-batch; on a CPU they are
-    read where they are.
+    ``run``: returns the bytes of one micro-batch at a moment of the step. ``holds_inputs``: the
+    stage's parts of the batch are copied to the device before the step's first micro-batch; on a
+    CPU they are read where they are.
     """
 
     states: Mapping[str, float]
@@ -60,20 +59,20 @@ def fullest_moment(
     messages: MessageBytes,
     most: int,
 ) -> dict[int, Bytes]:
-    """By stage, as numbered in the schedule, the bytes by category. ``most``: see
-    ``messages_held``."""
-    found = (held for _, held in moments(schedule, rank, stages, messages, most))
+    """Return the bytes by category of each stage, as numbered in the schedule, at the rank's peak.
+    ``most``: see ``messages_held``."""
+    found = (held for _, held in action_bytes(schedule, rank, stages, messages, most))
     return max(found, key=lambda held: sum(sum(own.values()) for own in held.values()), default={})
 
 
-def moments(
+def action_bytes(
     schedule: Schedule,
     rank: int,
     stages: Mapping[int, StageBytes],
     messages: MessageBytes,
     most: int,
 ) -> Iterator[tuple[Action, dict[int, Bytes]]]:
-    """At each action of the rank that computes or steps, in order, what its stages hold."""
+    """Yield each action of the rank that computes or steps, with the bytes of its stages."""
     row = _Row(schedule, stages, last_before_reduce(schedule.table[rank]))
     for action, num_bytes in messages_held(schedule, rank, messages, most):
         if action.kind in COMPUTE:
@@ -84,7 +83,7 @@ def moments(
 
 @dataclass
 class _Row:
-    """A rank at some point of its row."""
+    """State of a rank at some point of its row."""
 
     schedule: Schedule
     stages: Mapping[int, StageBytes]
@@ -95,7 +94,7 @@ class _Row:
     updated: set[int] = field(default_factory=set)
 
     def compute(self, action: Action, message_bytes: float) -> dict[int, Bytes]:
-        """What the stages hold while the action computes."""
+        """Return the bytes of the stages while the action computes."""
         run = self.stages[action.stage].run(self._moment(action))
         stage, share = action.stage, self._share(action)
         if action.kind == FORWARD:
@@ -116,12 +115,12 @@ class _Row:
         return held
 
     def step(self, action: Action, message_bytes: float) -> dict[int, Bytes]:
-        """What the stages hold while the action updates the weights of its stage."""
+        """Return the bytes of the stages while the action updates the weights of its stage."""
         self.updated.add(action.stage)
         return self._held(None, {}, message_bytes)
 
     def _moment(self, action: Action) -> Moment:
-        """Where in the step the action is: gradients may be there, or complete after it."""
+        """The action's moment in the step: gradients may exist before, or be complete after it."""
         stage = action.stage
         is_first = stage not in self.with_gradients
         if action.kind == FORWARD:
@@ -139,7 +138,7 @@ class _Row:
     def _held(
         self, running: int | None, taken: Mapping[str, float], message_bytes: float
     ) -> dict[int, Bytes]:
-        """What each stage holds, with what the one that is ``running`` takes."""
+        """Return the bytes of each stage, including those taken by the ``running`` stage."""
         found = {stage: self._resting(stage, stage == running) for stage in self.stages}
         last = found[next(iter(found)) if running is None else running]
         for name, size in taken.items():
@@ -149,7 +148,7 @@ class _Row:
         return found
 
     def _resting(self, stage: int, runs: bool) -> Bytes:
-        """What a stage holds, but for what the micro-batch takes that it ``runs``."""
+        """Return the bytes of a stage, except those of the micro-batch that it ``runs``."""
         own = self.stages[stage]
         found = {k: size for k, size in own.states.items() if k not in (GRADIENTS, GATHERED)}
         if not runs:
@@ -164,5 +163,5 @@ class _Row:
 
 
 def _of_slice(taken: Mapping[str, int], share: float) -> Mapping[str, float]:
-    """What a slice takes that is ``share`` of a micro-batch."""
+    """Return the bytes of a slice that is ``share`` of a micro-batch."""
     return {k: size if k in STATES else size * share for k, size in taken.items()}

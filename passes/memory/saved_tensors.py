@@ -1,13 +1,12 @@
-"""The bytes that a stage's activations take, exactly: its own program run on fake tensors.
+"""Exact bytes of a stage's activations: its own program run on fake tensors.
 
-In: one rank's ``StageProgram``, as the runtime gets it. Out: what one micro-batch keeps from
-its forward to its backward, and the most that is alive at once in each of them. The blocks
-run under ``FakeTensorMode`` with the collectives' results made up, so nothing is allocated
-and nothing is modelled: autograd itself says what it saves, recomputed blocks are recomputed,
-and a storage counts once, whatever views of it there are.
+In: one rank's ``StageProgram``, as the runtime gets it. Out: the bytes that one micro-batch keeps
+from its forward to its backward, and the peak of each. The blocks run under ``FakeTensorMode`` with
+invented results of collectives, so nothing is allocated or modelled: autograd itself saves tensors,
+recomputed blocks are recomputed, and a storage with any number of views counts once.
 
-Parameters, their gradients and what a rank holds for the whole step are counted apart. What
-a kernel allocates inside itself is not seen.
+Parameters, their gradients and bytes held for the whole step are counted separately. Allocations
+inside of a kernel are not seen.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ PARAMETERS, BUFFERS, INPUTS, RECOMPUTED = "parameters", "buffers", "inputs", "re
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where in a step a micro-batch runs.
+    """Moment of a micro-batch in a step.
 
-    ``is_first``: no gradient is there before it; ``is_last``: its backward completes them.
+    ``is_first``: there is no gradient before it; ``is_last``: its backward completes them.
     """
 
     is_first: bool
@@ -57,13 +56,12 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class StageActivations:
-    """One micro-batch on one rank, in bytes.
+    """Bytes of one micro-batch on one rank.
 
-    ``kept``: what lives from the forward to the backward; ``inputs`` of these, parts of the
-    batch. ``forward`` and ``backward``: what is alive at the fullest moment of the two, by
-    category; parameters are left out, and so are other micro-batches. Where gradients of weights
-    are put off, ``late`` is what lives until they are computed, ``weights`` the fullest moment of
-    that, and the backward is that of inputs.
+    ``kept`` from the forward to the backward; ``inputs``: the parts of the batch among these.
+    ``forward`` and ``backward``: bytes at their peaks, by category, without parameters and other
+    micro-batches. If weight gradients are deferred, ``late`` is kept until they are computed,
+    ``weights`` is the peak of that, and the backward computes input gradients.
     """
 
     kept: int
@@ -76,7 +74,7 @@ class StageActivations:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Where a backward begins, and what its gradient looks like; ``held``: the loss."""
+    """Start of a backward, and the form of its gradient; ``held``: the loss."""
 
     edge: GradientEdge
     shape: torch.Size
@@ -86,7 +84,7 @@ class _End:
 
 @dataclass(frozen=True)
 class FakeRanks:
-    """Collectives without ranks: results of the right shape, allocated as the runtime does."""
+    """Collectives without ranks: results of the right shape, allocated as in the runtime."""
 
     mesh: Mesh
     coordinates: tuple[int, ...]
@@ -135,12 +133,11 @@ def run_microbatch(
     *,
     splits: bool = False,
 ) -> StageActivations:
-    """The memory of a micro-batch on a stage's first rank, or the first of those with most rows.
+    """Measure the memory of a micro-batch on a stage's first rank with the most rows.
 
-    ``graph`` is at micro-batch size. ``splits``: the gradients of weights are put off.
+    ``graph`` is at micro-batch size. ``splits``: weight gradients are deferred.
 
-    Raises what the program raises where its shapes depend on values, which fake tensors
-    do not have.
+    Raises the program's error if its shapes depend on values, which fake tensors do not have.
     """
     stage = plan.stages[stage_index]
     most = stage.shares.index(max(stage.shares)) if stage.shares else 0
@@ -160,7 +157,7 @@ def run_microbatch(
 
 
 class _Run:
-    """A stage's blocks on fake tensors, counted. One use."""
+    """A stage's blocks on fake tensors, measured. Single use."""
 
     def __init__(
         self,
@@ -184,7 +181,7 @@ class _Run:
         self._watch_gradients()
 
     def _put_off(self, position: int) -> bool:
-        """Has a block put off the gradients of its weights; whether it has any."""
+        """Make a block defer its weight gradients; return whether it has any."""
         if self.put_off is None:
             return False
         block, declared = self.program.blocks[position], self.program.parameters
@@ -196,11 +193,11 @@ class _Run:
 
     @property
     def _sums_apart(self) -> bool:
-        """Whether gradients are summed in another format than parameters compute in."""
+        """Return whether gradients are summed in another format than parameters compute in."""
         return self.policy.gradient_bytes != self.policy.gathered_bytes
 
     def _watch_gradients(self) -> None:
-        """Gradients as the runtime holds them: there before the step's first or not."""
+        """Hold gradients as the runtime does: present before a step's first micro-batch or not."""
         mesh = self.program.mesh
         for name, parameter in self.parameters.items():
             sharded = is_sharded(self.program.parameters[name], mesh, self.zero)
@@ -255,7 +252,7 @@ class _Run:
                 setattr(holder, attribute, buffer)
 
     def _leaves(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What stays on the rank, and what one micro-batch brings."""
+        """Return the tensors that stay on the rank, and those that one micro-batch brings."""
         mesh = self.program.mesh
         stays = dict(self.shared)
         for name, held in self.program.constants.items():
@@ -301,7 +298,7 @@ class _Run:
         return StageActivations(kept, input_bytes, forward, backward, late, weights)
 
     def _num_kept(self) -> int:
-        """What is alive of the micro-batch once its gradients of inputs are computed, but for parts
+        """Return the bytes of the micro-batch after its input gradients are computed, except parts
         of the batch."""
         names = (SAVED, OTHER, RECOMPUTED)
         return sum(self.live.by_category.get(name, 0) for name in names)
@@ -360,13 +357,13 @@ class _Run:
         return tuple(outputs)
 
     def _value(self, known: Mapping[str, Tensor], key: str) -> Tensor:
-        """A block's input; counts over all micro-batches are scalars made up here."""
+        """Return a block's input; counts over all micro-batches are invented scalars."""
         found = known.get(key)
         return torch.ones(()) if found is None else found
 
     def _ends(self, outputs: Mapping[str, Tensor]) -> list[_End]:
-        """What a backward begins at; of what is sent only the place in autograd's graph is
-        kept, as ``runtime.step.executor`` does."""
+        """Return the starts of a backward; sent values only keep their place in autograd's graph,
+        as in ``runtime.step.executor``."""
         self.live.mark(
             (value for key, value in outputs.items() if key == self.program.loss), SAVED, over=False
         )
@@ -393,7 +390,7 @@ class _Run:
 
 
 def _last_uses(program: StageProgram, kept: set[str]) -> dict[int, list[str]]:
-    """For each block's position the keys that nobody needs after it."""
+    """Map each block's position to the keys that are not used after it."""
     last = {
         key: position
         for position, block in enumerate(program.blocks)

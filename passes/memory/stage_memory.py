@@ -1,11 +1,10 @@
-"""What a plan needs of memory: by category, per stage, at its rank's fullest moment.
+"""Memory of a plan: by category, per stage, at its rank's peak.
 
-In: a finished plan and the graph that it is for. Out: for each stage the bytes of a rank at
-its fullest moment. States come from the precision policy and the parameters' layouts;
-activations, recomputation, buffers and gradients from running one micro-batch of the stage's
-program on fake tensors, where it is in the step (``saved_tensors``), or from the rules of its ops
-(``priced_activations``). The fullest moment is that of the rank, with all of its stages
-(``rank_memory``).
+In: a finished plan and its graph. Out: for each stage the bytes of a rank at its peak. States come
+from the precision policy and the parameters' layouts; activations, recomputation, buffers and
+gradients from running one micro-batch of the stage's program on fake tensors at its moment in the
+step (``saved_tensors``), or from the rules of its ops (``priced_activations``). The peak is the
+rank's, with all of its stages (``rank_memory``).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ...planner.layout import Layout, Mesh, local_shape
 from ...planner.plan import Plan, StagePlan
 from ...planner.plan_schedule import schedule_of, splits_backward
 from ...planner.pricing.slice_costs import carried_bytes
-from ...planner.pricing.stage_cost import BRIEF, together
+from ...planner.pricing.stage_cost import TRANSIENT, combine_bytes
 from ...planner.pricing.weight_versions import version_bytes
 from ...planner.replicas import stages_of_ranks
 from ...planner.schedules.held import MessageBytes, sends_kept
@@ -46,35 +45,35 @@ from ..local.stage_cut import (
 )
 from .communicators import num_communicators
 from .priced_activations import WORKING, PricedStage
-from .rank_memory import Bytes, StageBytes, fullest_moment, moments
+from .rank_memory import Bytes, StageBytes, action_bytes, fullest_moment
 from .saved_tensors import Moment, StageActivations, run_microbatch
 from .state_traffic import GATHERED, GRADIENTS, padded_numel
 
 LASTING = (
     "parameters", "master", "versions", "optimizer", GRADIENTS, "reserve", "communicators",
 )  # fmt: skip
-"""Memory that does not come and go in a step: none of it is lost to fragmentation."""
+"""Memory that is held during the whole step, and so not lost to fragmentation."""
 
 
 MOST_OPS_RUN = 1000
-"""Stages of a plan are run on fake tensors if they have at most so many ops: some three seconds."""
+"""Maximum ops of a plan whose stages are run on fake tensors: some three seconds."""
 
 
 def with_stage_memory(
     plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None = None, runs: bool = True
 ) -> Plan:
-    """The plan with ``memory_bytes`` of each stage, and the peak: see ``stage_memory``."""
+    """Return the plan with ``memory_bytes`` of each stage, and the peak: see ``stage_memory``."""
     found = stage_memory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     return with_memory(plan, [{k: round(size) for k, size in own.items()} for own in found])
 
 
 def with_memory(plan: Plan, bytes_of: Sequence[Mapping[str, int]]) -> Plan:
-    """The plan with these bytes of its stages, and the peak of its ranks.
+    """Return the plan with these bytes of its stages, and the peak of its ranks.
 
-    A rank of the pipeline may have several stages; what is transient then counts once.
+    A rank of the pipeline may have several stages; transient bytes then count once.
     """
     ranks = ((bytes_of[stage] for stage in stages) for stages in stages_of_ranks(plan))
-    peak = max(sum(together(own, BRIEF).values()) for own in ranks)
+    peak = max(sum(combine_bytes(own, TRANSIENT).values()) for own in ranks)
     stages = tuple(
         replace(stage, prediction=replace(stage.prediction, memory_bytes=own))
         for stage, own in zip(plan.stages, bytes_of, strict=True)
@@ -84,8 +83,10 @@ def with_memory(plan: Plan, bytes_of: Sequence[Mapping[str, int]]) -> Plan:
 
 
 def runs_stages(plan: Plan, blocks: Blocks) -> bool:
-    """Whether running a plan's stages on fake tensors takes no longer than it should, and is what
-    ranks do: what a compiler keeps follows from the groups of ops that it fuses."""
+    """Return whether a plan's stages can be run on fake tensors in reasonable time, and faithfully.
+
+    A compiler keeps tensors according to the groups of ops that it fuses.
+    """
     kinds = (blocks.kinds[block.kind] for stage in plan.stages for block in stage.blocks)
     return not plan.compiled and sum(len(kind.nodes) for kind in kinds) <= MOST_OPS_RUN
 
@@ -93,13 +94,12 @@ def runs_stages(plan: Plan, blocks: Blocks) -> bool:
 def stage_memory(
     plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None = None, runs: bool = True
 ) -> tuple[Bytes, ...]:
-    """Per stage the bytes by category when its rank holds the most.
+    """Return for each stage the bytes by category at its rank's peak.
 
-    Of Chimera's two ranks that hold the same stages it is the one that holds more. Stages that are
-    alike are run once. What a micro-batch takes is from the rules of the ops unless a stage
-    ``runs``, and where it cannot: its shapes depend on values, or an op has no fake tensors for its
-    dtype. ``graph`` may be at any batch size. ``is_gpu``: sends are kept as on GPUs, by default
-    where the plan's devices are.
+    Of Chimera's two ranks with the same stages, the fuller counts. Equal stages are run once. The
+    bytes of a micro-batch come from the rules of the ops unless a stage ``runs``, or if it cannot:
+    its shapes depend on values, or an op has no fake tensors for its dtype. ``graph`` may be at any
+    batch size. ``is_gpu``: sends are kept as on GPUs, by default if the plan's devices are GPUs.
     """
     memory = _PlanMemory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     found: list[Bytes] = [{}] * len(plan.stages)
@@ -112,9 +112,9 @@ def stage_memory(
 
 
 def host_bytes(plan: Plan, graph: Graph, blocks: Blocks) -> dict[int, float]:
-    """By host the bytes of masters and optimizer states that its ranks hold in its memory.
+    """Map each host to the bytes of masters and optimizer states that its ranks hold in its memory.
 
-    Of a plan whose states are on devices, and of CPUs, whose memory is the host's, none.
+    There are none if states are on devices, or if these are CPUs, whose memory is the host's.
     """
     graph, found = at_microbatch(graph, plan), dict[int, float]()
     for index, stage in enumerate(plan.stages if plan.offload != "none" else ()):
@@ -126,7 +126,7 @@ def host_bytes(plan: Plan, graph: Graph, blocks: Blocks) -> dict[int, float]:
 
 
 def check_host_memory(plan: Plan, graph: Graph, blocks: Blocks) -> None:
-    """Raises InfeasibleError AP301 where a host's memory is too small for what is offloaded."""
+    """Raise InfeasibleError AP301 if a host's memory is too small for the offloaded states."""
     for number, needed in host_bytes(plan, graph, blocks).items():
         host = plan.cluster.hosts[number]
         limit = host.device.host_memory_bytes * host.num_devices
@@ -146,17 +146,25 @@ def memory_by_action(
     plan: Plan, graph: Graph, blocks: Blocks, rank: int, *, is_gpu: bool | None = None,
     runs: bool = True,
 ) -> list[tuple[Action, Bytes]]:  # fmt: skip
-    """What a pipeline rank holds at each action that computes or steps: of ``stage_memory`` the
-    whole course instead of its fullest moment. What is transient, of the fullest of its stages."""
+    """Return a pipeline rank's bytes at each action that computes or steps.
+
+    It is the whole course of ``stage_memory`` instead of its peak. Transient bytes are the fullest
+    stage's.
+    """
     memory = _PlanMemory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     return [
-        (action, together((memory.with_reserves(each, own) for each, own in held.items()), BRIEF))
-        for action, held in moments(*memory.of_rank(rank))
+        (
+            action,
+            combine_bytes(
+                (memory.with_reserves(each, own) for each, own in held.items()), TRANSIENT
+            ),
+        )
+        for action, held in action_bytes(*memory.of_rank(rank))
     ]
 
 
 class _PlanMemory:
-    """What the walks of all ranks of a plan need."""
+    """Data for the walks of all ranks of a plan."""
 
     def __init__(
         self, plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None, runs: bool
@@ -181,12 +189,12 @@ class _PlanMemory:
     def of_rank(
         self, rank: int
     ) -> tuple[Schedule, int, Mapping[int, StageBytes], MessageBytes, int]:
-        """What ``moments`` takes."""
+        """Return the arguments of ``action_bytes``."""
         held = {each: self._of(each).bytes() for each in self.schedule.stages(rank)}
         return self.schedule, rank, held, self._messages, self._most
 
     def with_reserves(self, stage: int, found: Bytes) -> Bytes:
-        """What a stage, as the schedule numbers it, holds, with its device's reserves."""
+        """Return the bytes of a stage, as the schedule numbers it, with its device's reserves."""
         return self._of(stage).with_reserves(found, self._groups)
 
     def _of(self, stage: int) -> _Stage:
@@ -194,7 +202,7 @@ class _PlanMemory:
 
 
 def _message_bytes(plan: Plan, schedule: Schedule, crossing: Sequence[Boundary]) -> MessageBytes:
-    """The bytes of a micro-batch's messages between stages as the schedule numbers them."""
+    """Return the bytes of a micro-batch's messages between stages as the schedule numbers them."""
     sent: dict[tuple[int, int], float] = {}
     taken: dict[tuple[int, int], float] = {}
     if schedule.parts:
@@ -221,8 +229,8 @@ def _local_bytes(spec: TensorSpec, layout: Layout, mesh: Mesh) -> int:
 
 @dataclass(frozen=True)
 class _Stage:
-    """One stage of the plan. ``known`` are the runs so far, ``walks`` gives all stages priced block
-    by block; ``splits``: its backward is split; ``runs``: on fake tensors."""
+    """One stage of the plan. ``known`` caches runs, ``walks`` returns all stages priced block by
+    block; ``splits``: its backward is split; ``runs``: it is run on fake tensors."""
 
     plan: Plan
     graph: Graph
@@ -243,7 +251,7 @@ class _Stage:
         return self.plan.cluster.device(self.stage.devices[0]).kind
 
     def bytes(self) -> StageBytes:
-        """What the stage holds, and what a micro-batch of it takes."""
+        """Return the bytes of the stage, and a function for those of a micro-batch."""
         return StageBytes(
             self._states, self._run,
             holds_inputs=self.kind != "cpu",
@@ -268,7 +276,7 @@ class _Stage:
 
     @cached_property
     def _carried(self) -> float:
-        """What a micro-batch in slices keeps besides what it keeps whole."""
+        """Return the additional bytes of a micro-batch in slices."""
         mesh, total = self.stage.mesh, 0.0
         positions = stage_ranges(self.plan)[self.index] if self.plan.slices else ()
         for position, decided in zip(positions, self.stage.blocks, strict=False):
@@ -287,7 +295,7 @@ class _Stage:
 
     @cached_property
     def _likeness(self) -> object:
-        """What tells a stage's run from another's."""
+        """Return a key of the stage's run."""
         stage = self.stage
         ends = tuple(
             (b.source_stage == self.index, b.spec, b.source_layout, b.target_layout)
@@ -298,7 +306,7 @@ class _Stage:
         return kinds, stage.mesh, stage.shares, stage.zero, frozenset(stage.layouts.items()), ends
 
     def with_reserves(self, found: Bytes, groups: Mapping[int, int]) -> Bytes:
-        """The bytes with what the device, its communicators and its allocator take besides."""
+        """Add the reserves of the device, its communicators and its allocator to the bytes."""
         most = max(groups[device] for device in self.stage.devices)
         found["reserve"] = float(reserve_bytes(self.kind, 0))
         found["communicators"] = float(communicator_bytes(self.kind, most))
@@ -318,7 +326,7 @@ class _Stage:
 
     @cached_property
     def host_bytes(self) -> float:
-        """Bytes of masters and optimizer states in the memory of the host."""
+        """Return the bytes of masters and optimizer states in the memory of the host."""
         numels = (self._held(name)[0] for name in self._parameters if self._is_trained(name))
         return float(sum(numels) * self._rules.host_bytes)
 
@@ -338,7 +346,7 @@ class _Stage:
 
     @cached_property
     def _states(self) -> Bytes:
-        """Parameters, master copies, what ZeRO holds gathered, gradients, optimizer states."""
+        """Return parameters, master copies, gathered parameters, gradients and optimizer states."""
         rules = policy_on(self.kind, self._rules)
         categories = ("parameters", "master", GATHERED, GRADIENTS, "optimizer")
         found: Bytes = dict.fromkeys(categories, 0.0)
@@ -349,7 +357,7 @@ class _Stage:
         return found
 
     def _held(self, name: str) -> tuple[int, int, bool]:
-        """A parameter's elements that the rank holds, over how many ranks ZeRO may shard them, and
+        """Return a parameter's elements on the rank, the ranks that ZeRO may shard it over, and
         whether it does."""
         spec, mesh = self.graph[name].spec, self.stage.mesh
         layout = leaf_layout(self.stage, self.blocks, name)

@@ -1,13 +1,12 @@
-"""What ZeRO and the sums of gradients allocate while a stage runs, in the runtime's order.
+"""Allocations of ZeRO and of gradient sums while a stage runs, in the runtime's order.
 
 In: a stage's parameters by block, the ZeRO stage, and the events of a micro-batch (a block's
 forward or backward begins or ends). Out: the bytes of gathered parameters, of buffers and of
-gradients, told to a ``LiveBytes``. The counterpart of ``runtime.parameters.zero`` and
+gradients, recorded in a ``LiveBytes``. The counterpart of ``runtime.parameters.zero`` and
 ``runtime.update.gradients``; for ZeRO 1 to 3 the order is that of FSDP2's parameter groups
-(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): a block is gathered into a flat
-buffer and copied out of it, the buffer lives until the next copy; in the backward the block
-before is gathered meanwhile, gradients are copied into a flat buffer, which lives until the
-next block's.
+(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): a block is gathered into a flat buffer
+and copied out of it, the buffer lives until the next copy; in the backward the block before is
+gathered meanwhile, gradients are copied into a flat buffer, which lives until the next block's.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ Library = Literal["gloo", "nccl"]
 GATHERED, COMMUNICATION, GRADIENTS = "gathered", "communication", "gradients"
 MAIN = "main_grad"
 BUCKET_BYTES, FULL_BYTES = 32_000_000, 8_000_000
-"""As ``planner.gradient_buckets`` bundles gradients of float32: the most of one block, and what
-takes no other."""
+"""Gradient buckets in float32, as in ``planner.gradient_buckets``: maximum bytes of a bucket, and
+bytes above which it takes no further block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Shards:
 
 @dataclass
 class Owner:
-    """A block's parameters, as the run holds them."""
+    """A block's parameters during the run."""
 
     sharded: list[nn.Parameter]
     reduced: list[nn.Parameter]
@@ -56,7 +55,7 @@ class Owner:
 
 
 def is_sharded(declared: ParameterProgram, mesh: Mesh, zero: int) -> bool:
-    """Whether ZeRO shards a parameter over axis "dp"
+    """Return whether ZeRO shards a parameter over axis "dp"
     (``runtime.parameters.shards.is_fully_sharded``)."""
     return (
         zero > 0
@@ -68,7 +67,7 @@ def is_sharded(declared: ParameterProgram, mesh: Mesh, zero: int) -> bool:
 
 
 def is_reduced(layout: Sequence[Placement], mesh: Mesh) -> bool:
-    """Whether a gradient is summed over some axis besides ZeRO's."""
+    """Return whether a gradient is summed over some axis besides ZeRO's."""
     return any(
         size > 1 and not placement.is_shard
         for size, placement in zip(mesh.shape, layout, strict=True)
@@ -77,8 +76,9 @@ def is_reduced(layout: Sequence[Placement], mesh: Mesh) -> bool:
 
 class StateTraffic:
     """The allocations of one micro-batch. ``reduces``: its backward is the step's last.
+    ``reduces``: its backward is the step's last.
 
-    Of ``library`` "gloo" a reduce-scatter receives as much as it sends
+    With ``library`` "gloo" a reduce-scatter receives as many bytes as it sends
     (``runtime.messages.communicator``).
     """
 
@@ -101,7 +101,7 @@ class StateTraffic:
         self.bucket: list[nn.Parameter] = []
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """The stage's parameters, whole as they compute, by name."""
+        """Watch the stage's parameters, whole as they compute, by name."""
         self.owners = [self._owner(block.parameters, parameters) for block in self.program.blocks]
         declared = self.program.parameters
         self.shared = self._owner([n for n in declared if declared[n].shared], parameters)
@@ -123,7 +123,7 @@ class StateTraffic:
         return Owner([parameters[n] for n in own], [parameters[n] for n in others], shards)
 
     def begin(self, *, is_first: bool) -> None:
-        """Before a micro-batch; if not the step's first, parameters and gradients are there."""
+        """Begin a micro-batch; except in a step's first, parameters and gradients exist already."""
         self.is_gathering = self.zero == 3 or (self.zero > 0 and is_first)
         everybody = [*self.owners, self.shared]
         for index, owner in enumerate(everybody):
@@ -161,8 +161,8 @@ class StateTraffic:
             self.live.hold(f"whole {len(self.owners)}", self.shared.shards.whole, GATHERED)
 
     def backward_begins(self, index: int) -> None:
-        """Blocks after this one are done; this one is copied out of what was gathered for
-        it, and the one before is gathered."""
+        """Finish the blocks after this block, copy it out of its gathered buffer, and gather the
+        block before."""
         if index >= self.at:
             return
         for later in range(self.at - 1, index, -1):
@@ -203,9 +203,9 @@ class StateTraffic:
             self._bucket(owner.reduced)
 
     def _bucket(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gradients move into a flat tensor, bucket by bucket, as they are summed there.
+        """Move gradients into a flat tensor, bucket by bucket, for their sums.
 
-        A bucket that is not full waits for the next block's.
+        A bucket that is not full waits for the next block.
         """
         for parameter in parameters:
             self.bucket.append(parameter)
@@ -237,13 +237,13 @@ class StateTraffic:
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """The gradient in the master's dtype, which is kept apart where that is another one."""
+    """Return the gradient in the master's dtype, which is stored separately if that differs."""
     found: Tensor | None = getattr(parameter, MAIN, None)
     return parameter.grad if found is None else found
 
 
 def set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """The inverse of ``gradient_of``."""
+    """Set a parameter's gradient; the inverse of ``gradient_of``."""
     if gradient.dtype != parameter.dtype:
         setattr(parameter, MAIN, gradient)
     else:
@@ -257,7 +257,7 @@ def forget_gradient(parameter: nn.Parameter) -> None:
 
 
 def padded_numel(shape: Sequence[int], shards: int) -> int:
-    """The elements of a parameter, its rows made up to a multiple of the shards.
+    """Return the elements of a parameter with its rows padded to a multiple of the shards.
 
     >>> padded_numel((3, 5), 2), padded_numel((), 1)
     (20, 1)

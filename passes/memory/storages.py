@@ -1,9 +1,9 @@
-"""The bytes of the tensors that are alive while code runs, and the most there were at once.
+"""The bytes of the tensors that are alive while code runs, now and at their peak.
 
-In: code that is run inside the mode, on real or on fake tensors. Out: bytes now and at the
-peak, by category. A storage counts once, however many tensors view it, from the op that
-first makes or reads it until its memory is freed. What a kernel allocates and frees inside
-itself is not seen. Sizes are rounded up as the allocator does.
+In: code that is run inside the mode, on real or on fake tensors. Out: bytes now and at the peak, by
+category. A storage counts once, however many tensors view it, from the op that first makes or reads
+it until its memory is freed. Allocations inside of a kernel are not seen. Sizes are rounded up as
+the allocator does.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SAVED = "activations"
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages of every tensor that an op makes or reads while it is entered.
 
-    ``resizes``: storages may be emptied and filled again under a tensor, as FSDP does with
-    gathered parameters; all sizes are then looked at again after every op.
+    ``resizes``: storages may be emptied and filled again under a tensor, as FSDP does with gathered
+    parameters; all sizes are then read again after every op.
 
     >>> import torch
     >>> with LiveBytes() as live:
@@ -51,12 +51,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def by_category(self) -> dict[str, int]:
-        """What is alive now."""
+        """Return the current bytes by category."""
         return self._categories(self._sizes)
 
     @property
     def peak_by_category(self) -> dict[str, int]:
-        """What was alive at the peak. A mark that came later counts for it too."""
+        """Return the bytes by category at the peak. Later marks apply to it, too."""
         return self._categories(self._peak_sizes)
 
     def _categories(self, sizes: Mapping[int, int]) -> dict[str, int]:
@@ -69,7 +69,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self, tensors: Iterable[Tensor], category: str, *, over: bool = True) -> None:
         """Put the storages of ``tensors`` in a category, and count them if they were not.
 
-        With ``over`` false only those that are in none yet.
+        With ``over`` false, only storages without a category change.
         """
         for tensor in tensors:
             for part in _plain(tensor):
@@ -80,7 +80,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def making(self, category: str) -> Iterator[None]:
-        """While inside, new storages are in a category."""
+        """Context manager: new storages are in a category."""
         before, self._label = self._label, category
         try:
             yield
@@ -88,7 +88,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._label = before
 
     def hold(self, name: str, num_bytes: int, category: str) -> None:
-        """Count ``num_bytes`` for memory that nobody allocates here; 0 to free it."""
+        """Count ``num_bytes`` for memory that is not allocated here; 0 frees it."""
         if name not in self._reserved:
             self._reserved[name] = len(self._labels)
             self._labels.append(category)
@@ -96,13 +96,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note()
 
     def begin_peak(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak."""
         self.peak_bytes = 0
         self._rescan()
         self._note()
 
     def saving(self) -> AbstractContextManager[Any]:
-        """While inside, what autograd saves is in the category of saved activations."""
+        """Context manager: tensors that autograd saves are in the category of saved activations."""
 
         def pack(tensor: Tensor) -> Tensor:
             self.mark((tensor,), SAVED, over=False)
@@ -164,7 +164,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _plain(tensor: Tensor) -> Iterable[Tensor]:
-    """A tensor, or what a wrapper such as a DTensor wraps."""
+    """Return a tensor, or the tensors inside of a wrapper such as a DTensor."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return (tensor,)

@@ -1,1 +1,1 @@
-"""Ops that programs consist of: those of torch by name, and our own."""
+"""Ops that programs consist of: torch's ops by name, and our own."""

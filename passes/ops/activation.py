@@ -1,4 +1,4 @@
-"""A function of rows as text: what stands between the two products of an expert.
+"""A function of rows as text: the ops between the two products of an expert.
 
 ``describe`` traces a function of one tensor, modules in it included, to JSON: a list of
 calls ``[target, arguments, options]``, where ``{"at": i}`` is the argument (0) or the result
@@ -21,7 +21,7 @@ _HOMES = {"functional": nn.functional, "torch": torch, "operator": operator}
 
 
 class _Tracer(fx.Tracer):
-    """A tracer that goes into every module."""
+    """A tracer that enters every module."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return False
@@ -37,7 +37,7 @@ class _Function(nn.Module):
 
 
 def describe(owner: nn.Module, function: Callable[[Any], Any]) -> str | None:
-    """The text of a function that may use the modules of ``owner``; None where it has none.
+    """Return the text of a function that may use the modules of ``owner``; None if it has no text.
 
     >>> describe(nn.Module(), lambda x: torch.relu(x) * 2)
     '[["torch.relu", [{"at": 0}], {}], ["operator.mul", [{"at": 1}, 2], {}]]'
@@ -99,7 +99,7 @@ def _encoded(value: Any, places: dict[fx.Node, int]) -> Any:
 
 
 def activate(text: str, rows: Tensor) -> Tensor:
-    """The function that ``text`` describes, on rows."""
+    """Apply the function that ``text`` describes to rows."""
     values: list[Any] = [rows]
     for target, args, kwargs in _calls(text):
         options = {key: _decoded(arg, values) for key, arg in kwargs.items()}

@@ -1,12 +1,12 @@
-"""Batch normalization: one way of writing it, and the statistics of a batch that is split.
+"""Batch normalization: one canonical form, and the statistics of a split batch.
 
-Captured, ``aten.batch_norm`` writes to its running buffers without saying so. Here it
-becomes ``_native_batch_norm_legit_functional``, which returns their new values; the stage
-keeps them (``Graph.updates``), so that recomputing a block does not update them twice.
+Captured, ``aten.batch_norm`` writes to its running buffers outside of its schema. Here it becomes
+``_native_batch_norm_legit_functional``, which returns their new values; the stage keeps them
+(``Graph.updates``), so that recomputing a block does not update them twice.
 
-Where the batch is split, the ranks exchange the mean m_i and variance v_i of their parts,
-of equal size, and combine them (Chan et al. 1979): m = mean m_i, v = mean v_i + mean
-(m_i − m)². With x̂ = (x − m) / σ and weight w the gradient of x is
+If the batch is split, the ranks exchange the mean m_i and variance v_i of their parts, of equal
+size, and combine them (Chan et al. 1979): m = mean m_i, v = mean v_i + mean (m_i − m)². With x̂ =
+(x − m) / σ and weight w the gradient of x is
 
     w / σ · (g − mean g − x̂ · mean(g x̂))
 
@@ -38,7 +38,7 @@ Specs = tuple[TensorSpec, ...]
 def batch_norm_call(
     path: str, args: tuple[Any, ...], outputs: Specs, spec_of: Callable[[Ref], TensorSpec]
 ) -> tuple[str, tuple[Any, ...], Specs]:
-    """The path, arguments and outputs that a captured batch normalization is written with.
+    """Return the path, arguments and outputs of a captured batch normalization in canonical form.
 
     With running buffers in training: the functional op and its five outputs. Else
     ``batch_norm`` and one output.
@@ -64,7 +64,7 @@ def batch_norm(
     eps: float,
     axes: tuple[int, ...],
 ) -> Tensor:
-    """Training-mode batch normalization of rows that are split over the mesh axes ``axes``."""
+    """Normalize rows that are split over the mesh axes ``axes``, in training mode."""
     return _normalize(rank, tensor, weight, bias, eps=eps, axes=axes)[0]
 
 
@@ -80,7 +80,7 @@ def batch_norm_with_buffers(  # noqa: PLR0913
     eps: float,
     axes: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The result, the batch's mean and 1/σ, and the new running mean and variance."""
+    """Return the result, the batch's mean and 1/σ, and the new running mean and variance."""
     if not axes and tensor.dtype == running_mean.dtype:
         made: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _WHOLE(
             tensor, weight, bias, running_mean, running_var, True, momentum, eps
@@ -107,7 +107,7 @@ def _normalize(
     eps: float,
     axes: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and the mean and the biased variance of the whole batch, by channel."""
+    """Return the result, and the mean and the biased variance of the whole batch, by channel."""
     with torch.no_grad():
         mean, variance = _statistics(rank, tensor, axes)
     normal: Tensor = _Normal.apply(tensor, mean, (variance + eps).rsqrt(), rank, axes)  # type: ignore[no-untyped-call]
@@ -129,7 +129,7 @@ def _statistics(rank: Rank, tensor: Tensor, axes: tuple[int, ...]) -> tuple[Tens
 
 
 class _Normal(torch.autograd.Function):
-    """(x − m) / σ by channel (dimension 1), where m and σ are those of the whole batch."""
+    """(x − m) / σ by channel (dimension 1), with m and σ of the whole batch."""
 
     @staticmethod
     def forward(

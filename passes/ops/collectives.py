@@ -1,10 +1,10 @@
-"""Changing a tensor's layout at run time: the collectives, each with its dual in the backward.
+"""Conversion of a tensor's layout at run time: the collectives, each with its dual in the backward.
 
-A change of placement on one axis is a pair of moves, one for the value and one for the
-gradient; ``MOVES`` lists them for every entry of ``planner.layout.CONVERSIONS``. The duals
-follow from what a gradient is in each placement (a partial sum in R, whole elsewhere): R→I,
-for example, leaves the value and divides the gradient by n, because the n equal gradients
-of I must add up to one of them.
+A change of placement on one axis is a pair of moves, one for the value and one for the gradient;
+``MOVES`` lists them for every entry of ``planner.layout.CONVERSIONS``. The duals follow from the
+meaning of a gradient in each placement (a partial sum in R, whole elsewhere): R→I, for example,
+leaves the value and divides the gradient by n, because the n equal gradients of I must add up to a
+single gradient.
 
 Source: Megatron-LM's f and g (Shoeybi et al. 2019, section 3) are I→R and P→I.
 """
@@ -27,35 +27,35 @@ from .random_ops import Draws
 class Communicator(Protocol):
     """Collectives among the ranks that differ only in their coordinate on one mesh axis.
 
-    None of them records autograd; each returns a new tensor.
+    They do not record autograd; each returns a new tensor.
     """
 
     def size(self, axis: int) -> int:
-        """How many ranks the axis has."""
+        """Return the number of ranks of the axis."""
         ...
 
     def coordinate(self, axis: int) -> int:
-        """This rank's position on the axis."""
+        """Return this rank's position on the axis."""
         ...
 
     def all_reduce(self, tensor: Tensor, axis: int, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """The sum (or maximum) over the axis, on every rank."""
+        """Return the sum (or maximum) over the axis, on every rank."""
         ...
 
     def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
-        """Every rank's tensor, concatenated along ``dim`` by coordinate."""
+        """Return every rank's tensor, concatenated along ``dim`` by coordinate."""
         ...
 
     def reduce_scatter(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
-        """This rank's part, along ``dim``, of the sum over the axis."""
+        """Return this rank's part, along ``dim``, of the sum over the axis."""
         ...
 
     def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
-        """Part i along ``split_dim`` goes to rank i; what comes is joined along ``concat_dim``."""
+        """Send part i along ``split_dim`` to rank i; join received parts along ``concat_dim``."""
         ...
 
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
-        """The tensor of the rank at the other end of the axis: of n - 1 - i for rank i.
+        """Return the tensor of the rank at the other end of the axis: of n - 1 - i for rank i.
 
         Both have the same shape and dtype.
         """
@@ -63,7 +63,7 @@ class Communicator(Protocol):
 
 
 class Alone:
-    """The communicator of a mesh of one rank: nothing is ever sent."""
+    """The communicator of a mesh of one rank, which never sends anything."""
 
     def size(self, axis: int) -> int:
         return 1
@@ -89,9 +89,9 @@ class Alone:
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """Who runs: a position on a mesh, how it talks to the others, what it draws for.
+    """The running rank: its position on a mesh, its communicator, and its random draws.
 
-    ``share`` are its rows where the batch is not split evenly on axis 0.
+    ``share`` are its rows if the batch is split unevenly on axis 0.
 
     ``bound`` gives a function its first argument; generated code calls the result by the
     function's own name.
@@ -105,7 +105,7 @@ class Rank:
     _bound: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` with this rank as its first argument."""
+        """Return ``function`` with this rank as its first argument."""
         if function not in self._bound:
             call = partial(function, self)
             call.__name__ = function.__name__  # type: ignore[attr-defined]
@@ -165,7 +165,7 @@ MOVES: dict[tuple[Kind, Kind], tuple[Move, Move]] = {
     ("P", "R"): (_reduced, _reduced),
     ("P", "S"): (_scattered, _gathered),
 }
-"""What happens to (the value, the gradient) in each change of placement but S(i)→S(j)."""
+"""Moves of (the value, the gradient) in each change of placement except S(i)→S(j)."""
 
 
 def _value_of(tensor: Tensor, step: Step, communicator: Communicator) -> Tensor:
@@ -196,10 +196,10 @@ class _Conversion(torch.autograd.Function):
 
 
 def convert(tensor: Tensor, steps: tuple[Step, ...], communicator: Communicator) -> Tensor:
-    """A local tensor brought to another layout, differentiably.
+    """Convert a local tensor to another layout, differentiably.
 
-    ``steps`` come from ``planner.layout.conversion_steps``. Integers and booleans have no
-    gradient and go forward only. On an axis of one rank all placements are the same.
+    ``steps`` come from ``planner.layout.conversion_steps``. Integers and booleans have no gradient
+    and are converted forward only. On an axis of one rank all placements are the same.
     """
     for step in steps:
         if communicator.size(step.axis) == 1:
@@ -230,7 +230,7 @@ def swap(tensor: Tensor, axes: tuple[int, ...], communicator: Communicator) -> T
 
 
 def format_steps(steps: tuple[Step, ...], axes: tuple[str, ...]) -> str:
-    """The text of a conversion, as generated code shows it.
+    """Format a conversion as generated code shows it.
 
     >>> format_steps((Step(1, Placement("P"), Placement("S", 0)),), ("dp", "tp"))
     'tp: P -> S(0)'
@@ -240,7 +240,7 @@ def format_steps(steps: tuple[Step, ...], axes: tuple[str, ...]) -> str:
 
 @cache
 def parse_steps(text: str, axes: tuple[str, ...]) -> tuple[Step, ...]:
-    """The inverse of ``format_steps``."""
+    """Parse the text of a conversion; the inverse of ``format_steps``."""
     steps = []
     for part in text.split(", "):
         axis, change = part.split(": ")
@@ -250,11 +250,11 @@ def parse_steps(text: str, axes: tuple[str, ...]) -> tuple[Step, ...]:
 
 
 def apply_steps(rank: Rank, tensor: Tensor, steps: str) -> Tensor:
-    """``convert`` as generated code calls it: ``apply_steps(x, "tp: P -> I")``."""
+    """Call ``convert`` from generated code: ``apply_steps(x, "tp: P -> I")``."""
     return convert(tensor, parse_steps(steps, rank.mesh.axes), rank.communicator)
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """A parameter's local part: of a DTensor its shard, of a plain tensor itself."""
+    """Return a parameter's local part: the shard of a DTensor, a plain tensor itself."""
     to_local = getattr(parameter, "to_local", None)
     return parameter if to_local is None else to_local()

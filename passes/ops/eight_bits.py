@@ -1,11 +1,11 @@
 """Linear layers that compute their three products with 8-bit factors, by torchao.
 
-In: local tensors of a linear op that the plan computes in fp8. Out: the op's result, whose
-backward casts too: input and weight to float8_e4m3fn, the gradient to float8_e5m2, each scaled
-as a whole by its largest value when it is used. Weights, activations and gradients themselves
-stay in bfloat16. torchao's own autograd function does this; ``of_data`` and ``of_weights`` are
-the halves of its backward, for schedules that compute them apart. On a CPU torchao emulates the
-products: it rounds the factors to 8 bits and multiplies them in float32.
+In: local tensors of a linear op that the plan computes in fp8. Out: the op's result, whose backward
+casts too: input and weight to float8_e4m3fn, the gradient to float8_e5m2, each scaled as a whole by
+its largest value when it is used. Weights, activations and gradients themselves stay in bfloat16.
+torchao's own autograd function does this; ``of_data`` and ``of_weights`` are the halves of its
+backward, for schedules that compute them separately. On a CPU torchao emulates the products: it
+rounds the factors to 8 bits and multiplies them in float32.
 
 Source: torchao/float8/float8_linear.py of https://github.com/pytorch/ao, whose linear layer
 torchtitan uses.
@@ -24,14 +24,14 @@ from torch import Tensor
 from ...planner.errors import MachineError
 
 MULTIPLE = 16
-"""What the sides of an 8-bit product have to be multiples of, for torch's kernels."""
+"""Divisor that the sides of an 8-bit product must have, for torch's kernels."""
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class _Torchao:
-    """What is used of torchao, with one configuration."""
+    """The used parts of torchao, with one configuration."""
 
     product: Any
     cast: Any
@@ -63,7 +63,7 @@ class _Torchao:
 
 @cache
 def load_torchao(emulate: bool) -> _Torchao:
-    """torchao's products with one scale per tensor. Raises MachineError AP413 without it."""
+    """Return torchao's products with one scale per tensor. Raises MachineError AP413 if missing."""
     try:
         from torchao.float8.config import Float8LinearConfig
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
@@ -95,10 +95,10 @@ def load_torchao(emulate: bool) -> _Torchao:
 
 
 def eight_bit_linear(data: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The linear op of data ``[..., in]`` and weight ``[out, in]`` with 8-bit factors.
+    """Compute the linear op of data ``[..., in]`` and weight ``[out, in]`` with 8-bit factors.
 
-    A product with a side that is no multiple of ``MULTIPLE`` keeps its factors as they are: the
-    kernels take no other. Raises MachineError AP413 where torchao is not installed.
+    A product with a side that is no multiple of ``MULTIPLE`` keeps its factors unchanged: the
+    kernels take no others. Raises MachineError AP413 if torchao is not installed.
     """
     if not _fits(data, weight):
         plain: Tensor = aten.linear.default(data, weight, bias)
@@ -108,7 +108,7 @@ def eight_bit_linear(data: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def of_data(gradient: Tensor, weight: Tensor, data: Tensor, rest: Sequence[Any]) -> Tensor:
-    """The gradient of ``eight_bit_linear``'s data; ``rest`` is not read (``Halves``)."""
+    """Return the gradient of ``eight_bit_linear``'s data; ``rest`` is not read (``Halves``)."""
     if not _fits(data, weight):
         return gradient @ weight
     eight_bits = _torchao(data)
@@ -119,7 +119,7 @@ def of_data(gradient: Tensor, weight: Tensor, data: Tensor, rest: Sequence[Any])
 def of_weights(
     gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of its weight and bias, of these shapes; None for a bias that is not there."""
+    """Return the gradients of its weight and bias, of these shapes; None for an absent bias."""
     rows, own = _rows(gradient), _rows(data)
     bias = rows.sum(0).reshape(shapes[1]) if len(shapes) > 1 and shapes[1] is not None else None
     if _are_multiples(*rows.shape, own.shape[-1]):

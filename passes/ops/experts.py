@@ -5,13 +5,13 @@ their results, weighted by ``scores``:
 
     y_t = Σ_j scores_tj · (act(x_t · up_e + b_e) · down_e + c_e)   with e = ids_tj
 
-Tokens do not meet, so the op is split by tokens; and it is a sum over experts, so it is
-split by experts: each rank computes what its own experts add, a partial sum. An id outside
-of the experts at hand adds nothing. Rows are sorted by expert and multiplied in groups
-(Gale et al. 2022, MegaBlocks), so no expert computes a row that is not its own.
+Tokens do not meet, so the op is split by tokens; and it is a sum over experts, so it is split by
+experts: each rank computes the addition of its own experts, a partial sum. An id outside of these
+adds nothing. Rows are sorted by expert and multiplied in groups (Gale et al. 2022, MegaBlocks), so
+no expert computes a row that is not its own.
 
-``activation`` is a function of rows as text (``activation.py``). ``transposed`` says that the
-weights are (expert, in, out), else (expert, out, in).
+``activation`` is a function of rows as text (``activation.py``). ``transposed`` weights are
+(expert, in, out), others (expert, out, in).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def run_experts(
     x: Tensor, ids: Tensor, scores: Tensor, *weights: Tensor | None,
     activation: str, transposed: bool, first: int = 0,
 ) -> Tensor:  # fmt: skip
-    """What the experts from ``first`` on add to each token: x (T, in), ids (T, k) to (T, out).
+    """Return what the experts from ``first`` on add to each token: x (T, in), ids (T, k) to (T,
+    out).
 
     ``weights`` are up (E, in, width), down (E, width, out) and their biases or None.
     """
@@ -60,12 +61,12 @@ def run_experts(
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """N rows sorted by expert: those of E experts, then those of experts that are elsewhere.
+    """N rows sorted by expert: rows of E experts, then rows of experts elsewhere.
 
-    ``experts`` (N) has each row's expert, E - 1 for rows of others, which ``absent`` (N, 1) names;
-    ``ends`` (E, int32) is where each expert's rows end. The host never learns how many these are:
-    it would have to wait for the device. What is computed of absent rows is unspecified until it
-    is masked, forward and backward.
+    ``experts`` (N) has each row's expert, E - 1 for rows of others, which ``absent`` (N, 1) marks;
+    ``ends`` (E, int32) are the ends of each expert's rows. The host never reads these: it would
+    have to wait for the device. Results of absent rows are unspecified until they are masked,
+    forward and backward.
     """
 
     experts: Tensor
@@ -74,13 +75,13 @@ class _Groups:
 
     @staticmethod
     def of(of_row: Tensor, count: int) -> _Groups:
-        """Of rows sorted by ``of_row`` (N), which is ``count`` for those of other experts."""
+        """Build groups of rows sorted by ``of_row`` (N), which is ``count`` for other experts."""
         every = torch.arange(count, device=of_row.device, dtype=of_row.dtype)
         ends = torch.searchsorted(of_row, every, right=True, out_int32=True)
         return _Groups(of_row.clamp(max=count - 1), (of_row == count).unsqueeze(-1), ends)
 
     def product(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Rows (N, in), each times its expert's ``weight`` (E, in, out), plus its bias."""
+        """Multiply rows (N, in) by their expert's ``weight`` (E, in, out), and add its bias."""
         if _has_kernel(rows, weight):
             made = functional.grouped_mm(rows, weight, offs=self.ends)
         else:
@@ -90,10 +91,10 @@ class _Groups:
         return made.masked_fill_(self.absent, 0)
 
     def _product_of_blocks(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Batched products of blocks of B = ceil(N / E) rows, each of one expert.
+        """Multiply blocks of B = ceil(N / E) rows in a batch, each block of one expert.
 
-        Every group is padded to whole blocks, so that at most E + ceil(N / B) <= 2E of them are
-        needed, however many rows an expert gets: shapes depend on no value.
+        Every group is padded to whole blocks, so at most E + ceil(N / B) <= 2E blocks are needed
+        for any distribution of rows: shapes depend on no value.
         """
         num_rows, count = rows.shape[0], weight.shape[0]
         size = max(1, -(-num_rows // count))
@@ -112,9 +113,9 @@ class _Groups:
 
 
 def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Whether ``grouped_mm`` takes these without asking the device how many rows a group has.
+    """Return whether ``grouped_mm`` takes these without asking the device for the sizes of groups.
 
-    On CUDA these are bfloat16; on the CPU there is nothing to ask. Rows are multiples of 16 bytes.
+    On CUDA that holds for bfloat16; on the CPU nothing is asked. Rows are multiples of 16 bytes.
     """
     dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float32)
     aligned = all(size * rows.itemsize % 16 == 0 for size in weight.shape[1:])
@@ -125,7 +126,7 @@ def split_experts(
     rank: Rank, x: Tensor, ids: Tensor, scores: Tensor, *weights: Tensor | None,
     axes: tuple[int, ...], **options: Any,
 ) -> Tensor:  # fmt: skip
-    """What this rank's part of the experts, split over ``axes``, adds to each token (P)."""
+    """The addition of this rank's part of the experts, split over ``axes``, to each token (P)."""
     assert weights[0] is not None
     first, _ = part_of(rank, weights[0].shape[0], axes)
     return run_experts(x, ids, scores, *weights, first=first, **options)
@@ -137,7 +138,7 @@ def experts(  # noqa: PLR0913 - the schema
     up_bias: Tensor | None = None, down_bias: Tensor | None = None, *,
     activation: str, num_experts: int, transposed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The op on whole tensors."""
+    """Compute the op on whole tensors."""
     return run_experts(
         x, ids, scores, up, down, up_bias, down_bias, activation=activation, transposed=transposed
     )
@@ -158,7 +159,7 @@ def _remember(
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient by computing the layer again."""
+    """Compute the gradient by running the layer again."""
     copies = [
         None if t is None else t.detach().requires_grad_(needed)
         for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)

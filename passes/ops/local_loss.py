@@ -29,7 +29,7 @@ MEAN, SUM = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class _Classes:
-    """The classes a rank holds: from ``start``, among ``total``, split over ``axes``."""
+    """The classes of a rank: from ``start``, among ``total``, split over ``axes``."""
 
     start: int
     total: int
@@ -50,9 +50,9 @@ def cross_entropy(  # noqa: PLR0913
     axes: tuple[tuple[int, ...], tuple[int, ...]],
     count: Tensor | None = None,
 ) -> Tensor:
-    """The cross entropy of local logits; dimension 1 (or the only one) counts classes.
+    """Compute the cross entropy of local logits; dimension 1 (or the only one) counts classes.
 
-    ``count`` is what the mean divides by where it is not the number of these rows.
+    ``count`` is the divisor of the mean, if it is not the number of these rows.
 
     ``axes`` are the mesh axes that split the rows, and those that split the classes. The
     result is I on the latter; on the former P when reduced, else split as the rows are.
@@ -88,7 +88,8 @@ def nll_loss(
     row_axes: tuple[int, ...],
     count: Tensor | None = None,
 ) -> Tensor:
-    """The mean negative log likelihood of rows split over ``row_axes``: this rank's share (P)."""
+    """Compute the mean negative log likelihood of rows split over ``row_axes``: this rank's part
+    (P)."""
     total = functional.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction="sum")
     if count is None:
         count = _denominator(rank, scores, target, weight, ignore_index, row_axes)
@@ -103,9 +104,9 @@ def _denominator(
     ignore_index: int,
     row_axes: tuple[int, ...],
 ) -> Tensor:
-    """What the mean divides by: the (weighted) number of rows, over every rank.
+    """Return the divisor of the mean: the (weighted) number of rows, over all ranks.
 
-    In float32 or better: half precision cannot count beyond a few hundred.
+    It is float32 or better: half precision cannot count beyond a few hundred.
     """
     dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
     if target.is_floating_point():
@@ -123,7 +124,7 @@ def _denominator(
 def count_targets(
     target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """The number of targets that are not ignored, each as much as its class weighs."""
+    """Return the number of targets that are not ignored, weighted by class."""
     kept = target != ignore_index
     if weight is None:
         return kept.sum().to(dtype)
@@ -141,9 +142,9 @@ def _classes(
 def part_of(
     rank: Rank, local_size: int, axes: tuple[int, ...], *, mirrored: tuple[int, ...] = ()
 ) -> tuple[int, int]:
-    """Where a rank's part of a dimension split over ``axes`` starts, and the whole size.
+    """Return the start of a rank's part of a dimension split over ``axes``, and the whole size.
 
-    With ``mirrored`` that of the rank at the other end of these axes.
+    With ``mirrored``, of the rank at the other end of these axes.
     """
     position, parts = 0, 1
     for axis in axes:
@@ -200,7 +201,8 @@ class _SplitClassLoss(torch.autograd.Function):
 
 
 def _local_target(target: Tensor, classes: _Classes, size: int) -> tuple[Tensor, Tensor]:
-    """Targets counted from this rank's first class (0 where another's), and which are its own."""
+    """Return targets counted from this rank's first class (0 for other ranks' classes), and which
+    are its own."""
     index = target - classes.start
     held = (index >= 0) & (index < size)
     return torch.where(held, index, 0), held

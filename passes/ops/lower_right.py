@@ -1,7 +1,7 @@
-"""Causal attention of some of a sequence's queries, by runs of positions.
+"""Causal attention of some of a sequence's queries, in runs of positions.
 
-``autoparallel::lower_right_attention`` is that of the last queries, ``balanced_attention`` that of
-two runs: each half of its queries is the last of the keys up to an end of its own.
+``autoparallel::lower_right_attention`` takes the last queries, ``balanced_attention`` two runs:
+each half of its queries is aligned to an end of its own among the keys.
 
 With L queries and S keys, query i sees the keys up to S - L + i: the mask is aligned to its lower
 right corner, where ``is_causal`` of PyTorch's attention aligns it to the upper left one. On a GPU
@@ -33,10 +33,10 @@ def lower_right_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Queries (..., L, D) of the last L of S positions; keys (..., S, D), values (..., S, E)."""
+    """Attend from queries (..., L, D) at the last L of S positions to keys, values (..., S, E)."""
     rows, columns = query.shape[-2], key.shape[-2]
     mask: Tensor | None = None
-    if isinstance(query, FakeTensor):  # It has no values to hide, and on a GPU no mask is written.
+    if isinstance(query, FakeTensor):  # no values to hide, and no mask on a GPU
         columns = rows
     if rows != columns and query.is_cuda:
         from torch.nn.attention.bias import causal_lower_right  # it imports torch._dynamo
@@ -64,22 +64,23 @@ def balanced_attention(
     query: Tensor, key: Tensor, value: Tensor, ends: Sequence[int],
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The first half of the queries, the larger one, ends at ``ends[0]``, the other at ``[1]``."""
+    """Attend in two halves of the queries: the first, larger half ends at ``ends[0]``, the other at
+    ``ends[1]``."""
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    halves = zip(halved(query), ends, strict=True)
+    halves = zip(split_in_half(query), ends, strict=True)
     return torch.cat([attend_upto(end, own, key, value, **options) for own, end in halves], -2)
 
 
-def halved(query: Tensor) -> tuple[Tensor, ...]:
-    """Queries in two halves along their positions, of which the first is no shorter."""
+def split_in_half(query: Tensor) -> tuple[Tensor, ...]:
+    """Split queries in two halves along their positions; the first is no shorter."""
     length = query.shape[-2]
     return torch.split(query, [length - length // 2, length // 2], -2)
 
 
 def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Causal attention of queries of which the last is at position ``end`` - 1.
+    """Compute causal attention of queries with the last at position ``end`` - 1.
 
-    No query sees a key behind it: those are cut off.
+    No query sees a later key, so later keys are cut off.
     """
     result: Tensor = torch.ops.autoparallel.lower_right_attention(
         query, key.narrow(-2, 0, end), value.narrow(-2, 0, end), **options

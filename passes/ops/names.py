@@ -1,4 +1,4 @@
-"""Names of ops: what they do, and the how manieth of their kind they are."""
+"""Names of ops: their function, with a number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUMBERED = re.compile(r"(.+?)(?:_\d+)?")
 
 
 def base_name(name: str) -> str:
-    """A node's name without its number.
+    """Return a node's name without its number.
 
     >>> base_name("linear_7"), base_name("linear"), base_name("relu_")
     ('linear', 'linear', 'relu_')
@@ -22,7 +22,7 @@ def base_name(name: str) -> str:
 
 
 class Names:
-    """Numbers names in the order they are asked for.
+    """Generator of numbered names, in the order of requests.
 
     >>> names = Names(["add_1"])
     >>> [names.next(base) for base in ("add", "add", "pow", "add")]
@@ -34,7 +34,7 @@ class Names:
         self._counts: dict[str, int] = {}
 
     def take(self, name: str) -> str:
-        """``name``, with an underscore for each time that it is taken already."""
+        """Return ``name`` with an underscore for each time that it is taken already."""
         while name in self._taken:
             name += "_"
         self._taken.add(name)

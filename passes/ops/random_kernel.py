@@ -1,6 +1,6 @@
 """``random_ops`` as one kernel: every element hashes its coordinates and is read and written once.
 
-Imported only where Triton is there (``random_ops.one_kernel``). The bits are those of
+Imported only if Triton is installed (``random_ops.one_kernel``). The bits are those of
 ``random_ops.random_bits``, and so are the results, bit for bit: the arithmetic is the same in the
 same order, in 64 bits for a row and in 32 for an element.
 """
@@ -28,7 +28,7 @@ def _mixed(value):  # type: ignore[no-untyped-def] # splitmix64
 
 @triton.jit
 def _along(rows, rest, size, start):  # type: ignore[no-untyped-def]
-    """The rows' hash with one more coordinate, that of the fastest dimension of ``rest``."""
+    """Add the coordinate of the fastest dimension of ``rest`` to the rows' hash."""
     return _mixed(rows ^ (rest % size + start) * -7046029254386353131)
 
 
@@ -40,12 +40,12 @@ def _draw(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - a kernel has no tu
     seed: tl.int64, column_seed: tl.int64, threshold, scale,
     leading: tl.constexpr, width: tl.constexpr, drops: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """``leading`` dimensions of starts f0, f1, ... and sizes (any), s1, ...; then the columns."""
+    """Draw with ``leading`` dimensions of starts f0, f1, ..., sizes (any), s1, ...; and columns."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < numel
     row = at // columns
     rows = row * 0 + seed
-    # The slowest dimension comes first: its coordinate is what the faster ones leave.
+    # The slowest dimension comes first: its coordinate is the rest of the faster ones.
     if leading == 1:
         rows = _mixed(rows ^ (row + f0) * -7046029254386353131)
     if leading == 2:
@@ -82,11 +82,11 @@ def draw(
     like: Tensor, start: Sequence[int] | None, *, seeds: tuple[int, int], threshold: int,
     scale: float, drops: bool, width: int = 24,
 ) -> Tensor:  # fmt: skip
-    """Dropout of ``like`` (``drops``) or numbers of its shape in [0, 1), for a box at ``start``.
+    """Compute dropout of ``like`` (``drops``) or numbers of its shape in [0, 1), for a box.
 
     Numbers have ``width`` bits. ``like`` is contiguous, of at most ``MAX_DIMS`` dimensions and at
-    most 32 bits per element.
-    ``seeds`` are those of rows and of columns; elements whose bits are below ``threshold`` stay.
+    most 32 bits per element. ``seeds`` belong to rows and to columns; elements whose bits are below
+    ``threshold`` stay.
     """
     result, sizes = torch.empty_like(like), list(like.shape) or [1]
     first = list(start or [0] * len(sizes))

@@ -1,16 +1,16 @@
-"""Random numbers that do not depend on who draws them: counted, not taken from a generator.
+"""Random numbers that depend on no generator and no rank: counter-based.
 
-Every element's number is a hash of four things: the step's key (seed and step), the number
-of the call in the forward, and the element's coordinates in the global tensor, the whole
-batch included. Any rank can so draw its own part of any tensor, for any layout and
-micro-batch and again in a recomputed forward, and all of them together are what one device
-draws. Nothing is saved for the backward: it draws the mask again.
+Every element's number is a hash of four things: the step's key (seed and step), the number of the
+call in the forward, and the element's coordinates in the global tensor, the whole batch included.
+So any rank can draw its own part of any tensor, for any layout and micro-batch and again in a
+recomputed forward, and all parts together equal the numbers of one device. Nothing is saved for the
+backward: it draws the mask again.
 
-The hash: the coordinates but the last are mixed one after the other into 64 bits per row
-(splitmix64, Steele, Lea and Flood 2014); the last coordinate gives 32 bits per column; a row
-and a column are combined by two rounds of xor, multiply and shift in 32 bits. The idea of
-counters is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". On a GPU one kernel
-computes all of this (``random_kernel``).
+The hash: all coordinates except the last are mixed in turn into 64 bits per row (splitmix64,
+Steele, Lea and Flood 2014); the last coordinate gives 32 bits per column; a row and a column are
+combined by two rounds of xor, multiply and shift in 32 bits. The idea of counters is Salmon et al.
+2011, "Parallel random numbers: as easy as 1, 2, 3". On a GPU one kernel computes all of this
+(``random_kernel``).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _UNIFORM_BITS = 24
 
 @dataclass(slots=True)
 class Draws:
-    """What a rank is drawing for: the step's key and the micro-batch that is running."""
+    """State of a rank's draws: the step's key and the current micro-batch."""
 
     key: int = 0
     microbatch: int = 0
 
     @contextmanager
     def repeated(self, key: int, microbatch: int) -> Iterator[None]:
-        """While inside, draw as in an earlier forward."""
+        """Context manager: draw as in an earlier forward."""
         before = self.key, self.microbatch
         self.key, self.microbatch = key, microbatch
         try:
@@ -59,7 +59,7 @@ class Draws:
 
 
 def step_key(seed: int, step: int) -> int:
-    """The key of a training step, as a signed 64-bit number.
+    """Return the key of a training step, as a signed 64-bit number.
 
     >>> step_key(0, 1) == step_key(0, 2), step_key(0, 1) == step_key(1, 1)
     (False, False)
@@ -68,7 +68,7 @@ def step_key(seed: int, step: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """splitmix64 of a number, unsigned."""
+    """Return splitmix64 of a number, unsigned."""
     value = (value + _GAMMA) % _WORD
     value = (value ^ value >> 30) * _FIRST % _WORD
     value = (value ^ value >> 27) * _SECOND % _WORD
@@ -80,12 +80,12 @@ def _signed(value: int) -> int:
 
 
 def _shifted(value: Tensor, bits: int, width: int) -> Tensor:
-    """A logical shift to the right."""
+    """Shift logically to the right."""
     return (value >> bits).bitwise_and_((1 << width - bits) - 1)
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """splitmix64 of each element of a fresh int64 tensor, in place."""
+    """Compute splitmix64 of each element of a fresh int64 tensor, in place."""
     value += _signed(_GAMMA)
     value.bitwise_xor_(_shifted(value, 30, 64)).mul_(_signed(_FIRST))
     value.bitwise_xor_(_shifted(value, 27, 64)).mul_(_signed(_SECOND))
@@ -93,15 +93,15 @@ def _mixed(value: Tensor) -> Tensor:
 
 
 def _seeds(number: int, key: int) -> tuple[int, int]:
-    """What the hashes of rows and of columns begin with, as signed 64-bit numbers."""
+    """Return the seeds of the hashes of rows and of columns, as signed 64-bit numbers."""
     seed = _mix(key % _WORD ^ _mix(number))
     return _signed(seed), _signed(_mix(seed))
 
 
 def one_kernel(like: Tensor) -> Callable[..., Tensor] | None:
-    """``random_kernel.draw`` where it takes a tensor; None where ``random_bits`` draws for it.
+    """Return ``random_kernel.draw`` if it supports the tensor; None if ``random_bits`` must draw.
 
-    Drawn so, an element costs some 60 kernels. Triton comes with PyTorch for CUDA; it needs a C
+    ``random_bits`` takes some 60 kernels. Triton comes with PyTorch for CUDA; it needs a C
     compiler. In float64, which only verification uses, its scale would be rounded to 32 bits.
     """
     is_taken = like.is_cuda and like.is_contiguous() and like.dim() <= 6 and like.itemsize <= 4
@@ -125,7 +125,7 @@ def random_bits(
     key: int,
     device: torch.device,
 ) -> Tensor:
-    """The 32 random bits (int32) of each element of a box of a global tensor.
+    """Return the 32 random bits (int32) of each element of a box of a global tensor.
 
     ``shape`` is the box's, ``start`` its first element's coordinates (default: zeros).
     """
@@ -150,7 +150,7 @@ def random_bits(
 def counter_dropout(
     x: Tensor, p: float, *, number: int, key: int = 0, start: Sequence[int] | None = None
 ) -> Tensor:
-    """Dropout of a box of a global tensor: a share ``p`` of it zero, the rest scaled up."""
+    """Apply dropout to a box of a global tensor: zero a share ``p``, scale the others up."""
     threshold = min(round((1 - p) * (1 << 32)) - (1 << 31), (1 << 31) - 1)
     scale = 1 / (1 - p) if p < 1 else 0.0
     draw = one_kernel(x)
@@ -183,7 +183,7 @@ counter_dropout.register_autograd(_backward, setup_context=_setup)
 def counter_uniform(
     like: Tensor, *, number: int, key: int = 0, start: Sequence[int] | None = None
 ) -> Tensor:
-    """Numbers in [0, 1) of the shape and dtype of a box of a global tensor.
+    """Draw numbers in [0, 1) of the shape and dtype of a box of a global tensor.
 
     They have as many bits as the dtype's mantissa, 24 at most: with more, half precision would
     round some up to 1.
@@ -206,7 +206,7 @@ def dropout_part(
     rank: Rank, x: Tensor, p: float, *, number: int, start: tuple[int, ...],
     batch: tuple[int, int] | None,
 ) -> Tensor:  # fmt: skip
-    """A rank's part of a dropout; arguments as ``_place`` takes them."""
+    """Compute a rank's part of a dropout; arguments as in ``_place``."""
     options = _place(rank, start, batch)
     result: Tensor = torch.ops.autoparallel.counter_dropout(x, p, number=number, **options)
     return result
@@ -216,16 +216,16 @@ def uniform_part(
     rank: Rank, like: Tensor, *, number: int, start: tuple[int, ...],
     batch: tuple[int, int] | None,
 ) -> Tensor:  # fmt: skip
-    """A rank's part of a uniform tensor."""
+    """Draw a rank's part of a uniform tensor."""
     options = _place(rank, start, batch)
     result: Tensor = torch.ops.autoparallel.counter_uniform(like, number=number, **options)
     return result
 
 
 def _place(rank: Rank, start: tuple[int, ...], batch: tuple[int, int] | None) -> dict[str, Any]:
-    """The step's key, and where a part lies in the whole batch's tensor.
+    """Return the step's key, and the position of a part in the whole batch's tensor.
 
-    ``start`` is where it lies in the micro-batch's, ``batch`` the dimension that counts the
+    ``start`` is its position in the micro-batch's tensor, ``batch`` the dimension that counts the
     batch and its size in a micro-batch.
     """
     place = list(start)

@@ -1,4 +1,4 @@
-"""Ops by their path: ``"aten.linear.default"`` to the callable and what its schema says."""
+"""Ops by their path: ``"aten.linear.default"`` to the callable, and facts of its schema."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZED_BY_OUTPUT = frozenset(
 
 @cache
 def resolve(path: str) -> OpOverload:
-    """The op that ``path`` names.
+    """Return the op that ``path`` names.
 
     >>> resolve("aten.linear.default") is torch.ops.aten.linear.default
     True
@@ -35,13 +35,13 @@ def resolve(path: str) -> OpOverload:
 
 
 def path_of(op: OpOverload) -> str:
-    """The inverse of ``resolve``."""
+    """Return the path of an op; the inverse of ``resolve``."""
     return str(op)
 
 
 @cache
 def mutated_argument(path: str) -> str | None:
-    """The name of the argument that the op writes to, or None."""
+    """Return the name of the argument that the op writes to, or None."""
     for argument in resolve(path)._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             return str(argument.name)
@@ -50,7 +50,7 @@ def mutated_argument(path: str) -> str | None:
 
 @cache
 def is_view(path: str) -> bool:
-    """Whether an output may share memory with an input without writing to it."""
+    """Return whether an output may share memory with an input without writing to it."""
     schema = resolve(path)._schema
     return any(
         result.alias_info is not None and not result.alias_info.is_write
@@ -60,19 +60,19 @@ def is_view(path: str) -> bool:
 
 @cache
 def has_argument(path: str, name: str) -> bool:
-    """Whether the op's schema has an argument of that name."""
+    """Return whether the op's schema has an argument of that name."""
     return any(argument.name == name for argument in resolve(path)._schema.arguments)
 
 
 @cache
 def is_random(path: str) -> bool:
-    """Whether the op draws from the random generator (dropout counts, whatever its rate)."""
+    """Return whether the op draws from the random generator (dropout counts at any rate)."""
     op = resolve(path)
     return torch.Tag.nondeterministic_seeded in op.tags or "dropout" in path or "counter_" in path
 
 
 def draws_by_itself(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call draws from a generator of torch, not counted numbers.
+    """Return whether a call draws from a generator of torch, not counted numbers.
 
     Dropout of a rate of 0, or not in training, draws nothing.
     """
@@ -90,18 +90,18 @@ def draws_by_itself(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 @cache
 def is_pointwise(path: str) -> bool:
-    """Whether the op computes each element of its broadcast inputs by itself."""
+    """Return whether the op computes each element of its broadcast inputs independently."""
     op = resolve(path)
     return torch.Tag.pointwise in op.tags or path.startswith("aten.masked_fill.")
 
 
 def forget() -> None:
-    """Forget what was looked up: a user's op was registered anew."""
+    """Clear the caches: a user's op was registered anew."""
     for cached in (resolve, mutated_argument, is_view, has_argument, is_random, is_pointwise):
         cached.cache_clear()
 
 
 def returns_several(path: str) -> bool:
-    """Whether an op returns a tuple or list, even of one."""
+    """Return whether an op returns a tuple or list, even of a single tensor."""
     returns = resolve(path)._schema.returns
     return len(returns) > 1 or str(returns[0].type).startswith("List")

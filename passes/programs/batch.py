@@ -1,8 +1,8 @@
-"""A batch as a tree: its tensors, each at a place, and all else in it, which is fixed.
+"""A batch as a tree: its tensors, each at a place, and its fixed other values.
 
-In: a dict, list or tuple, in which others may lie. Out: the place of each tensor, and batches of
-the same form with other tensors. A program reads every tensor with its rows in the first
-dimension; a place says in which dimension the batch has them.
+In: a dict, list or tuple, possibly nested. Out: the place of each tensor, and batches of the same
+form with other tensors. A program reads every tensor with its rows in the first dimension; a place
+says in which dimension the batch has them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LeafPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class InputPlace:
-    """Where a batch holds one input of a program, and in which dimension it counts the rows."""
+    """The place of a program's input in a batch, and the dimension that counts its rows."""
 
     path: LeafPath
     dim: int = 0
@@ -62,13 +62,13 @@ class InputPlace:
         return dense.movedim(self.dim, 0) if self.dim else dense
 
     def given(self, value: Tensor) -> Tensor:
-        """Return a tensor of the program with its rows where the batch has them."""
+        """Return a tensor of the program with its rows in the batch's dimension."""
         return value.movedim(0, self.dim) if self.dim else value
 
 
 @dataclass(frozen=True)
 class Example:
-    """A batch of a model's arguments; ``dims`` says where its tensors count rows."""
+    """A batch of a model's arguments; ``dims`` maps its tensors to their row dimensions."""
 
     batch: Batch
     dims: Mapping[LeafPath, int]
@@ -82,7 +82,7 @@ class Example:
 
     @cached_property
     def places(self) -> tuple[InputPlace, ...]:
-        """The places of its tensors."""
+        """Return the places of its tensors."""
         return tuple(
             InputPlace(path, self.dims.get(path, 0))
             for path, leaf in leaves(self.batch)
@@ -91,13 +91,13 @@ class Example:
 
     @cached_property
     def rows(self) -> int | None:
-        """The number of its rows; None where no tensor has any."""
+        """Return the number of its rows; None if no tensor has rows."""
         found = next(iter(self.dims.items()), None)
         return None if found is None else int(leaf_at(self.batch, found[0]).shape[found[1]])
 
     @property
     def fixed(self) -> dict[LeafPath, Any]:
-        """All that is no tensor in it."""
+        """Return its leaves that are no tensors."""
         return {path: leaf for path, leaf in leaves(self.batch) if not isinstance(leaf, Tensor)}
 
     def tensors(self) -> list[Tensor]:
@@ -106,7 +106,7 @@ class Example:
 
     @property
     def inputs(self) -> dict[str, InputPlace]:
-        """The places by the names that the inputs have in a graph."""
+        """Return the places by the names that the inputs have in a graph."""
         found: dict[str, InputPlace] = {}
         for place in self.places:
             name = place.name
@@ -130,7 +130,7 @@ class Example:
                 value = like.new_zeros((rows, *like.shape[1:]), device="cpu")
             if value is not None:
                 made[place.path] = place.given(value)
-        return filled(self.batch, made)
+        return fill_batch(self.batch, made)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
         """Return a batch of its form with all of a program's inputs, in the order of places."""
@@ -141,7 +141,7 @@ class Example:
 
     @cached_property
     def _flat(self) -> tuple[list[tuple[Any, bool]], TreeSpec]:
-        """Its leaves, each with whether it is a tensor, and its structure."""
+        """Return its leaves, each with whether it is a tensor, and its structure."""
         flat, structure = tree_flatten(self.batch)
         return [(leaf, isinstance(leaf, Tensor)) for leaf in flat], structure
 
@@ -171,7 +171,7 @@ def leaves(batch: Batch) -> list[tuple[LeafPath, Any]]:
 
 
 def parts(value: Any) -> list[tuple[LeafPath, Any]]:
-    """Return all leaves of a tree with their paths; of a leaf itself the path is empty."""
+    """Return all leaves of a tree with their paths; a leaf itself has an empty path."""
     return [(tuple(map(_step, path)), leaf) for path, leaf in tree_flatten_with_path(value)[0]]
 
 
@@ -191,7 +191,7 @@ def path_text(path: LeafPath) -> str:
     return name + "".join(f"[{step!r}]" for step in path[1 if name else 0 :])
 
 
-def filled(template: Batch, found: Mapping[LeafPath, Any]) -> Any:
+def fill_batch(template: Batch, found: Mapping[LeafPath, Any]) -> Any:
     """Return a batch like ``template`` with other leaves at the paths of ``found``."""
     pairs, structure = tree_flatten_with_path(template)
     return tree_unflatten(
@@ -222,12 +222,12 @@ def dims_of_size(batch: Batch, rows: int) -> dict[LeafPath, int]:
     }
 
 
-def resized(
+def resize_batch(
     batch: Batch, dims: Mapping[LeafPath, int], size: Callable[[LeafPath, int], int]
 ) -> Batch:
     """Return a batch whose tensors have another size in their dimension of ``dims``, on ``meta``.
 
-    ``size`` gives it for a path and the size that it is now.
+    ``size`` computes it from a path and the current size.
     """
     made = {}
     for path, dim in dims.items():
@@ -236,7 +236,7 @@ def resized(
         made[path] = torch.empty(
             shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad
         )
-    return filled(batch, made)
+    return fill_batch(batch, made)
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -248,14 +248,14 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def register_dataclasses(tree: Any) -> None:
-    """Have torch take the dataclasses in ``tree`` that hold tensors for structures."""
+    """Register the dataclasses in ``tree`` that hold tensors as structures of torch."""
     while kinds := {type(leaf) for leaf in tree_leaves(tree) if _is_structure(leaf)}:
         for kind in kinds:
             register_dataclass(kind)
 
 
 def holds_tensors(value: Any) -> bool:
-    """Tell whether an object has attributes that are tensors, or structures with tensors."""
+    """Return whether an object has attributes that are tensors, or structures with tensors."""
     if is_dataclass(value):
         held = [getattr(value, field.name, None) for field in fields(value)]
     else:
@@ -265,6 +265,6 @@ def holds_tensors(value: Any) -> bool:
 
 
 def _is_structure(value: Any) -> bool:
-    """Tell whether a value is an object of a dataclass that holds tensors."""
+    """Return whether a value is an object of a dataclass that holds tensors."""
     is_class = isinstance(value, type)
     return is_dataclass(value) and not is_class and holds_tensors(value)

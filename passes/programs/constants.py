@@ -1,4 +1,4 @@
-"""The values of constants, computed in whatever process needs them."""
+"""Values of constants, computed in each process that needs them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def evaluate(
     device: str = "cpu",
     buffers: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The global values of the constants ``names``, at the program's batch size.
+    """Compute the global values of the constants ``names``, at the program's batch size.
 
-    ``buffers`` holds the values of those buffers that the constants read, as the model
-    holds them (in float64, cast to float64).
+    ``buffers`` has the values of the buffers that the constants read, as the model holds them (in
+    float64, cast to float64).
     """
     given = {name: value.to(device) for name, value in program.literals.items()}
     given.update({name: value.to(device) for name, value in (buffers or {}).items()})
@@ -32,7 +32,7 @@ def evaluate(
 def evaluate_constants(
     graph: Graph, names: Iterable[str], *, device: str, buffers: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """``evaluate`` on a graph; ``buffers`` holds every buffer that is read, on ``device``."""
+    """Compute ``evaluate`` on a graph; ``buffers`` has every buffer that is read, on ``device``."""
     wanted = tuple(names)
     order = ancestors(graph, wanted)
     nodes = [node for node in graph.nodes if node.name in order and node.kind == "constant"]
@@ -42,7 +42,7 @@ def evaluate_constants(
 
 
 def ancestors(graph: Graph, names: Iterable[str]) -> set[str]:
-    """``names`` and every node that they depend on."""
+    """Return ``names`` and every node that they depend on."""
     found: set[str] = set()
     pending = list(names)
     while pending:
@@ -54,7 +54,7 @@ def ancestors(graph: Graph, names: Iterable[str]) -> set[str]:
 
 
 def _at_batch(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A constant captured at one batch size, for another: its equal parts are repeated.
+    """Convert a constant captured at one batch size to another: its equal parts are repeated.
 
     A dimension of ``k`` rows per row of the batch has parts of ``k``, or of a multiple of it.
     """

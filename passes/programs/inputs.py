@@ -1,8 +1,8 @@
-"""Batches made up for a graph: random values that every op of the graph accepts.
+"""Random batches for a graph, with values that every op of the graph accepts.
 
-Float inputs are standard normal. Integer inputs are uniform below the smallest bound that
-an op they reach puts on them (rows of an embedding, classes of a loss), through views,
-slices and other ops that keep integers. Inputs without a bound count as masks: all ones.
+Float inputs are standard normal. Integer inputs are uniform below the smallest bound of the ops
+they reach (rows of an embedding, classes of a loss), through views, slices and other ops that keep
+integers. Inputs without a bound count as masks: all ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _INDEX_DTYPES = ("int64", "int32", "int16", "uint8")
 
 
 def integer_bounds(graph: Graph) -> dict[str, int]:
-    """For each integer input the exclusive upper bound of its values, where one is found."""
+    """Map each integer input to the exclusive upper bound of its values, if there is any."""
     bounds: dict[str, int] = {}
     reached: dict[Ref, set[str]] = {
         Ref(node.name): {node.name} for node in graph.inputs if node.spec.dtype in _INDEX_DTYPES
@@ -35,7 +35,7 @@ def integer_bounds(graph: Graph) -> dict[str, int]:
 
 
 def _bound(graph: Graph, node: Node, position: int) -> int | None:
-    """How many values the ``position``-th tensor argument of ``node`` may take."""
+    """Return how many values the ``position``-th tensor argument of ``node`` may take."""
     family = node.op.removeprefix("aten.").split(".")[0]
     if family == "embedding" and position == 1:
         return graph.spec(node.inputs[0]).shape[0]
@@ -53,7 +53,7 @@ def _bound(graph: Graph, node: Node, position: int) -> int | None:
 
 
 def random_batch(graph: Graph, *, seed: int, dtype: str | None = None) -> dict[str, torch.Tensor]:
-    """A batch by input name, of the graph's shapes, the same for the same seed.
+    """Return a random batch by input name, of the graph's shapes, equal for equal seeds.
 
     ``dtype`` replaces the dtype of floating inputs.
     """

@@ -1,4 +1,4 @@
-"""Running a graph node by node on real tensors of one device: what every plan must equal."""
+"""Execution of a graph node by node on real tensors of one device: the reference for every plan."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SIZED = frozenset({
 
 
 def run(graph: Graph, values: Mapping[str, Tensor], *, device: str = "cpu") -> Tensor:
-    """The loss of ``graph``.
+    """Compute the loss of ``graph``.
 
-    ``values`` holds the inputs, parameters and buffers by name, and any constants that are
-    at hand; the others are computed. Differentiable by autograd.
+    ``values`` holds the inputs, parameters and buffers by name, and any known constants; the others
+    are computed. Differentiable by autograd.
     """
     loss = graph.loss
     outputs = run_nodes(graph, graph.nodes, values, keep=(loss.name,), device=device)
@@ -36,9 +36,9 @@ def run_nodes(
     keep: Iterable[str],
     device: str = "cpu",
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Run ``nodes`` (in topological order) and return the outputs of those named in ``keep``.
+    """Run ``nodes`` (in topological order) and return the outputs of the nodes named in ``keep``.
 
-    A value is let go after its last use.
+    A value is freed after its last use.
     """
     order = list(nodes)
     last_use = {ref.name: position for position, node in enumerate(order) for ref in node.inputs}
@@ -57,7 +57,7 @@ def run_nodes(
 def run_node(
     node: Node, held: Mapping[str, tuple[Tensor, ...]], *, device: str = "cpu"
 ) -> tuple[Tensor, ...]:
-    """The outputs of one node. Devices among its literals are replaced by ``device``."""
+    """Return the outputs of one node. Devices among its literals are replaced by ``device``."""
     if node.op == LITERAL:
         return (torch.tensor(node.args[0], device=device, **node.kwargs),)
 

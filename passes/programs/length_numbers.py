@@ -1,8 +1,8 @@
-"""Numbers that a model makes of the length of its sequences, which no padding keeps.
+"""Numbers that a model computes from the length of its sequences, which padding changes.
 
-In: the program of a model at the planned length, and that of the same model at a shorter one. Out:
-the first op that computes with another number, or takes another path. ``x * x.shape[1] ** -0.5`` is
-a product with a number in both, and with another in each.
+In: the programs of a model at the planned length and at a shorter length. Out: the first op that
+computes with another number, or takes another path. ``x * x.shape[1] ** -0.5`` is a product with a
+number in both, but with different numbers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .program import Program
 
 
 def find_length_number(program: Program, shorter: Program) -> Node | None:
-    """Return the first node of ``program`` that differs from that of ``shorter`` in more than
-    sizes; None where there is none."""
+    """Return the first node of ``program`` that differs from ``shorter`` in more than sizes; None
+    if there is none."""
     nodes, others = program.graph.nodes, shorter.graph.nodes
     for node, twin in zip(nodes, others, strict=False):
         if (node.name, node.op) != (twin.name, twin.op):
@@ -53,7 +53,7 @@ def _numbers(node: Node) -> list[Any]:
 
 
 def _is_known(program: Program, node: Node) -> bool:
-    """Tell whether a constant follows from no buffer of the model."""
+    """Return whether a constant depends on no buffer of the model."""
     graph: Graph = program.graph
     return all(
         graph[name].kind != "buffer" or name in program.literals
@@ -62,7 +62,7 @@ def _is_known(program: Program, node: Node) -> bool:
 
 
 def _begins(value: Tensor, shorter: Tensor) -> bool:
-    """Tell whether a tensor begins, in every dimension, with the shorter one."""
+    """Return whether a tensor begins, in every dimension, with the shorter tensor."""
     if value.dim() != shorter.dim():
         return False
     sizes = [min(pair) for pair in zip(value.shape, shorter.shape, strict=True)]

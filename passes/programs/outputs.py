@@ -1,8 +1,8 @@
-"""What a model returns besides its loss: its structure, and outputs that are differentiated.
+"""A model's outputs besides its loss: their structure, and the differentiated outputs.
 
-In: a model's outputs as an export sees them. Out: an ``OutputForm``, which rebuilds outputs of
-the same structure from tensors; and, for a model that returns no loss, a scalar from which the
-graph is captured all the same (``mean_of_outputs``) and the values that it is made of.
+In: a model's outputs as an export sees them. Out: an ``OutputForm``, which rebuilds outputs of the
+same structure from tensors; and, for a model that returns no loss, a scalar from which the graph is
+captured instead (``mean_of_outputs``) and its operands.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LeafKind = Literal["loss", "tensor", "value"]
 class Leaf:
     """One leaf of a model's outputs.
 
-    ``kind``: the loss, another tensor, or a plain value. ``value`` is the plain value (None for
-    an object of the model's own, such as a cache of keys), and of the loss its shape.
+    ``kind``: the loss, another tensor, or a plain value. ``value`` is the plain value (None for an
+    object of the model's own, such as a cache of keys), for the loss it is its shape.
     """
 
     kind: LeafKind
@@ -49,11 +49,11 @@ class OutputForm:
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors it has besides the loss."""
+        """Return the number of its tensors besides the loss."""
         return sum(leaf.kind == "tensor" for leaf in self.leaves)
 
     def build(self, loss: Tensor | None, tensor: Callable[[int], Tensor]) -> Any:
-        """Outputs of this structure: ``loss``, and ``tensor(i)`` for the i-th other tensor."""
+        """Build outputs of this structure: ``loss``, and ``tensor(i)`` for other tensor i."""
         made: list[Any] = []
         position = 0
         for leaf in self.leaves:
@@ -67,12 +67,12 @@ class OutputForm:
 
 
 def _shaped(loss: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The loss in the model's own shape; one that has it may be on its way and stays so."""
+    """Return the loss in the model's own shape; if it has that, return it itself."""
     return loss if loss.shape == shape else loss.reshape(shape)
 
 
 def output_form(outputs: Any, loss: Tensor | None) -> OutputForm:
-    """The form of ``outputs``; ``loss`` is that of them which training minimizes, if any."""
+    """Return the form of ``outputs``; ``loss`` is the output that training minimizes, if any."""
     flat, structure = tree_flatten(with_dataclasses(outputs))
     return OutputForm(structure, tuple(_leaf(value, loss) for value in flat))
 
@@ -103,15 +103,15 @@ def _leaf(value: Any, loss: Tensor | None) -> Leaf:
 
 
 def output_tensors(outputs: Any, form: OutputForm) -> list[Tensor]:
-    """The tensors of ``outputs`` besides the loss, in the order of ``form``."""
+    """Return the tensors of ``outputs`` besides the loss, in the order of ``form``."""
     flat, _ = tree_flatten(outputs)
     return [value for value, leaf in zip(flat, form.leaves, strict=True) if leaf.kind == "tensor"]
 
 
 def scalar_losses(outputs: Any) -> list[Tensor]:
-    """The differentiable scalars in a tuple or list of outputs: what may be its loss.
+    """Return the differentiable scalars in a tuple or list of outputs: the candidates for its loss.
 
-    Without gradients these are all that have a fraction, or of them those without dimensions.
+    Without gradients these are all floating scalars, or those among them without dimensions.
     """
     scalars = [
         value
@@ -127,18 +127,18 @@ def _is_differentiable(value: Tensor) -> bool:
     return value.requires_grad and (value.is_floating_point() or value.is_complex())
 
 
-def differentiable(outputs: Any) -> list[Tensor]:
+def differentiable_outputs(outputs: Any) -> list[Tensor]:
     """Return the outputs that a loss can be differentiated through, in their order."""
     flat = tree_flatten(with_dataclasses(outputs))[0]
     return [each for each in flat if isinstance(each, Tensor) and _is_differentiable(each)]
 
 
 def mean_of_outputs(outputs: Any, batch: Any) -> Tensor:
-    """A scalar that depends on every differentiable output: the sum of their means.
+    """Return a scalar that depends on every differentiable output: the sum of their means.
 
-    Raises CaptureError AP203 where no output can be differentiated.
+    Raises CaptureError AP203 if no output can be differentiated.
     """
-    found = differentiable(outputs)
+    found = differentiable_outputs(outputs)
     if not found:
         raise CaptureError(
             "AP203",
@@ -153,9 +153,9 @@ def mean_of_outputs(outputs: Any, batch: Any) -> Tensor:
 
 
 def mean_inputs(graph: Graph, count: int) -> tuple[Ref, ...]:
-    """The values that a graph's loss, made by ``mean_of_outputs`` of ``count`` outputs, averages.
+    """Return the values that a graph's loss averages, in the order of the outputs.
 
-    In the order of the outputs.
+    The loss must come from ``mean_of_outputs`` of ``count`` outputs.
     """
     found: list[Ref] = []
     ref = graph.loss

@@ -1,4 +1,4 @@
-"""The captured program: what every later step starts from."""
+"""The captured program: the input of every later step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 class Program:
     """A model's forward and loss as a graph cut into blocks.
 
-    ``model`` is the model that was captured, on the ``meta`` device. ``inputs`` maps each
-    input's name to its place in the batch; an input of floating dtype is to be cast to its node's
-    dtype. ``example`` is a batch that it was captured at. ``literals`` are small
-    tensors that the model's code makes from Python numbers, as buffers of those names.
-    ``unused`` are the parameters that the loss does not depend on. ``outputs`` is the form of
-    what the model returns, None where that is not known; ``returned`` are the values that its
-    caller differentiates, where it returns no loss. ``recapture(rows, change)``
-    captures the model again, for a global batch of so many rows, at examples that ``change`` gives.
+    ``model`` is the model that was captured, on the ``meta`` device. ``inputs`` maps each input's
+    name to its place in the batch; inputs of floating dtype must be cast to their nodes' dtypes.
+    ``example`` is a batch of its capture. ``literals`` are small tensors that the model's code
+    makes from Python numbers, as buffers of those names. ``unused`` are the parameters that the
+    loss does not depend on. ``outputs`` is the form of the model's outputs, None if unknown;
+    ``returned`` are the values that its caller differentiates, if it returns no loss.
+    ``recapture(rows, change)`` captures the model again, for a global batch of ``rows`` rows, at
+    examples that ``change`` returns.
     """
 
     graph: Graph
@@ -43,7 +43,7 @@ class Program:
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """The names of the buffers that the graph reads, without the literals."""
+        """Return the names of the buffers that the graph reads, without the literals."""
         return tuple(
             node.name
             for node in self.graph.nodes
@@ -58,7 +58,7 @@ class Program:
     def of_global_batch(self, rows: int) -> Program | None:
         """Capture the model for a global batch of ``rows``: its numbers may follow the rows.
 
-        Returns None where the model takes another path for ``rows`` than for the planned batch.
+        Returns None if the model takes another path for ``rows`` than for the planned batch.
         """
         if self.recapture is None:
             return self

@@ -2,9 +2,9 @@
 
 In: a model, its batch and its loss. Out: a ``CallTrace``: every call of a function of torch in
 order, without the values of tensors that come from the batch or the model. Two forwards with equal
-traces are the same program. A number with a fraction stands apart from the rest of its call, and
-so does a tensor that the model's code makes of numbers (``torch.tensor(mask)``): where two traces
-differ in these alone they are the same program with other values.
+traces are the same program. Numbers with a fraction are stored separately from their calls, as are
+tensors that the model's code makes of numbers (``torch.tensor(mask)``): traces that differ in these
+alone are the same program with other values.
 
 The forward runs on fake tensors, so that a trace costs the time of its Python code.
 """
@@ -52,25 +52,28 @@ _ARITHMETIC = frozenset(
     }
 )
 _OWN_PATHS = frozenset({0.0, 1.0, -1.0})
-"""Numbers for which functions of torch have paths of their own (``p=0.0``, ``alpha=1.0``)."""
+"""Numbers for which functions of torch have special code paths (``p=0.0``, ``alpha=1.0``)."""
 _NUMBER, _TENSOR = "a number", "a tensor"
 
 
 @dataclass
 class CallTrace:
-    """``calls`` are the functions and all that decides what they compute, but for the ``numbers``
-    (by place) and the values of ``tensors``, which the model's code makes. ``outputs`` is the form
-    of what the model returns."""
+    """Trace of a forward.
+
+    ``calls`` are the functions with all facts that decide their results, except the ``numbers`` (by
+    place) and the values of ``tensors``, which the model's code makes. ``outputs`` is the form of
+    the model's outputs.
+    """
 
     calls: list[Any] = field(default_factory=list)
     numbers: dict[Place, float] = field(default_factory=dict)
     tensors: list[np.ndarray[Any, Any]] = field(default_factory=list)
     outputs: OutputForm | None = None
     source: str = ""
-    """The user's line of the call that ``tracing_calls`` was asked to watch."""
+    """The user's line of the call that ``tracing_calls`` watches."""
 
     def is_like(self, other: CallTrace) -> bool:
-        """Return whether two traces differ in numbers and in the values of tensors at most."""
+        """Return whether two traces differ at most in numbers and in the values of tensors."""
         return (
             self.calls == other.calls
             and self.numbers.keys() == other.numbers.keys()
@@ -79,17 +82,17 @@ class CallTrace:
         )
 
     def changed_numbers(self, other: CallTrace) -> set[Place]:
-        """Return the places of the numbers that differ from those of a trace like this one."""
+        """Return the places of the numbers that differ from an equivalent trace."""
         return {place for place, value in self.numbers.items() if other.numbers[place] != value}
 
     def changed_tensors(self, other: CallTrace) -> set[int]:
-        """Return the positions of the tensors that differ from those of a trace like this one."""
+        """Return the positions of the tensors that differ from an equivalent trace."""
         pairs = enumerate(zip(self.tensors, other.tensors, strict=True))
         return {at for at, (one, another) in pairs if one.tobytes() != another.tobytes()}
 
 
 def _kinds(trace: CallTrace) -> tuple[Any, ...]:
-    """The form of outputs without plain values: those of the last trace are returned."""
+    """Return the form of outputs without plain values, which come from the last trace."""
     assert trace.outputs is not None
     leaves = [(leaf.kind, leaf.is_differentiable) for leaf in trace.outputs.leaves]
     return trace.outputs.structure, leaves
@@ -100,8 +103,8 @@ def _form(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A trace that is filled by the next forward, and the values that it computes with."""
+class _TraceRequest:
+    """A trace that the next forward fills, and the values that it computes with."""
 
     trace: CallTrace
     numbers: Mapping[Place, float]
@@ -110,7 +113,7 @@ class _Wanted:
     watched: int | None
 
 
-_WANTED: ContextVar[_Wanted | None] = ContextVar("wanted trace", default=None)
+_WANTED: ContextVar[_TraceRequest | None] = ContextVar("wanted trace", default=None)
 
 
 @contextmanager
@@ -120,13 +123,13 @@ def tracing_calls(
     before: Callable[[], None] = lambda: None,
     watched: int | None = None,
 ) -> Iterator[CallTrace]:
-    """Have forwards inside fill a trace, each anew, and compute with other values.
+    """Context manager: forwards fill a trace, each anew, and compute with replaced values.
 
-    These are ``numbers`` by place and ``tensors`` by position; ``before`` is called before each
-    forward. The source of the call number ``watched`` is noted.
+    Replaced are ``numbers`` by place and ``tensors`` by position; ``before`` is called before each
+    forward. The source of the call number ``watched`` is recorded.
     """
     trace = CallTrace()
-    token = _WANTED.set(_Wanted(trace, numbers or {}, tensors or {}, before, watched))
+    token = _WANTED.set(_TraceRequest(trace, numbers or {}, tensors or {}, before, watched))
     try:
         yield trace
     finally:
@@ -135,7 +138,7 @@ def tracing_calls(
 
 @contextmanager
 def traced_if_wanted() -> Iterator[None]:
-    """Trace the forward inside, where ``tracing_calls`` asks for it."""
+    """Trace the forward inside if ``tracing_calls`` is active."""
     wanted = _WANTED.get()
     if wanted is None:
         yield
@@ -149,15 +152,15 @@ def traced_if_wanted() -> Iterator[None]:
 
 
 def replaces_values() -> bool:
-    """Return whether forwards compute with other values than those of the model's code."""
+    """Return whether forwards compute with replaced values."""
     wanted = _WANTED.get()
     return wanted is not None and bool(wanted.numbers or wanted.tensors)
 
 
 class _Recorder(TorchFunctionMode):
-    """Fills a trace, and puts other values in the places that are asked for."""
+    """Recorder of a trace, which also replaces values."""
 
-    def __init__(self, wanted: _Wanted) -> None:
+    def __init__(self, wanted: _TraceRequest) -> None:
         super().__init__()
         self._wanted, self._trace = wanted, wanted.trace
         self._numbers: list[float] = []
@@ -197,7 +200,7 @@ class _Recorder(TorchFunctionMode):
     def _make(
         self, func: Callable[..., Any], data: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Make a tensor of numbers, with the values that are asked for."""
+        """Make a tensor of numbers, with replaced values if any."""
         position = len(self._trace.tensors)
         value = np.asarray(data)
         if position in self._wanted.tensors:
@@ -211,11 +214,11 @@ class _Recorder(TorchFunctionMode):
 
     def _hold(self, tensor: Tensor, value: np.ndarray[Any, Any]) -> None:
         self._positions[id(tensor)] = len(self._trace.tensors)
-        self._held.append(tensor)  # so that no other gets its id
+        self._held.append(tensor)  # keeps its id unique
         self._trace.tensors.append(value.copy())
 
     def _form(self, value: Any, takes_any: bool) -> Any:
-        """An argument as it is compared; numbers with a fraction are put aside."""
+        """Return an argument in comparable form; numbers with a fraction are stored separately."""
         kind = type(value)
         if kind is float:
             if not _is_free(value, takes_any):
@@ -237,7 +240,7 @@ class _Recorder(TorchFunctionMode):
         return kind, value
 
     def _hold_real(self, tensor: Tensor) -> None:
-        """A tensor with values that belongs neither to the batch nor to the model's state."""
+        """Record a tensor with values that belongs neither to the batch nor to the model state."""
         if tensor.is_meta or tensor.layout != torch.strided:
             return
         position = len(self._trace.tensors)
@@ -251,13 +254,13 @@ class _Recorder(TorchFunctionMode):
 
 
 def _data(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the numbers that a tensor is made of; None where tensors are among them."""
+    """Return the numbers that a tensor is made of; None if they include tensors."""
     data = args[0] if args else next((kwargs[key] for key in _DATA if key in kwargs), None)
     return None if isinstance(data, Tensor) or _holds_tensors(data) else data
 
 
 def _is_free(value: float, takes_any: bool) -> bool:
-    """Return whether a number may take other values without another path in torch's functions."""
+    """Return whether a number may take other values on the same path through torch's functions."""
     return math.isfinite(value) and (takes_any or value not in _OWN_PATHS)
 
 
@@ -268,7 +271,7 @@ def _holds_tensors(data: Any) -> bool:
 
 
 def _with_numbers(value: Any, numbers: Iterator[float], takes_any: bool) -> Any:
-    """Return an argument with ``numbers`` in place of its own, in the order of ``_form``."""
+    """Return an argument with its numbers replaced by ``numbers``, in the order of ``_form``."""
     kind = type(value)
     if kind is float and _is_free(value, takes_any):
         return next(numbers)

@@ -1,8 +1,8 @@
-"""The mode under which a forward's random calls are counted ones (see ``random_ops``).
+"""The mode that turns a forward's random calls into counted calls (see ``random_ops``).
 
-Dropout in all its forms, attention with dropout and the functions of ``distributions`` are
-replaced and numbered in call order. A model is captured under it, so that the graph's nodes
-carry their numbers, and one device's reference runs under it, so that it draws the same.
+Dropout in all its forms, attention with dropout and the functions of ``distributions`` are replaced
+and numbered in call order. A model is captured under it, so that the graph's nodes carry their
+numbers, and one device's reference runs under it, so that it draws the same numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...planner.errors import CaptureError
 from ...planner.graph import Graph
 from ..ops import random_ops  # registers the ops
 from .distributions import DISTRIBUTIONS
-from .locate import uncounted, user_source
+from .locate import uncounted_error, user_source
 
 _MULTIHEAD = functional.multi_head_attention_forward
 _DROPOUT = functional.dropout
@@ -30,10 +30,10 @@ _ATTENTION = functional.scaled_dot_product_attention
 
 
 class counter_random(TorchFunctionMode):  # noqa: N801
-    """While inside, random calls are numbered from 0 and drawn for ``key`` (``step_key``).
+    """Context manager: random calls are numbered from 0 and drawn for ``key`` (``step_key``).
 
-    Of a batch in micro-batches, this forward is of ``microbatch``; ``batch_dims`` has the
-    dimension that counts the batch, by the number of the call (see ``batch_dims``).
+    ``microbatch`` is the number of the forward's micro-batch; ``batch_dims`` has the dimension that
+    counts the batch, by the number of the call (see ``batch_dims``).
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class counter_random(TorchFunctionMode):  # noqa: N801
         return replacement(self, *args, **kwargs)
 
     def dropped(self, x: Tensor, p: float) -> Tensor:
-        """The next dropout of the forward."""
+        """Return the next dropout of the forward."""
         result: Tensor = torch.ops.autoparallel.counter_dropout(x, p, **self._next(x))
         return result
 
     def uniform(self, like: Tensor) -> Tensor:
-        """The next numbers in [0, 1), of the shape and dtype of ``like``."""
+        """Return the next numbers in [0, 1), of the shape and dtype of ``like``."""
         if like.is_complex():
             raise _refused("a function of complex numbers")
         options = self._next(like)
@@ -86,12 +86,12 @@ class counter_random(TorchFunctionMode):  # noqa: N801
 
 
 def _refused(function: str) -> CaptureError:
-    """AP211 of a call that cannot be counted, at the user's line that is running."""
-    return uncounted(function, user_source("".join(traceback.format_stack())))
+    """Return error AP211 for a call that cannot be counted, at the user's current line."""
+    return uncounted_error(function, user_source("".join(traceback.format_stack())))
 
 
 def batch_dims(graph: Graph) -> dict[int, int]:
-    """For each counted random call of a graph the dimension that counts the batch, if any."""
+    """Map each counted random call of a graph to the dimension that counts the batch, if any."""
     return {
         node.kwargs["number"]: dim
         for node in graph
@@ -112,7 +112,8 @@ def _dropout(
 
 
 def _channels(batched_dims: int | None) -> Callable[..., Tensor]:
-    """Dropout of whole channels; inputs of one dimension less than ``batched_dims`` are one row."""
+    """Return the dropout of whole channels; inputs with one dimension less than ``batched_dims``
+    are one row."""
 
     def drop(
         mode: counter_random, input: Tensor, p: float = 0.5, training: bool = True,
@@ -134,7 +135,7 @@ def _attention(
     attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Attention; with dropout written out, for its weights to be dropped one by one."""
+    """Compute attention; with dropout it is written out, so that weights are dropped one by one."""
     if not dropout_p:
         return _ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **options)
     if options.get("enable_gqa"):
@@ -154,7 +155,7 @@ def _attention(
 
 
 def _multihead(mode: counter_random, *args: Any, **kwargs: Any) -> Any:
-    """``nn.MultiheadAttention``'s function, whose own calls no mode sees."""
+    """Call the function of ``nn.MultiheadAttention``, whose own calls no mode sees."""
     with _patched(functional, {
         "dropout": lambda *a, **k: _dropout(mode, *a, **k),
         "scaled_dot_product_attention": lambda *a, **k: _attention(mode, *a, **k),

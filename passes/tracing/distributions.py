@@ -1,8 +1,8 @@
 """The random functions of torch, written with counted uniform numbers (see ``random_ops``).
 
-Each function here stands for the one of torch that ``DISTRIBUTIONS`` names and takes its arguments
-after a source of counted numbers. None has a gradient with respect to its parameters, as in torch.
-In half precision the numbers are computed in float32 and rounded at the end.
+Each function here replaces the function of torch that ``DISTRIBUTIONS`` names and takes its
+arguments after a source of counted numbers. As in torch, there are no gradients with respect to
+parameters. In half precision the numbers are computed in float32 and rounded at the end.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.nn import functional
 _STEP = 2.0**-24
 """The distance of neighbouring uniform numbers."""
 _FINE_ABOVE = 2**16
-"""Ranges of integers above this take two uniform numbers, for all integers to be as likely."""
+"""Range above which two uniform numbers are drawn per integer, so that all are equally likely."""
 
 
 class Source(Protocol):
-    """Gives numbers in [0, 1) of the shape and dtype of a tensor, others at each call."""
+    """Source of numbers in [0, 1) of the shape and dtype of a tensor, different at each call."""
 
     def uniform(self, like: Tensor) -> Tensor: ...
 
@@ -32,7 +32,8 @@ def _uniform(source: Source, like: Tensor, low: float = 0.0, high: float = 1.0) 
 
 
 def normal(source: Source, like: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
-    """Normal numbers of the shape of ``like`` (Box and Muller 1958), from two uniform ones."""
+    """Draw normal numbers of the shape of ``like`` (Box and Muller 1958), from two uniform ones
+    each."""
     floats = _floats(like)
     radius = (-2 * torch.log1p(-source.uniform(floats))).sqrt()
     standard = radius * torch.cos(2 * math.pi * source.uniform(floats))
@@ -41,7 +42,7 @@ def normal(source: Source, like: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Ten
 
 
 def _exponential(source: Source, like: Tensor, lambd: float = 1.0) -> Tensor:
-    """Above 0, so that a quotient by it is finite."""
+    """Draw exponential numbers above 0, so that a quotient by them is finite."""
     return (-torch.log1p(-source.uniform(_floats(like)))).clamp_min(_STEP / 2) / lambd
 
 
@@ -59,7 +60,7 @@ def _geometric(source: Source, like: Tensor, p: float) -> Tensor:
 
 
 def _integers(source: Source, like: Tensor, low: Any, high: Any = None) -> Tensor:
-    """From ``low`` to ``high - 1``, or from 0 to ``low - 1``; float64."""
+    """Draw integers from ``low`` to ``high - 1``, or from 0 to ``low - 1``, in float64."""
     low, high = (0, low) if high is None else (low, high)
     doubles = torch.zeros_like(like, dtype=torch.float64)
     drawn = source.uniform(doubles)
@@ -70,7 +71,7 @@ def _integers(source: Source, like: Tensor, low: Any, high: Any = None) -> Tenso
 
 
 def _floats(like: Tensor) -> Tensor:
-    """Zeros of the shape of ``like`` in the precision that numbers are computed in."""
+    """Return zeros of the shape of ``like`` in the precision of the computation."""
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
@@ -86,7 +87,7 @@ def _without_generator(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _random_(source: Source, input: Tensor, *bounds: Any, **options: Any) -> Tensor:
-    """``Tensor.random_(from, to)``; the range of all integers of a dtype is not counted."""
+    """Implement ``Tensor.random_(from, to)``; the full range of a dtype is not supported."""
     named = [options[name] for name in ("from", "to") if name in options]
     if not bounds and not named:
         return input.random_()
@@ -112,7 +113,7 @@ def _randn_like(source: Source, input: Tensor, **options: Any) -> Tensor:
 
 
 def _randint(source: Source, *args: Any, **options: Any) -> Tensor:
-    """``randint(low=0, high, size)``."""
+    """Implement ``randint(low=0, high, size)``."""
     given, named = list(args), _without_generator(options)
     size = named.pop("size") if "size" in named else given.pop()
     high = named.pop("high") if "high" in named else given.pop()
@@ -159,7 +160,7 @@ def _normal(
 def _multinomial(
     source: Source, input: Tensor, num_samples: int, replacement: bool = False, **options: Any
 ) -> Tensor:
-    """Indices along the last dimension, each as likely as its weight.
+    """Draw indices along the last dimension, with probabilities in proportion to weights.
 
     Without replacement: the smallest of exponential numbers divided by the weights, in order
     (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir").

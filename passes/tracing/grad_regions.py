@@ -1,9 +1,9 @@
-"""Regions of a forward that compute without gradients, written as ops that cut them.
+"""Inlining of regions without gradients in a forward, as ops that cut gradients.
 
 In: an exported program, in which the code under ``torch.no_grad`` and the like is a region, a graph
-of its own. Out: the program with the ops of its regions in their places. Where such an op reads a
-value that has a gradient, it reads ``without_gradient`` of the value. This is done before
-decompositions, which drop the regions but keep their ops.
+of its own. Out: the program with the ops of its regions in their places. An op in a region reads a
+value with a gradient through ``without_gradient``. This is done before decompositions, which drop
+the regions but keep their ops.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .locate import user_source
 
 _DETACH = torch.ops.aten.detach.default
 _CAST = torch.ops.aten._to_copy.default
-"""The op that captures record for ``x.to(dtype)``, also where that is ``x`` itself."""
+"""The op that captures record for ``x.to(dtype)``, even if the result is ``x`` itself."""
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 SWITCH = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
@@ -34,7 +34,7 @@ AUTOCAST = "wrap_with_autocast"
 
 @torch.library.custom_op("autoparallel::without_gradient", mutates_args=())
 def without_gradient(x: Tensor) -> Tensor:
-    """A copy of ``x`` without a gradient."""
+    """Return a copy of ``x`` without a gradient."""
     return x.clone()
 
 
@@ -72,12 +72,12 @@ def is_region(node: fx.Node) -> bool:
 
 
 class _Inlining:
-    """Inlines the regions of a program, and tracks which of its values have a gradient.
+    """Inliner of a program's regions, which tracks the values with a gradient.
 
-    ``_base`` maps a value to that whose memory it shows, an element of a list to the list where it
-    shows none. A view that is made where gradients are off has no gradient, though its base may
-    have one: its readers read it cut. An op that gives back its argument itself, as ``x.float()``
-    may, gives it back with its gradient. ``_shown`` has what the elements of a list show.
+    ``_base`` maps a view to its base, and a list's element without base to the list. A view made
+    while gradients are off has no gradient, even if its base has one: its readers read it cut. An
+    op that returns its argument itself, as ``x.float()`` may, keeps its gradient. ``_shown`` has
+    the bases of a list's elements.
     """
 
     def __init__(self, exported: ExportedProgram) -> None:
@@ -85,7 +85,7 @@ class _Inlining:
         self._base: dict[fx.Node, fx.Node] = {}
         self._cut_views: set[fx.Node] = set()
         self._detached: set[fx.Node] = set()
-        self._shown: dict[fx.Node, list[Shown]] = {}
+        self._shown: dict[fx.Node, list[SharedArgument]] = {}
         self._has_gradient = {
             node
             for node in self._graph.nodes
@@ -93,7 +93,7 @@ class _Inlining:
         }
 
     def inline(self, region: fx.Node, owner: fx.GraphModule, *, is_enabled: bool) -> None:
-        """Put a region's ops in its place."""
+        """Replace a region by its ops."""
         with self._graph.inserting_before(region):
             results = self._copied(region, list(region.args), owner, is_enabled=is_enabled)
         for user in list(region.users):
@@ -104,7 +104,7 @@ class _Inlining:
     def _copied(
         self, region: fx.Node, args: list[Any], owner: fx.GraphModule, *, is_enabled: bool
     ) -> Sequence[Any]:
-        """A region's results, its ops copied to where the graph inserts."""
+        """Copy a region's ops to the graph's insertion point; return its results."""
         if str(region.target) == SWITCH:
             is_enabled, body, given = bool(args[0]), args[1], args[2:]
         else:
@@ -131,7 +131,7 @@ class _Inlining:
         raise AssertionError("a region without an output")
 
     def see(self, node: fx.Node, *, is_enabled: bool) -> None:
-        """Note whether a value has a gradient; where gradients are off, cut its inputs."""
+        """Record whether a value has a gradient; cut its inputs if gradients are off."""
         if node.op != "call_function":
             return
         path = path_of(node.target) if isinstance(node.target, OpOverload) else ""
@@ -166,8 +166,8 @@ class _Inlining:
             self._base[node] = self._base_of(written)
             self._has_gradient.add(self._base_of(written))
 
-    def _note_shown(self, node: fx.Node, shown: Shown, *, is_enabled: bool) -> None:
-        """Note whose memory a value shows; a view of a value that is cut is cut too."""
+    def _note_shown(self, node: fx.Node, shown: SharedArgument, *, is_enabled: bool) -> None:
+        """Record a value's base; a view of a cut value is cut, too."""
         self._base[node] = self._base_of(shown.argument)
         if node.target is _DETACH or shown.argument in self._detached:
             self._detached.add(node)
@@ -203,15 +203,15 @@ class _Inlining:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """The argument whose memory an output of an op shows; ``is_itself`` where it is given back."""
+class SharedArgument:
+    """The argument whose memory an op's output shares; ``is_itself`` if it is returned itself."""
 
     argument: fx.Node
     is_itself: bool
 
 
-def shown_arguments(node: fx.Node) -> list[Shown] | None:
-    """Return the arguments whose memory the outputs of an op show; None where one is of its own.
+def shown_arguments(node: fx.Node) -> list[SharedArgument] | None:
+    """Return the arguments whose memory the outputs of an op share; None if an output has its own.
 
     The op runs on fake tensors: whether ``x.reshape(...)`` copies and whether ``x.contiguous()``
     is ``x`` itself depends on the strides and the dtype, not on the op's schema.
@@ -229,26 +229,26 @@ def shown_arguments(node: fx.Node) -> list[Shown] | None:
     if node.target is _CAST and isinstance(made, Tensor):
         source = node.all_input_nodes[0]
         is_itself = (made.dtype, made.stride()) == (fakes[source].dtype, fakes[source].stride())
-        return [Shown(source, is_itself=True)] if is_itself else None
+        return [SharedArgument(source, is_itself=True)] if is_itself else None
     found = [_shown_by(output, fakes) for output in outputs]
     return None if None in found else found  # type: ignore[return-value]
 
 
 @cache
 def _may_show(op: OpOverload) -> bool:
-    """Return whether an op may show an argument: its schema says so, or it is made of other ops."""
+    """Return whether an output may share an argument's memory, by its schema or as a composite."""
     is_said = any(made.alias_info is not None for made in op._schema.returns)
     return is_said or op is _CAST or op.has_kernel_for_dispatch_key(_COMPOSITE)
 
 
-def _shown_by(output: Any, fakes: Mapping[fx.Node, Tensor]) -> Shown | None:
+def _shown_by(output: Any, fakes: Mapping[fx.Node, Tensor]) -> SharedArgument | None:
     if not isinstance(output, Tensor):
         return None
     for node, fake in fakes.items():
         if output is fake:
-            return Shown(node, is_itself=True)
+            return SharedArgument(node, is_itself=True)
     storage = output.untyped_storage()._cdata
     for node, fake in fakes.items():
         if fake.untyped_storage()._cdata == storage:
-            return Shown(node, is_itself=False)
+            return SharedArgument(node, is_itself=False)
     return None

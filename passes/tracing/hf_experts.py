@@ -1,9 +1,9 @@
 """Experts of Hugging Face models, captured as ``autoparallel::experts``.
 
-transformers (5.0 on) lets a function stand in for the forward of any experts module; its
-own choices loop over the experts that are hit (shapes that depend on data), gather a copy
-of the weights per token, or sort tokens of all rows together. While a model is captured,
-``capturable_experts`` puts the op in their place, where nothing but that changes.
+transformers (5.0 on) lets a function stand in for the forward of any experts module; its own
+implementations loop over the experts that are hit (shapes that depend on data), gather a copy of
+the weights per token, or sort tokens of all rows together. During a capture, ``capturable_experts``
+puts the op in their place, if nothing else changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MODULE = "transformers.integrations.moe"
 
 @contextmanager
 def capturable_experts() -> Iterator[None]:
-    """While it is open, experts modules of transformers run as one op."""
+    """Context manager: experts modules of transformers run as one op."""
     library = sys.modules.get(_MODULE)
     interface: Any = getattr(library, "ExpertsInterface", None)
     if library is None or interface is None:
@@ -48,7 +48,7 @@ def capturable_experts() -> Iterator[None]:
 
 
 def _forward(library: Any, module: Any, x: Tensor, ids: Tensor, scores: Tensor) -> Any:
-    """The op, or where a module does more than it: transformers' copy of weights per token."""
+    """Call the op, or transformers' copy of weights per token if a module does more than the op."""
     gated = module.has_gate
     activation = describe(module, module._apply_gate if gated else module.act_fn)
     if activation is None or module.has_post_expert_norm or x.dim() != 2 or ids.dim() != 2:

@@ -1,9 +1,8 @@
-"""Gradients that a forward takes of its own values (``torch.autograd.grad``), as ops of the graph.
+"""Inner gradients: ``torch.autograd.grad`` within a forward, as ops of the graph.
 
 In: a forward while it is exported. Out: the ops of its inner backward, recorded like all others.
-Composite ops are recorded as what they consist of, since autograd keeps values of their inside for
-the backward. Where the backward reads an op's result, which autograd hands it as another tensor,
-the recorded one stands in its place.
+Composite ops are recorded as their parts, since autograd keeps their inner values for the backward.
+Autograd hands an op's result to the backward as another tensor; the recorded tensor replaces it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _BACKWARDS = (torch.autograd.backward, Tensor.backward)
 
 
 class InnerGradientError(Exception):
-    """A forward takes a gradient, and is not captured in ``inner_gradients``."""
+    """Signals that a forward takes a gradient outside ``inner_gradients``."""
 
 
 def _is_differentiating() -> bool:
@@ -38,7 +37,7 @@ def _is_differentiating() -> bool:
 
 
 class _Watched(TorchFunctionMode):
-    """``is_ready``: gradients are recorded; else the first one ends the export."""
+    """Mode that records gradients if ``is_ready``; otherwise the first gradient ends the export."""
 
     def __init__(self, *, is_ready: bool) -> None:
         super().__init__()
@@ -78,14 +77,14 @@ class _Watched(TorchFunctionMode):
 
 @contextmanager
 def watched_gradients() -> Iterator[None]:
-    """While inside, a forward that takes a gradient ends with InnerGradientError."""
+    """Context manager: a forward that takes a gradient ends with InnerGradientError."""
     with _Watched(is_ready=False):
         yield
 
 
 @contextmanager
 def inner_gradients() -> Iterator[None]:
-    """While inside, gradients that a forward takes are recorded."""
+    """Context manager: gradients that a forward takes are recorded."""
     mode = get_proxy_mode()
     if mode is None:  # nothing is recorded
         yield
@@ -95,7 +94,7 @@ def inner_gradients() -> Iterator[None]:
 
 
 class _Recorded(dict[Any, Any]):
-    """A table of decompositions that holds every op: what an op is replaced by records it.
+    """A table of decompositions with every op: the replacement of an op records it.
 
     ``mode`` records. A dict is asked for an op before each call of it; while one is recorded, it
     is not in the table, so that the mode records the call.
@@ -129,7 +128,7 @@ class _Recorded(dict[Any, Any]):
         return self._made.setdefault(_memory(tensor), tensor)
 
     def _known(self, tensor: Tensor) -> Tensor:
-        """The recorded tensor of the same memory."""
+        """Return the recorded tensor of the same memory."""
         if get_proxy_slot(tensor, self._mode.tracer, None) is not None:
             return tensor
         return self._made.get(_memory(tensor), tensor)
@@ -141,7 +140,7 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_composite(op: OpOverload) -> bool:
-    """Tell whether autograd sees the ops that an op consists of, and not the op."""
+    """Return whether autograd sees the ops that an op consists of, and not the op."""
     name: str = op.name()  # type: ignore[no-untyped-call]
     return (
         op.namespace == "aten"

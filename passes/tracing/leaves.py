@@ -1,7 +1,7 @@
-"""Which submodules become opaque leaves: the smallest that an export cannot look into.
+"""Choice of submodules as opaque leaves: the smallest that cannot be exported.
 
-In: a model, the leaves so far, and what an export ended with. Out: the leaves with the
-failing submodule, and all others of its class, added.
+In: a model, the leaves so far, and the error of an export. Out: the leaves with the failing
+submodule, and all others of its class, added.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 from .locate import failing_module
 
 LARGEST_SHARE = 0.5
-"""A leaf runs whole on every rank: beyond this share of the parameters there is no plan."""
+"""Maximum share of the parameters in a leaf, which runs whole on every rank."""
 
 
 class LeafError(Exception):
@@ -23,10 +23,9 @@ class LeafError(Exception):
 def widen(
     model: nn.Module, leaves: Mapping[str, nn.Module], error: BaseException
 ) -> dict[str, nn.Module]:
-    """``leaves`` and the submodule that ``error`` comes from, or where that one is a leaf
-    already, the one around it.
+    """Add the submodule of ``error`` to ``leaves``; if it is a leaf already, the module around it.
 
-    Raises LeafError where that is the model itself, or most of it.
+    Raises LeafError if that is the model itself, or most of it.
     """
     path = failing_module(error, model)
     while path and any(path == leaf or path.startswith(f"{leaf}.") for leaf in leaves):

@@ -1,4 +1,4 @@
-"""Where in the user's code something happened: frames and stack traces to ``file:line``."""
+"""Locations in the user's code: frames and stack traces to ``file:line``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FIXES = {
     "positional arguments but": "let example_batch be a dict: what forward does not take is given "
     "to loss_fn(outputs, batch) alone",
 }
-"""What to do about an error whose text has these words."""
+"""Fixes for errors whose text contains these words."""
 _OTHER_FIX = (
     "call the model with the example batch on the CPU, without autoparallel; the same error there "
     "is the model's own"
@@ -44,7 +44,7 @@ _OTHER_FIX = (
 
 
 def user_source(stack_trace: str | None) -> str:
-    """The ``file:line`` of the innermost frame that is not torch's, of a node's stack trace.
+    """Return the ``file:line`` of the innermost frame outside torch in a node's stack trace.
 
     >>> user_source('  File "model.py", line 12, in forward')
     'model.py:12'
@@ -62,7 +62,7 @@ def _is_users(file: str) -> bool:
 
 
 class _UserFrames:
-    """Stands in for torch's ``CapturedTraceback``, which notes where an op was called.
+    """Replacement of torch's ``CapturedTraceback``, which records the call stack of an op.
 
     It keeps the calls within the outermost ``forward`` in users' files and in a ``forward``.
     torch keeps all calls and the text of their lines, which takes a seventh of a capture.
@@ -88,7 +88,7 @@ class _UserFrames:
 
 @contextmanager
 def noting_user_frames() -> Iterator[None]:
-    """Make tracers note for each op only the frames that ``user_source`` reads."""
+    """Context manager: tracers record for each op only the frames that ``user_source`` reads."""
     tracers: Any = proxy
     before, tracers.CapturedTraceback = tracers.CapturedTraceback, _UserFrames
     try:
@@ -98,7 +98,7 @@ def noting_user_frames() -> Iterator[None]:
 
 
 def capture_error(error: BaseException, model: nn.Module, prefix: str) -> CaptureError:
-    """What to tell the user of an exception that ``torch.export`` ended with.
+    """Convert an exception of ``torch.export`` to an error for the user.
 
     ``prefix`` is the attribute under which ``model`` wraps the user's model.
     """
@@ -121,8 +121,8 @@ def capture_error(error: BaseException, model: nn.Module, prefix: str) -> Captur
     )
 
 
-def uncounted(function: str, where: str) -> CaptureError:
-    """What to tell of a random function whose numbers cannot be counted (see ``random_ops``)."""
+def uncounted_error(function: str, where: str) -> CaptureError:
+    """The error for a random function whose numbers cannot be counted (see ``random_ops``)."""
     return CaptureError(
         "AP211",
         f"the model draws random numbers with {function}, which is not supported",
@@ -135,7 +135,7 @@ def uncounted(function: str, where: str) -> CaptureError:
 
 
 def failing_module(error: BaseException, model: nn.Module) -> str:
-    """The path of the innermost submodule in whose forward an error was raised, or ""."""
+    """Return the path of the innermost submodule in whose forward an error was raised, or ""."""
     paths = {id(module): name for name, module in model.named_modules()}
     found = ""
     for frame, _ in _frames(error):
@@ -169,7 +169,7 @@ def _where(error: BaseException, model: nn.Module, prefix: str) -> str:
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Every frame of the error, then of what caused it, outermost first."""
+    """Yield every frame of the error, after the frames of its causes, outermost first."""
     chain: list[BaseException] = []
     current: Any = error
     while current is not None and current not in chain:

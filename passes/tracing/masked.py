@@ -1,10 +1,10 @@
-"""``x[mask]`` with a truth value for each element or row, as a capture computes it.
+"""``x[mask]`` with a truth value for each element or row, in a form that can be captured.
 
 In: a tensor and a mask of its first dimensions. Out: a ``Masked`` value, which stands for the
-selected elements: their number depends on values, so a program keeps all of them, and sums and
-means leave the others out. Ops that are computed element by element, or within a row, are computed
-of all; the elements that are left out are replaced by a number for which such ops and their
-derivatives are finite. Anything else is refused.
+selected elements: their number depends on values, so a program keeps all elements, and sums and
+means skip the others. Elementwise ops, and ops within a row, are computed for all elements; skipped
+elements are replaced by a number for which such ops and their derivatives are finite. Other ops are
+refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn import functional
 from ...planner.errors import CaptureError
 
 LEFT_OUT = 0.5
-"""In the place of elements that are left out: logarithms, roots and quotients of it are finite."""
+"""Replacement of skipped elements: its logarithms, roots and quotients are finite."""
 
 _POINTWISE = frozenset(
     {
@@ -43,7 +43,7 @@ _LOSSES = frozenset(
 _ROWWISE = frozenset({"sum", "mean", "softmax", "log_softmax", "logsumexp", "amax", "amin"})
 _SAME = ("add", "sub", "mul", "pow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "rsub")
 _OPERATORS = {**dict.fromkeys(_SAME), "truediv": "div", "radd": "add", "rmul": "mul"}
-"""Functions of torch by the operators that call them; None for those of the same name."""
+"""Functions of torch by the operators that call them; None if the names are equal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ for _name, _function in _OPERATORS.items():
     setattr(Masked, f"__{_name}__", _operator(_function or _name))
 
 
-def selected(values: Tensor, mask: Tensor) -> Masked:
+def select_masked(values: Tensor, mask: Tensor) -> Masked:
     """Return the elements or rows of a tensor where ``mask`` is true."""
     inner = (1,) * (values.dim() - mask.dim())
     whole = mask.reshape(*mask.shape, *inner)
@@ -102,7 +102,7 @@ def selected(values: Tensor, mask: Tensor) -> Masked:
 
 
 def is_selection(values: Any, index: Any) -> bool:
-    """Tell whether ``values[index]`` selects elements or rows by truth values."""
+    """Return whether ``values[index]`` selects elements or rows by truth values."""
     return (
         isinstance(values, Tensor)
         and isinstance(index, Tensor)
@@ -146,9 +146,9 @@ def _computed(
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two masks are equal: the same tensor, or made by the same ops of the same."""
+    """Return whether two masks are equal: the same tensor, or the same ops on the same tensors."""
     mode = get_proxy_mode()
-    if one is other or mode is None:  # where nothing is recorded, a capture has looked
+    if one is other or mode is None:  # without a recording, a capture has checked
         return True
     nodes = [get_proxy_slot(each, mode.tracer, None) for each in (one, other)]
     if any(each is None for each in nodes):
@@ -166,18 +166,18 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 
 def _is_inner(dim: int, values: Tensor, mask: Tensor) -> bool:
-    """Tell whether a dimension of the selected rows lies within a row."""
+    """Return whether a dimension of the selected rows lies within a row."""
     inner = values.dim() - mask.dim()
     return 0 < dim <= inner if dim >= 0 else -dim <= inner
 
 
 def _count(values: Tensor, mask: Tensor) -> Tensor:
-    """The number of selected elements."""
+    """Return the number of selected elements."""
     return mask.sum() * math.prod(values.shape[mask.dim() :])
 
 
 def _reduced(values: Tensor, mask: Tensor, how: str) -> Any:
-    """Reduce the selected elements by their ``sum`` or ``mean``; not at all by ``none``."""
+    """Reduce the selected elements by ``sum`` or ``mean``; return them unreduced for ``none``."""
     if how == "none":
         return Masked(values, mask)
     inner = (1,) * (values.dim() - mask.dim())

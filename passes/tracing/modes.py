@@ -1,4 +1,4 @@
-"""Modes that a model's forward runs under while it is captured."""
+"""Modes of a model's forward during capture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...planner.errors import CaptureError
-from .masked import is_selection, selected
+from .masked import is_selection, select_masked
 
 _PROMOTED = {
     torch.float32: torch.float64,
@@ -39,10 +39,10 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Promote(TorchFunctionMode):
-    """Turns every floating dtype that a call asks for into float64.
+    """Mode that turns every floating dtype that a call asks for into float64.
 
     It also casts tensors that the model's code holds beside its state. A capture does not record
-    these casts, and makes one for each tensor, so the graph is the same as in any other dtype.
+    these casts, but one of its own for each tensor, so the graph is the same as in any other dtype.
     """
 
     def __init__(self) -> None:
@@ -77,10 +77,10 @@ class _Promote(TorchFunctionMode):
 
 @contextmanager
 def promote_to_float64() -> Iterator[None]:
-    """While inside, floating work is done in float64, whatever dtype the model's code asks for.
+    """Context manager: floating work is done in float64, whatever dtype the model's code asks for.
 
-    The model's parameters and buffers and the batch's floating tensors are to be float64
-    already. Rounding then can neither hide nor fake a difference between two runs.
+    The model's parameters and buffers and the batch's floating tensors must be float64 already.
+    Rounding then can neither hide nor fake a difference between two runs.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -92,7 +92,7 @@ def promote_to_float64() -> Iterator[None]:
 
 
 class explicit_ops(TorchFunctionMode):  # noqa: N801
-    """Makes ops of the effects of calls that ``torch.export`` does not record.
+    """Mode that turns effects of calls that ``torch.export`` does not record into ops.
 
     - A cast is an op even where it changes nothing. ``x.to(x.dtype)`` returns ``x`` itself, so the
       wiring of a captured graph would depend on the dtype that it was captured in.
@@ -116,9 +116,9 @@ class explicit_ops(TorchFunctionMode):  # noqa: N801
         if func == _SET_DATA:
             return _assign(args[0], args[1])
         if func is torch.Tensor.__getitem__ and is_selection(*args):
-            return selected(*args)
+            return select_masked(*args)
         if func is torch.masked_select or func is torch.Tensor.masked_select:
-            return selected(args[0], args[1].expand_as(args[0]))
+            return select_masked(args[0], args[1].expand_as(args[0]))
         if func is functional.instance_norm:
             return _instance_norm(*args, **kwargs)
         if func is functional.gaussian_nll_loss:
@@ -140,7 +140,7 @@ class explicit_ops(TorchFunctionMode):  # noqa: N801
 
 @contextmanager
 def inference_without_gradients() -> Iterator[None]:
-    """Have ``torch.inference_mode`` turn gradients off as ``torch.no_grad`` does.
+    """Context manager: ``torch.inference_mode`` turns gradients off as ``torch.no_grad`` does.
 
     ``torch.export`` records ``torch.no_grad`` alone.
     """
@@ -163,7 +163,7 @@ def inference_without_gradients() -> Iterator[None]:
 
 @contextmanager
 def undetected_causal_masks() -> Iterator[None]:
-    """Have ``nn.TransformerEncoder`` apply its mask without a look at the mask's values.
+    """Context manager: ``nn.TransformerEncoder`` applies its mask without reading mask values.
 
     It looks for a causal mask, for which there are faster kernels; a capture has no values.
     """
@@ -190,7 +190,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _assign(tensor: Tensor, value: Tensor) -> None:
     """Write ``value`` to ``tensor``, in place of ``tensor.data = value``.
 
-    Raises CaptureError AP208 where the value has another shape.
+    Raises CaptureError AP208 if the value has another shape.
     """
     if value.shape != tensor.shape:
         raise CaptureError(
@@ -234,8 +234,8 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """Compute ``gaussian_nll_loss``, whose gradient does not see that variances are at least
-    ``eps`` (Nix and Weigend 1994)."""
+    """Compute ``gaussian_nll_loss``, whose gradient ignores the clamp of variances to ``eps`` (Nix
+    and Weigend 1994)."""
     if not isinstance(var, Tensor):
         var = torch.full_like(input, var)
     elif var.shape == input.shape[:-1] != input.shape:
@@ -263,7 +263,7 @@ def _asked_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype |
 
 @contextmanager
 def unchecked_distributions() -> Iterator[None]:
-    """While inside, ``torch.distributions`` do not look at the values of their parameters."""
+    """Context manager: ``torch.distributions`` do not validate their parameters."""
     held = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -274,7 +274,7 @@ def unchecked_distributions() -> Iterator[None]:
 
 @contextmanager
 def unmoved_modules(within: nn.Module | None = None) -> Iterator[None]:
-    """While inside, a forward that moves modules of ``within``, or any, to a device leaves them."""
+    """Context manager: modules of ``within``, or all modules, are not moved to other devices."""
     apply = nn.Module._apply
     known = None if within is None else {*within.modules()}
 

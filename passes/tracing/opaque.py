@@ -1,14 +1,14 @@
-"""Calls that a capture does not look into: the opaque leaves.
+"""Opaque leaves: calls whose inside is not captured.
 
-In: a function and what it is called with, while a model is exported. Out: one node, an op
-of ``torch.library`` from the call's tensors to the tensors that it returns. Such an op has
-no rule and runs whole on every rank, by calling the function itself.
+In: a function and its arguments, while a model is exported. Out: one node, an op of
+``torch.library`` from the call's tensors to its results. Such an op has no rule and runs whole on
+every rank, by calling the function itself.
 
-Two things are captured so. An ``autograd.Function``: its forward would be traced, but its
-backward would be lost without a word. And a submodule that cannot be exported (control flow
-or shapes inside it depend on values): its parameters are inputs of the op, so they are
-placed and trained like any others; shapes come from an example run. A parameter that a
-step's values do not reach gets a gradient of zeros.
+Two kinds of calls are opaque. An ``autograd.Function``: its forward would be traced, but its
+backward would be lost silently. And a submodule that cannot be exported (control flow or shapes
+inside it depend on values): its parameters are inputs of the op, so they are placed and trained
+like others; shapes come from an example run. A parameter that a step does not use gets a gradient
+of zeros.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ from ..ops.torch_ops import forget
 NAMESPACE = "autoparallel_opaque"
 
 ANNOTATION = "__autoparallel_annotation__"
-"""The attribute of a module class in which ``register_op`` leaves its annotation."""
+"""The attribute of a module class in which ``register_op`` stores its annotation."""
 
 
 def opaque_call(
     name: str, function: Callable[..., Any], args: Any, kwargs: Any, *, example: bool,
     made: dict[str, Any],
 ) -> tuple[Any, str]:  # fmt: skip
-    """Call ``function`` as one op named after ``name``; the result, and the op's path.
+    """Call ``function`` as one op named after ``name``; return the result, and the op's path.
 
-    ``made`` holds the ops of this capture: calls that are alike share one.
-    ``example``: shapes come from a real run on random values; else from fake tensors.
-    Raises ValueError where they depend on the values.
+    ``made`` holds the ops of this capture: equal calls share one. ``example``: shapes come from a
+    real run on random values; else from fake tensors. Raises ValueError if values decide shapes.
     """
     flat, structure = tree_flatten((args, dict(kwargs)))
     tensors = [value for value in flat if isinstance(value, Tensor)]
@@ -59,7 +58,7 @@ def opaque_call(
 
 
 def _made(runner: _Runner, tensors: Sequence[Tensor], *, example: bool) -> tuple[list[Any], Any]:
-    """What the function returns, flat, and its structure; away from whoever traces it.
+    """Return the function's result, flat, and its structure, unseen by any tracer.
 
     A real run is made on two sets of values, whose shapes must agree.
     """
@@ -109,7 +108,7 @@ def _writing(function: Any) -> CaptureError:
 
 
 class _Runner:
-    """A call on other tensors than those it was captured with."""
+    """A captured call that can be repeated on other tensors."""
 
     def __init__(self, function: Callable[..., Any], structure: Any, flat: list[Any]) -> None:
         self.is_tensor = [isinstance(value, Tensor) for value in flat]
@@ -117,7 +116,7 @@ class _Runner:
         self.function, self.structure = function, structure
 
     def whole(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Any]:
-        """Everything that the function returns, flat, and its structure."""
+        """Return the whole result of the function, flat, and its structure."""
         feed = iter(tensors)
         flat = [
             next(feed) if is_tensor else value
@@ -142,7 +141,7 @@ def _fresh(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _make_op(name: str, runner: _Runner, shapes: Sequence[Tensor]) -> Any:
-    """The op ``Tensor[] -> Tensor[]`` that runs ``runner``."""
+    """Build the op ``Tensor[] -> Tensor[]`` that runs ``runner``."""
 
     def forward(tensors: list[Tensor]) -> list[Tensor]:
         return _fresh(runner(tensors), tensors)
@@ -169,8 +168,8 @@ def _make_op(name: str, runner: _Runner, shapes: Sequence[Tensor]) -> Any:
             [o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
         )
         found = iter(made)
-        # A parameter that this step's values did not reach has a zero gradient, not none:
-        # its collectives must run on every rank, whatever its own values are.
+        # A parameter that this step did not use has a zero gradient, not none: its collectives must
+        # run on every rank, whatever its own values are.
         gradients = iter(
             torch.zeros_like(tensor) if gradient is None else gradient
             for gradient, tensor in zip(found, wanted, strict=True)
@@ -193,7 +192,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _unique(name: str, function: Callable[..., Any], arguments: list[Any]) -> str:
-    """The op's name: what it runs, and on what; the same in every process and precision."""
+    """Return the op's name: its function and arguments; the same in every process and precision."""
     facts = [name, function.__module__, *_settings(getattr(function, "module", None))]
     facts += [
         f"{tuple(value.shape)} {_number(value)}" if isinstance(value, Tensor) else str(value)[:200]
@@ -205,12 +204,12 @@ def _unique(name: str, function: Callable[..., Any], arguments: list[Any]) -> st
 
 
 def _number(tensor: Tensor) -> str:
-    """The dtype, but one for all floats: a plan names the op in whatever precision it runs."""
+    """Return the dtype, with one name for all floats: a plan names the op at any precision."""
     return "float" if tensor.is_floating_point() else str(tensor.dtype)
 
 
 def _settings(module: nn.Module | None) -> list[str]:
-    """What distinguishes modules of one class: their parts and plain attributes."""
+    """Return the facts that distinguish modules of one class: their parts and plain attributes."""
     if module is None:
         return []
     return [
@@ -238,9 +237,9 @@ class _ModuleCall:
 
 @contextmanager
 def opaque_modules(modules: Mapping[str, nn.Module], rules: dict[str, OpRule]) -> Iterator[None]:
-    """While inside, a call of one of ``modules`` (by path) is one op.
+    """Context manager: a call of one of ``modules`` (by path) is one op.
 
-    The rules of those whose class has an annotation are added to ``rules``.
+    The rules of modules with an annotated class are added to ``rules``.
     """
     made: dict[str, Any] = {}
     for module in modules.values():
@@ -253,7 +252,7 @@ def opaque_modules(modules: Mapping[str, nn.Module], rules: dict[str, OpRule]) -
 
 
 def annotated_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The submodules whose class was registered with an annotation."""
+    """Return the submodules whose class was registered with an annotation."""
     return {path: m for path, m in model.named_modules() if hasattr(type(m), ANNOTATION)}
 
 
@@ -274,7 +273,7 @@ def _as_op(module: nn.Module, rules: dict[str, OpRule], made: dict[str, Any]) ->
 
 @contextmanager
 def whole_functions() -> Iterator[None]:
-    """While inside, an ``autograd.Function`` is one op, with its own backward."""
+    """Context manager: an ``autograd.Function`` is one op, with its own backward."""
     original = torch.autograd.Function.__dict__["apply"]
     made: dict[str, Any] = {}
 

@@ -1,10 +1,10 @@
-"""What a forward and a loss read of Python: numbers, texts, functions, random generators.
+"""Python values that a forward and a loss read: numbers, texts, functions, random generators.
 
-In: a model and its loss function. Out: ``PythonState``, which reads all that their code can reach
-by the names that it uses: attributes of modules and of the objects that these hold, entries of
-dicts and lists, globals, closures, attributes of classes. A change of any of them may make the
-forward compute something else (``call_trace`` tells whether it does). ``restore`` puts back what a
-forward has changed, so that it can run again.
+In: a model and its loss function. Out: ``PythonState``, which reads all values that their code can
+reach by the names that it uses: attributes of modules and of the objects that these hold, entries
+of dicts and lists, globals, closures, attributes of classes. A change of any of them may change the
+forward's computation (``call_trace`` finds out). ``restore`` undoes a forward's changes, so that it
+can run again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .call_trace import tracing_calls
 
 MOST_READ = 100_000
-"""Values that are read at most: a dict of a data set that a model holds is no setting of it."""
+"""Maximum values that are read: the dict of a data set in a model is no setting of it."""
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -49,7 +49,7 @@ class _Place:
     after: str = ""
 
     def read(self) -> list[Any]:
-        """Return the values in the order of the keys; ``_ABSENT`` for a key that is gone."""
+        """Return the values in the order of the keys; ``_ABSENT`` for a missing key."""
         held = self.held
         if isinstance(held, dict | types.MappingProxyType):
             return [held.get(key, _ABSENT) for key in self.keys]
@@ -99,7 +99,7 @@ class PythonState:
         self._places = walk.places
 
     def read(self) -> Reading:
-        """Return every value, and a mark that tells whether it was changed in place."""
+        """Return every value, and a mark that changes with in-place changes."""
         return [
             (values, [_mark(each) for each in values])
             for values in (place.read() for place in self._places)
@@ -118,7 +118,7 @@ class PythonState:
         ]
 
     def restore(self, reading: Reading) -> None:
-        """Put values back in their places, where they were replaced."""
+        """Restore values that were replaced."""
         for place, (values, _), current in zip(
             self._places, reading, (place.read() for place in self._places), strict=True
         ):
@@ -128,8 +128,10 @@ class PythonState:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """While inside, every forward that is traced or captured begins as the first one does, with
-        the same values and random numbers; afterwards they are as if none had run."""
+        """Context manager: every traced or captured forward begins like the first.
+
+        It has the same values and random numbers; afterwards they are as if no forward had run.
+        """
         reading, generators = self.read(), Generators.now()
 
         def begin() -> None:
@@ -143,7 +145,7 @@ class PythonState:
             begin()
 
     def forget_fakes(self, reading: Reading) -> list[Replaced]:
-        """Put back values that a forward has replaced by fake tensors; return the places."""
+        """Restore values that a forward has replaced by fake tensors; return the places."""
         replaced = [each for each in self._replaced(reading) if isinstance(each.now, FakeTensor)]
         for each in replaced:
             each.take_away()
@@ -174,7 +176,7 @@ class PythonState:
 
 @dataclass(frozen=True)
 class Replaced:
-    """A value at its place, and the one before."""
+    """A value at its place, and the value before."""
 
     place: _Place
     key: Any
@@ -190,11 +192,11 @@ class Replaced:
         return any(each is self.before for each in self.place.read())
 
     def take_away(self) -> None:
-        """Have the place hold the value before."""
+        """Replace the value by the value before."""
         self.place.write(self.key, self.before)
 
     def put_back(self) -> None:
-        """Have the place hold the value again."""
+        """Replace the value before by the value."""
         self.place.write(self.key, self.now)
 
 
@@ -219,11 +221,11 @@ def _is_same(one: Any, other: Any) -> bool:
         return one.__func__ is other.__func__ and one.__self__ is other.__self__
     if isinstance(one, tuple | frozenset):
         return len(one) == len(other) and all(map(_is_same, one, other))
-    return isinstance(one, np.ndarray)  # its mark tells
+    return isinstance(one, np.ndarray)  # its mark decides
 
 
 class _Walk:
-    """One walk over all that can be reached by ``known`` names; ``names`` are those it met."""
+    """A walk over all values reached by ``known`` names; ``names`` are the names it met."""
 
     def __init__(self, known: frozenset[str]) -> None:
         self._known = known
@@ -288,7 +290,7 @@ class _Walk:
         self._place(path + ".", held, [*held, *_methods(type(value), held)])
 
     def _class(self, cls: type, methods: Iterable[str]) -> None:
-        """The attributes and methods of a class that code reads by name."""
+        """Visit the attributes and methods of a class that code reads by name."""
         self.names.update(methods)
         for base in cls.__mro__:
             if base in (nn.Module, object) or _is_library(base.__module__):
@@ -305,7 +307,7 @@ class _Walk:
         if _is_library(function.__module__ or ""):
             return
         read: set[str] = set()
-        for code in codes(function.__code__):
+        for code in function_codes(function.__code__):
             read.update(code.co_names)
             read.update(each for each in code.co_consts if isinstance(each, str))
         self.names |= read
@@ -326,7 +328,7 @@ class _Walk:
     def _place(
         self, before: str, held: Any, keys: list[Any], after: str = "", *, by_name: bool = True
     ) -> None:
-        """Read the values under ``keys``; of attributes only those that code names."""
+        """Record the values under ``keys``; for attributes only the keys that code names."""
         known = [key for key in keys if not by_name or key in self._known]
         self._add(_Place(before, held, known, after))
 
@@ -341,7 +343,7 @@ class _Walk:
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen:
             return False
-        self._seen[id(value)] = value  # held, so that no other gets its id
+        self._seen[id(value)] = value  # keeps its id unique
         return True
 
 
@@ -371,12 +373,12 @@ def _is_namespace(value: Any) -> bool:
     return type(value).__name__ in ("SimpleNamespace", "Namespace")
 
 
-def codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Return a function's code and that of the functions inside of it."""
+def function_codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a function's code and the code of functions inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from codes(constant)
+            yield from function_codes(constant)
 
 
 @dataclass(frozen=True)
@@ -392,12 +394,12 @@ class Generators:
         return cls(random.getstate(), np.random.get_state(legacy=False))
 
     def restore(self) -> None:
-        """Have both draw again the numbers that came after the states were read."""
+        """Reset both generators to these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
     def is_same(self, other: Generators) -> bool:
-        """Return whether nothing was drawn between two readings."""
+        """Return whether no number was drawn between two readings."""
         if self.python != other.python:
             return False
         one, another = self.numpy["state"], other.numpy["state"]

@@ -1,1 +1,1 @@
-"""Configurations written by hand, priced."""
+"""Priced plans of hand-written configurations."""

@@ -1,9 +1,9 @@
-"""What the ranks of a configuration hold beside their stages: messages, and communicators.
+"""Memory of the ranks of a configuration besides their stages: messages and communicators.
 
-In: a configuration's schedule and mesh, what its stages send. Out: by pipeline rank the bytes of
-``communication``, the most that its messages take while it computes (``messages_held``), and of
+In: a configuration's schedule and mesh, the bytes its stages send. Out: by pipeline rank the bytes
+of ``communication``, the peak bytes of its messages while it computes (``messages_held``), and of
 ``communicators``: one of all devices, one for each axis of the mesh with more than one device, one
-for each direction between a device and its like in another rank of the pipeline.
+for each direction between a device and its counterpart in another pipeline rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..schedules.held import MessageBytes, messages_held, sends_kept
 
 
 def sent_bytes(graph: Graph, run: Run, parts: int) -> float:
-    """What a stage sends of a micro-batch, where each of ``parts`` devices has its share."""
+    """Return the bytes a stage sends per micro-batch from each of ``parts`` devices."""
     specs = ((graph.spec(Ref(name, index)), count) for (name, index), count in run.sent.items())
     return sum(spec.num_bytes * count for spec, count in specs) / parts
 
@@ -28,7 +28,7 @@ def sent_bytes(graph: Graph, run: Run, parts: int) -> float:
 def beside_stages(
     schedule: Schedule, sent: Sequence[float], mesh: Mesh, kind: Literal["cuda", "cpu"]
 ) -> tuple[Mapping[str, float], ...]:
-    """By pipeline rank; ``sent`` by part of the model, but for the last one.
+    """Return the memory of each pipeline rank; ``sent`` has every model part but the last.
 
     >>> from ..schedules.schedules import build_schedule
     >>> mesh = Mesh(("dp", "tp"), (4, 2))

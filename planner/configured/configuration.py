@@ -1,10 +1,10 @@
-"""The price of one hand-written configuration: degrees, layers per stage, schedule and all.
+"""Price of one hand-written configuration: degrees, layers per stage, schedule and options.
 
 In: a graph, its blocks, a cluster, a configuration. Out: the ``Plan`` that the configuration
-describes, what its stages cost, and its step. The cut is given: so many layers per stage, the first
-stage with what precedes the layers and the last with what follows them. The layouts inside a stage
-are found by the search's integer program on the mesh of the degrees. ``evaluate``, which prices
-every plan again before it is returned, prices this one too.
+describes, the costs of its stages, and its step. The cut is given: the layers of each stage; blocks
+before the layers join the first stage, blocks after them the last. The layouts inside a stage are
+found by the search's integer program on the mesh of the degrees. ``evaluate``, which prices every
+plan again before it is returned, prices this one too.
 
 Stage ``s`` of a chain has the ranks from ``(s mod pp)·dp·ep·cp·tp`` on, "tp" innermost and pipeline
 stages outermost, as Megatron-LM numbers them (Narayanan et al. 2021, arXiv:2104.04473, section 3).
@@ -50,7 +50,7 @@ from ..pricing.choices import Restriction
 from ..pricing.price_cache import PriceCache
 from ..pricing.prices import Prices
 from ..pricing.slice_costs import even_lengths
-from ..pricing.stage_cost import StageCost, together
+from ..pricing.stage_cost import StageCost, combine_bytes
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, message_seconds, pipeline_table, simulate_stages
 from ..pricing.structure import Structure
@@ -64,24 +64,24 @@ from .beside_stages import beside_stages, sent_bytes
 from .layers import find_layers, stage_bounds
 
 ONCE = ("transient", "buffers", "reserve")
-"""Memory that the stages of a rank take in turn, or once."""
+"""Memory categories that the stages of a rank share instead of adding up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """How a model is trained.
+    """Parallel degrees and options of a training run.
 
     ``dp`` ranks split the batch. ``ep`` ranks hold different experts: data-parallel ranks where
     ``dp`` is a multiple of ``ep``, else tensor- and context-parallel ones too (``folded``). ``etp``
     says instead how many tensor-parallel ranks share each expert: 1, or all ``tp``.
-    ``microbatch_size`` rows make a micro-batch over all data-parallel ranks. ``num_chunks``
-    stages share a pipeline rank. ``num_slices`` of sequences, for TeraPipe. ``layers`` of each
-    stage (default: even). ``recompute`` is of every block, as in a plan; where not
-    ``recomputes_ends``, of layers alone; with ``selective_share`` less than 1, of so many of a
-    stage's layers, and the others are recomputed fully; with ``recompute_share`` less than 1, of so
-    many of a stage's layers, and the others keep what they made. ``compiled``: blocks run compiled,
-    or layers alone, where not ``compiles_ends``; ``fuses_products``: with kernels over products, as
-    of attention that is written out. ``gradient_dtype`` and ``offload`` are a plan's.
+    ``microbatch_size`` rows make a micro-batch over all data-parallel ranks. ``num_chunks`` stages
+    share a pipeline rank. ``num_slices`` of sequences, for TeraPipe. ``layers`` of each stage
+    (default: even). ``recompute`` applies to every block, as in a plan, or to layers alone unless
+    ``recomputes_ends``. ``selective_share`` below 1: this share of a stage's layers is recomputed
+    selectively, the others fully. ``recompute_share`` below 1: this share of a stage's layers is
+    recomputed, the others keep their activations. ``compiled``: blocks run compiled, or layers
+    alone unless ``compiles_ends``; ``fuses_products``: with kernels over products, as of attention
+    that is written out. ``gradient_dtype`` and ``offload`` are a plan's.
     """
 
     dp: int = 1
@@ -112,7 +112,7 @@ class Configuration:
 
     @classmethod
     def like(cls, plan: Plan, **degrees: Any) -> Configuration:
-        """The configuration of these degrees, with the plan's precision, sums of gradients,
+        """Return the configuration of these degrees, with the plan's precision, sums of gradients,
         optimizer and compilation."""
         model = plan.model
         return cls(
@@ -122,17 +122,17 @@ class Configuration:
 
     @property
     def form(self) -> tuple[str, bool, bool, bool]:
-        """The options on which the priced graph depends."""
+        """Return the options on which the priced graph depends."""
         return self.precision, self.compiled, self.compiles_ends, self.fuses_products
 
     @property
     def states(self) -> StateOptions:
-        """How states are held."""
+        """Return the format and place of gradients and optimizer states."""
         return StateOptions(self.gradient_dtype, self.offload == "optimizer")
 
     @property
     def rank_rows(self) -> int:
-        """Rows of a micro-batch on one data-parallel rank."""
+        """Return the rows of a micro-batch on one data-parallel rank."""
         return self.microbatch_size // self.dp
 
     @property
@@ -145,10 +145,10 @@ class Configuration:
 
     @property
     def folded(self) -> tuple[str, ...]:
-        """The axes besides "ep" on which ranks hold different experts.
+        """Return the axes besides "ep" on which ranks hold different experts.
 
-        Ranks are taken as Megatron-LM numbers them: tensor-parallel neighbours first, then
-        context-parallel and then data-parallel ones.
+        Ranks are taken in Megatron-LM's order: tensor-parallel neighbours, context-parallel,
+        data-parallel.
         """
         left, found = self.ep, []
         for name, size in self._foldable:
@@ -159,7 +159,7 @@ class Configuration:
 
     @property
     def _foldable(self) -> tuple[tuple[str, int], ...]:
-        """The axes that experts may be folded over, with their sizes."""
+        """Return the axes that experts may be folded over, with their sizes."""
         if self.etp is None and self.dp % self.ep == 0:
             return ()
         others = (("cp", self.cp),)
@@ -167,7 +167,7 @@ class Configuration:
 
     @property
     def data_ep(self) -> int:
-        """How many of the ranks that split experts are data-parallel ones."""
+        """Return the number of data-parallel ranks among the ranks that split experts."""
         return self.ep // prod(size for name, size in self._foldable if name in self.folded)
 
     @property
@@ -178,7 +178,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class PricedStep:
-    """A step: its seconds, its timeline, what each stage costs, bytes of each pipeline rank.
+    """A step: its seconds, its timeline, the cost of each stage, the bytes of each pipeline rank.
 
     ``memory_bytes`` has the categories of ``StagePrediction``, one mapping per pipeline rank.
     """
@@ -205,9 +205,9 @@ class PricedStep:
 
 @dataclass
 class ConfigurationPricer:
-    """Prices configurations of one model, and keeps what they share.
+    """Pricer of configurations of one model, which keeps the work they share.
 
-    ``basis`` has what was measured; ``pins`` are layouts that are given.
+    ``basis`` holds measured times; ``pins`` are given layouts.
     """
 
     graph: Graph
@@ -223,13 +223,13 @@ class ConfigurationPricer:
         self.blocks = pinned_blocks(self.graph, self.blocks, self.pins)
 
     def price(self, cluster: Cluster, configuration: Configuration) -> PricedStep:
-        """The step of a configuration. Raises ``UsageError`` where it does not fit the model or
-        the cluster."""
+        """Price the step of a configuration. Raises ``UsageError`` where it does not fit the model
+        or the cluster."""
         staged = self.staged(cluster, configuration)
         return self.step(configuration, staged, staged.costs)
 
     def staged(self, cluster: Cluster, configuration: Configuration) -> Staged:
-        """The configuration's plan, and what its stages cost."""
+        """Return the configuration's plan with the costs of its stages."""
         plan = self.plan(cluster, configuration)
         own = configuration.form
         if own not in self._evaluators:
@@ -240,7 +240,7 @@ class ConfigurationPricer:
     def step(
         self, configuration: Configuration, staged: Staged, costs: Sequence[StageCost]
     ) -> PricedStep:
-        """The step of a plan whose stages cost this."""
+        """Simulate the step of a plan with these stage costs."""
         own, plan, cluster = configuration, staged.plan, staged.plan.cluster
         pipeline = Pipeline(
             own.schedule, own.num_microbatches, num_chunks=own.num_chunks, edges=staged.edges,
@@ -261,7 +261,7 @@ class ConfigurationPricer:
         return PricedStep(own, plan, timeline, tuple(costs), memory, cluster.usable_memory_bytes)
 
     def plan(self, cluster: Cluster, configuration: Configuration) -> Plan:
-        """The plan that a configuration describes, without predictions."""
+        """Return the plan that a configuration describes, without predictions."""
         own = configuration
         _check(own, cluster, self.graph, sends_tokens=self.basis.assumptions.sends_tokens)
         structure = self._structure(own, own.microbatch_size)
@@ -309,7 +309,7 @@ class ConfigurationPricer:
         return Blocks(tuple(self.blocks.blocks[at] for at in find_layers(self.blocks)))
 
     def _modes(self, own: Configuration, blocks: Sequence[Block]) -> list[Recompute]:
-        """How each of a stage's blocks is recomputed."""
+        """Return the recomputation mode of each of a stage's blocks."""
         layers = {block.name for block in self._layers.blocks}
         again = [own.recomputes_ends or block.name in layers for block in blocks]
         share = own.selective_share if own.recompute == "selective" else 1.0
@@ -328,7 +328,7 @@ class ConfigurationPricer:
         self, cluster: Cluster, own: Configuration, structure: Structure,
         firsts: tuple[int, int], bounds: tuple[int, int],
     ) -> Mapping[str, NodeLayout]:  # fmt: skip
-        """The best layouts of a stage, which starts at the second of two ranks."""
+        """Find the best layouts of a stage, which starts at the second of two ranks."""
         solver, run = self._solver(cluster, own, structure, firsts), structure.run(*bounds)
         answer = solver.best(run, own.num_microbatches, 1)
         assert answer is not None, "no limit of memory or time can be exceeded"
@@ -365,8 +365,7 @@ class ConfigurationPricer:
         return self.solvers[key]
 
     def _around_experts(self, own: Configuration, given: Restriction) -> Restriction:
-        """Return the restriction for a program that sends tokens to experts: at layers of experts
-        each tensor- or context-parallel rank has tokens of its own."""
+        """Return the restriction for a program that sends tokens to experts."""
         if not self.basis.assumptions.sends_tokens or not experts_of_layers(self.graph):
             return given
         axes = {name: axis for axis, name in enumerate(own.mesh.axes)}
@@ -405,7 +404,7 @@ def _bounds(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _rank_of_stage(own: Configuration) -> tuple[int, ...]:
-    """The pipeline rank of each stage; of a schedule with replicas that of the first one."""
+    """The pipeline rank of each stage; for schedules with replicas, the first replica's."""
     found: dict[int, int] = {}
     for chunk in zip(*parts_of_ranks(own.schedule, own.pp, own.num_chunks), strict=True):
         for rank, part in enumerate(chunk):
@@ -449,11 +448,11 @@ def _check(
 def _ranks_bytes(
     own: Configuration, costs: Sequence[StageCost], timeline: Timeline
 ) -> list[dict[str, float]]:
-    """The bytes of every pipeline rank. Of several stages the timeline says what they hold of
-    micro-batches at once."""
+    """Return the bytes of every pipeline rank. With several stages per rank, the timeline gives the
+    peak of their activations."""
     found = []
     for rank, parts in enumerate(parts_of_ranks(own.schedule, own.pp, own.num_chunks)):
-        memory = together((costs[part].memory_bytes for part in parts), ONCE)
+        memory = combine_bytes((costs[part].memory_bytes for part in parts), ONCE)
         if len(parts) > 1:
             memory["activations"] = float(timeline.peak_activation_bytes[rank])
         found.append(dict(memory))

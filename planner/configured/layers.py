@@ -1,7 +1,7 @@
-"""A model's layers among its blocks, and how many of them each pipeline stage has.
+"""The model's layers among its blocks, and the number of layers of each pipeline stage.
 
 In: the blocks. Out: where the layers are, and the first block of each stage and the one after its
-last. The first stage has what precedes the layers too, the last one what follows them.
+last. Blocks before the layers join the first stage, blocks after them the last.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..graph import Blocks
 from ..requests.pins import plain_kind
 
 _NUMBER = re.compile(r"\.\d+(\+\d+)?$")
-"""The end of the name of a block that is a member of a list of layers, or a copy of one."""
+"""Suffix of the name of a block that is a member of a list of layers, or a copy of a member."""
 
 
 def find_layers(blocks: Blocks) -> range:
-    """Return where the layers are: the longest run of equal blocks, or of numbered members of one
-    list, if longer. A member whose kind no other block has is no layer."""
+    """Find the layers: the longest run of equal blocks, or of numbered members of one list, if
+    longer. A member whose kind no other block has is no layer."""
     kinds = [plain_kind(block.kind) for block in blocks.blocks]
     counts, numbers = Counter(kinds), [_NUMBER.search(block.name) for block in blocks.blocks]
     lists = [
@@ -32,7 +32,7 @@ def find_layers(blocks: Blocks) -> range:
 
 
 def find_equal(blocks: Blocks) -> range:
-    """Return where the longest run of equal blocks is. Pins make no difference."""
+    """Find the longest run of equal blocks. Pins make no difference."""
     return _longest_run([plain_kind(block.kind) for block in blocks.blocks])
 
 
@@ -44,8 +44,7 @@ def _longest_run(values: Sequence[str]) -> range:
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage. Those left over go to the inner stages, then to
-    the first.
+    """The number of layers of each stage. Extra layers go to the inner stages, then to the first.
 
     >>> even_layers(8, 4), even_layers(10, 4), even_layers(3, 4)
     ((2, 2, 2, 2), (2, 3, 3, 2), (1, 1, 1, 0))
@@ -61,9 +60,9 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def stage_bounds(
     blocks: Blocks, layers: tuple[int, ...] | None, num_stages: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return for each stage the numbers of its first block and of the block after its last one.
+    """Return the numbers of the first block of each stage and of the block after its last.
 
-    Raises ``UsageError`` AP128 where ``layers`` are not those of the model.
+    Raises ``UsageError`` AP128 if ``layers`` does not match the model.
     """
     found = find_layers(blocks)
     if layers is None:

@@ -1,7 +1,7 @@
 """The integer program: one choice per decision, pairwise costs, a memory limit.
 
-In: decisions with a number of choices each and a cost per choice; couplings, each a value
-that one decision lays out and others want laid out, with the cost of every conversion; and
+In: decisions with a number of choices each and a cost per choice; couplings, each a value that one
+decision produces in a layout and others consume in a layout, with the cost of every conversion; and
 optionally memory. Out: the cheapest choice of each decision, with the bound.
 
     min  Σ_d c_d·x_d + Σ_g Σ_sw C_g[s,w]·y_g[s,w]
@@ -33,7 +33,7 @@ from .program import HIGHS, Floats, Ints, Program, Raw, SolveOptions, Solver, St
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """For each choice of a decision, the class (layout) of one value."""
+    """The class (layout) of one value for each choice of a decision."""
 
     decision: int
     classes: Ints
@@ -41,7 +41,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Coupling:
-    """A value laid out by ``source``, wanted by ``consumers``: ``cost[laid out, wanted]``."""
+    """A value produced by ``source`` and read by ``consumers``: ``cost[produced, wanted]``."""
 
     source: Side
     consumers: tuple[Side, ...]
@@ -50,7 +50,7 @@ class Coupling:
 
 @dataclass(frozen=True, slots=True)
 class SharedBytes:
-    """Bytes held once however many decisions hold them: ``num_bytes[class]``; −1 holds none."""
+    """Bytes that count once for all decisions holding them: ``num_bytes[class]``; −1 holds none."""
 
     holders: tuple[Side, ...]
     num_bytes: Floats
@@ -58,10 +58,10 @@ class SharedBytes:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes per choice that add up, shared bytes, and peaks of which only the largest counts.
+    """Memory of an assignment: bytes per choice that add up, shared bytes, and peaks.
 
-    ``peaks`` are groups of alternatives: the sum over groups of the largest alternative, each
-    alternative being a sum of bytes per choice (and of shared bytes).
+    ``peaks`` add the largest alternative of each group, each alternative being a sum of bytes per
+    choice (and of shared bytes).
     """
 
     limit: float
@@ -81,7 +81,8 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Everything the integer program needs. ``memory_weight`` is a price in cost per byte.
+    """An integer program. ``memory_weight`` is a price in cost per byte. ``memory_weight`` is a
+    price in cost per byte.
 
     ``constant`` is a cost that no choice changes.
     """
@@ -99,9 +100,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The choices, their cost, what is proven, and how it was found.
+    """The choices, their cost, the proven bound, and the solver's status.
 
-    ``excess_bytes`` is by how much memory is over its limit at the least (0 if it fits).
+    ``excess_bytes`` is the least excess of memory over its limit (0 if it fits).
     """
 
     status: Status
@@ -118,9 +119,9 @@ class Answer:
 
 
 def build(problem: Problem, *, can_exceed: bool = True) -> Program:
-    """The linear program of a problem; its first columns are the choices, in order.
+    """Build the linear program of a problem; its first columns are the choices, in order.
 
-    ``can_exceed``: memory may be over its limit, at a price that no saving of time is worth.
+    ``can_exceed``: memory may be over its limit, at a price above any saving of time.
     """
     program = Program()
     choices = [
@@ -137,11 +138,10 @@ def build(problem: Problem, *, can_exceed: bool = True) -> Program:
 
 
 def merge_classes(costs: Floats, *, merge_columns: bool) -> tuple[Ints, Ints, Floats]:
-    """Classes of rows and of columns that are equal in all matrices ``costs[matrix, s, w]``.
+    """Merge rows, and columns, that are equal in all matrices ``costs[matrix, s, w]``.
 
     Out: the class of each row, of each column, and the matrices of the classes. Where several
-    consumers share a conversion its targets stay apart (``merge_columns`` false), but for
-    those that are free.
+    consumers share a conversion (``merge_columns`` false), only free targets are merged.
     """
     row_of, rows = classes_of([costs[:, row].tobytes() for row in range(costs.shape[1])])
     reduced = costs[:, rows]
@@ -180,7 +180,7 @@ def _add_pair(
     shape: Floats,
     cost: Floats,
 ) -> Ints:
-    """Columns e[s, w] with both marginals; their numbers as a matrix."""
+    """Add columns e[s, w] with both marginals; return their numbers as a matrix."""
     decisions = source.decision, side.decision
     pairs = program.columns(cost, "conversion", decisions).reshape(shape.shape)
     for row in range(shape.shape[0]):
@@ -198,14 +198,14 @@ def _add_pair(
 
 
 def _tie(program: Program, pairs: Ints, chosen: Ints) -> None:
-    """Σ pairs = Σ chosen."""
+    """Add the row Σ pairs = Σ chosen."""
     columns = np.concatenate([pairs, chosen])
     values = np.concatenate([np.ones(len(pairs)), -np.ones(len(chosen))])
     program.row(columns, values, 0.0, 0.0)
 
 
 UNIT_BYTES = 1e6
-"""Memory rows are in megabytes, for the solver's tolerances."""
+"""Bytes of the unit of memory rows: megabytes suit the solver's tolerances."""
 
 
 def _add_memory(
@@ -244,7 +244,7 @@ def _add_memory(
 
 
 EXCESS_COST = 1e4
-"""Seconds per megabyte over the limit: no saving of time is worth any excess."""
+"""Seconds per megabyte over the limit: more than any saving of time."""
 
 
 def _add_alternative(
@@ -264,7 +264,7 @@ def _add_alternative(
 def _shared_columns(
     program: Program, choices: Sequence[Ints], shared: SharedBytes
 ) -> tuple[Ints, Floats]:
-    """One column per class, at least every holder's choice of it."""
+    """Add a column per class that is at least every holder's choice of the class."""
     decisions = tuple(dict.fromkeys(side.decision for side in shared.holders))
     held = program.columns(np.zeros(len(shared.num_bytes)), "held", decisions)
     for side in shared.holders:
@@ -281,7 +281,7 @@ def _shared_columns(
 
 
 def invert(problem: Problem, raw: Raw) -> tuple[int, ...]:
-    """The choice of each decision. A tie between equal values goes to the first."""
+    """Return the choice of each decision; a tie between equal values goes to the first."""
     choices, start = [], 0
     for cost in problem.costs:
         choices.append(int(np.argmax(raw.values[start : start + len(cost)])))
@@ -299,10 +299,10 @@ def optimize(
     solver: Solver = HIGHS,
     start: Sequence[int] = (),
 ) -> Answer:
-    """``build``, ``solve`` and ``invert``, with the answer priced again from its choices.
+    """Run ``build``, ``solve`` and ``invert``, and price the answer again from its choices.
 
-    The answer's objective is within a relative ``gap`` of the best, unless nothing below
-    ``cutoff`` can be: then it is any, and its bound says so. ``start`` are choices that are known.
+    The answer's objective is within a relative ``gap`` of the best, or arbitrary if nothing is
+    below ``cutoff``, as its bound then shows. ``start`` is a known assignment.
 
     Raises ``TimeLimitError`` (AP701) if nothing was found in time, ``MachineError`` (AP403) if the
     solver fails, ``KeyboardInterrupt`` if it was interrupted.
@@ -336,7 +336,7 @@ def optimize(
 
 
 def check_solved(raw: Raw, solver: Solver) -> None:
-    """Raises what ``optimize`` says where a solver has no solution."""
+    """Raise the errors that ``optimize`` documents if a solver has no solution."""
     match raw.status:
         case "optimal" | "feasible" | "cutoff":
             return
@@ -367,7 +367,7 @@ def check_solved(raw: Raw, solver: Solver) -> None:
 
 
 def _columns_of(problem: Problem, choices: Sequence[int]) -> Floats:
-    """The values of the choices' columns; ``invert`` reads them back."""
+    """Return the values of the choices' columns; the inverse of ``invert``."""
     own = [
         np.arange(len(cost)) == choice for cost, choice in zip(problem.costs, choices, strict=True)
     ]
@@ -375,7 +375,7 @@ def _columns_of(problem: Problem, choices: Sequence[int]) -> Floats:
 
 
 def _normalized(problem: Problem) -> tuple[float, Problem]:
-    """Costs brought to about one, where the solver's tolerances belong."""
+    """Scale costs to about 1e3, well above the solver's tolerances."""
     largest = max((float(np.abs(cost).max(initial=0.0)) for cost in problem.costs), default=0.0)
     for coupling in problem.couplings:
         largest = max(largest, float(np.abs(coupling.cost).max(initial=0.0)))
@@ -385,7 +385,7 @@ def _normalized(problem: Problem) -> tuple[float, Problem]:
 
 
 def scaled(problem: Problem, scale: float) -> Problem:
-    """The problem with its costs in another unit, without what no choice changes."""
+    """Return the problem with its costs in another unit, without its constant."""
     return Problem(
         tuple(cost * scale for cost in problem.costs),
         tuple(
@@ -397,7 +397,7 @@ def scaled(problem: Problem, scale: float) -> Problem:
 
 
 def cost(problem: Problem, choices: Sequence[int]) -> float:
-    """What an assignment costs, from the problem itself (no memory price)."""
+    """Price an assignment from the problem itself (without a memory price)."""
     total = problem.constant
     total += sum(float(own[choice]) for own, choice in zip(problem.costs, choices, strict=True))
     for coupling in problem.couplings:
@@ -408,7 +408,7 @@ def cost(problem: Problem, choices: Sequence[int]) -> float:
 
 
 def memory_bytes(memory: Memory, choices: Sequence[int]) -> float:
-    """The bytes of an assignment."""
+    """Return the bytes of an assignment."""
     total = memory.constant + sum(
         float(sizes[choice]) for sizes, choice in zip(memory.linear, choices, strict=True)
     )

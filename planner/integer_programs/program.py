@@ -1,8 +1,8 @@
-"""Linear and mixed-integer programs as arrays, and what every solver of them must do.
+"""Linear and mixed-integer programs as arrays, and the interface of their solvers.
 
-In: columns with costs, rows with bounds, of which the first columns are binary. Out: a value
-per column and the proven bound. The relaxation is solved first; the integers only where it
-is fractional. ``highs`` and ``pulp_solver`` are the solvers.
+In: columns with costs, the first of them binary, and rows with bounds. Out: a value per column and
+the proven bound. The relaxation is solved first; the integers only where it is fractional.
+``highs`` and ``pulp_solver`` are the solvers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Ints = NDArray[np.int64]
 Status = Literal[
     "optimal", "feasible", "cutoff", "time_limit", "infeasible", "unbounded", "interrupted", "error"
 ]
-"""What a solver ends with. ``feasible``: the time limit passed, with a solution; ``time_limit``:
-without one. ``cutoff``: no solution can be below the cutoff."""
+"""Outcomes of a solver. ``feasible``: the time limit passed, with a solution; ``time_limit``:
+without a solution. ``cutoff``: no solution can be below the cutoff."""
 
 INTEGRALITY = 1e-6
-"""How far from 0 and 1 a binary may be and still count as integral."""
+"""Maximum distance of a binary from 0 or 1 that still counts as integral."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Columns that were added together: what they are, and of which decisions."""
+    """Columns that were added together: their kind, and their decisions."""
 
     kind: str
     decisions: tuple[int, ...]
@@ -38,7 +38,7 @@ class Group:
 
 @dataclass(slots=True)
 class Program:
-    """A linear program in the making: columns and rows, appended as arrays."""
+    """A linear program under construction: columns and rows, appended as arrays."""
 
     costs: list[Floats] = field(default_factory=list)
     rows: list[tuple[Ints, Floats]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Program:
     num_binaries: int = 0
 
     def columns(self, costs: Floats, kind: str = "", decisions: tuple[int, ...] = ()) -> Ints:
-        """New columns with these costs; their numbers."""
+        """Add columns with these costs; return their numbers."""
         start = self.num_columns
         self.costs.append(np.asarray(costs, dtype=np.float64).ravel())
         self.num_columns += self.costs[-1].size
@@ -64,7 +64,7 @@ class Program:
 
     @property
     def upper_bounds(self) -> Floats:
-        """The upper bound of each column; every lower bound is 0."""
+        """Return the upper bound of each column; every lower bound is 0."""
         found = np.full(self.num_columns, np.inf)
         found[: self.num_binaries] = 1.0
         return found
@@ -72,7 +72,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """What a solver said: a value per column (none without a solution), and the proven bound.
+    """Result of a solver: a value per column (empty without a solution), and the proven bound.
 
     ``detail`` is the solver's own text, where it failed.
     """
@@ -86,11 +86,10 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class SolveOptions:
-    """How far a program is solved.
+    """Limits of a solve.
 
-    Integers are solved up to a relative ``gap``, and not at all if the relaxation is not
-    below ``cutoff``: nothing of interest can be. ``start`` is a value for each of the first
-    columns, of a solution that is known.
+    Integers are solved up to a relative ``gap``, and not at all if the relaxation is not below
+    ``cutoff``. ``start`` has the values of a known solution, for the first columns.
     """
 
     time_limit_seconds: float = 60.0
@@ -101,7 +100,7 @@ class SolveOptions:
 
 
 class Solver(Protocol):
-    """Solves programs. ``name`` is what ``--solver`` calls it."""
+    """A solver of programs. ``name`` is its value of ``--solver``."""
 
     @property
     def name(self) -> str: ...
@@ -110,13 +109,13 @@ class Solver(Protocol):
 
 
 class LoadedProgram(Protocol):
-    """A program in a solver, which is run with or without its integers."""
+    """A program loaded into a solver, which can be run with or without its integers."""
 
     def run(self, *, integral: bool) -> Raw: ...
 
 
 def relax_then_branch(program: Program, loaded: LoadedProgram, cutoff: float) -> Raw:
-    """The linear program's answer; with integers only where the relaxation is fractional."""
+    """Solve the linear program, and the integer program only if the relaxation is fractional."""
     relaxed = loaded.run(integral=False)
     if relaxed.status != "optimal":
         status: Status = "time_limit" if relaxed.status == "feasible" else relaxed.status
@@ -132,7 +131,7 @@ def relax_then_branch(program: Program, loaded: LoadedProgram, cutoff: float) ->
 
 @dataclass(frozen=True, slots=True)
 class Highs:
-    """The solver that is used unless another one is asked for."""
+    """The default solver."""
 
     name: str = "highs"
 
@@ -144,7 +143,7 @@ HIGHS = Highs()
 
 
 class _SilentHighs(highspy.Highs):
-    """HiGHS that writes nothing to stdout, which is for the results of commands.
+    """HiGHS without output to stdout, which is reserved for the results of commands.
 
     Its constructor enables callbacks, and from version 1.16 on that writes a banner unless the
     option is set before.
@@ -156,7 +155,7 @@ class _SilentHighs(highspy.Highs):
 
 
 class _Loaded:
-    """A program in HiGHS, which goes on from the relaxation's basis."""
+    """A program in HiGHS; a second run starts from the relaxation's basis."""
 
     def __init__(self, program: Program, options: SolveOptions) -> None:
         self.program = program

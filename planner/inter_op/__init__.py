@@ -1,1 +1,1 @@
-"""Which blocks make a stage, and on which devices."""
+"""Blocks and devices of pipeline stages."""

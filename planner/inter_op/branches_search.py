@@ -1,15 +1,14 @@
-"""Pipelines in which the branches of a section have devices of their own.
+"""Pipelines whose parallel branches have devices of their own.
 
-In: stage costs as ``inter_op`` has them, a section of parallel branches. Out: stages before
-the section, stages of each branch on a run of devices of its own, stages after it, that make
+In: stage costs as ``inter_op`` has them, a section of parallel branches. Out: stages before the
+section, stages of each branch on a run of devices of its own, stages after it, that minimize
 
     T = Σ before + max over branches (Σ of the branch) + Σ after + (B − 1)·max t_i
 
-small: a micro-batch takes the longest way through the graph, and the slowest stage sets the
-pace. For each of a few bounds on a stage's cost, each number of stages after the section and
-each most number of stages in a branch, the least sum follows by dynamic programming over
-devices and blocks. Between bounds T may be missed by the factor of ``BOUND_STEP``; the
-simulator ranks what is found.
+A micro-batch takes the longest path through the graph; the slowest stage limits the rate. For each
+of a few bounds on a stage's cost, each number of stages after the section and each maximum number
+of stages in a branch, the least sum follows by dynamic programming over devices and blocks. T is
+within a factor of ``BOUND_STEP`` of the best; the simulator ranks the results.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ BOUND_STEP = 1.2
 """The factor between bounds on a stage's cost."""
 
 MOST_DEVICES = 16
-"""On clusters of more devices branches are not given devices of their own."""
+"""Maximum devices of a cluster on which branches get devices of their own."""
 
 MOST_STAGES = 3
-"""Stages of one branch, before or after the section."""
+"""Maximum stages of one branch, and of the parts before and after the section."""
 
 
 Stages = tuple[StageChoice, ...]
@@ -50,9 +49,9 @@ _Least = tuple[Floats, NDArray[np.int64], NDArray[np.int64]]
 
 
 def branch_pipelines(table: Table, section: Section, num_microbatches: int) -> tuple[Pipeline, ...]:
-    """The best pipeline of each number of stages, the best first.
+    """Return the best pipeline of each number of stages, the best first.
 
-    Needs blocks after the section; there are always, as all that is made leads to the loss.
+    Blocks must follow the section; they always do, as every value leads to the loss.
     """
     if table.num_devices > MOST_DEVICES or section.stop >= table.num_blocks:
         return ()
@@ -67,7 +66,7 @@ def branch_pipelines(table: Table, section: Section, num_microbatches: int) -> t
 
 
 def _seconds(table: Table, section: Section, stages: Stages, num_microbatches: int) -> float:
-    """T, each stage priced with as many stages to come as the longest way has."""
+    """Return T, with the longest path's number of stages to come for each stage."""
     before = [stage for stage in stages if stage.start < section.start]
     after = [stage for stage in stages if stage.start >= section.stop]
     branches = [
@@ -85,7 +84,7 @@ def _seconds(table: Table, section: Section, stages: Stages, num_microbatches: i
 
 
 def _costs(table: Table, stages: list[StageChoice], after: int) -> list[float]:
-    """The costs of stages in a row with ``after`` more to come."""
+    """Return the costs of consecutive stages with ``after`` more to come."""
     return [
         float(
             table.costs(after + len(stages) - index, stage.first_device, stage.num_devices)[
@@ -97,7 +96,7 @@ def _costs(table: Table, stages: list[StageChoice], after: int) -> list[float]:
 
 
 def _bounds(table: Table, num_microbatches: int) -> Iterator[float]:
-    """Bounds on a stage's cost; one is enough where only the sum counts."""
+    """Yield bounds on a stage's cost; a single bound suffices where only the sum counts."""
     yield float("inf")
     if num_microbatches == 1:
         return
@@ -126,7 +125,7 @@ class _Bounded:
     masked: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
 
     def found(self) -> Iterator[Stages]:
-        """The best stages for each way to end and each most number of stages in a branch."""
+        """Yield the best stages of a branch by last device and maximum number of stages."""
         num_blocks, devices = self.table.num_blocks, self.table.num_devices
         start, stop = self.section.start, self.section.stop
         for after in range(1, MOST_STAGES + 1):
@@ -139,7 +138,7 @@ class _Bounded:
                         yield (*stages, *last.stages)
 
     def _before(self, start: int, end: int, after: int, deepest: int) -> Iterator[Stages]:
-        """Branches that end at device ``end``, and what comes before them."""
+        """Yield branches that end at device ``end``, with the stages before them."""
         for first, branches in self._branches(0, end, after, deepest).items():
             if start == 0:
                 if first == 0:
@@ -151,7 +150,7 @@ class _Bounded:
                     yield (*lead.stages, *branches.stages)
 
     def _branches(self, index: int, end: int, after: int, deepest: int) -> dict[int, _Part]:
-        """By first device: branches ``index`` on, with the seconds of the longest."""
+        """Map each first device to branches ``index`` on, with the seconds of the longest."""
         if index == len(self.section.branches):
             return {end: _Part(0.0, ())}
         start, stop = self.section.branches[index]
@@ -171,9 +170,9 @@ class _Bounded:
     def chain_of(
         self, start: int, stop: int, *, on: tuple[int, int], count: int, after: int
     ) -> _Part:
-        """Blocks ``start`` to ``stop`` on devices ``on`` (first, end) in ``count`` stages.
+        """Cut blocks ``start`` to ``stop`` into ``count`` stages on devices ``on`` (first, end).
 
-        ``after`` stages follow, so that the first of these has ``count + after`` to come.
+        ``after`` stages follow, so the first of these has ``count + after`` to come.
         """
         if start >= stop or not float(self._least(stop, on, count, after)[0][start]) < np.inf:
             return NONE
@@ -188,7 +187,8 @@ class _Bounded:
         return _Part(seconds, tuple(stages))
 
     def _least(self, stop: int, on: tuple[int, int], count: int, after: int) -> _Least:
-        """By first block: the least sum of ``count`` stages to ``stop``, the first's end and size.
+        """Map each first block to the least sum of ``count`` stages to ``stop``, with the first
+        stage's end and size.
 
         F(k, d, n) = min over i, m of t(k..i, m devices at d) + F(i, d + m, n − 1).
         """

@@ -1,8 +1,8 @@
-"""Where stages may begin and end, and which runs between two such places cost the same.
+"""Positions at which stages may begin and end, and classes of runs that cost the same.
 
 In: the cuts between blocks, the class of the run between any two of them. Out: the seconds of
-classes laid out as bands, ``[k, j]`` of what lies between the cuts k and k + j + 1, as wide as
-the longest run within a bound; made once for all stages that cost the same.
+classes as bands, ``[k, j]`` for the run between the cuts k and k + j + 1, as wide as the longest
+run within a bound; shared by stages that cost the same.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 Seconds = Callable[[int, int, bool], tuple[Floats, Floats]]
-"""(stages left, place, whether it is the first) → of each class what a stage takes once, and
-what it takes more as the slowest stage of all.
+"""Map (stages left, place, whether it is the first) to each class's seconds: paid once, and paid
+more as the slowest stage.
 
-Both infinite where the run is impossible. For stages that cost the same, the same arrays.
+Both are infinite where the run is impossible. Stages that cost the same share arrays.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """Where runs may begin and end: before the blocks ``at``, ascending from 0 to their number.
+    """Cuts between blocks: before the blocks ``at``, ascending from 0 to their number.
 
     ``numbers[k, i]`` is the class between the cuts k and i, ``len(lengths)`` where there is none;
-    ``lengths`` says how many blocks the runs of a class have.
+    ``lengths`` is the number of blocks in the runs of a class.
     """
 
     at: Ints
@@ -43,7 +43,7 @@ class Cuts:
 
     @cached_property
     def band(self) -> Ints:
-        """``[k, j]`` the class of the blocks between the cuts k and k + j + 1."""
+        """Return ``[k, j]``, the class of the blocks between the cuts k and k + j + 1."""
         size = len(self.at)
         padded = np.full((size, 2 * size - 1), len(self.lengths), dtype=np.int64)
         padded[:, :size] = self.numbers
@@ -53,13 +53,13 @@ class Cuts:
 
     @cached_property
     def alike(self) -> Ints:
-        """Of each cut, how many classes from it on are those from the cut before it on."""
+        """Return for each cut how many leading classes equal the classes from the cut before it."""
         differs = self.band[1:] != self.band[:-1]
         first = np.where(differs.any(axis=1), differs.argmax(axis=1), differs.shape[1])
         return np.append(0, first)
 
     def width(self, num_blocks: int) -> int:
-        """The most cuts that a run of so many blocks goes over."""
+        """Return the most cuts that a run of so many blocks spans."""
         if num_blocks not in self._widths:
             stops = np.searchsorted(self.at, self.at + num_blocks, side="right") - 1
             self._widths[num_blocks] = int((stops - np.arange(len(self.at))).max())
@@ -68,9 +68,9 @@ class Cuts:
 
 @dataclass
 class StageBand:
-    """What a stage takes, by class and as a band; nothing of what is slower than ``bound``.
+    """Seconds of a stage by class and as a band, without runs slower than ``bound``.
 
-    ``most_blocks`` has the longest run within it.
+    ``most_blocks``: the longest run within it.
     """
 
     cuts: Cuts
@@ -95,25 +95,25 @@ class StageBand:
         return self.cuts.width(self.most_blocks)
 
     def _classes(self, which: int) -> Floats:
-        """``by_class`` within the bound, with one that is no run at the end."""
+        """Return ``by_class`` within the bound, followed by an entry for "no run"."""
         if which not in self._made:
             own = np.where(self._within, self.by_class[which], np.inf)
             self._made[which] = np.append(own, np.inf)
         return self._made[which]
 
-    def rows(self, cuts: Ints) -> StageRows:
-        """What it takes from some cuts on."""
-        return StageRows(self, cuts)
+    def rows(self, cuts: Ints) -> TileRows:
+        """Select the band's rows of some cuts."""
+        return TileRows(self, cuts)
 
-    def strip(self, cuts: range, columns: range, high: int) -> StageStrip:
-        """What it takes from cuts that follow each other to the cut ``high`` at most."""
+    def strip(self, cuts: range, columns: range, high: int) -> TileBlock:
+        """Select the band's rows of consecutive cuts, up to the cut ``high``."""
         rows = np.arange(cuts.start + 1, cuts.stop)
         needed = np.minimum(columns.stop, high - rows)
         alike = self.cuts.alike[cuts.start + 1 : cuts.stop]
-        return StageStrip(self, cuts, columns, bool((alike >= needed).all()))
+        return TileBlock(self, cuts, columns, bool((alike >= needed).all()))
 
-    def along(self, which: int, strip: StageStrip) -> Floats:
-        """``[j, cut]`` of a strip; of one cut, where all take the same."""
+    def along(self, which: int, strip: TileBlock) -> Floats:
+        """Return ``[j, cut]`` of a strip; a single cut where all are equal."""
         cuts, columns = strip.cuts, slice(strip.columns.start, strip.columns.stop)
         if strip.is_alike:
             return self._classes(which)[self.cuts.band[cuts.start, columns], None]
@@ -124,14 +124,14 @@ class StageBand:
         return band[rows, columns].T
 
     def taken(self, which: int, cuts: Ints) -> Floats:
-        """Rows of the band of what a stage takes once or as the slowest."""
+        """Return rows of the band: ``which`` selects seconds paid once or as the slowest stage."""
         band = self._band(which, cuts.size)
         if band is None:
             return self._classes(which)[self.cuts.band[cuts, : self.width]]
         return band[cuts]
 
     def _band(self, which: int, number: int) -> Floats | None:
-        """A band of which so many rows are asked for; made when as many were as it has."""
+        """A band of which ``number`` rows are needed; built once that many rows were asked for."""
         self._asked[which] += number
         if which not in self._bands and self._asked[which] > len(self.cuts):
             self._bands[which] = self._classes(which)[self.cuts.band[:, : self.width]]
@@ -139,7 +139,7 @@ class StageBand:
 
 
 @dataclass(frozen=True, slots=True)
-class StageRows:
+class TileRows:
     """Rows of a stage's bands."""
 
     band: StageBand
@@ -155,9 +155,8 @@ class StageRows:
 
 
 @dataclass(frozen=True, slots=True)
-class StageStrip:
-    """Rows and columns of a stage's bands; ``is_alike``: the rows are the same, as far as they are
-    of use."""
+class TileBlock:
+    """Rows and columns of a stage's bands; ``is_alike``: all rows are equal, as far as used."""
 
     band: StageBand
     cuts: range
@@ -174,7 +173,7 @@ class StageStrip:
 
 
 @dataclass
-class Bands:
+class CostTiles:
     """The bands of all stages within a bound."""
 
     cuts: Cuts
@@ -184,7 +183,7 @@ class Bands:
 
     def stage(self, left: int, place: int, first: bool) -> StageBand:
         once, slowest = self.seconds(left, place, first)
-        key = id(once), id(slowest)  # the band keeps both, so that no other gets their ids
+        key = id(once), id(slowest)  # the band keeps both alive, so that their ids stay unique
         if key not in self._made:
             self._made[key] = StageBand(self.cuts, (once, slowest), self.bound)
         return self._made[key]

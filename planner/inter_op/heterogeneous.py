@@ -1,15 +1,14 @@
-"""Clusters whose hosts differ: in which order stages take them, and which runs of ranks tile.
+"""Clusters with unlike hosts: orders of hosts for stages, and tileable runs of ranks.
 
 In: a cluster. Out: the orders of its hosts that a search goes through, each with the cluster
-renumbered so that stages take its ranks in order, and a plan's way back to the ranks that the
-cluster really has.
+renumbered so that stages take its ranks in order, and the conversion of a plan back to the
+cluster's own ranks.
 
-Stages take hosts one after the other, so which of two unlike hosts comes first decides which
-blocks run on it. Hosts that are alike are interchangeable: of all orders only those count in
-which the sequence of *kinds* of host differs, and hosts of one rack stay together, so that
-few stages talk over the link between racks. Where there are at most ``MOST_ORDERS`` such
-sequences all are tried, and the best order is found for certain; where there are more, the
-kinds are tried one after the other in every order, and in turn.
+Stages take hosts one after the other, so which of two unlike hosts comes first decides which blocks
+run on it. Equal hosts are interchangeable: only orders with different sequences of *kinds* of host
+are tried, and hosts of one rack stay together, so that few stages talk over the link between racks.
+Up to ``MOST_ORDERS`` such sequences are all tried, and the best is exact; of more, only those with
+each kind's hosts together, and one with the kinds alternating.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ..plan import Plan, StagePlan
 from ..requests.request import Request
 
 MOST_ORDERS = 6
-"""Orders of hosts that a search goes through: all of two and two hosts, or of three kinds."""
+"""Maximum orders of hosts in a search: enough for two and two hosts, or for three kinds."""
 
 
 Found = TypeVar("Found")
@@ -46,7 +45,7 @@ class HostOrder:
 
 
 def host_orders(cluster: Cluster, most: int = MOST_ORDERS) -> tuple[HostOrder, ...]:
-    """The orders of hosts to try, the given one first; just that one if all are alike.
+    """Return the orders of hosts to try, the given order first; only that if all hosts are equal.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> [order.hosts for order in host_orders(parse_cluster("4x8xH100"))]
@@ -71,10 +70,10 @@ def host_orders(cluster: Cluster, most: int = MOST_ORDERS) -> tuple[HostOrder, .
 def over_orders(
     cluster: Cluster, request: Request, attempt: Callable[[HostOrder, Request], Found]
 ) -> list[tuple[HostOrder, Found]]:
-    """What was found for each order of the hosts.
+    """Run ``attempt`` for each order of the hosts.
 
-    Each order has an equal share of what is left of the time limit. Raises what the first
-    order raised if nothing was found for any.
+    Each order has an equal share of the remaining time limit. Raises the first order's error if
+    every order failed.
     """
     orders = host_orders(cluster)
     budget = Budget.of(request.time_limit_seconds)
@@ -93,12 +92,12 @@ def over_orders(
 
 
 def is_mixed(cluster: Cluster) -> bool:
-    """Whether hosts differ, or stand in racks."""
+    """Return whether hosts differ, or stand in racks."""
     return len({_kind(host) for host in cluster.hosts}) > 1 or cluster.rack_link is not None
 
 
 def in_given_ranks(plan: Plan, order: HostOrder, cluster: Cluster) -> Plan:
-    """A plan that was made for ``order.cluster``, with the devices of ``cluster``."""
+    """Convert a plan made for ``order.cluster`` to the devices of ``cluster``."""
     stages = tuple(_renumbered(stage, order.ranks) for stage in plan.stages)
     return replace(plan, cluster=cluster, stages=stages)
 
@@ -108,7 +107,7 @@ def _renumbered(stage: StagePlan, ranks: Sequence[int]) -> StagePlan:
 
 
 def pieces(cluster: Cluster, first: int, size: int) -> tuple[int, ...]:
-    """How many of the ``size`` ranks from ``first`` on each host has.
+    """Return the numbers of ranks, per host, among the ``size`` ranks from ``first`` on.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> pieces(parse_cluster("2x8xH100+4xH100"), 4, 16)
@@ -126,7 +125,7 @@ def pieces(cluster: Cluster, first: int, size: int) -> tuple[int, ...]:
 
 
 def inner_size(cluster: Cluster, first: int, size: int) -> int:
-    """The largest number of neighbours that cut a run of ranks without crossing hosts.
+    """Return the largest number of neighbours that tile a run of ranks without crossing hosts.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> inner_size(parse_cluster("2x8xH100+4xH100"), 0, 20)
@@ -142,10 +141,9 @@ def inner_size(cluster: Cluster, first: int, size: int) -> int:
 
 
 def run_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
-    """How many ranks a stage from rank ``first`` on may have where hosts are unequal.
+    """Return the possible sizes of a stage from rank ``first`` on, for unequal hosts.
 
-    Within a host a divisor of any host's size that is left, or all that is left; from there
-    on whole hosts.
+    Within a host: divisors of any host's size, or all remaining ranks; beyond it: whole hosts.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> cluster = parse_cluster("8xH100+4xH100")
@@ -164,7 +162,7 @@ def run_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
 
 
 def _kind(host: Host) -> tuple[object, ...]:
-    """What hosts must share to be interchangeable, racks apart."""
+    """Return the facts in which interchangeable hosts agree, racks apart."""
     device = host.device
     return (
         device.speed,
@@ -177,7 +175,7 @@ def _kind(host: Host) -> tuple[object, ...]:
 
 
 def _racks(cluster: Cluster) -> list[list[int]]:
-    """The hosts of each rack; all of them where racks have no link of their own."""
+    """Return the hosts of each rack; all hosts in one where racks have no link of their own."""
     found: dict[str, list[int]] = {}
     for index, host in enumerate(cluster.hosts):
         found.setdefault(host.rack if cluster.rack_link is not None else "", []).append(index)
@@ -185,7 +183,7 @@ def _racks(cluster: Cluster) -> list[list[int]]:
 
 
 def _arrangements(cluster: Cluster, hosts: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
-    """The orders of the hosts of one rack."""
+    """Yield the orders of the hosts of one rack."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for host in hosts:
         groups.setdefault(_kind(cluster.hosts[host]), []).append(host)
@@ -204,7 +202,7 @@ def _arrangements(cluster: Cluster, hosts: Sequence[int], most: int) -> Iterator
 
 
 def _sequences(groups: list[list[int]]) -> Iterator[tuple[int, ...]]:
-    """Every distinct sequence of kinds, the hosts of a kind in their own order."""
+    """Yield every distinct sequence of kinds, the hosts of a kind in their own order."""
     if not any(groups):
         yield ()
         return
@@ -216,7 +214,7 @@ def _sequences(groups: list[list[int]]) -> Iterator[tuple[int, ...]]:
 
 
 def _signature(cluster: Cluster, order: Sequence[int]) -> tuple[object, ...]:
-    """Equal for orders that differ only in which of several like hosts, or racks, comes first."""
+    """Return a key that is equal for orders that differ only by swapping equal hosts or racks."""
     names: dict[str, int] = {}
     return tuple(
         (

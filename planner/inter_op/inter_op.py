@@ -1,21 +1,19 @@
-"""The pipeline: which blocks make a stage, on how many devices each.
+"""The pipeline: the blocks of each stage, and its number of devices.
 
-In: what every run of blocks takes on every submesh at every position. Out: the stages that
-minimize
+In: the seconds of every run of blocks on every submesh and position. Out: the stages that minimize
 
     T = Σ_i q_i + max_i m_i
 
-over runs of blocks and submeshes that tile all devices in order. With q = t and m = (B − 1)·t
-of a stage of t seconds per micro-batch that is the step of a pipeline of B micro-batches
-(Zheng et al. 2022, Alpa, equations 2 to 4); the search puts into q and m apart what is paid
-once, B − 1 times or at the end of the step.
+over runs of blocks and submeshes that tile all devices in order. With q = t and m = (B − 1)·t for a
+stage of t seconds per micro-batch, T is the step of a pipeline of B micro-batches (Zheng et al.
+2022, Alpa, equations 2 to 4); the search splits seconds paid once, B − 1 times or at the end of the
+step into q and m.
 
-For a bound on m, the least Σ q within it comes from one pass over the stages
-(``sweep``), and so does the least bound there is a pipeline for. A pipeline whose
-largest m lies between two bounds has at least the Σ q of the upper and the m of the lower one:
-intervals of bounds are halved until none of them can hold a better pipeline (Alpa goes through
-all bounds instead). The number of stages still to come gives the micro-batches in flight, hence
-the memory, of a stage.
+For a bound on m, the least Σ q within it comes from one pass over the stages (``sweep``), and so
+does the least feasible bound. A pipeline whose largest m lies between two bounds has at least the Σ
+q of the upper and the m of the lower one: intervals of bounds are halved until none of them can
+hold a better pipeline (Alpa goes through all bounds instead). The number of stages still to come
+gives the micro-batches in flight, hence the memory, of a stage.
 """
 
 from __future__ import annotations
@@ -28,16 +26,20 @@ from functools import cached_property
 
 import numpy as np
 
-from .cuts import Bands, Cuts, Ints, Seconds
+from .cuts import CostTiles, Cuts, Ints, Seconds
 from .cuts import Floats as Floats
-from .sweep import Combine, Move, Sweep, Tiling, add, larger, turning
+from .sweep import Combine, Move, Sweep, Tiling, max_cost, sum_cost, turnaround_seconds
 
 HALVED = 1e-4
-"""Bounds closer than this, relatively, are not halved further but counted down one by one."""
+"""Relative width below which an interval of bounds is not halved but counted down step by step."""
 
 MOST_SWEEPS = 200
 
-COMBINES: Mapping[str, Combine] = {"sum": add, "largest": larger, "turning": turning}
+COMBINES: Mapping[str, Combine] = {
+    "sum": sum_cost,
+    "largest": max_cost,
+    "turning": turnaround_seconds,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class StageChoice:
 
     @property
     def devices(self) -> range:
-        """Its devices."""
+        """Return the devices of the stage."""
         return range(self.first_device, self.first_device + self.num_devices)
 
 
@@ -64,12 +66,12 @@ class Pipeline:
 
 
 def total_seconds(stages: Sequence[tuple[float, float]]) -> float:
-    """T = Σ q + max m."""
+    """Return T = Σ q + max m."""
     return sum(once for once, _ in stages) + max(slowest for _, slowest in stages)
 
 
 def gap_adjusted_seconds(stages: Sequence[tuple[float, float]], gaps: Sequence[float]) -> float:
-    """T if every stage took less by its gap.
+    """Return T with every stage's cost reduced by its gap.
 
     >>> gap_adjusted_seconds([(1.0, 4.0), (2.0, 8.0)], [0.0, 0.25])
     8.5
@@ -81,7 +83,7 @@ def gap_adjusted_seconds(stages: Sequence[tuple[float, float]], gaps: Sequence[f
 
 @dataclass(frozen=True)
 class Table:
-    """What the DP asks: sizes of submeshes at a device, and stage costs.
+    """Input of the dynamic program: sizes of submeshes at a device, and stage costs.
 
     ``costs(stages_left, first_device, num_devices)`` is the matrix t[k, i] of runs of blocks
     k to i − 1, infinite where impossible.
@@ -93,7 +95,7 @@ class Table:
     costs: Callable[[int, int, int], Floats]
 
     def tiling(self, most: int) -> Tiling:
-        """Every submesh as a move, each a place of its own."""
+        """Build the tiling with every submesh as a move, each a place of its own."""
         moves: list[Move] = []
         for first in range(self.num_devices):
             for size in self.sizes(first):
@@ -131,7 +133,7 @@ class _TableSeconds:
 def pipelines(
     table: Table, num_microbatches: int, num_stages: Iterable[int], *, tolerance: float = 0.0
 ) -> tuple[Pipeline, ...]:
-    """For each number of stages the best pipeline, if there is one; the best first.
+    """Return the best pipeline of each feasible number of stages, the best first.
 
     T is within ``tolerance`` of the best.
     """
@@ -147,10 +149,10 @@ def pipelines(
 
 @dataclass
 class PipelineSearch:
-    """The best pipelines of a tiling, by number of stages.
+    """Search for the best pipelines of a tiling, by number of stages.
 
-    ``cutoff``: pipelines that take as long or longer are not sought. So no stage is looked at
-    that takes more as the slowest than what the least sum leaves of it (``_limit``).
+    ``cutoff``: only faster pipelines are sought, so stages whose m exceeds the cutoff minus the
+    least sum are skipped (``_limit``).
     """
 
     tiling: Tiling
@@ -159,23 +161,23 @@ class PipelineSearch:
     tolerance: float = 0.0
     cutoff: float = float("inf")
     _most: int = 0
-    _bands: dict[float, Bands] = field(default_factory=dict)
+    _bands: dict[float, CostTiles] = field(default_factory=dict)
     _sweeps: dict[tuple[str, float], Sweep] = field(default_factory=dict)
 
     def _sweep(self, what: str, bound: float, num_stages: int | None = None) -> Sweep:
-        """A pass with a bound, over all numbers of stages that may be asked for."""
+        """The cached sweep with a bound, over all numbers of stages that may be asked for."""
         key = (what, bound)
         made = self._sweeps.get(key)
         if made is None or (num_stages is not None and len(made.values) <= num_stages):
             if num_stages is not None and not self.tiling.fixed:
                 num_stages = max(num_stages, self._most)
-            bands = self._bands.setdefault(bound, Bands(self.cuts, self.seconds, bound))
+            bands = self._bands.setdefault(bound, CostTiles(self.cuts, self.seconds, bound))
             self._sweeps[key] = Sweep.of(self.tiling, bands, COMBINES[what], most=num_stages)
         return self._sweeps[key]
 
     @cached_property
     def _limit(self) -> float:
-        """What the slowest stage takes more, at most, of a pipeline below ``cutoff``."""
+        """Return the largest m of a pipeline below ``cutoff``."""
         if not self.tiling.fixed or not np.isfinite(self.cutoff):
             return self.cutoff
         number = self.tiling.most
@@ -186,7 +188,7 @@ class PipelineSearch:
         return self.cutoff - least_sum(every, self.cuts)
 
     def bound(self, num_stages: int) -> float:
-        """A lower bound of T for so many stages: the least sum and the least bottleneck."""
+        """Return a lower bound of T for so many stages: the least sum plus the least bottleneck."""
         least = self._sweep("sum", self._limit).least(num_stages)
         return least + self._bottleneck(num_stages) if np.isfinite(least) else least
 
@@ -194,11 +196,11 @@ class PipelineSearch:
         return self._sweep("largest", self._limit).least(num_stages)
 
     def turning(self, num_stages: int) -> float:
-        """The least over all pipelines of ``sweep.turning``."""
+        """Return the least ``sweep.turnaround_seconds`` over all pipelines of so many stages."""
         return self._sweep("turning", self.cutoff).least(num_stages)
 
     def best_of(self, numbers: Iterable[int]) -> Pipeline | None:
-        """The least T below ``cutoff`` of any of the numbers of stages, None if there is none."""
+        """Return the pipeline of least T below ``cutoff`` over the numbers of stages, or None."""
         best: Pipeline | None = None
         below = self.cutoff
         bounds = sorted((self.bound(number), number) for number in numbers)
@@ -212,9 +214,9 @@ class PipelineSearch:
         return best
 
     def best(self, num_stages: int, below: float = float("inf")) -> Pipeline | None:
-        """The least T below ``cutoff`` of so many stages, None if there is none.
+        """The pipeline of least T below ``cutoff`` with so many stages, None if there is none.
 
-        What takes as long as ``below`` or longer need not be the least.
+        A result of ``below`` or more need not be the least.
         """
         most = min(self.cutoff, below)
         if self.bound(num_stages) >= most:
@@ -242,7 +244,8 @@ class PipelineSearch:
         return best if best.seconds < self.cutoff else None
 
     def _middle(self, low: float, high: float, *, is_first: bool) -> float:
-        """Where to halve an interval of bounds: as another number of stages had it, if one did."""
+        """Choose the bound that splits an interval: a bound already swept for another number of
+        stages, if any."""
         known = [bound for what, bound in self._sweeps if what == "sum" and low < bound < high]
         if known and not self.tiling.fixed:
             return min(known, key=lambda bound: abs(bound - (low + high) / 2))
@@ -251,7 +254,7 @@ class PipelineSearch:
         return (low + high) / 2 if high > low * (1 + HALVED) else float(np.nextafter(high, 0.0))
 
     def _within(self, num_stages: int, bound: float) -> tuple[Pipeline, float, float] | None:
-        """The pipeline of least Σ q with m ≤ bound, its largest m and Σ q."""
+        """Return the pipeline of least Σ q with m ≤ bound, its largest m and Σ q."""
         sweep = self._sweep("sum", bound, None if bound == self._limit else num_stages)
         if not np.isfinite(sweep.least(num_stages)):
             return None
@@ -266,13 +269,13 @@ class PipelineSearch:
 
 
 def least_sum(stages: Sequence[Floats], cuts: Cuts) -> float:
-    """A lower bound of Σ q over all ways to cut the blocks into these stages.
+    """Return a lower bound of Σ q over all ways to cut the blocks into these stages.
 
     For any price ρ of a block, of which there are L,
 
         Σ_i q_i  >=  ρ·L + Σ_i min over runs of (q_i − ρ·length)
 
-    (Lagrangian relaxation). Tried are the least that any of the stages takes per block.
+    (Lagrangian relaxation). The prices tried are each stage's least seconds per block.
     """
     lengths, total = cuts.lengths, float(cuts.at[-1])
     every = {id(once): once for once in stages}
@@ -287,7 +290,7 @@ def least_sum(stages: Sequence[Floats], cuts: Cuts) -> float:
 
 
 def pipeline_seconds(stage_seconds: Sequence[float], num_microbatches: int) -> float:
-    """T = Σ t + (B − 1)·max t.
+    """Return T = Σ t + (B − 1)·max t.
 
     >>> pipeline_seconds((1.0, 2.0), 3)
     7.0

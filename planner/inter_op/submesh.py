@@ -1,17 +1,17 @@
-"""The meshes with axes "cp" and "ep" that are worth trying: dp × cp × tp and dp × ep × tp.
+"""Meshes with axes "cp" and "ep" that are worth trying: dp × cp × tp and dp × ep × tp.
 
-In: what a graph can gain by them, a submesh, the rows of a micro-batch. Out: meshes besides
-dp × tp, of which the free axis "tp" already splits positions or experts where that is best. So
-only those are left that such a mesh cannot stand for, and of them those that may win:
+In: the positions and experts of a graph, a submesh, the rows of a micro-batch. Out: meshes besides
+dp × tp. The free axis "tp" already splits positions or experts where that is best, so only meshes
+that it cannot represent are proposed, if they may win:
 
-- "cp" splits no more than rows leave undivided: of D = dp·cp ranks, dp = gcd(D, rows). With
-  dp·k and cp/k for dp and cp a rank has as many positions, no fewer parameters, and fewer keys
-  and values to gather. It is tried for sequences of ``LONG_POSITIONS`` and where the batch has
-  fewer rows than there are hosts (groups of ranks that "tp" stays in).
+- "cp" splits no more than rows leave undivided: of D = dp·cp ranks, dp = gcd(D, rows). With dp·k
+  and cp/k for dp and cp a rank has as many positions, no fewer parameters, and fewer keys and
+  values to gather. It is tried for sequences of ``LONG_POSITIONS`` and where the batch has fewer
+  rows than there are hosts (groups of ranks that "tp" stays in).
 - "ep" replaces gradients of experts summed over D ranks by tokens that travel twice forward and
-  twice backward. It is tried where a step's tokens are fewer bytes: 4·t against
-  2·g·(1 − 1/ep), with t the bytes of tokens that a rank exchanges in one direction, g those
-  of the gradients of its experts. With tp = 1 inside a host the free axis does the same.
+  twice backward. It is tried where a step's tokens are fewer bytes: 4·t against 2·g·(1 − 1/ep),
+  with t the bytes of tokens that a rank exchanges in one direction, g the bytes of its experts'
+  gradients. With tp = 1 inside a host the free axis does the same.
 
 Sources: Dubey et al. 2024, Llama 3 (arXiv:2407.21783), section 3.3.2, for context parallelism
 that gathers keys and values; Lepikhin et al. 2020, GShard (arXiv:2006.16668), for experts.
@@ -36,25 +36,28 @@ from ..rules_protocol import Rules
 from .heterogeneous import run_sizes
 
 LONG_POSITIONS = 16_384
-"""Of sequences that are as long, one alone keeps several hosts busy and may fill a memory."""
+"""Sequence length from which one sequence alone may keep several hosts busy or fill a memory."""
 
 SHORTEST_POSITIONS = 64
-"""Positions of a rank; with fewer, products are too thin to gain by more ranks."""
+"""Minimum positions of a rank; with fewer, products are too thin to gain by more ranks."""
 
 WEIGHT_DIMS = 3
-"""Of a weight of experts."""
+"""Dimensions of a weight of experts."""
 
 EXCHANGES = 4
-"""Tokens go to their experts and back, and so do their gradients."""
+"""Times that tokens travel: to their experts and back, and so do their gradients."""
 
 SUMS = 2
-"""Bytes of an all-reduce over those that are reduced (Patarasuk & Yuan 2009)."""
+"""Bytes sent by an all-reduce per reduced byte (Patarasuk & Yuan 2009)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """``number`` that an axis must divide, and bytes: gradients of all their weights, tokens in
-    one direction per row, ``gathered`` by layers that are one op and ``exchanged`` by others."""
+    """A graph's experts: their ``number``, which an axis must divide, and bytes.
+
+    ``gradients`` of all their weights; tokens in one direction per row, ``gathered`` by layers that
+    are a single op and ``exchanged`` by others.
+    """
 
     number: int
     gradients: float
@@ -63,7 +66,7 @@ class Experts:
 
 
 def longest_attention(graph: Graph) -> int:
-    """The most positions that an attention over itself has; 0 where there is none."""
+    """Return the most positions of any self-attention; 0 if there is none."""
     return max((_positions(node, graph) for node in graph), default=0)
 
 
@@ -74,7 +77,7 @@ def _positions(node: Node, graph: Graph) -> int:
 
 
 def experts_of(graph: Graph, strategies: Strategies, *, gradient_bytes: int) -> Experts | None:
-    """What there is to know of a graph's experts; ``strategies`` on an axis of two ranks."""
+    """Return the number and bytes of a graph's experts; ``strategies`` on an axis of two ranks."""
     if not any(len(node.spec.shape) == WEIGHT_DIMS for node in graph.parameters):
         return None
     found = expert_dims(graph, strategies)
@@ -105,7 +108,7 @@ class Proposals:
     request: Request
 
     def meshes(self, num_devices: int, host_size: int, rows: int) -> Iterator[Mesh]:
-        """Those of a submesh of ``host_size`` neighbours in each host."""
+        """Yield the meshes of a submesh with ``host_size`` neighbours in each host."""
         forced = self.request.forced
         no_positions = self.positions < SHORTEST_POSITIONS or forced.schedule == "terapipe"
         if no_positions and self.experts is None:
@@ -148,14 +151,14 @@ class Proposals:
                 yield parts // ep, tp, 1, ep
 
     def _saves(self, experts: Experts, dp: int, ep: int, tp: int) -> bool:
-        """Whether tokens are fewer bytes than the gradients that need not be summed."""
+        """Return whether tokens are fewer bytes than the gradients that need not be summed."""
         rows = self.request.global_batch / dp
         tokens = rows * (experts.gathered + experts.exchanged / ep)
         return EXCHANGES * tokens < SUMS * experts.gradients / tp * (1 - 1 / ep)
 
 
 def proposals(graph: Graph, cluster: Cluster, request: Request, rules: Rules) -> Proposals:
-    """What to propose for a graph."""
+    """Return the proposer of meshes for a graph."""
     gradient_bytes = policy(request.precision, request.optimizer, request.states).gradient_bytes
 
     def strategies(node: Node) -> tuple[AxisStrategy, ...]:
@@ -166,7 +169,7 @@ def proposals(graph: Graph, cluster: Cluster, request: Request, rules: Rules) ->
 
 
 def submesh_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
-    """How many ranks a stage that starts at rank ``first`` may have.
+    """Return the possible numbers of ranks of a stage that starts at rank ``first``.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> submesh_sizes(parse_cluster("2x6xH100"), 0), submesh_sizes(parse_cluster("2x6xH100"), 2)
@@ -182,7 +185,7 @@ def submesh_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
 
 
 def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]:
-    """The meshes of a submesh that the forced degrees allow, data-parallel first.
+    """Return the meshes of a submesh that the forced degrees allow, data-parallel first.
 
     Unless forced, "tp" stays within a host, if hosts have several devices: ``host_size``
     neighbours never cross hosts.
@@ -203,7 +206,7 @@ def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]
 
 
 def mesh_of(dp: int, tp: int, cp: int = 1, ep: int = 1) -> Mesh:
-    """The mesh of these degrees without axes of size 1, in the order dp, ep, cp, tp.
+    """Return the mesh of these degrees without axes of size 1, in the order dp, ep, cp, tp.
 
     >>> mesh_of(1, 1), mesh_of(1, 4)
     (Mesh(axes=('dp',), shape=(1,)), Mesh(axes=('tp',), shape=(4,)))
@@ -216,8 +219,11 @@ def mesh_of(dp: int, tp: int, cp: int = 1, ep: int = 1) -> Mesh:
 
 
 def restriction(mesh: Mesh, forced: Forced, *, free: bool = False) -> Restriction:
-    """What the axes of a mesh are for. ``free`` leaves what is not forced to the solver, of
-    three axes all but "dp": tables of as many free ones are too wide."""
+    """Return the permitted uses of a mesh's axes.
+
+    ``free`` leaves unforced axes to the solver; of three axes, "dp" stays fixed, as tables of three
+    free axes are too wide.
+    """
     of = {name: axis for axis, name in enumerate(mesh.axes) if mesh.shape[axis] > 1}
 
     def axis_of(name: str, degree: int | None) -> tuple[int, ...]:

@@ -6,10 +6,10 @@ every position and every cut on, the least of an objective that grows stage by s
 
     F(s, k, p) = min over moves p → q and i of  combine(t(k..i, move, s), F(s − 1, i, q))
 
-Seconds depend on a move through its place only (a class of equal submeshes), so moves of one
-place are one array; runs that take longer than the bound allows are left out of it. So are cuts
-that no stages before the position can come to within the bound, and those from which none after
-it can come to the end: near the least bound that is nearly all of them.
+Seconds depend on a move through its place only (a class of equal submeshes), so moves of one place
+are one array; runs slower than the bound are left out. So are cuts that the stages before a
+position cannot reach within the bound, or from which the stages after it cannot reach the end: near
+the least bound that is nearly all cuts.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from functools import cached_property
 
 import numpy as np
 
-from .cuts import Bands, Floats, Ints, StageBand, StageRows, StageStrip
+from .cuts import CostTiles, Floats, Ints, StageBand, TileBlock, TileRows
 
-Combine = Callable[[StageRows | StageStrip, Floats], Floats]
-"""(a stage's seconds, the objective of all after it) → that from it on."""
+Combine = Callable[[TileRows | TileBlock, Floats], Floats]
+"""Maps a stage's seconds and the objective of all later stages to the objective from it on."""
 
 MOST_CELLS = 4_000_000
-"""Cells of an array of one step; more moves are taken in turns."""
+"""Maximum cells of an array of one step; more moves are processed in turns."""
 
 MANY_CELLS = 1 << 13
-"""A move of more is taken by itself, in strips, which need no copies;"""
+"""Cells above which a move is processed alone, in strips, which need no copies."""
 
 STRIP_CELLS = 1 << 15
-"""of about as many cells, so that they stay near."""
+"""Approximate cells of a strip, which then stays in cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class Moves:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The ways to lay stages over the devices; position 0 is the first, ``end`` the last.
+    """Ways to lay stages over the devices; position 0 is the first, ``end`` the last.
 
-    With ``fixed`` stages position p is that of the p-th stage; otherwise any number of stages
-    up to ``most`` is tried.
+    With ``fixed`` stages, the p-th stage is at position p; otherwise any number of stages up to
+    ``most`` is tried.
     """
 
     end: int
@@ -85,13 +85,13 @@ class Tiling:
         return {start: tuple(moves) for start, moves in found.items()}
 
     def moves_from(self, left: int, start: int) -> Iterator[Move]:
-        """The stages that may begin at a position with ``left`` stages to come, itself included."""
+        """Yield the stages that may begin at a position with ``left`` stages to come, inclusive."""
         for move in self._from.get(start, ()):
             if (move.stop == self.end) == (left == 1):
                 yield move
 
     def groups(self, left: int, *, first: bool) -> dict[int, Moves]:
-        """By place the moves with ``left`` stages to come that begin at position 0, or do not."""
+        """Group by place the moves with ``left`` stages to come that begin at 0, or elsewhere."""
         key = (left if self.fixed else min(left, 2), first)
         if key not in self._groups:
             starts = {self.most - left} if self.fixed else set(self._from)
@@ -106,16 +106,16 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The recurrence's values: ``values[s]`` maps a position to F(s, ·, position)."""
+    """Values of the recurrence: ``values[s]`` maps a position to F(s, ·, position)."""
 
     tiling: Tiling
-    bands: Bands
+    bands: CostTiles
     combine: Combine
     values: tuple[dict[int, Floats], ...]
 
     @staticmethod
-    def of(tiling: Tiling, bands: Bands, combine: Combine, *, most: int | None = None) -> Sweep:
-        """Runs the recurrence up to ``most`` stages, if not given ``tiling.most``."""
+    def of(tiling: Tiling, bands: CostTiles, combine: Combine, *, most: int | None = None) -> Sweep:
+        """Run the recurrence up to ``most`` stages, by default ``tiling.most``."""
         number = most or tiling.most
         done = np.full(len(bands.cuts), np.inf)
         done[-1] = 0.0
@@ -146,12 +146,12 @@ class Sweep:
     def _least(
         self, band: StageBand, moves: Moves, later: _After, last: Ints
     ) -> Iterator[tuple[Ints, Ints, Floats]]:
-        """Of some moves of a place: which, from which cuts on, and the least objective."""
+        """Yield subsets of a place's moves with their cuts and least objective from each cut."""
         if not band.width:
             return
         begin, end = later.cuts(band, moves.stops)
         end = np.minimum(end, last[moves.starts])
-        # only the first stage begins at the first block, and it nowhere else
+        # only the first stage begins at the first block, and nowhere else
         is_first = moves.starts == 0
         begin, end = np.maximum(begin, ~is_first), np.where(is_first, np.minimum(end, 0), end)
         chosen = np.flatnonzero(begin <= end)
@@ -172,7 +172,7 @@ class Sweep:
             yield some, cuts, self.combine(band.rows(cuts), after).min(axis=2)
 
     def _in_strips(self, band: StageBand, cuts: range, later: _After, stop: int) -> Floats:
-        """The least objective of a stage to a position, from each of some cuts on."""
+        """Return the least objective of a stage to a position, from each of some cuts."""
         low, high = int(later.low[stop]), int(later.high[stop])
         found = []
         at_once = max(1, STRIP_CELLS // band.width)
@@ -184,12 +184,12 @@ class Sweep:
         return np.concatenate(found)
 
     def least(self, num_stages: int) -> float:
-        """The least objective of so many stages."""
+        """Return the least objective of so many stages."""
         value = self.values[num_stages].get(0) if num_stages < len(self.values) else None
         return float("inf") if value is None else float(value[0])
 
     def stages(self, num_stages: int) -> tuple[tuple[int, int, Move], ...]:
-        """A way to it: (first cut, last one, move) of each stage."""
+        """Trace back an optimum: (first cut, last cut, move) of each stage."""
         found = []
         cut, position = 0, 0
         for left in range(num_stages, 0, -1):
@@ -213,7 +213,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class _After:
-    """The objective of what comes after a stage, by position: where and from which cuts it is."""
+    """Objective of the stages after a stage, by position: its row, and cuts that have values."""
 
     values: Floats
     row: Ints
@@ -222,7 +222,7 @@ class _After:
 
     @staticmethod
     def of(after: dict[int, Floats], end: int) -> _After:
-        """``values`` have as many cuts more, from which there is nothing."""
+        """Stack the values by position, padded with as many infinite cuts."""
         size = len(next(iter(after.values())))
         values = np.full((len(after), 2 * size), np.inf)
         row, low, high = (np.full(end + 1, fill) for fill in (0, size, -1))
@@ -236,14 +236,14 @@ class _After:
         return bool((self.high[positions] >= 0).any())
 
     def cuts(self, band: StageBand, stops: Ints) -> tuple[Ints, Ints]:
-        """The first and the last cut from which a stage may come to each of the positions."""
+        """Return the first and the last cut from which a stage may reach each of the positions."""
         at = band.cuts.at
         low = np.minimum(self.low[stops], len(at) - 1)
         begin = np.searchsorted(at, at[low] - band.most_blocks)
         return begin, self.high[stops] - 1
 
     def windows(self, stops: Ints, cuts: Ints, width: int) -> Floats:
-        """``[move, cut, j]`` of the cut that is j + 1 cuts further."""
+        """Return ``[move, cut, j]``, the objective at the cut j + 1 further on."""
         step = self.values.strides[1]
         rows, size = self.values.shape
         every = np.lib.stride_tricks.as_strided(
@@ -253,14 +253,14 @@ class _After:
         return found
 
     def strip(self, stop: int, cuts: range, columns: range) -> Floats:
-        """``[j, cut]`` of the cut that is j + 1 cuts further, a view."""
+        """Return ``[j, cut]``, the objective at the cut j + 1 further on, as a view."""
         step = self.values.strides[1]
         start = self.values[self.row[stop], cuts.start + columns.start + 1 :]
         return np.lib.stride_tricks.as_strided(start, (len(columns), len(cuts)), (step, step))
 
 
-def last_cuts(tiling: Tiling, bands: Bands, number: int) -> Ints:
-    """By position the last cut that stages before it can come to within the bound; −1: none."""
+def last_cuts(tiling: Tiling, bands: CostTiles, number: int) -> Ints:
+    """Return by position the last cut that stages before it can reach in the bound; −1: none."""
     alive = np.zeros(tiling.end + 1, dtype=bool)
     alive[tiling.end] = True
     longest: dict[tuple[int, int], int] = {}
@@ -286,28 +286,28 @@ def last_cuts(tiling: Tiling, bands: Bands, number: int) -> Ints:
     return found
 
 
-def add(stage: StageRows | StageStrip, after: Floats) -> Floats:
-    """Σ of what the stages take once."""
+def sum_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
+    """Return Σ q: the sum of the seconds that stages take once."""
     total: Floats = stage.once + after
     return total
 
 
-def larger(stage: StageRows | StageStrip, after: Floats) -> Floats:
-    """The most that a stage takes as the slowest."""
+def max_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
+    """Return max m: the largest seconds that a stage takes as the slowest."""
     found: Floats = np.maximum(stage.slowest, after)
     return found
 
 
-def turning(stage: StageRows | StageStrip, after: Floats) -> Floats:
-    """The longest way through a pipeline that turns around at one stage.
+def turnaround_seconds(stage: TileRows | TileBlock, after: Floats) -> Floats:
+    """Return the longest path through a pipeline that turns around at one stage.
 
-    A stage cannot begin before the first micro-batch has passed all stages before it, and
-    after its last one that still has to go back through them: with q_j what stage j takes
-    once and m_i what i takes more for all other micro-batches, a step takes at least
+    A stage cannot begin before the first micro-batch has passed all stages before it, and its last
+    micro-batch still has to pass back through them: with q_j the seconds of stage j for one
+    micro-batch and m_i the seconds of stage i for all others, a step takes at least
 
         max_i  Σ_{j ≤ i} q_j + m_i
 
-    which from the last stage to the first is  q + max(m, what comes after).
+    which from the last stage to the first is  q + max(m, later stages).
     """
     total: Floats = stage.once + np.maximum(stage.slowest, after)
     return total

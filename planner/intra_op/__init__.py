@@ -1,1 +1,1 @@
-"""The best way to run a stage on one mesh."""
+"""Layouts, ZeRO stage and recomputation of a stage on one mesh."""

@@ -1,14 +1,14 @@
-"""Which ZeRO stages and recomputation policies can still hold a better plan than the one found.
+"""Lower bounds by ZeRO stage and recomputation policy, which direct the integer programs.
 
-In: a run, its kinds' tables, the memory limit. Out: for every ZeRO stage and
-recomputation policy a lower bound of the objective of what fits in memory,
+In: a run, its kinds' tables, the memory limit. Out: for every ZeRO stage and recomputation policy a
+lower bound of the objective within the memory limit,
 
     max over λ of  Σ_kinds Σ_modes n·min T_kind(mode, λ) − λ·(limit − fixed bytes)
 
-where T are the tables of ``kind_tables`` with a price λ per byte, n the blocks that the policy
-runs in that mode, and conversions between kinds count nothing. The integer program need only
-be solved where the bound is below the best found, the lowest first (best-first branch and
-bound over the few discrete choices outside of the program).
+where T are the tables of ``kind_tables`` with a price λ per byte and n is the number of blocks that
+the policy runs in that mode; conversions between kinds are free. The integer program need only be
+solved where the bound is below the best found, the lowest first (best-first branch and bound over
+the few discrete choices outside of the program).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from .families import Family
 from .kind_tables import Rates
 
 MOST_PROGRAMS = 2
-"""Integer programs that are solved to narrow a stage's gap."""
+"""Maximum integer programs solved to narrow a stage's gap."""
 
 WINNERS_PROGRAMS = 256
-"""For a stage of the plan itself: more than there are mixes of recomputation near its own."""
+"""Maximum for a stage of the plan itself: more than the mixes of recomputation near its own."""
 
 PROGRAM_SECONDS = 1.0
-"""What such a program may take; its bound then is what was proven."""
+"""Time limit of such a program, whose proven bound is then used."""
 
 
-def priced(
+def priced_rates(
     num_microbatches: int,
     in_flight: int,
     mode: Recompute,
     zeros: Sequence[int],
     prices: Sequence[float],
 ) -> Rates:
-    """Every ZeRO stage at every price of a byte, stages outermost."""
+    """Return the rates of every ZeRO stage at every price of a byte, stages outermost."""
     states = tuple(float(price) for _ in zeros for price in prices)
     return Rates(
         num_microbatches,
@@ -52,8 +52,8 @@ def priced(
     )
 
 
-def rounded(price: float) -> float:
-    """A price to the next half power of ten: runs that are priced alike share their tables.
+def round_price(price: float) -> float:
+    """Round a price to the nearest half power of ten, so that runs at similar prices share tables.
 
     >>> [round(rounded(price), 6) for price in (0.9, 0.4, 0.001)]
     [1.0, 0.316228, 0.001]
@@ -62,7 +62,7 @@ def rounded(price: float) -> float:
 
 
 def allowed_policies(run: Run, forced: Recompute | None, modes: Sequence[Recompute]) -> Policies:
-    """The policies that a forced mode for all blocks, or else the allowed modes leave."""
+    """Return the policies of a forced mode for all blocks, or else of the allowed modes."""
     listed = policies(*run.class_counts)
     return Policies(listed.blocks[:, listed.allowed(forced, modes, run.class_counts[0])])
 
@@ -76,7 +76,7 @@ def bounds(
     num_zeros: int,
     free_bytes: float,
 ) -> Floats:
-    """The lower bound ``[zero, policy]``; ``free_bytes`` are the limit's without what is fixed."""
+    """Return the lower bound ``[zero, policy]``; ``free_bytes`` is the limit minus fixed bytes."""
     rates = next(iter(ways.values()))
     prices = np.array(rates.state_prices).reshape(num_zeros, -1)
     total = np.zeros((*prices.shape, len(listed)))
@@ -99,17 +99,18 @@ def bounds(
     return found
 
 
-def lagrangian(
+def bound_by_price(
     family: Family,
     run: Run,
     ways: Callable[[Sequence[int], Sequence[float]], Sequence[Rates]],
     zeros: Sequence[int],
     scale: tuple[float, float],
 ) -> tuple[float, int, list[float]]:
-    """A lower bound of what fits in memory, the ZeRO stage that has it, the prices near the λ.
+    """Bound the cost of solutions that fit in memory; return the bound, its ZeRO stage and the
+    prices near its λ.
 
-    ``ways`` are the problems of some stages and prices; ``scale`` is the free bytes and the
-    price of a byte at which a device's bytes cost as much as the stage. Raises ``TooWideError``.
+    ``ways`` are the problems of some stages and prices; ``scale`` has the free bytes and the price
+    of a byte at which a device's bytes cost as much as the stage. Raises ``TooWideError``.
     """
     free, unit = scale
     grid = np.geomspace(1e-3, 1e2, 12) * unit
@@ -129,7 +130,7 @@ def lagrangian(
 
 
 def lowest_first(values: Floats) -> Iterator[tuple[float, int, int]]:
-    """(bound, zero's number, policy's number), ascending."""
+    """Yield (bound, zero's number, policy's number), ascending."""
     for flat in np.argsort(values, axis=None, kind="stable").tolist():
         zero, policy = divmod(flat, values.shape[1])
         yield float(values[zero, policy]), zero, policy

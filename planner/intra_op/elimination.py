@@ -1,8 +1,8 @@
 """Exact minimum of a sum of tables over few-valued variables, one variable at a time.
 
-In: variables with a number of values each; factors, tables over a few of them. Out: for
-every assignment of the kept variables the least sum over all others, and what they then are.
-Eliminating v replaces the factors f_j that speak of it by
+In: variables with a number of values each; factors, tables over a few of them. Out: for every
+assignment of the kept variables the least sum over all others, and their values. Eliminating v
+replaces the factors f_j that contain it by
 
     g(rest) = min_v Σ_j f_j(v, rest)
 
@@ -10,11 +10,11 @@ Eliminating v replaces the factors f_j that speak of it by
 Artificial Intelligence 113, 1999). The work is the size of the tables g before the minimum:
 small where the graph of the factors is nearly a chain, as a block of layers is.
 
-Tables have two leading axes, for equal problems that differ in their figures only: each is
-as long as there are such problems, or 1 where they agree.
+Tables have two leading axes, for a batch of problems that differ only in their figures; an axis has
+length 1 where they agree.
 
-Which value of v is the best is not noted for every assignment, which would take longer than the
-minimum itself: it is found from the factors again, for the few assignments that are asked for.
+The best value of v is not stored for every assignment, which would take longer than the minimum
+itself; it is recomputed from the factors for the few assignments that are asked for.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """In which order variables go, and the cells of all tables that this takes."""
+    """Order in which variables are eliminated, and the cells of all its tables."""
 
     variables: tuple[int, ...]
     num_cells: int
@@ -53,7 +53,7 @@ class Order:
 def find_order(
     sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], kept: Sequence[int]
 ) -> Order:
-    """Greedily the variable whose table is the smallest; of equal ones the first.
+    """Choose greedily the variable with the smallest table; ties go to the first.
 
     >>> find_order((2, 3, 4), ((0, 1), (1, 2)), ()).variables
     (0, 1, 2)
@@ -87,14 +87,14 @@ def _cells(sizes: Sequence[int], variable: int, near: set[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A variable that was eliminated, and the factors that spoke of it."""
+    """An eliminated variable, and the factors that contained it."""
 
     variable: int
     met: tuple[Factor, ...]
 
     def best(self, rows: Ints, columns: Ints, known: Ints, size: int) -> Ints:
-        """The variable's best value per assignment, ``known[assignment, variable]``, of the
-        problem that its row and column name, ``[assignment, 1]``."""
+        """Return the variable's best value per assignment, ``known[assignment, variable]``, of the
+        problem named by its row and column, ``[assignment, 1]``."""
         total = np.zeros((len(known), size))
         values = np.arange(size)
         for factor in self.met:
@@ -111,9 +111,9 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Eliminated:
-    """``table[a, b, values of kept]``: the least sums; ``steps`` lead back.
+    """The least sums ``table[a, b, values of kept]``; ``steps`` recover the variables.
 
-    Of a batch in one row (``in_a_row``) the problems were solved in rows of ``num_columns``.
+    For a batch flattened by ``in_a_row``, the problems were solved in rows of ``num_columns``.
     """
 
     sizes: tuple[int, ...]
@@ -124,15 +124,15 @@ class Eliminated:
     _known: dict[tuple[int, ...], Ints] = field(default_factory=dict, init=False, compare=False)
 
     def in_a_row(self, num_rows: int, num_columns: int) -> Eliminated:
-        """The same with the problems of all rows as one row."""
+        """Return the same result with the problems of all rows in one row."""
         rest = self.table.shape[BATCH_AXES:]
         whole = np.broadcast_to(self.table, (num_rows, num_columns, *rest))
         table = whole.reshape(1, num_rows * num_columns, *rest)
         return replace(self, table=table, num_columns=num_columns)
 
     def complete(self, rows: Ints, columns: Ints, values: Ints) -> Ints:
-        """The values of all variables, ``[assignment, variable]``, from those of the kept ones,
-        ``[assignment, kept]``, in the problems of these rows and columns."""
+        """Recover all variables, ``[assignment, variable]``, from the kept ones, ``[assignment,
+        kept]``, in the problems of these rows and columns."""
         found = np.zeros((len(rows), len(self.sizes)), dtype=np.int64)
         found[:, list(self.kept)] = values
         if self.num_columns:
@@ -143,7 +143,7 @@ class Eliminated:
         return found
 
     def recalled(self, columns: Ints, values: Ints) -> Ints:
-        """``complete`` of problems of the first row; each assignment is gone back for once."""
+        """Recover variables as ``complete``, for the first row's problems, each assignment once."""
         keys = [tuple(each) for each in np.column_stack([columns, values]).tolist()]
         new = [number for number, key in enumerate(keys) if key not in self._known]
         if new:
@@ -152,27 +152,27 @@ class Eliminated:
         return np.array([self._known[key] for key in keys])
 
     def every(self, shape: tuple[int, int]) -> Ints:
-        """The values of all variables in every problem, row by row; none is kept."""
+        """Recover all variables in every problem, row by row; no variable is kept."""
         rows, columns = (each.ravel() for each in np.indices(shape))
         return self.complete(rows, columns, np.zeros((len(rows), 0), dtype=np.int64))
 
 
 @dataclass
 class Memo:
-    """Steps that problems have in common: those that meet noted factors only, by identity."""
+    """Steps that problems share because they contain only noted factors, compared by identity."""
 
     noted: dict[int, Factor] = field(default_factory=dict)
     steps: dict[tuple[int, ...], tuple[_Step, Factor]] = field(default_factory=dict)
 
     def note(self, factor: Factor) -> Factor:
-        """Says that a factor will come again, as the same object."""
+        """Register a factor that will come again as the same object."""
         self.noted[id(factor)] = factor
         return factor
 
     def step(
         self, variable: int, met: tuple[Factor, ...], sizes: Sequence[int]
     ) -> tuple[_Step, Factor]:
-        """``_eliminated``, if possible from before."""
+        """Eliminate a variable, or return the step from the memo."""
         key = (variable, *map(id, met))
         found = self.steps.get(key)
         if found is None:
@@ -186,7 +186,7 @@ class Memo:
 def _eliminated(
     variable: int, met: tuple[Factor, ...], sizes: Sequence[int]
 ) -> tuple[_Step, Factor]:
-    """A variable's elimination from the factors that speak of it, and the one that is left."""
+    """Eliminate a variable from the factors that contain it; return the step and the new factor."""
     others = {other for factor in met for other in factor.scope}
     others.discard(variable)
     scope = tuple(sorted(others))
@@ -201,7 +201,7 @@ def eliminate(
     kept: Sequence[int] = (),
     memo: Memo | None = None,
 ) -> Eliminated:
-    """Minimizes over every variable of ``order``. ``memo`` is of one order.
+    """Minimize over every variable of ``order``. ``memo`` must belong to this order.
 
     >>> apart = Factor((0, 1), np.array([[[[0.0, 3.0], [3.0, 0.0]]]]))
     >>> first = Factor((0,), np.array([[[1.0, 0.0]]]))
@@ -231,7 +231,7 @@ def eliminate(
 
 
 def _sum(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> Floats:
-    """The sum of factors as one table over ``scope``, whole along every variable of it."""
+    """Add factors into one table over ``scope``, whole along every variable of it."""
     shape = tuple(sizes[variable] for variable in scope)
     if not factors:
         return np.zeros((1,) * BATCH_AXES + shape)
@@ -250,7 +250,7 @@ def _size(table: Floats) -> int:
 
 
 def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
-    """A factor's table with its axes in their places, 1 long where it has none."""
+    """Return a factor's table with its axes in place, of length 1 for absent variables."""
     if factor.scope == scope:
         return factor.table
     axes, index = _places(factor.scope, scope)
@@ -262,7 +262,8 @@ def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
 def _places(
     own: tuple[int, ...], scope: tuple[int, ...]
 ) -> tuple[tuple[int, ...] | None, tuple[slice | None, ...]]:
-    """How axes over ``own`` are put in the order of ``scope``, and which are then added."""
+    """Return the permutation of axes over ``own`` into ``scope``'s order, and the index to add
+    axes."""
     order = sorted(range(len(own)), key=lambda axis: scope.index(own[axis]))
     is_ordered = order == list(range(len(own)))
     axes = (*range(BATCH_AXES), *(BATCH_AXES + axis for axis in order))

@@ -1,4 +1,4 @@
-"""Runs of blocks that share their decisions, solved together from their kinds' tables.
+"""Runs of blocks that share their decisions, solved together from the tables of their kinds.
 
 In: runs of one family, each kind's least cost by the layouts at its ends (``kind_tables``).
 Out: for every run and every problem of a batch (ZeRO stages, prices of a byte) the least
@@ -24,8 +24,8 @@ from .kind_tables import MOST_CELLS, KindTables, Link, Rates, TooWideError, edge
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """An edge between kinds as a factor, if it costs anything, and the bytes of its value as
-    one of the source."""
+    """An edge between kinds as a factor, if it costs anything, and the bytes of its value by source
+    variable."""
 
     link: Link | None
     source: int
@@ -47,7 +47,7 @@ class Family:
 
     @staticmethod
     def of(model: StageModel, run: Run, kinds: dict[str, KindTables]) -> Family:
-        """The variables of a run's family: the ends of its kinds, the shared parameters."""
+        """Build the variables of a run's family: the ends of its kinds, the shared parameters."""
         sizes: list[int] = []
         place: dict[tuple[str, int], tuple[int, Ints]] = {}
         first: dict[str, int] = {}
@@ -65,7 +65,7 @@ class Family:
         return Family(model, own, sizes, place, first, run.shared)
 
     def _place(self, node: str) -> tuple[int, Ints]:
-        """The variable of a member's decision, and a choice for each of its values."""
+        """Return the variable of a member's decision, and the choice for each of its values."""
         structure = self.model.structure
         if structure.graph[node].kind == "parameter" and structure.is_shared(node):
             return self.place[node, 0]
@@ -73,7 +73,7 @@ class Family:
         return self.place[kind, self.model.kind(kind).where[node]]
 
     def crossing(self, edge: Edge) -> _Crossing:
-        """An edge between kinds over the ends."""
+        """Return the cached edge between kinds as a factor over the ends."""
         if edge not in self._crossings:
             self._crossings[edge] = self._crossing(edge)
         return self._crossings[edge]
@@ -98,9 +98,9 @@ class Family:
         return _Crossing(Link(tables, tuple(axes)), source, held)
 
     def solve(self, runs: Sequence[Run], rates: Rates) -> Solved:
-        """The least objective of every run in every problem of the batch.
+        """Return the least objective of every run in every problem of the batch.
 
-        Raises ``TooWideError`` where the tables would be larger than they are worth.
+        Raises ``TooWideError`` if the tables would be too large.
         """
         tables = {kind: own.solve(rates) for kind, own in self.kinds.items()}
         own = {kind: found.table for kind, found in tables.items()}
@@ -117,10 +117,10 @@ class Family:
         return Solved(self, rates, least, ((len(runs), found, tables),))
 
     def bound(self, run: Run, ways: Sequence[Rates]) -> Floats:
-        """A lower bound per problem of the batch, every block of the run in any of the ways.
+        """A lower bound per problem of the batch, with every block of the run in any of ``ways``.
 
-        What recomputed blocks read from outside is counted only where all ways recompute.
-        Raises ``TooWideError``.
+        Values that recomputed blocks read from outside count only if all ways recompute. Raises
+        ``TooWideError``.
         """
         every = {
             kind: [own.solve(rates).table for rates in ways] for kind, own in self.kinds.items()
@@ -174,7 +174,7 @@ class Family:
         return factors
 
     def _boundaries_of(self, runs: Sequence[Run]) -> list[Factor]:
-        """What is sent, received, and the loss."""
+        """Return the factors of sent values, received values and the loss."""
         counts = [dict(self.model.boundaries(run)) for run in runs]
         factors = []
         for boundary in dict.fromkeys(boundary for own in counts for boundary in own):
@@ -196,7 +196,7 @@ class Family:
         return factors
 
     def sync_seconds(self, runs: Sequence[Run], rates: Rates) -> Floats:
-        """The latencies of gradient synchronization, and what is waited for in any layout."""
+        """Return the latencies of gradient synchronization, and the wait that no layout avoids."""
         least_wait, count = self.model.least_wait, rates.num_microbatches
         waits = [[least_wait(run, zero, count) for zero in rates.zeros] for run in runs]
         found: Floats = np.array(waits) * (1 - rates.exposed)
@@ -209,9 +209,9 @@ class Family:
     def solutions(
         self, values: Ints, problems: Ints, tables: Mapping[str, Eliminated]
     ) -> Iterator[Solution]:
-        """The choices of every kind and shared parameter by the values of the ends.
+        """Yield the choices of every kind and shared parameter from the values of the ends.
 
-        ``values[solution, variable]``; ``problems`` number the solutions' problems.
+        ``values[solution, variable]``; ``problems`` has the number of each solution's problem.
         """
         chosen: dict[str, list[tuple[int, ...]]] = {}
         for kind, own in tables.items():
@@ -229,7 +229,7 @@ class Family:
 
 
 def _column(counts: Sequence[int], num_axes: int) -> Floats:
-    """Counts per run along the first axis of a table."""
+    """Reshape counts per run to the first axis of a table."""
     return np.array(counts, dtype=np.float64).reshape((-1,) + (1,) * (num_axes - 1))
 
 
@@ -238,7 +238,7 @@ Part = tuple[int, Eliminated, dict[str, Eliminated]]
 
 @dataclass(frozen=True)
 class Solved:
-    """``least[run, problem]`` of a family, and the way back to the choices, in parts of runs."""
+    """``least[run, problem]`` of a family, and eliminations that recover choices, by parts."""
 
     family: Family
     rates: Rates
@@ -246,7 +246,7 @@ class Solved:
     parts: tuple[Part, ...]
 
     def solutions(self) -> Iterator[Solution]:
-        """The distinct ways to the least of any run and problem."""
+        """Yield the distinct solutions that reach the least objective of any run and problem."""
         for count, found, tables in self.parts:
             shape = (count, len(self.rates.zeros))
             problems = np.indices(shape)[1].ravel()

@@ -1,19 +1,19 @@
-"""The best way to run a stage on one mesh: layouts, ZeRO stage, what is recomputed.
+"""Intra-op planning: layouts, ZeRO stage and recomputation of a stage on one mesh.
 
-In: the tables of a mesh, runs of blocks, micro-batches per step and in flight, a memory
-limit. Out: the cheapest way that fits, its cost, and how far from the best it can be.
+In: the tables of a mesh, runs of blocks, micro-batches per step and in flight, a memory limit. Out:
+the cheapest solution that fits, its cost, and its gap.
 
-Where memory does not bind, the answer is exact for every run and ZeRO stage: each kind of
-block is solved once for every layout at its ends, and runs are put together from that
-(``families``). Where it binds, the same is done with a price λ per byte, for several λ and
-with blocks recomputed or not; what is found goes into a pool, and each solution of the pool
-is priced under every ZeRO stage and recomputation policy (``pool``). For any λ
+Where memory does not bind, the answer is exact for every run and ZeRO stage: each kind of block is
+solved once for every layout at its ends, and runs are put together from that (``families``). Where
+it binds, the same is done with a price λ per byte, for several λ and with blocks recomputed or not;
+the solutions go into a pool, and each one is priced under every ZeRO stage and recomputation policy
+(``pool``). For any λ
 
     min over layouts, ZeRO and policies of  seconds + λ·(bytes − limit)
 
-is a lower bound (Lagrangian relaxation: Everett, Operations Research 11, 1963): the gap.
-``refine`` closes it with the integer program, whose memory limit is a constraint, where it is
-wider than asked for. Where tables would be too wide, the integer program is all there is.
+is a lower bound (Lagrangian relaxation: Everett, Operations Research 11, 1963): the gap. ``refine``
+narrows it to the requested gap with the integer program, whose memory limit is a constraint. Where
+tables would be too wide, only the integer program is used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..errors import TimeLimitError
 from ..integer_programs import ilp
 from ..integer_programs.program import HIGHS, Solver
 from ..plan import Recompute
-from ..pricing.assembly import Assembly, Setting, Solution, fixed_bytes
+from ..pricing.assembly import Solution, StageOptions, StageProblem, fixed_bytes
 from ..pricing.recompute_policy import MOST_POLICIES, num_policies, uniform_policy
 from ..pricing.seconds import objective_weights
 from ..pricing.stage_model import StageModel
@@ -38,25 +38,24 @@ from ..requests.features import MODES
 from . import closing
 from .families import Family, Solved
 from .kind_tables import KindTables, Rates, TooWideError
-from .pool import SAME, Found, Pool, gap_between
+from .pool import SAME, Pool, PooledSolution, gap_between
 from .pool import StageAnswer as StageAnswer
 
 EXPOSED = (1.0, 0.5)
-"""Shares of the collectives of states that solutions are sought for as exposed, beside none."""
+"""Shares of the collectives of states that are assumed exposed in further solutions."""
 
 PRICES = (0.03, 0.3, 3.0, 100.0)
-"""λ that solutions are sought for, in a stage's seconds per its bytes."""
+"""λ of the priced solutions, in a stage's seconds per its bytes."""
 
 HIGH_PRICES = (3e3, 1e6)
-"""λ where nothing fits at those: slow links make bytes that a fast device saves cost that much."""
+"""Higher λ, for stages where nothing fits otherwise: over slow links, bytes cost that much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every stage must keep to: bytes per device, allowed ZeRO, forced recomputation.
+    """Limits of every stage: bytes per device, allowed ZeRO, forced recomputation.
 
-    ``gap``: a stage may be worse than the best by this part of its cost. ``solver`` solves the
-    integer programs.
+    ``gap``: maximum gap of a stage, relative to its cost. ``solver`` solves the integer programs.
     """
 
     memory_bytes: float
@@ -72,7 +71,7 @@ _Bounded = tuple[Sequence[Run], Rates]
 
 @dataclass
 class IntraOp:
-    """Solves stages on one mesh (``model``) and keeps what it found."""
+    """Solver of stages on one mesh (``model``), with a cache of its results."""
 
     model: StageModel
     limits: Limits
@@ -92,35 +91,35 @@ class IntraOp:
 
     @property
     def zeros(self) -> tuple[int, ...]:
-        """The ZeRO stages to choose from."""
+        """Return the ZeRO stages to choose from."""
         return self.limits.zeros if self.model.prices.shards > 1 else (0,)
 
     @property
     def modes(self) -> tuple[Recompute, ...]:
-        """How blocks may be run."""
+        """Return the recomputation modes to choose from."""
         given = self.limits.recompute
         return self.limits.modes if given is None else (given,)
 
     @property
     def excess_bytes(self) -> dict[object, float]:
-        """By how much what did not fit is over the limit, by run and setting."""
+        """Return by run and setting the excess of memory over the limit."""
         found = dict(self._noted)
         for pool in self.pools.values():
             found |= pool.excess_bytes
         return found
 
     def note_excess(self, num_bytes: float) -> None:
-        """Some run cannot fit: it needs at least so many bytes more than there are."""
+        """Record that some run needs at least ``num_bytes`` more than the limit."""
         self._noted["any"] = min(num_bytes, self._noted.get("any", num_bytes))
 
     def prepare(self, runs: Sequence[Run], num_microbatches: int) -> None:
-        """Solves runs of one family without the memory limit."""
+        """Solve runs of one family without the memory limit."""
         new = [run for run in runs if (run.key, num_microbatches) not in self._bounds]
         if new and not self._prepare_by_tables(new, num_microbatches):
             self._solve_programs(new, self._plain(num_microbatches))
 
     def _prepare_by_tables(self, runs: Sequence[Run], num_microbatches: int) -> bool:
-        """Bounds runs of one family; False where tables are too wide, or the time is up."""
+        """Bound runs of one family; return False if tables are too wide or the time is up."""
         rates = self._plain(num_microbatches)
         solved = self._solve(runs, rates)
         if solved is None:
@@ -131,11 +130,11 @@ class IntraOp:
         return True
 
     def _plain(self, num_microbatches: int) -> Rates:
-        """What counts where bytes do not."""
+        """Return the rates of problems without prices of bytes."""
         return Rates(num_microbatches, self.zeros, self.modes[0])
 
     def _pool(self, run: Run) -> Pool:
-        """The solutions of a run's family; those of runs that were only bounded are made now."""
+        """Return the solutions of a run's family, with the runs that were only bounded so far."""
         if run.family not in self.pools:
             self.pools[run.family] = Pool(
                 self.model, run, self.zeros, self.limits.recompute, self.limits.modes
@@ -148,7 +147,7 @@ class IntraOp:
         return pool
 
     def _family(self, run: Run) -> Family | None:
-        """The tables of a run's family, None if they would be too wide."""
+        """Return the tables of a run's family, None if they would be too wide."""
         if run.family not in self._families:
             self._families[run.family] = None
             with self.budget.timed("costs"), suppress(TooWideError):
@@ -160,13 +159,13 @@ class IntraOp:
         return self._families[run.family]
 
     def is_quick(self, run: Run, num_microbatches: int) -> bool:
-        """Whether a run is solved by tables."""
+        """Return whether a run is solved by tables."""
         if (run.key, num_microbatches) in self._bounds:
             return self._family(run) is not None
         return self._prepare_by_tables((run,), num_microbatches)
 
     def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
-        """Runs of one family from the tables of their kinds; None where these are too wide."""
+        """Solve runs of one family by the tables of their kinds; None if these are too wide."""
         family = self._family(runs[0])
         if family is None or self.budget.left_seconds <= 0:
             return None
@@ -182,15 +181,15 @@ class IntraOp:
                 pool.add(solution)
 
     def bound_seconds(self, run: Run, num_microbatches: int) -> float:
-        """A lower bound of the objective over all layouts, ZeRO stages and policies.
+        """Return a lower bound of the objective over all layouts, ZeRO stages and policies.
 
-        The memory limit is left out. 0 where nothing was proven in time.
+        The memory limit is ignored. The bound is 0 if nothing was proven in time.
         """
         self.prepare((run,), num_microbatches)
         return self._bounds.get((run.key, num_microbatches), 0.0)
 
     def block_seconds(self, kind: str, num_microbatches: int) -> float:
-        """What a block of a kind adds to the objective at least; 0 where tables are too wide."""
+        """Return a lower bound of a block's part of the objective; 0 if tables are too wide."""
         key = (kind, num_microbatches)
         if key not in self._blocks:
             self._blocks[key] = 0.0
@@ -201,7 +200,7 @@ class IntraOp:
         return self._blocks[key]
 
     def best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
-        """The cheapest way that fits, or None if nothing does."""
+        """Return the cheapest solution that fits, None if nothing does."""
         key = (run.key, num_microbatches, in_flight)
         if key not in self.answers:
             self.prepare((run,), num_microbatches)
@@ -209,23 +208,23 @@ class IntraOp:
         return self.answers[key]
 
     def _best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
-        """The best of the pool, and where memory binds of what else is found for it."""
+        """The best of the pool, widened until the gap is met or nothing more can be added."""
         pool, limit = self._pool(run), self.limits.memory_bytes
         found = pool.cheapest(run, num_microbatches, in_flight, limit)
-        for widen in (self._expose, self._make_fit, self._save_bytes):
+        for widen in (self._add_exposed, self._add_fitting, self._save_bytes):
             is_wanting = self._gap(run, num_microbatches, found) > self.limits.gap
             if is_wanting and widen(run, num_microbatches, in_flight, found is None):
                 found = pool.cheapest(run, num_microbatches, in_flight, limit)
         return self._stage_answer(run, num_microbatches, found)
 
-    def _gap(self, run: Run, num_microbatches: int, best: Found | None) -> float:
+    def _gap(self, run: Run, num_microbatches: int, best: PooledSolution | None) -> float:
         if best is None:
             return float("inf")
         bound = self._bounds.get((run.key, num_microbatches), 0.0)
         return gap_between(bound, best.objective)
 
     def _stage_answer(
-        self, run: Run, num_microbatches: int, best: Found | None
+        self, run: Run, num_microbatches: int, best: PooledSolution | None
     ) -> StageAnswer | None:
         if best is None:
             return None
@@ -233,9 +232,11 @@ class IntraOp:
         table, solution = best.entry.table, best.entry.solution
         return StageAnswer(run, table, solution, best.setting, best.objective, gap)
 
-    def _expose(self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool) -> bool:
-        """Adds solutions for the case that collectives of states take longer than the compute
-        that they run beside; whether there were any to add. Once per power of two of blocks."""
+    def _add_exposed(
+        self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
+    ) -> bool:
+        """Add solutions for exposed collectives of states, longer than the compute beside them;
+        return whether there were any. Runs once per power of two of blocks."""
         del in_flight, nothing_fits
         key = (run.family, num_microbatches, run.num_blocks.bit_length())
         if key in self._exposed or self.budget.left_seconds <= 0:
@@ -255,13 +256,13 @@ class IntraOp:
                 bounds[known] = max(bounds.get(known, 0.0), least)
         return len(pool.entries) > before
 
-    def _make_fit(
+    def _add_fitting(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
-        """Adds solutions for the case that memory binds; whether there were any to add.
+        """Add solutions for a binding memory limit; return whether there were any.
 
-        Those that are best when a byte has a price, with all blocks recomputed in the same way;
-        once per family and per power of two of blocks and of micro-batches in flight.
+        They are the best at each price of a byte, with all blocks recomputed alike. Runs once per
+        family and per power of two of blocks and of micro-batches in flight.
         """
         in_flight = 1 << (in_flight.bit_length() - 1)
         return self._add_priced(run, num_microbatches, in_flight, PRICES, nothing_fits)
@@ -288,43 +289,43 @@ class IntraOp:
             return False
         self._thrifty.add(key)
         pool = self._pool(run)
-        unit = closing.rounded(self._price_unit(run, num_microbatches))
+        unit = closing.round_price(self._price_unit(run, num_microbatches))
         before = len(pool.entries)
-        zeros = tuple(dict.fromkeys((self.zeros[0], self.zeros[-1])))  # all are tried with them
+        zeros = tuple(dict.fromkeys((self.zeros[0], self.zeros[-1])))  # the others share them
         for mode in self.modes:
-            rates = closing.priced(
+            rates = closing.priced_rates(
                 num_microbatches, in_flight, mode, zeros, [unit * price for price in prices]
             )
             solved = self._solve((run,), rates)
             if solved is not None:
                 self._take(pool, solved)
             elif nothing_fits:
-                self._thriftiest_program(run, rates, in_flight)
+                self._solve_least_memory(run, rates, in_flight)
         return len(pool.entries) > before
 
     def _price_unit(self, run: Run, num_microbatches: int) -> float:
-        """Seconds per byte at which all of a device's bytes cost as much as the stage."""
+        """The seconds per byte at which all of a device's bytes cost as much as the stage."""
         bound = self._bounds.get((run.key, num_microbatches), 0.0)
         limit = self.limits.memory_bytes
         return max(bound, 1e-9) / (limit if np.isfinite(limit) else 1e9)
 
     def memory_bound_seconds(self, run: Run, num_microbatches: int, in_flight: int) -> float:
-        """A lower bound of the objective of whatever fits in memory (Lagrangian).
+        """Return a lower bound of the objective within the memory limit (Lagrangian).
 
-        What is best at the prices that give the bound goes into the pool.
+        The solutions at the prices of the bound go into the pool.
         """
         bound = self.bound_seconds(run, num_microbatches)
         family = self._family(run)
         if family is None or not np.isfinite(self.limits.memory_bytes):
             return bound
         free = self.limits.memory_bytes - fixed_bytes(self.model, run)
-        unit = closing.rounded(self._price_unit(run, num_microbatches))
+        unit = closing.round_price(self._price_unit(run, num_microbatches))
 
         def ways(zeros: Sequence[int], prices: Sequence[float]) -> list[Rates]:
             return list(self._ways(num_microbatches, in_flight, zeros, prices).values())
 
         try:
-            least, zero, near = closing.lagrangian(family, run, ways, self.zeros, (free, unit))
+            least, zero, near = closing.bound_by_price(family, run, ways, self.zeros, (free, unit))
         except TooWideError:
             return bound
         for rates in ways((zero,), near):
@@ -337,22 +338,22 @@ class IntraOp:
         self, num_microbatches: int, in_flight: int, zeros: Sequence[int], prices: Sequence[float]
     ) -> dict[Recompute, Rates]:
         return {
-            mode: closing.priced(num_microbatches, in_flight, mode, zeros, prices)
+            mode: closing.priced_rates(num_microbatches, in_flight, mode, zeros, prices)
             for mode in self.modes
         }
 
     def refine(
         self, run: Run, num_microbatches: int, in_flight: int, most: int
     ) -> StageAnswer | None:
-        """``best`` with its gap proven, and narrowed to ``limits.gap`` if time allows and ``most``
-        integer programs are enough."""
+        """Return ``best`` with its gap proven, narrowed to ``limits.gap`` within the time and
+        ``most`` integer programs."""
         found = self.best(run, num_microbatches, in_flight)
         key = (run.key, num_microbatches, in_flight)
         if found is None or found.gap <= SAME - 1 or self._refined.get(key, 0) >= most:
             return found
         self._refined[key] = most
         proven = self._proven.setdefault((run.key, num_microbatches), {})
-        # whatever fits with more in flight fits with fewer
+        # a solution that fits with more micro-batches in flight fits with fewer
         bound = max((own for held, own in proven.items() if held <= in_flight), default=0.0)
         if 1 - bound / found.objective <= self.limits.gap:
             self.answers[key] = replace(found, gap=max(0.0, 1 - bound / found.objective))
@@ -363,13 +364,13 @@ class IntraOp:
         assert better is not None, "what fits is still there"
         found = replace(better, gap=gap_between(bound, better.objective))
         if found.gap > self.limits.gap:
-            found = self._closed(found, bound, self.limits.gap, most)
+            found = self._close_gap(found, bound, self.limits.gap, most)
         proven[in_flight] = found.objective * (1 - found.gap)
         self.answers[key] = found
         return found
 
-    def _closed(self, found: StageAnswer, bound: float, gap: float, most: float) -> StageAnswer:
-        """The best after up to ``most`` integer programs, until the gap is no more than asked."""
+    def _close_gap(self, found: StageAnswer, bound: float, gap: float, most: float) -> StageAnswer:
+        """Return the best of up to ``most`` integer programs; stop once the gap is small enough."""
         run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
         family, count = self._family(run), base.num_microbatches
         if family is None or num_policies(*run.class_counts) > MOST_POLICIES:
@@ -378,7 +379,7 @@ class IntraOp:
         hidden = float(np.array(found.cost.seconds) @ weights) + sum(found.cost.receive_seconds)
         hidden += self.model.least_wait(run, base.zero, count)
         if hidden < found.objective * (1 - gap):
-            most = min(most, closing.MOST_PROGRAMS)  # what is exposed is not in the programs
+            most = min(most, closing.MOST_PROGRAMS)  # exposed seconds are not in the programs
         listed = closing.allowed_policies(run, self.limits.recompute, self.limits.modes)
         prices = [0.0, *(self._price_unit(run, count) * np.geomspace(1e-2, 1e2, 9)).tolist()]
         free = self.limits.memory_bytes - fixed_bytes(self.model, run)
@@ -411,18 +412,17 @@ class IntraOp:
         return replace(improved, gap=gap_between(bound, improved.objective))
 
     def _program(
-        self, run: Run, setting: Setting, *, gap: float = 0.0, cutoff: float = np.inf,
+        self, run: Run, setting: StageOptions, *, gap: float = 0.0, cutoff: float = np.inf,
         start: Solution | None = None,
     ) -> ilp.Answer | None:  # fmt: skip
-        """Solves one integer program and puts its solution in the pool; None if time is up.
+        """Solve one integer program and add its solution to the pool; return None if time is up.
 
-        It is not solved to the end where nothing below ``cutoff`` can be. ``start``: see
-        ``ilp.optimize``.
+        It stops early if nothing can be below ``cutoff``. ``start``: see ``ilp.optimize``.
         """
         if self.budget.left_seconds <= 0:
             return None
         with self.budget.timed("costs"):
-            assembly = Assembly(self.model, run)
+            assembly = StageProblem(self.model, run)
             problem = assembly.problem(setting)
         try:
             left = self.budget.left_seconds
@@ -442,26 +442,26 @@ class IntraOp:
         return answer
 
     def _solve_programs(self, runs: Sequence[Run], rates: Rates) -> None:
-        """Without tables: the integer program for the shortest, the middle and the longest run.
+        """Solve integer programs instead of tables, for the shortest, middle and longest run.
 
-        Its bound holds for the runs that were solved under every ZeRO stage.
+        Bounds are kept for the runs that were solved under every ZeRO stage.
         """
         ordered = sorted(runs, key=lambda run: run.num_blocks)
         some = {run.key: run for run in (ordered[0], ordered[len(runs) // 2], ordered[-1])}
         for run in some.values():
             policy = uniform_policy(rates.mode, run.class_counts[0])
             answers = [
-                self._program(run, Setting(rates.num_microbatches, zero, policy))
+                self._program(run, StageOptions(rates.num_microbatches, zero, policy))
                 for zero in rates.zeros
             ]
             bounds = [answer.bound for answer in answers if answer is not None]
             if len(bounds) == len(answers):
                 self._bounds[run.key, rates.num_microbatches] = min(bounds)
 
-    def _thriftiest_program(self, run: Run, rates: Rates, in_flight: int) -> None:
-        """Without tables: the integer program in which almost only memory counts."""
+    def _solve_least_memory(self, run: Run, rates: Rates, in_flight: int) -> None:
+        """Solve the integer program in which almost only memory counts, for runs without tables."""
         policy = uniform_policy(rates.mode, run.class_counts[0])
-        setting = Setting(
+        setting = StageOptions(
             rates.num_microbatches, rates.zeros[-1], policy, in_flight, limit_bytes=float("inf"),
             memory_weight=rates.state_prices[-1],
         )  # fmt: skip

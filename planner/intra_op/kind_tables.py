@@ -1,14 +1,14 @@
-"""One kind of block solved for itself: its least cost for every layout at its ends.
+"""The least cost of one kind of block for every combination of layouts at its ends.
 
-In: a kind's tables on a mesh, and what seconds and bytes count. Out: for every combination
-of layouts at the block's ends (what it reads from elsewhere and what others read of it) the
-least cost of the inside, with the choices that reach it. A run of blocks then is a small
-problem over the ends alone (``families``), however many blocks and runs there are: exact, as
-nothing but the ends joins a block to the rest.
+In: a kind's tables on a mesh, and the weights of seconds and bytes. Out: for every combination of
+layouts at the block's ends (the values it reads from other blocks, and the values they read) the
+least cost of the inside, with the choices that reach it. A run of blocks then is a small problem
+over the ends alone (``families``), however many blocks and runs there are: exact, as nothing but
+the ends joins a block to the rest.
 
 Costs are priced with a Lagrange multiplier λ per byte, in which memory adds up decision by
-decision: states, and what autograd keeps, each storage counted with the first decision that
-keeps it. That is at most what the block really holds, so the least cost is a lower bound.
+decision: states, and the storages that autograd keeps, each counted with the first decision that
+keeps it. That is at most the memory of the block, so the least cost is a lower bound.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from .elimination import (
 )
 
 MOST_CELLS = 4_000_000
-"""The largest table that is worth making; wider problems go to the integer program."""
+"""Maximum cells of a table; wider problems go to the integer program."""
 
 
 MOST_SOLVED = 12
-"""Solutions of a kind under different rates that are kept, the last ones: tables are large."""
+"""Maximum solutions of a kind under different rates in the cache: tables are large."""
 
 
 class TooWideError(Exception):
-    """Tables would be larger than they are worth; caught inside the planner."""
+    """Signals that tables would be too large; caught inside the planner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What counts how much, in a batch of problems that differ in ZeRO stage and λ.
+    """Weights of seconds and bytes, in a batch of problems that differ in ZeRO stage and λ.
 
-    ``state_prices`` are seconds per byte of states, ``saved_prices`` per byte that one
-    micro-batch keeps (λ times the micro-batches in flight). All blocks run as ``mode`` says.
-    ``exposed``, ``shares_links``: see ``objective_weights``. ``any_zero``: each decision is in the
-    ZeRO stage that is its best, and problems are one row.
+    ``state_prices`` are seconds per byte of states, ``saved_prices`` per byte that one micro-batch
+    keeps (λ times the micro-batches in flight). All blocks are recomputed by ``mode``. ``exposed``,
+    ``shares_links``: see ``objective_weights``. ``any_zero``: each decision takes its best ZeRO
+    stage, and problems are one row.
     """
 
     num_microbatches: int
@@ -71,16 +71,16 @@ class Rates:
 
     @property
     def weights(self) -> Floats:
-        """What a second of each resource counts."""
+        """Return the weight of a second of each resource."""
         return objective_weights(
             self.num_microbatches, exposed=self.exposed, shares_links=self.shares_links
         )
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The problems as rows of one ZeRO stage and columns of one price of a byte.
+        """Return the problems as rows of one ZeRO stage and columns of one price of a byte.
 
-        Where they are no such product every one is a row.
+        If they are not such a product, every problem is a row.
         """
         rows = dict.fromkeys(self.zeros)
         columns = len(self.zeros) // len(rows)
@@ -90,14 +90,14 @@ class Rates:
         return (len(rows), columns) if alike and stages == self.zeros else (len(self.zeros), 1)
 
     def prices(self, saved: bool) -> Floats:
-        """λ of states or of saved bytes by problem."""
+        """Return λ of states or of saved bytes by problem."""
         given = self.saved_prices if saved else self.state_prices
         return np.array(given or (0.0,) * len(self.zeros))
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A decision that others see: the class of each choice, and a choice of each class."""
+    """A decision that other blocks see: the class of each choice, and a choice of each class."""
 
     decision: int
     classes: Ints
@@ -106,7 +106,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class EdgeTables:
-    """An edge over the distinct sides of it: where each is, its classes, seconds per class.
+    """An edge over its distinct sides: the node of each, its classes, seconds per class.
 
     The first is the source, the others are the uses: ``forward[source, use]``. ``repeats``
     says whether a recomputed block converts the value again, in each of ``RECOMPUTE_MODES``.
@@ -119,19 +119,19 @@ class EdgeTables:
     repeats: tuple[bool, bool]
 
     def is_repeated(self, mode: Recompute) -> bool:
-        """Whether the forward runs once more where blocks are recomputed in a mode."""
+        """Return whether the forward conversion runs again in blocks recomputed by a mode."""
         return mode in RECOMPUTE_MODES and self.repeats[RECOMPUTE_MODES.index(mode)]
 
     def seconds(self, *, twice: bool) -> Floats:
-        """Forward, or ``twice``, and backward."""
+        """Return the seconds of the forward, or ``twice`` that, and of the backward."""
         both: Floats = self.forward * (1.0 + twice) + self.backward
         return both
 
 
 def edge_tables(model: StageModel, edge: Edge) -> EdgeTables | None:
-    """The conversions of an edge; None where they cost nothing.
+    """Return the conversions of an edge; None if they cost nothing.
 
-    Raises ``TooWideError`` where a table of all its sides would be too large.
+    Raises ``TooWideError`` if the table over its sides would be too large.
     """
     merged = model.merged(edge)
     if not merged.forward.any() and not merged.backward.any():
@@ -154,11 +154,13 @@ def edge_tables(model: StageModel, edge: Edge) -> EdgeTables | None:
     )
 
 
-def lifted(matrix: Floats, axes: Sequence[tuple[int, Ints]]) -> tuple[tuple[int, ...], Floats]:
-    """The conversions of a value to all of its uses, each distinct one once, over variables.
+def conversion_table(
+    matrix: Floats, axes: Sequence[tuple[int, Ints]]
+) -> tuple[tuple[int, ...], Floats]:
+    """Price the conversions of a value to all of its uses as a table over variables.
 
-    ``matrix[source class, use class]``; ``axes``: of the source and of each use the variable,
-    and the class of each of its values. A variable that stands for several axes gets one.
+    ``matrix[source class, use class]``; ``axes``: the variable of the source and of each use, and
+    its values' classes. Distinct conversions count once; repeated variables share an axis.
 
     >>> both = np.arange(2)
     >>> lifted(np.array([[1.0, 4.0]]), ((0, np.array([0])), (1, both), (2, both)))[1].tolist()
@@ -185,7 +187,7 @@ def _along(axis: int, classes: Ints, num_axes: int) -> Ints:
 
 @dataclass(frozen=True)
 class Link:
-    """An edge as a factor over variables, which ``axes`` name as ``lifted`` does."""
+    """An edge as a factor over variables; ``axes``: see ``conversion_table``."""
 
     tables: EdgeTables
     axes: tuple[tuple[int, Ints], ...]
@@ -196,10 +198,10 @@ class Link:
         return tuple(dict.fromkeys(variable for variable, _ in self.axes))
 
     def factor(self, mode: Recompute) -> Factor:
-        """Its seconds where all blocks run as ``mode`` says; made once."""
+        """Return the factor of its seconds for blocks recomputed by ``mode``. Cached."""
         twice = self.tables.is_repeated(mode)
         if twice not in self._factors:
-            scope, table = lifted(self.tables.seconds(twice=twice), self.axes)
+            scope, table = conversion_table(self.tables.seconds(twice=twice), self.axes)
             self._factors[twice] = Factor(scope, table[None, None])
         return self._factors[twice]
 
@@ -228,7 +230,7 @@ class KindTables:
 
     @staticmethod
     def of(model: StageModel, kind: str) -> KindTables:
-        """The tables of a kind, one object for all models in which they are the same."""
+        """Return the tables of a kind, shared by all models with equal tables."""
         known = model.prices.cache.kind_tables
         return model.common(known, (kind,), lambda: KindTables(model, kind))
 
@@ -243,12 +245,12 @@ class KindTables:
             decision = where[node]
             variable = self._variable(decision, classes)
             if variable != decision:
-                classes = np.arange(self.sizes[variable])  # its values are the classes
+                classes = np.arange(self.sizes[variable])  # the variable's values are the classes
             axes.append((variable, classes))
         self.links.append(Link(tables, tuple(axes)))
 
     def _variable(self, decision: int, classes: Ints) -> int:
-        """A variable for the classes of a decision, tied to it, or the decision itself."""
+        """Return a variable for the classes of a decision, tied to it, or the decision itself."""
         size = int(classes.max()) + 1
         if size == len(classes):
             return decision
@@ -263,7 +265,8 @@ class KindTables:
 
     @cached_property
     def ends(self) -> tuple[End, ...]:
-        """The decisions that other blocks see, by what these see of them."""
+        """Return the decisions that other blocks see, and classes of choices equal to those
+        blocks."""
         seen: dict[int, list[tuple[object, ...]]] = {}
         made, wanted = self.model.structure.ends(self.kind)
         tables = self.tables
@@ -284,7 +287,7 @@ class KindTables:
 
     @cached_property
     def order(self) -> Order:
-        """In which order to eliminate. Raises ``TooWideError`` where tables would be too large."""
+        """Return the order of elimination. Raises ``TooWideError`` if tables would be too large."""
         scopes = [factor.scope for factor in self.fixed] + [link.scope for link in self.links]
         scopes += [(number,) for number in range(len(self.tables.decisions))]
         key = (tuple(self.sizes), tuple(scopes), self.kept)
@@ -296,11 +299,11 @@ class KindTables:
         return found
 
     def check(self) -> None:
-        """Raises ``TooWideError`` where tables would be too large."""
+        """Raise ``TooWideError`` if tables would be too large."""
         assert self.order
 
     def solve(self, rates: Rates) -> Eliminated:
-        """The least cost of a block by the classes of its ends, kept."""
+        """Return the least cost of a block by the classes of its ends. Cached."""
         found = self._solved.get(rates)
         if found is None:
             order = self.order
@@ -316,8 +319,8 @@ class KindTables:
 
     @cached_property
     def _stacked(self) -> tuple[Floats, Floats, Floats]:
-        """Of all decisions' choices: seconds, those of recomputation ``[mode, choice]``, bytes of
-        states."""
+        """Stack over the choices of all decisions: seconds, recomputation seconds ``[mode,
+        choice]``, bytes of states."""
         own = self.tables.decisions
         return (
             np.concatenate([decision.seconds for decision in own], axis=1),
@@ -327,17 +330,17 @@ class KindTables:
 
     @cached_property
     def _kept_bytes(self) -> dict[Recompute, Floats]:
-        """Of all decisions' choices the bytes kept, where blocks are recomputed in a mode."""
+        """Map each recomputation mode to the bytes kept by the choices of all decisions."""
         modes: tuple[Recompute, ...] = ("none", "selective", "full")
         return {mode: self.tables.kept_bytes(mode) for mode in modes}
 
     def kept_bytes(self, of: Callable[[Floats], Any]) -> float:
-        """The bytes that a block keeps, of each decision's choices the ``of``, summed."""
+        """Sum the bytes that a block keeps, with ``of`` applied to each decision's choices."""
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
         return sum(float(of(own)) for own in np.split(self._kept_bytes["none"], ends))
 
     def _own(self, rates: Rates) -> list[Factor]:
-        """What each choice costs by itself."""
+        """Return the cost of each choice by itself, one factor per decision."""
         seconds, recompute_seconds, states = self._stacked
         shape = rates.grid
         zeros = list(rates.zeros[:: shape[1]])
@@ -358,7 +361,8 @@ class KindTables:
         return [self._factor(number, part, rates) for number, part in enumerate(parts)]
 
     def _factor(self, number: int, part: Floats, rates: Rates) -> Factor:
-        """The cost of a decision, ``part[row, column, choice]``, as long as it differs."""
+        """Return the cost of a decision, ``part[row, column, choice]``, with axes of length 1 where
+        it is constant."""
         if not self._is_same[number]:
             return Factor((number,), part)
         if rates.saved_prices and self._keeps[rates.mode][number]:
@@ -370,7 +374,7 @@ class KindTables:
 
     @cached_property
     def _keeps(self) -> dict[Recompute, list[bool]]:
-        """Of each decision whether one of its choices keeps anything, in a mode."""
+        """Map each mode to whether some choice of each decision keeps bytes."""
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
         found: dict[Recompute, list[bool]] = {}
         for mode, sizes in self._kept_bytes.items():
@@ -379,8 +383,8 @@ class KindTables:
 
     @cached_property
     def _is_same(self) -> list[bool]:
-        """Of each decision whether it costs the same whatever the ZeRO stage, the micro-batches
-        of a step and the price of states."""
+        """Return for each decision whether its cost is independent of the ZeRO stage, the
+        micro-batches of a step and the price of states."""
         return [
             not own.states[:, :, HELD].any()
             and not own.seconds[:, :, STEP].any()

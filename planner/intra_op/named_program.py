@@ -1,12 +1,12 @@
-"""An integer program for people and other solvers: readable names, fixed units, a hard limit.
+"""An integer program for readers and other solvers: readable names, fixed units, a hard limit.
 
-In: a problem and the decisions that it is about. Out: a program in microseconds and megabytes with
-a name for every column. A choice is called ``OP__NUMBER__INPUTS_to_OUTPUTS``: the op (or parameter)
-of the first of the equal blocks that share it, the number of its strategy, and the layouts that
-its inputs are brought to and its outputs have, ``.`` between mesh axes and ``_`` between tensors.
+In: a problem and its decisions. Out: a program in microseconds and megabytes with a name for every
+column. A choice is called ``OP__NUMBER__INPUTS_to_OUTPUTS``: the op (or parameter) of the first of
+the equal blocks that share it, the number of its strategy, and the layouts of its inputs and
+outputs, ``.`` between mesh axes and ``_`` between tensors.
 
-Unlike the program that the search solves, memory keeps to its limit or there is no solution, and
-what no choice changes is a column with the value 1.
+Unlike the program that the search solves, the memory limit is hard, and constant costs are a column
+with the value 1.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from ..pricing.decisions import Decision
 from .pulp_solver import pulp_problem
 
 MICROSECONDS = 1e6
-"""In a second: stages take some to many of them, which is where solvers' tolerances belong."""
+"""Microseconds per second. Costs are written in microseconds, so that stage costs are well above
+solver tolerances."""
 
 LONGEST = 100
-"""Letters of a name that PuLP writes."""
+"""Maximum letters of a name that PuLP writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedProgram:
-    """A program, a name for each of its columns, and the decisions that its binaries are."""
+    """A program, a name for each of its columns, and the decisions behind its binaries."""
 
     title: str
     program: Program
@@ -41,16 +42,16 @@ class NamedProgram:
     decisions: tuple[Decision, ...]
 
     def as_pulp(self) -> Any:
-        """The ``pulp.LpProblem``. Raises MachineError AP402 where PuLP is not installed."""
+        """Build the ``pulp.LpProblem``. Raises MachineError AP402 if PuLP is not installed."""
         return pulp_problem(self.program, self.title, self.names)
 
     def cost(self, values: Floats) -> float:
-        """The objective of values of all columns."""
+        """Return the objective for values of all columns."""
         return float(np.concatenate(self.program.costs) @ values)
 
 
 def named_program(title: str, problem: Problem, decisions: Sequence[Decision]) -> NamedProgram:
-    """A problem in seconds as a program in microseconds, with names."""
+    """Convert a problem in seconds to a program in microseconds, with names."""
     program = build(scaled(problem, MICROSECONDS), can_exceed=False)
     if problem.constant:
         fixed = program.columns(np.array([problem.constant * MICROSECONDS]), "constant")
@@ -62,7 +63,7 @@ def named_program(title: str, problem: Problem, decisions: Sequence[Decision]) -
 
 
 def _names(group: Group, number: int, decisions: Sequence[Decision]) -> list[str]:
-    """The names of columns that were added together as the ``number``-th."""
+    """Return the names of the columns of the ``number``-th group."""
     if group.kind == "choice":
         (own,) = (decisions[each] for each in group.decisions)
         return [
@@ -77,7 +78,7 @@ def _names(group: Group, number: int, decisions: Sequence[Decision]) -> list[str
 
 
 def strategy_text(layout: NodeLayout) -> str:
-    """A strategy in letters that every format takes.
+    """Return a strategy in letters that every format accepts.
 
     >>> from ..layout import PARTIAL, shard
     >>> strategy_text(NodeLayout(((shard(1),), (shard(0),)), ((PARTIAL,),)))
@@ -92,7 +93,7 @@ def _layout_text(layout: Layout) -> str:
 
 
 def legal(name: str) -> str:
-    """Replaces the characters of a name that LP and MPS files do not allow.
+    """Replace the characters of a name that LP and MPS files do not allow.
 
     >>> legal("layers/0 up-proj")
     'layers_0_up_proj'
@@ -101,7 +102,7 @@ def legal(name: str) -> str:
 
 
 def _short(name: str, number: int) -> str:
-    """Shortens a name to ``LONGEST`` characters; the number of its column keeps it unique."""
+    """Shorten a name to ``LONGEST`` characters; the number of its column keeps it unique."""
     if len(name) <= LONGEST:
         return name
     end = f"__column{number}"

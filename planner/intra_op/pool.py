@@ -1,9 +1,9 @@
-"""The solutions found for a family of runs, and the cheapest that fits for each of its runs.
+"""Solutions found for a family of runs, and the cheapest that fits for each of its runs.
 
-In: solutions (choices by kind), a run, micro-batches per step and in flight, a limit of bytes.
-Out: the best of every solution, ZeRO stage and recomputation policy. With nothing recomputed all
-solutions and stages are compared at once, as arrays; policies are tried only for those that do
-not fit and would otherwise be faster than what does.
+In: solutions (choices by kind), a run, micro-batches per step and in flight, a limit of bytes. Out:
+the best of every solution, ZeRO stage and recomputation policy. With nothing recomputed all
+solutions and stages are compared at once, as arrays; policies are tried only for solutions that do
+not fit but would otherwise be faster.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from functools import cached_property
 import numpy as np
 
 from ..plan import Recompute
-from ..pricing.assembly import Assembly, Setting, Solution, constant_bytes, reserve
+from ..pricing.assembly import Solution, StageOptions, StageProblem, constant_bytes, context_bytes
 from ..pricing.decisions import ZEROS
 from ..pricing.kept_bytes import RECOMPUTE_MODES
 from ..pricing.kind_model import KEPT, NUM_FIGURES, RECEIVED, STATES
 from ..pricing.recompute_policy import NO_RECOMPUTE, Ints
-from ..pricing.seconds import Groups, Resource, grouped, objective_weights, seconds_of_passes
+from ..pricing.seconds import Groups, Resource, group_blocks, objective_weights, seconds_of_passes
 from ..pricing.stage_cost import StageCost, StageTable
 from ..pricing.stage_model import Boundary, StageModel
 from ..pricing.structure import Row, Run
@@ -27,7 +27,7 @@ from ..requests.features import MODES
 from .elimination import Floats
 
 SAME = 1 + 1e-9
-"""Two objectives within this factor are equal."""
+"""Factor within which two objectives count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +39,28 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The best way for a run: which solution, the setting, the objective."""
+class PooledSolution:
+    """The best solution for a run, its setting and objective."""
 
     entry: Entry
-    setting: Setting
+    setting: StageOptions
     objective: float
 
 
 @dataclass(frozen=True, slots=True)
 class StageAnswer:
-    """A stage's best way: its choices (by kind), setting, objective, and the solver's gap."""
+    """The best solution of a stage: its choices (by kind), setting, objective, and gap."""
 
     run: Run
     table: StageTable
     solution: Solution
-    setting: Setting
+    setting: StageOptions
     objective: float
     gap: float
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The rows of each coordinate of "dp"; () where they are split evenly."""
+        """Return the rows of each coordinate of "dp"; () if they are split evenly."""
         return ()
 
     @property
@@ -69,7 +69,7 @@ class StageAnswer:
 
 
 def gap_between(bound: float, objective: float) -> float:
-    """By what part of it an objective may be more than the least; 0 where it is nothing.
+    """Return the part of an objective by which it may exceed the least; 0 if it cannot.
 
     >>> gap_between(3.0, 4.0), gap_between(5.0, 4.0), gap_between(0.0, 0.0)
     (0.25, 0.0, 0.0)
@@ -94,11 +94,11 @@ class Pool:
     _per_byte: list[tuple[float, float]] = field(default_factory=list)
 
     @cached_property
-    def _assembly(self) -> Assembly:
-        return Assembly(self.model, self.run)
+    def _assembly(self) -> StageProblem:
+        return StageProblem(self.model, self.run)
 
     def add(self, solution: Solution) -> Entry:
-        """Takes a solution in, unless it is there already."""
+        """Add a solution unless it is in the pool already."""
         choices = self._assembly.choices(solution)
         if choices not in self.entries:
             table = StageTable(self._assembly, choices)
@@ -109,16 +109,16 @@ class Pool:
 
     def cheapest(
         self, run: Run, num_microbatches: int, in_flight: int, limit_bytes: float
-    ) -> Found | None:
-        """The best way for a run of the family, None where nothing fits."""
+    ) -> PooledSolution | None:
+        """Return the best solution for a run of the family, None if nothing fits."""
         if not self.entries:
             return None
-        base = Setting(num_microbatches, in_flight=in_flight)
+        base = StageOptions(num_microbatches, in_flight=in_flight)
         zeros = list(self.zeros)
         figures = self.unrecomputed(run)[:, zeros]
         states, kept = figures[..., STATES], figures[:, :1, KEPT] * in_flight
         seconds, hidden = self._objectives(run, figures, num_microbatches)
-        fixed = constant_bytes(self.model, run) + reserve(self.model)
+        fixed = constant_bytes(self.model, run) + context_bytes(self.model)
         over = (states + kept + np.array(self._transient_bytes)[:, zeros]) + (fixed - limit_bytes)
         fits = (over <= 0) & (self.recompute in (None, "none"))
         fitting = np.where(fits, seconds, np.inf)
@@ -127,7 +127,7 @@ class Pool:
         if np.isfinite(least):
             at, place = divmod(int((fitting <= least * SAME).argmax()), len(zeros))
             setting = replace(base, zero=zeros[place])
-            best = Found(self._listed[at], setting, least)
+            best = PooledSolution(self._listed[at], setting, least)
         lower = np.maximum(seconds, self._lower_bounds(hidden, over, kept, in_flight))
         wanted = np.flatnonzero(~fits & (lower * SAME < least))
         if len(wanted):
@@ -142,8 +142,8 @@ class Pool:
     def _objectives(
         self, run: Run, figures: Floats, num_microbatches: int
     ) -> tuple[Floats, Floats]:
-        """The objective of ``figures[solution, zero, figure]``, and a lower bound of it however
-        much of the collectives of states runs beside compute."""
+        """Return the objective of ``figures[solution, zero, figure]``, and a lower bound of it for
+        any overlap of the collectives of states with compute."""
         shares_links = self.model.prices.shares_links
         seconds, received = figures[..., : len(Resource)], figures[..., RECEIVED]
         groups = self._groups(run)
@@ -157,7 +157,7 @@ class Pool:
         return list(self.entries.values())
 
     def unrecomputed(self, run: Run) -> Floats:
-        """With nothing recomputed, ``[solution, zero, figure]`` of ``RowCost.unrecomputed``."""
+        """Return ``[solution, zero, figure]`` of ``RowCost.unrecomputed`` for a run."""
         totals = self._totals.get(run.key)
         if totals is None or len(totals) < len(self.entries):
             rows = [(row, sum(own)) for row, own in run.occurrences(NO_RECOMPUTE).items()]
@@ -167,11 +167,11 @@ class Pool:
         return totals
 
     def _groups(self, run: Run) -> Groups:
-        """The blocks of a run in every solution and ZeRO stage, with nothing recomputed.
+        """Return the unrecomputed blocks of a run in every solution and ZeRO stage.
 
         ``seconds[solution, zero, entry, RESOURCE]``.
         """
-        kinds, counts = grouped(run.kinds)
+        kinds, counts = group_blocks(run.kinds)
         which, resources = list(self.zeros), slice(len(Resource))
         rows = {kind: self._row(kind)[:, which, resources] for kind in run.counts}
         seconds = np.stack([rows[kind] for kind in kinds], axis=-2)
@@ -180,7 +180,7 @@ class Pool:
         return Groups(seconds, counts)
 
     def _row(self, row: Row | Boundary) -> Floats:
-        """What a row adds in every solution; found once for each."""
+        """Return the figures of a row in every solution. Cached."""
         known = self._rows.get(row, np.zeros((0, len(ZEROS), NUM_FIGURES)))
         if len(known) < len(self.entries):
             new = [own.table.unrecomputed(row) for own in self._listed[len(known) :]]
@@ -189,13 +189,13 @@ class Pool:
 
     @property
     def _recomputing(self) -> tuple[Recompute, ...]:
-        """The modes in which blocks may be recomputed."""
+        """Return the modes in which blocks may be recomputed."""
         if self.recompute is not None:
             return (self.recompute,)
         return tuple(mode for mode in RECOMPUTE_MODES if mode in self.modes)
 
     def _lower_bounds(self, seconds: Floats, over: Floats, kept: Floats, in_flight: int) -> Floats:
-        """What recomputing until it fits costs at least, infinite where it cannot fit."""
+        """A lower bound of the seconds with enough recomputed to fit; infinite if it cannot fit."""
         rate, share = np.array(self._per_byte)[:, :, None].swapaxes(0, 1)
         needed = np.maximum(over, 0.0)
         return np.where(needed <= share * kept, seconds + needed / in_flight * rate, np.inf)
@@ -205,12 +205,12 @@ class Pool:
         run: Run,
         order: Ints,
         figures: tuple[Floats, Floats],
-        base: Setting,
-        best: Found | None,
-    ) -> Found | None:
-        """The best recomputation policy of solutions that do not fit without, in this order.
+        base: StageOptions,
+        best: PooledSolution | None,
+    ) -> PooledSolution | None:
+        """The best recomputation policy of solutions that only fit with one, tried in ``order``.
 
-        ``figures``: by solution and ZeRO stage a lower bound of the seconds with enough
+        ``figures``: by solution and ZeRO stage, a lower bound of the seconds with enough
         recomputed, and the bytes over the limit.
         """
         lower, over_limit = figures
@@ -233,9 +233,9 @@ class Pool:
             setting = replace(base, zero=zero, policy=costs.policies[number])
             objective = entry.table.price(run, setting).objective(base.num_microbatches)
             if best is None or objective * SAME < best.objective:
-                best = Found(entry, setting, objective)
+                best = PooledSolution(entry, setting, objective)
         return best
 
-    def _note_excess(self, run: Run, base: Setting, excess: float) -> None:
+    def _note_excess(self, run: Run, base: StageOptions, excess: float) -> None:
         key = (run.key, base.num_microbatches, base.in_flight)
         self.excess_bytes[key] = min(excess, self.excess_bytes.get(key, excess))

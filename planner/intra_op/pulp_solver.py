@@ -1,12 +1,11 @@
-"""Programs as PuLP problems, and solved by any solver that PuLP knows.
+"""Programs as PuLP problems, solved by any solver that PuLP knows.
 
-In: a program as arrays, the name of a solver. Out: a ``pulp.LpProblem``, or what that solver says.
+In: a program as arrays, the name of a solver. Out: a ``pulp.LpProblem``, or the solver's result.
 PuLP is an optional dependency, imported where it is used. Source: Mitchell, O'Sullivan and Dunning,
 "PuLP: a linear programming toolkit for Python", 2011.
 
 PuLP tells no lower bound, and command-line solvers write their solutions with eight digits. So
-what a solver calls a solution is checked against the rows, and the bound is what the gap that it
-was asked for leaves.
+solutions are checked against the rows, and the bound follows from the requested gap.
 """
 
 from __future__ import annotations
@@ -37,23 +36,23 @@ from ..integer_programs.program import (
 )
 
 DIGITS = 1e-6
-"""How far a row's value may be outside its bounds, relative to the sum of its sizes."""
+"""Maximum violation of a row's bounds, relative to the sum of its absolute terms."""
 
 ROUNDING = 1e-7
-"""What a solution with eight digits may be wrong by, relatively."""
+"""Maximum relative error of a solution with eight digits."""
 
 UNTOLD_GAP = 1e-4
-"""The relative gap of solvers that take none: no known default is larger."""
+"""Relative gap of solvers without such an option: no known default is larger."""
 
 CBC = ("COIN_CMD", "PULP_CBC_CMD")
-"""PuLP's names of CBC: an installed one, and the one that comes with PuLP."""
+"""PuLP's names of CBC: an installed CBC, and the CBC that comes with PuLP."""
 
 
 def find_solver(name: str) -> Solver:
-    """The solver that ``--solver`` names: HiGHS, or one of PuLP's that is installed here.
+    """Find the solver that ``--solver`` names: HiGHS, or an installed solver of PuLP.
 
-    Raises UsageError AP331 for a name that PuLP does not know, MachineError AP402 where PuLP or
-    the solver is not installed.
+    Raises UsageError AP331 for a name that PuLP does not know, MachineError AP402 if PuLP or the
+    solver is not installed.
     """
     if name.lower() == HIGHS.name:
         return HIGHS
@@ -83,7 +82,7 @@ def find_solver(name: str) -> Solver:
 
 
 def short_name(pulp_name: str) -> str:
-    """What ``--solver`` calls a solver of PuLP, whichever interface PuLP has to it.
+    """Return the name of a PuLP solver in ``--solver``, whichever interface PuLP has to it.
 
     >>> [short_name(each) for each in ("PULP_CBC_CMD", "COIN_CMD", "GUROBI", "SCIP_PY")]
     ['cbc', 'cbc', 'gurobi', 'scip']
@@ -94,12 +93,12 @@ def short_name(pulp_name: str) -> str:
 
 
 def _preference(pulp_name: str) -> tuple[bool, int]:
-    """Interfaces in Python before programs that are run; an installed CBC before PuLP's."""
+    """Rank interfaces: Python before executables, an installed CBC before PuLP's."""
     return pulp_name.endswith("_CMD"), CBC.index(pulp_name) if pulp_name in CBC else 0
 
 
 def import_pulp(what: str) -> Any:
-    """The module ``pulp``. Raises MachineError AP402 where it is not installed."""
+    """Import the module ``pulp``. Raises MachineError AP402 if it is not installed."""
     try:
         import pulp
     except ImportError as error:
@@ -112,7 +111,7 @@ def import_pulp(what: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences PuLP's deprecation warnings."""
+    """Context manager: silence PuLP's deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
@@ -121,9 +120,9 @@ def _quiet() -> Iterator[None]:
 def pulp_problem(
     program: Program, name: str = "stage", names: Sequence[str] = (), *, integral: bool = True
 ) -> Any:
-    """A program as a ``pulp.LpProblem``. ``names`` are of its columns: x0, x1, … if not given.
+    """Convert a program to a ``pulp.LpProblem``. ``names`` of its columns default to x0, x1, ….
 
-    Raises MachineError AP402 where PuLP is not installed.
+    Raises MachineError AP402 if PuLP is not installed.
     """
     return _pulp_problem(program, name, names, integral=integral)[0]
 
@@ -131,7 +130,7 @@ def pulp_problem(
 def _pulp_problem(
     program: Program, name: str, names: Sequence[str], *, integral: bool
 ) -> tuple[Any, list[Any]]:
-    """The problem and the variables of its columns."""
+    """Return the problem and the variables of its columns."""
     pulp = import_pulp("a program as a PuLP problem")
     names = names or [f"x{number}" for number in range(program.num_columns)]
     problem = pulp.LpProblem(name, pulp.LpMinimize)
@@ -167,7 +166,7 @@ def _make_integral(variables: Sequence[Any], program: Program) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PulpSolver:
-    """A solver through PuLP, by the name in ``--solver`` and by PuLP's own."""
+    """A solver of PuLP, by its names in ``--solver`` and in PuLP."""
 
     name: str
     pulp_name: str
@@ -178,7 +177,7 @@ class PulpSolver:
 
 
 class _Loaded:
-    """A program as a PuLP problem, with how far it is solved."""
+    """A program as a PuLP problem, with its limits."""
 
     def __init__(self, program: Program, pulp_name: str, options: SolveOptions) -> None:
         self.budget = Budget.of(options.time_limit_seconds)
@@ -207,7 +206,7 @@ class _Loaded:
         return Raw(status, values, bound)
 
     def _start(self) -> None:
-        """Gives the variables the values of the solution that is known."""
+        """Set the variables to the values of the known solution."""
         for each in self.variables:
             each.varValue = None
         if self.options.start is not None:
@@ -216,12 +215,12 @@ class _Loaded:
                 each.setInitialValue(value)
 
     def _solver(self, *, has_start: bool) -> tuple[Any, float]:
-        """PuLP's solver with those of the options that it takes, and the gap that it goes to."""
+        """Return PuLP's solver with the options that it supports, and its gap."""
         gap = max(self.options.gap, 1e-9)
         left = self.budget.left_seconds
         wanted = {
             "msg": False,
-            "timeLimit": max(1, ceil(left)),  # some take whole seconds only
+            "timeLimit": max(1, ceil(left)),  # some solvers take whole seconds only
             "gapRel": gap,
             "threads": 1,
             "warmStart": has_start,
@@ -233,7 +232,7 @@ class _Loaded:
         return solver, gap if "gapRel" in given else UNTOLD_GAP
 
     def _status(self, is_solution: bool) -> Status:
-        """PuLP's pair of statuses; a solution counts only if it is one."""
+        """Translate PuLP's pair of statuses; invalid solutions do not count."""
         pulp = self.pulp
         match self.problem.status, self.problem.sol_status:
             case (pulp.LpStatusOptimal, pulp.LpSolutionOptimal):
@@ -249,7 +248,7 @@ class _Loaded:
 
 
 def _solves(program: Program, values: Floats, *, integral: bool) -> bool:
-    """Whether values keep to all rows and bounds, and binaries are integral where they must be."""
+    """Return whether values satisfy all rows and bounds, and if required, integrality."""
     if values.min(initial=0.0) < -DIGITS:
         return False
     binaries = values[: program.num_binaries]

@@ -1,4 +1,4 @@
-"""Predicts which ops a compiler fuses into one kernel, and the memory traffic that remains.
+"""Predict which ops a compiler fuses into one kernel, and the memory traffic that remains.
 
 In: the captured graph and its blocks. Out: the same graph, in which each op of a fused group has
 a ``Fused``: which of its inputs, outputs and gradients go through memory. Prices and memory are
@@ -8,13 +8,13 @@ A group is a connected set of elementwise ops, normalizations, reductions, copie
 block. No other op (a matrix product, attention, a gather, an op of the user's) lies between two of
 its members: they have the same ``depth``, the largest number of other ops on a path that leads to
 a node. TorchInductor's scheduler makes one kernel of such a group (Ansel et al. 2024, "PyTorch 2",
-ASPLOS, section 4). The kernel reads each input of the group once and writes only what ops outside
-of the group read; other values stay in registers. The backward of a group is one kernel as well,
-and a second one where parameters get gradients, as those are sums over rows.
+ASPLOS, section 4). The kernel reads each input of the group once and writes only values that are
+read outside of it; other values stay in registers. The backward of a group is one kernel as well,
+and a second one where parameters get gradients, which are sums over rows.
 
-What a group keeps for its backward follows the min-cut partitioner (same source, section 3.3): a
-value that a gradient reads is kept, or computed again from the inputs of the group, whichever adds
-fewer bytes. Reductions are never computed again.
+The values that a group keeps for its backward follow the min-cut partitioner (same source, section
+3.3): a value that a gradient reads is kept, or computed again from the inputs of the group,
+whichever adds fewer bytes. Reductions are never computed again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def with_fused(graph: Graph, found: Mapping[str, Fused]) -> Graph:
 
 
 def is_fusible(node: Node, apart: frozenset[str] = APART) -> bool:
-    """Whether a compiler generates the kernel of an op itself, so that others can be fused with it.
+    """Return whether a compiler generates the kernel of an op itself, so that it can be fused.
 
     Ops ``apart`` run as kernels of their own.
 
@@ -78,7 +78,7 @@ def is_fusible(node: Node, apart: frozenset[str] = APART) -> bool:
 
 
 def _groups(graph: Graph, names: tuple[str, ...]) -> Iterator[_Group]:
-    """The groups of a block, except those of views alone."""
+    """Yield the groups of a block, except groups of views alone."""
     depth: dict[str, int] = {}
     member: dict[str, list[str]] = {}
     for name in names:
@@ -123,11 +123,11 @@ class _Group:
         return family_of(self.graph[name]) == "view"
 
     def root(self, ref: Ref) -> Ref:
-        """What a value is a view of, followed within the group."""
+        """Return the base of a view, followed within the group."""
         return self._bases(ref)[-1]
 
     def _bases(self, ref: Ref) -> list[Ref]:
-        """A value, and one after the other what it is a view of within the group."""
+        """Return a value followed by the chain of its bases within the group."""
         found = [ref]
         while found[-1].name in self.nodes and self._is_view(found[-1].name):
             found.append(self.nodes[found[-1].name].inputs[0])
@@ -135,7 +135,7 @@ class _Group:
 
     @cached_property
     def _reads(self) -> dict[tuple[str, int], Ref]:
-        """The values that the group reads from memory, by the op and the position of its input.
+        """Return the values that the group reads from memory, by op and position of its input.
 
         Each value is read once; a view of a value that is read as a whole is not read again.
         """
@@ -154,7 +154,7 @@ class _Group:
 
     @cached_property
     def _outside(self) -> frozenset[Ref]:
-        """The group's values that ops outside of it read, directly or through views."""
+        """Return the group's values that ops outside of it read, directly or through views."""
         found = {self.root(self.graph.loss)}
         found.update(map(self.root, self.graph.updates.values()))
         for name, node in self.nodes.items():
@@ -167,7 +167,7 @@ class _Group:
 
     @cached_property
     def _kept(self) -> frozenset[Ref]:
-        """The values that the group's backward reads: its own or those that it reads itself."""
+        """Return the values that the group keeps for its backward, or inputs to recompute from."""
         wanted: dict[Ref, None] = {}
         for name in self.kernels:
             node = self.nodes[name]
@@ -182,7 +182,7 @@ class _Group:
         return frozenset(kept)
 
     def _bytes(self, ref: Ref) -> int:
-        """The bytes that keeping a value adds: none where it is in memory anyway."""
+        """Return the bytes that keeping a value adds: 0 if it stays in memory anyway."""
         node = self.graph[ref.name]
         if node.kind in ("parameter", "constant", "buffer"):
             return 0
@@ -200,7 +200,7 @@ class _Group:
         )
 
     def _sources(self, ref: Ref) -> set[Ref]:
-        """The values from which a value of the group can be computed again."""
+        """Return the values from which a value of the group can be recomputed."""
         found: set[Ref] = set()
         waiting = [ref]
         while waiting:
@@ -215,9 +215,9 @@ class _Group:
         return found
 
     def _forks(self, root: Ref) -> bool:
-        """Whether ops after the group read a value too.
+        """Return whether ops after the group also read a value.
 
-        The group's backward runs after theirs and then adds its gradient to theirs.
+        The group's backward runs after theirs and adds its gradient to theirs.
         """
         return any(
             user not in self.nodes and self._order.get(user, -1) > self._order[self.names[0]]
@@ -229,7 +229,7 @@ class _Group:
         return {name: at for at, name in enumerate(self.block)}
 
     def _passes_on(self, name: str) -> bool:
-        """Whether the gradient of an op's output is that of its inputs: nothing is computed."""
+        """Return whether the gradient of an op's output is its inputs' gradient, unchanged."""
         node = self.nodes[name]
         shapes = {self.graph.spec(ref).shape for ref in node.inputs}
         inside = [user for user in self.graph.users[name] if user in self.nodes]
@@ -238,7 +238,7 @@ class _Group:
 
     @cached_property
     def fused(self) -> dict[str, Fused]:
-        """The ``Fused`` of each op. The last op that is no view stands for the kernels."""
+        """Return the ``Fused`` of each op. The last op that is no view carries the kernels."""
         trained = any(
             self.graph[root.name].kind == "parameter" and self.graph.spec(root).requires_grad
             for root in self._reads.values()
@@ -267,7 +267,7 @@ class _Group:
         return found
 
     def _gradients(self, name: str, reads: Iterable[int]) -> Iterator[int]:
-        """The positions of inputs whose gradients are written; twice where another is added.
+        """Yield the positions of inputs whose gradients are written; twice if added to another.
 
         All inputs of an addition have the same gradient, which is written once.
         """

@@ -2,8 +2,8 @@
 
 In: a graph, and the ops between the products of an attention. Out: the mean over queries of the
 positions that the softmax sees. Masks are constants that are added to scores, fill them, or choose
-between them and a value. They are computed here with numpy from the ops that made them. A mask of
-which an op or an input is not known shows all positions.
+between them and a value. They are computed here with numpy from the ops that made them. A mask with
+an unknown op or input shows all positions.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Array = NDArray[Any]
 Shape = tuple[int, ...]
 
 MOST_ELEMENTS = 2**28
-"""Elements of the largest mask that is computed: bytes where it is of truth values."""
+"""Maximum elements of a computed mask: bytes for truth values."""
 _UNSEEN = -1e4
-"""Scores below this have no weight in a softmax; masks are -1e4, the least number, or -inf."""
+"""Score below which a position has no softmax weight; masks are -1e4, the least number or -inf."""
 
 _BINARY: Mapping[str, Callable[[Any, Any], Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "le": operator.le,
@@ -41,7 +41,7 @@ def _is_broadcast(first: Array, second: Array) -> bool:
 
 
 def _seen_by(node: Node, values: Masks) -> Array | None:
-    """Return where an op leaves scores as they are; None if it is no mask that is known."""
+    """Return the positions whose scores an op leaves as they are; None if it is no known mask."""
     name, args = packet(node.op), node.args
     if name == "add":
         known = [found for found in map(values.of, args[:2]) if found is not None]
@@ -115,7 +115,7 @@ class Masks:
 
 
 def _all_of(values: Sequence[Array]) -> Array:
-    """Return the conjunction of masks; one that is not known shows all."""
+    """Return the conjunction of masks; an unknown mask shows all."""
     first, *others = (np.asarray(value, bool) for value in values)
     return np.logical_and(first, others[0]) if others else first
 

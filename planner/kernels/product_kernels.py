@@ -1,4 +1,4 @@
-"""Finds fused kernels over matrix products: attention that is written out, scans in chunks.
+"""Find fused kernels over matrix products: attention that is written out, scans in chunks.
 
 In: the captured graph and its blocks. Out: for each op of such a kernel its ``Fused``.
 
@@ -7,10 +7,10 @@ repeated. A *contracting* product has an operand that is computed from expanded 
 elements than its output. Expanded values are the outputs of expanding products, and those of
 elementwise ops, normalizations, copies, views and reductions of them; and those of ops that make
 more bytes than they read (repeated heads, masks, decays, casts to a wider format), if nothing but
-such kernels reads them. A kernel is a contracting product, or one with an operand of the latter
-kind, with all that its expanded operands are computed from. If another op reads an expanded value
-of a product, no kernel is formed. Of a product whose operands are repeated alike (C·B of the heads
-of a group in Mamba-2) each value is computed once.
+such kernels reads them. A kernel is a contracting product, or a product with an operand of the
+latter kind, together with all ops that compute its expanded operands. If another op reads an
+expanded value of a product, no kernel is formed. Of a product whose operands are repeated equally
+(C·B of the heads of a group in Mamba-2) each value is computed once.
 
 The kernel reads its inputs, each once, and writes the output of the last product. Its backward
 reads the inputs, the output and the output's gradient, computes the first product again, and writes
@@ -56,17 +56,17 @@ def with_product_kernels(graph: Graph, blocks: Blocks) -> Graph:
 
 
 def by_masks(graph: Graph, blocks: Blocks) -> Blocks:
-    """Return the blocks with kinds that tell apart the shares of positions that attention sees."""
+    """The blocks with separate kinds for different shares of positions that attention sees."""
 
     def shares(block: Block) -> object:
         fused = (graph[name].fused for name in block.nodes)
         return tuple(each.share for each in fused if each is not None and each.is_attention)
 
-    return blocks.told_apart(shares)
+    return blocks.split_kinds(shares)
 
 
 def _find_fixed(graph: Graph) -> frozenset[str]:
-    """Return the names of the nodes that are made of parameters, buffers and constants alone."""
+    """Return the names of the nodes computed from parameters, buffers and constants alone."""
     fixed: set[str] = set()
     for node in graph:
         is_leaf = node.kind in ("parameter", "buffer", "constant")
@@ -112,7 +112,7 @@ class _Block:
 
     @cached_property
     def _products(self) -> dict[str, tuple[Ref, Ref]]:
-        """The two operands of each product, where neither is made of parameters alone."""
+        """The two operands of each product, unless an operand is made of parameters alone."""
         found: dict[str, tuple[Ref, Ref]] = {}
         for name, node in self.nodes.items():
             if family_of(node) != "matmul" or not node.op.startswith("aten."):
@@ -128,7 +128,7 @@ class _Block:
         return self.graph.spec(ref).numel
 
     def _source_numel(self, ref: Ref) -> int:
-        """Return the fewest elements on the way to a value through views and copies."""
+        """Return the fewest elements on the path to a value through views and copies."""
         fewest = self._numel(ref)
         while ref.name in self.nodes and self._fuses(ref.name):
             node = self.nodes[ref.name]
@@ -139,8 +139,8 @@ class _Block:
         return fewest
 
     def _times(self, name: str) -> float:
-        """Return how often each value occurs in a product: as often as it does in both operands,
-        where views and copies repeat these alike, else once."""
+        """Return the repetitions of each value of a product: the operands' if views and
+        copies repeat both equally, else 1."""
         first, second = (self._numel(ref) / self._source_numel(ref) for ref in self._products[name])
         return first if first == second else 1.0
 
@@ -150,13 +150,13 @@ class _Block:
 
     @cached_property
     def _ends(self) -> frozenset[str]:
-        """The nodes whose values are read after the forward: the loss, and new states."""
+        """Return the nodes whose values are read after the forward: the loss, and new states."""
         return frozenset(ref.name for ref in (self.graph.loss, *self.graph.updates.values()))
 
     def _region(self, product: str) -> tuple[str, frozenset[str]] | None:
-        """Return the contracting product that an expanding one leads to, and the ops between.
+        """Return the contracting product that an expanding product leads to, and the ops between.
 
-        None where another op reads one of the values between.
+        None if another op reads a value between.
         """
         between: set[str] = set()
         last: set[str] = set()
@@ -183,7 +183,7 @@ class _Block:
 
     @cached_property
     def _cores(self) -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
-        """The expanding products of each contracting product, and the ops between these and it."""
+        """Map each contracting product to its expanding products and the ops between."""
         found: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}
         for name in self._products:
             region = self._region(name) if self._is_expanding(name) else None
@@ -214,8 +214,8 @@ class _Block:
     def _find_feeders(self, inside: set[str]) -> frozenset[str]:
         """Return the ops that are computed in the kernels that read them.
 
-        Nothing else reads their values, and they make more bytes than they read, or read the value
-        of an op that does.
+        No other op reads their values, and they write more bytes than they read, or read such an
+        op.
         """
         read_inside = set(inside)
         for name in reversed(self.names):
@@ -232,7 +232,7 @@ class _Block:
         return frozenset(found)
 
     def _expands(self, name: str) -> bool:
-        """Return whether an op makes more bytes than it reads."""
+        """Return whether an op writes more bytes than it reads."""
         read = {ref: self.graph.spec(ref).num_bytes for ref in self.nodes[name].inputs
                 if self.graph[ref.name].kind != "constant"}  # fmt: skip
         made = sum(spec.num_bytes for spec in self.nodes[name].outputs)
@@ -248,7 +248,7 @@ class _Block:
         return frozenset(inside)
 
     def _fused(self, kernel: _Kernel) -> dict[str, Fused]:
-        """Return the ``Fused`` of each op of a kernel. The last product stands for the kernel."""
+        """Return the ``Fused`` of each op of a kernel. The last product carries the kernel."""
         names = [name for name in self.names if name in kernel.names]
         is_attention = any(packet(self.nodes[name].op) in _SOFTMAX for name in names)
         between = [name for name in names if self._fuses(name)]
@@ -284,8 +284,8 @@ class _Block:
         return found
 
     def _operand_dtype(self, product: str) -> str:
-        """Return the format in which a kernel multiplies: 16 bits where both operands are computed
-        from values of 16 bits, else that of the product."""
+        """Return the format in which a kernel multiplies: 16 bits if both operands are computed
+        from 16-bit values, else the product's format."""
         own = self.nodes[product].spec.dtype
         found = [self._half_source(ref.name, set()) for ref in self._products[product]]
         return found[0] if all(found) else own

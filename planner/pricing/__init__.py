@@ -1,1 +1,1 @@
-"""What ops, layouts, conversions and whole runs of blocks cost on a mesh."""
+"""Costs of ops, layouts, conversions and whole runs of blocks on a mesh."""

@@ -1,12 +1,12 @@
 """A run of blocks on a mesh as an integer program, and its answer as layouts.
 
-In: the tables of a mesh, a run, how much of it is recomputed, how many micro-batches are in
-flight, a memory limit. Out: an ``ilp.Problem`` whose objective is the seconds per
-micro-batch, a step's seconds divided by its micro-batches. Equal blocks share their
-variables, weighted by their number; every distinct edge between kinds is kept.
+In: the tables of a mesh, a run, its recomputation, the micro-batches in flight, a memory limit.
+Out: an ``ilp.Problem`` whose objective is the seconds per micro-batch, a step's seconds divided by
+its micro-batches. Equal blocks share their variables, weighted by their number; every distinct edge
+between kinds is kept.
 
-Recomputed blocks run their forward twice and keep only what they read from outside, and
-selectively recomputed ones what ``recompute`` says besides.
+Recomputed blocks run their forward twice and keep only the values they read from outside; selective
+recomputation keeps further values.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from .stage_model import Kept, StageModel
 from .structure import Edge, Occurrences, Row, Run
 
 Solution = Mapping[str, tuple[int, ...]]
-"""For each kind the choice of each of its decisions; for each shared parameter its own."""
+"""Map each kind to the choices of its decisions, and each shared parameter to its own."""
 
 GATHERED_BLOCKS = 2
-"""Blocks whose parameters ZeRO 3 holds whole at once: the running and the next one."""
+"""Number of blocks whose parameters ZeRO 3 holds whole at once: the running block and the next."""
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """How a run is trained: ZeRO stage, micro-batches per step and in flight, blocks recomputed.
+class StageOptions:
+    """Training of a run: ZeRO stage, micro-batches per step and in flight, recomputed blocks.
 
-    ``policy`` says how many blocks of each of the run's classes are recomputed. ``limit_bytes``
+    ``policy`` is the number of recomputed blocks of each of the run's classes. ``limit_bytes``
     limits its memory; ``memory_weight`` is a price in seconds per byte. ``halves``: under a
-    schedule that splits backwards, how many micro-batches at once wait for their backward, and
-    how many for their weights' gradients only (``schedules.held``).
+    schedule that splits backwards, the micro-batches that wait for their backward, and for their
+    weight gradients only (``schedules.held``).
     """
 
     num_microbatches: int = 1
@@ -50,8 +50,8 @@ class Setting:
     halves: tuple[tuple[int, int], ...] = ()
 
 
-class Assembly:
-    """The decisions of a run in one list, and how to fill a problem for them."""
+class StageProblem:
+    """The decisions of a run in one list, converted to an integer program."""
 
     def __init__(self, model: StageModel, run: Run) -> None:
         self.model = model
@@ -73,15 +73,15 @@ class Assembly:
         return self.model.kind(kind).edges
 
     def position(self, name: str) -> int:
-        """Where the decision of a member is in the list."""
+        """Return the position of a member's decision in the list."""
         structure = self.model.structure
         if structure.graph[name].kind == "parameter" and structure.is_shared(name):
             return self.start[name]
         owner, _ = self.model.home(name)
         return self.start[owner] + self.model.kind(owner).where[name]
 
-    def problem(self, setting: Setting) -> Problem:
-        """The integer program."""
+    def problem(self, setting: StageOptions) -> Problem:
+        """Build the integer program."""
         rows = self.run.occurrences(setting.policy)
         costs = [self._own_cost(position, rows, setting) for position in range(len(self.decisions))]
         for boundary, count in self.model.boundaries(self.run):
@@ -96,8 +96,8 @@ class Assembly:
             tuple(costs), tuple(couplings), memory, setting.memory_weight, self._sync(setting)
         )
 
-    def _sync(self, setting: Setting) -> float:
-        """The latencies of gradient synchronization, and what is waited for in any layout."""
+    def _sync(self, setting: StageOptions) -> float:
+        """Return the latencies of gradient synchronization, and the wait that no layout avoids."""
         share = objective_weights(setting.num_microbatches)
         wait = self.model.least_wait(self.run, setting.zero, setting.num_microbatches)
         return wait + float(
@@ -113,7 +113,9 @@ class Assembly:
             key=lambda name: self.start[name],
         )
 
-    def _own_cost(self, position: int, rows: Mapping[Row, Occurrences], setting: Setting) -> Floats:
+    def _own_cost(
+        self, position: int, rows: Mapping[Row, Occurrences], setting: StageOptions
+    ) -> Floats:
         decision, (kept, *recomputed) = self.decisions[position], rows[self.owner(position)]
         weights = objective_weights(setting.num_microbatches)
         weights = (kept + sum(recomputed)) * weights
@@ -141,7 +143,7 @@ class Assembly:
         )
 
     def solution(self, choices: tuple[int, ...]) -> Solution:
-        """The choices by kind and shared parameter."""
+        """Return the choices by kind and shared parameter."""
         found: dict[str, tuple[int, ...]] = {}
         for kind in self.run.counts:
             start = self.start[kind]
@@ -151,10 +153,10 @@ class Assembly:
         return found
 
     def choices(self, solution: Solution) -> tuple[int, ...]:
-        """The inverse of ``solution``."""
+        """Return the flat choices of a solution; the inverse of ``solution``."""
         return tuple(choice for owner in self.start for choice in solution[owner])
 
-    def _memory(self, setting: Setting, rows: Mapping[Row, Occurrences]) -> Memory:
+    def _memory(self, setting: StageOptions, rows: Mapping[Row, Occurrences]) -> Memory:
         linear = [
             decision.states[setting.zero, :, HELD].sum(axis=1) * sum(rows[self.owner(position)])
             for position, decision in enumerate(self.decisions)
@@ -175,7 +177,7 @@ class Assembly:
                 linear[side.decision] = linear[side.decision] + held[side.classes]
         return Memory(
             float(setting.limit_bytes or 0.0),
-            float(constant_bytes(self.model, self.run) + reserve(self.model)),
+            float(constant_bytes(self.model, self.run) + context_bytes(self.model)),
             tuple(linear),
             tuple(shared),
             self._peaks(rows, setting.zero),
@@ -189,7 +191,7 @@ class Assembly:
         )
 
     def _saved(self, kind: str, kept: Kept, factor: float) -> list[SharedBytes]:
-        """What a kind's block keeps, one entry per storage."""
+        """Return the storages that a kind's block keeps, one entry per storage."""
         holders: dict[str, dict[int, list[set[int]]]] = {}
         for number, choices in enumerate(kept):
             for index, parts in enumerate(choices):
@@ -214,7 +216,7 @@ class Assembly:
     def _peaks(
         self, rows: Mapping[Row, Occurrences], zero: int
     ) -> tuple[tuple[Alternative, ...], ...]:
-        """Transient bytes: the largest op; the whole parameters and recomputed block."""
+        """Return transient bytes: the largest op; gathered parameters with the recomputed block."""
         working, blocks = [], []
         for kind in self.kinds:
             start, model = self.start[kind], self.model.kind(kind)
@@ -234,8 +236,8 @@ class Assembly:
         return tuple(working), tuple(blocks)
 
     def _made_again(self, kind: str, gathered: tuple[tuple[int, Floats], ...]) -> Alternative:
-        """What a selectively recomputed block makes again: all that it keeps or needs, less
-        what it has kept."""
+        """Return the bytes that a selectively recomputed block recomputes: all that it needs, less
+        the kept values."""
         model = self.model.kind(kind)
         either = tuple(
             tuple((*own, *kept) for own, kept in zip(saved, selected, strict=True))
@@ -252,7 +254,7 @@ class Assembly:
 
 
 def _distinct(sides: tuple[Side, ...]) -> tuple[Side, ...]:
-    """The sides without those of one decision that always want the same."""
+    """Drop sides of the same decision that always want the same class."""
     found: list[Side] = []
     for side in sides:
         if not any(
@@ -264,18 +266,18 @@ def _distinct(sides: tuple[Side, ...]) -> tuple[Side, ...]:
 
 
 def constant_bytes(model: StageModel, run: Run) -> int:
-    """Bytes that no choice changes: constants, buffers and the batch's inputs of a run."""
+    """The bytes that no choice changes: constants, buffers and the batch's inputs of a run."""
     return model.structure.leaf_bytes(run, model.prices.mesh.row_parts)
 
 
-def reserve(model: StageModel) -> int:
-    """What a device gives to no tensor: its context and communication buffers."""
+def context_bytes(model: StageModel) -> int:
+    """Return the bytes of a device that hold no tensors: its context and communication buffers."""
     num_groups = sum(size > 1 for size in model.prices.mesh.shape)
     return reserve_bytes(model.prices.device.kind, num_groups)
 
 
 def fixed_bytes(model: StageModel, run: Run) -> float:
-    """Bytes that every choice holds: constants, buffers, the largest op at its smallest."""
+    """The bytes that every choice holds: constants, buffers, the largest op at its smallest."""
     sizes = [each for kind in run.counts for each in model.kind(kind).working_bytes]
     working = max((float(each.min()) for each in sizes), default=0.0)
-    return constant_bytes(model, run) + reserve(model) + working
+    return constant_bytes(model, run) + context_bytes(model) + working

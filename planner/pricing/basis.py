@@ -1,7 +1,7 @@
-"""What prices rest on besides the cluster's own figures: measurements, and how a program trains.
+"""The basis of prices besides the cluster's figures: measurements, and training assumptions.
 
-A search records in ``Asked`` what it asks a profile for: the ops and collectives whose times it
-needs, each with where its answer came from and how much of the predicted time depends on it.
+A search records its queries to a profile in ``CostQueries``: ops and collectives, each with the
+source of its time and the predicted time that depends on it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Partition = tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
-class AskedOp:
-    """An op: ``seconds`` is its predicted time over all its uses, ``error`` relative."""
+class QueriedOp:
+    """A queried op: ``seconds`` is its predicted time over all its uses, ``error`` is relative."""
 
     case: OpCase
     source: Source
@@ -38,8 +38,8 @@ class AskedOp:
 
 
 @dataclass(slots=True)
-class AskedTransfer:
-    """A collective, or a message, on a group: the least and the most bytes asked for."""
+class QueriedTransfer:
+    """A queried collective or message on a group, with the least and the most bytes."""
 
     kind: Kind
     group: Group
@@ -51,42 +51,41 @@ class AskedTransfer:
 
 
 @dataclass
-class Asked:
-    """All that was asked so far. ``uses`` says how often a node occurs in the model."""
+class CostQueries:
+    """All queries so far. ``uses`` is the number of occurrences of a node in the model."""
 
     uses: Mapping[str, int] = field(default_factory=dict)
     num_microbatches: int = 1
-    ops: dict[OpCase, AskedOp] = field(default_factory=dict)
-    transfers: dict[tuple[Kind, Group], AskedTransfer] = field(default_factory=dict)
+    ops: dict[OpCase, QueriedOp] = field(default_factory=dict)
+    transfers: dict[tuple[Kind, Group], QueriedTransfer] = field(default_factory=dict)
     unwritten: set[str] = field(default_factory=set)
-    """Ops that do work but cannot be measured by themselves (an argument has no place in a
-    profile)."""
+    """Ops with work that cannot be measured alone (a profile cannot express an argument)."""
 
-    def of(self, num_microbatches: int) -> Asked:
-        """The same record, for questions about one of so many micro-batches."""
-        return Asked(self.uses, num_microbatches, self.ops, self.transfers, self.unwritten)
+    def of(self, num_microbatches: int) -> CostQueries:
+        """Return the same record, for queries about one of ``num_microbatches`` micro-batches."""
+        return CostQueries(self.uses, num_microbatches, self.ops, self.transfers, self.unwritten)
 
-    def op(self, name: str, found: AskedOp, seconds: float) -> None:
-        """A node's op was asked for; ``seconds`` of one use."""
+    def op(self, name: str, found: QueriedOp, seconds: float) -> None:
+        """Record a query of a node's op; ``seconds`` is the time of one use."""
         found = self.ops.setdefault(found.case, found)
         found.seconds += seconds * self.uses.get(name, 1) * self.num_microbatches
 
     def transfer(
         self, what: tuple[Kind, Group, Partition], num_bytes: float, seconds: float, source: Source
     ) -> None:
-        """A collective or message was asked for."""
+        """Record a query of a collective or message."""
         kind, group, partition = what
         entry = self.transfers.get((kind, group))
         if entry is None:
-            entry = AskedTransfer(kind, group, partition, num_bytes, num_bytes)
+            entry = QueriedTransfer(kind, group, partition, num_bytes, num_bytes)
             self.transfers[kind, group] = entry
         entry.least_bytes = min(entry.least_bytes, num_bytes)
         entry.most_bytes = max(entry.most_bytes, num_bytes)
         entry.sources[source] = entry.sources.get(source, 0) + 1
         entry.seconds += seconds
 
-    def add(self, other: Asked) -> None:
-        """Takes over what another record has and this one lacks."""
+    def add(self, other: CostQueries) -> None:
+        """Add the entries of another record that are missing here."""
         for case, op in other.ops.items():
             self.ops.setdefault(case, op)
         for key, transfer in other.transfers.items():
@@ -94,7 +93,7 @@ class Asked:
 
     @property
     def unmeasured(self) -> list[str]:
-        """The ops and collectives whose answer was no measurement, with how many of each."""
+        """Return the ops and collectives that are not measured, with their numbers."""
         counts: dict[str, int] = {}
         for op in self.ops.values():
             if op.source != "measured":
@@ -109,7 +108,7 @@ class Asked:
 
 
 def uses_of(blocks: Blocks) -> dict[str, int]:
-    """For each node of a kind's first block how many blocks are of that kind."""
+    """Map each template node to the number of blocks of its kind."""
     counts: dict[str, int] = {}
     for block in blocks.blocks:
         counts[block.kind] = counts.get(block.kind, 0) + 1
@@ -121,41 +120,41 @@ AttentionKernel = Literal["flash", "cudnn"]
 runs on Hopper and later devices."""
 
 Scaling = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
-"""One scale for a tensor, for a row, for 32 elements (MXFP8), for 16 elements of 4 bits (NVFP4)."""
+"""Elements per scale: a tensor, a row, 32 elements (MXFP8), or 16 elements of 4 bits (NVFP4)."""
 
 SCALINGS: Mapping[Scaling, tuple[str, float]] = {
     "tensorwise": (EIGHT_BITS, 1.0), "rowwise": ("float8_rowwise", 1.0),
     "mxfp8": ("mxfp8", 1 + 1 / 32), "nvfp4": ("nvfp4", 0.5 + 1 / 16),
 }  # fmt: skip
-"""The format of a product's factors, as ``cost_model.ops.compute`` knows it, and the bytes of a
+"""The format of a product's factors, as ``cost_model.ops.compute`` names it, and the bytes of a
 cast element with its share of the scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostAssumptions:
-    """How a program trains.
+    """Assumptions about the program that trains.
 
-    ``policy``: the bytes per parameter, where they are not those of the precision and the
-    optimizer. ``recomputed``: selective recomputation runs these parts of a layer again and nothing
-    else (``pricing.recomputed_parts``); without any it is this package's own. ``joint_states``: a
-    parameter's states are sharded, and its gradient is summed, over all data-, expert- and context-
-    parallel ranks that hold it whole, in one collective, as Megatron-LM's distributed optimizer and
-    torchtitan's FSDP do. ``slowdown``: how much longer compute takes beside collectives of states,
-    where that is not the device's; infinite where nothing runs beside compute. ``cast_bytes``: what
-    casting an element of a product's factor to 8 bits moves: the largest value is found (2 bytes
-    read) to scale by, then the tensor is cast in both layouts (2 read, 1 written twice), as torchao
-    does with one scale per tensor. ``scaling``: how 8-bit products are scaled, of ``SCALINGS``.
-    ``keeps_casts``: an 8-bit product keeps the cast of its input for its backward, as
-    TransformerEngine's does, and not the input. ``regathers``: a linear layer whose weight is split
-    by rows keeps of its input what the rank had before it was gathered, and gathers it again beside
-    the gradient of the input (Megatron-LM's sequence parallelism: arXiv:2205.05198, section 4.2.2).
-    ``casts_experts``: in fp8 the products of experts are 8-bit ones too. ``expert_kernels``: how
-    the kernels of experts are cut (``planner.rules.expert_traffic``); where they are not separate,
-    experts keep no more than what their products and activations read. ``dispatcher``: how tokens
-    come to their experts. ``imbalance``: how many tokens the fullest rank of experts has, over the
-    mean, and ``routing``: which experts a token visits. ``copies_states``: parameters and gradients
-    pass through buffers that ZeRO 2 and 3 exchange; XLA exchanges the tensors themselves.
-    ``attention``: the kernel of fused attention, where a device has an efficiency for it.
+    ``policy``: the bytes per parameter, if they differ from those of precision and optimizer.
+    ``recomputed``: the parts of a layer that selective recomputation runs again
+    (``pricing.recomputed_parts``); by default this package's own. ``joint_states``: a parameter's
+    states are sharded, and its gradient is summed, over all data-, expert- and context- parallel
+    ranks that hold it whole, in one collective, as Megatron-LM's distributed optimizer and
+    torchtitan's FSDP do. ``slowdown``: factor of compute beside collectives of states, if it is not
+    the device's; infinite if nothing runs beside compute. ``cast_bytes``: memory traffic of casting
+    an element of a product's factor to 8 bits: the largest value is found (2 bytes read) to scale
+    by, then the tensor is cast in both layouts (2 read, 1 written twice), as torchao does with one
+    scale per tensor. ``scaling``: the scaling of 8-bit products, of ``SCALINGS``. ``keeps_casts``:
+    an 8-bit product keeps the cast of its input for its backward, as TransformerEngine's does, and
+    not the input. ``regathers``: a linear layer whose weight is split by rows keeps the rank's part
+    of its input from before the gather, and gathers it again beside the gradient of the input
+    (Megatron-LM's sequence parallelism: arXiv:2205.05198, section 4.2.2). ``casts_experts``: in fp8
+    the products of experts are 8-bit, too. ``expert_kernels``: the kernels of experts
+    (``planner.rules.expert_traffic``); unless separate, experts keep only the inputs of their
+    products and activations. ``dispatcher``: transport of tokens to experts. ``imbalance``: tokens
+    of the fullest rank of experts, over the mean; ``routing``: experts that a token visits.
+    ``copies_states``: parameters and gradients pass through buffers that ZeRO 2 and 3 exchange; XLA
+    exchanges the tensors themselves. ``attention``: the kernel of fused attention, if a device has
+    an efficiency for it.
     """
 
     policy: PrecisionPolicy | None = None
@@ -176,7 +175,7 @@ class CostAssumptions:
 
     @property
     def keeps_sent(self) -> bool:
-        """Tell whether the backward repeats no collective of an op that it does not run again.
+        """Return whether the backward repeats no collective of an op that it does not run again.
 
         This package's own backward may: it calls the kernels of attention over several ranks again,
         with their collectives, for the tensors that autograd keeps.
@@ -185,33 +184,33 @@ class CostAssumptions:
 
     @property
     def sends_tokens(self) -> bool:
-        """Tells whether each rank of experts has tokens of its own, and sends them to experts."""
+        """Return whether each rank of experts has tokens of its own, and sends them to experts."""
         return self.dispatcher != "gather"
 
 
 RUNTIME = CostAssumptions()
-"""This package's own runtime."""
+"""Assumptions of this package's own runtime."""
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """Measurements and how they are used. ``asked`` records every question.
+    """Measurements and their use. ``asked`` records every query. ``asked`` records every question.
 
-    With ``only``, seconds that come from elsewhere count as none. ``assumptions``: what is trained
-    by another program's rules.
+    With ``only``, seconds of other sources count as zero. ``assumptions``: rules of the program
+    that trains.
     """
 
     profile: Profile | None = None
     mode: Mode = "auto"
-    asked: Asked | None = None
+    asked: CostQueries | None = None
     only: Source | None = None
     assumptions: CostAssumptions = RUNTIME
 
     @property
     def used(self) -> Profile | None:
-        """The profile that prices come from."""
+        """Return the profile that prices come from."""
         return None if self.mode == "analytic" else self.profile
 
 
 DEFAULT = Basis()
-"""No measurements."""
+"""A basis without measurements."""

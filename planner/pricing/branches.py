@@ -1,13 +1,13 @@
-"""Branches: stages that do not need each other, and so run at the same time.
+"""Branches: stages that do not depend on each other, and so run at the same time.
 
-In: which block reads what of which. Out: the graph of the stages of a plan, and the sections
-of a model whose branches can have devices of their own: two towers, an encoder beside
+In: the values that blocks read from each other. Out: the graph of the stages of a plan, and the
+sections of a model whose branches can have devices of their own: two towers, an encoder beside
 another, the arms of a wide module.
 
-A value that goes from stage 0 to stage 2 by way of stage 1 needs no edge of its own, so edges
-are those of the transitive reduction. Stages that each need the one before them are a chain,
-the usual pipeline; anything else is a graph of which the schedule, the simulator and the
-runtime keep to the edges (``cost_model.simulator.actions.Schedule``).
+A value from stage 0 to stage 2 by way of stage 1 needs no edge of its own, so the edges are those
+of the transitive reduction. Stages that each depend on the stage before are a chain, the usual
+pipeline; otherwise schedule, simulator and runtime follow the edges
+(``cost_model.simulator.actions.Schedule``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..schedules.orders import depths
 from .structure import Structure
 
 SMALLEST_SHARE = 0.05
-"""Of a section's ops: what has fewer beside the rest is no branch worth a device."""
+"""Minimum share of a section's ops in a branch that is worth a device."""
 
 WeightedEdges = tuple[tuple[int, int, float], ...]
 """Edges with the share of the later stage's receive seconds that each takes."""
@@ -35,7 +35,7 @@ WeightedEdges = tuple[tuple[int, int, float], ...]
 class Section:
     """Blocks ``bounds[0]`` to ``bounds[-1]`` in parallel branches, cut at the bounds.
 
-    No branch reads what another makes.
+    No branch reads values of another.
     """
 
     bounds: tuple[int, ...]
@@ -54,14 +54,14 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where stages are: the first and the last device of each on a cluster."""
+class StagePlacement:
+    """Devices of stages: the first and the last of each on a cluster."""
 
     cluster: Cluster
     ends: tuple[tuple[int, int], ...]
 
     def slowness(self, source: int, target: int) -> float:
-        """How much slower than from the stage before it a stage gets values of ``source``."""
+        """The receive seconds of ``target`` from ``source``, relative to the stage before it."""
         (first, last), (other, end) = self.ends[target], self.ends[source]
         before = self.cluster.entry_link(first, last - first + 1)
         if end + 1 == first:
@@ -70,8 +70,8 @@ class Places:
         return before.bytes_per_second / here.bytes_per_second
 
 
-def reduced(pairs: Iterable[tuple[int, int]], num_stages: int) -> Edges | None:
-    """The edges that imply all of ``pairs``; None where these are a chain of all stages.
+def reduce_edges(pairs: Iterable[tuple[int, int]], num_stages: int) -> Edges | None:
+    """Reduce pairs to the edges that imply all of them; None if these are a chain of all stages.
 
     >>> reduced([(0, 1), (1, 2), (0, 2)], 3), reduced([(0, 2), (1, 2)], 3)
     (None, ((0, 2), (1, 2)))
@@ -86,12 +86,12 @@ def reduced(pairs: Iterable[tuple[int, int]], num_stages: int) -> Edges | None:
 
 
 def stage_edges(
-    structure: Structure, starts: Sequence[int], places: Places | None = None
+    structure: Structure, starts: Sequence[int], places: StagePlacement | None = None
 ) -> WeightedEdges | None:
-    """Which stage needs which, of stages that begin at the blocks ``starts``; None for a chain.
+    """Return the edges between stages that begin at the blocks ``starts``; None for a chain.
 
-    What a stage receives is priced over the link to the stage before it; with ``places`` the
-    share of an edge over a slower link is as many times larger.
+    Received values are priced over the link from the stage before; with ``places``, shares of edges
+    over slower links are scaled up.
     """
     stage_of = _stage_of(structure, starts)
     num_bytes: dict[tuple[int, int], int] = {}
@@ -100,7 +100,7 @@ def stage_edges(
         for target in {stage_of[reader] for reader in structure.readers[ref]} - {source}:
             size = structure.graph.spec(ref).num_bytes
             num_bytes[source, target] = num_bytes.get((source, target), 0) + max(size, 1)
-    edges = reduced(num_bytes, len(starts))
+    edges = reduce_edges(num_bytes, len(starts))
     if edges is None:
         return None
     received = [0] * len(starts)
@@ -119,12 +119,12 @@ def _stage_of(structure: Structure, starts: Sequence[int]) -> list[int]:
 
 
 def stage_starts(plan: Plan) -> list[int]:
-    """The position of each stage's first block."""
+    """Return the position of each stage's first block."""
     return list(accumulate((len(stage.blocks) for stage in plan.stages[:-1]), initial=0))
 
 
 def stage_depths(edges: WeightedEdges | None, num_stages: int) -> tuple[int, ...]:
-    """For each stage how many stages the longest way from it to an end has, itself included.
+    """Return for each stage the number of stages on the longest path to an end, itself included.
 
     >>> stage_depths(None, 3), stage_depths(((0, 2, 0.5), (1, 2, 0.5)), 3)
     ((3, 2, 1), (2, 2, 1))
@@ -134,7 +134,7 @@ def stage_depths(edges: WeightedEdges | None, num_stages: int) -> tuple[int, ...
 
 
 def block_edges(structure: Structure) -> frozenset[tuple[int, int]]:
-    """(block, later block that reads of it)."""
+    """Return pairs (block, later block that reads from it)."""
     return frozenset(
         (structure.position[ref.name], reader)
         for ref, readers in structure.readers.items()
@@ -143,12 +143,12 @@ def block_edges(structure: Structure) -> frozenset[tuple[int, int]]:
     )
 
 
-def sections(structure: Structure) -> tuple[Section, ...]:
-    """The sections of parallel branches, apart from each other, in order.
+def find_sections(structure: Structure) -> tuple[Section, ...]:
+    """Find the sections of parallel branches, disjoint and in order.
 
-    A place between two blocks that do not follow from each other splits branches as far to
-    both sides as no edge crosses it: of the ways to draw that line, the one whose smaller side
-    has most ops. The largest section is taken first; a branch of it is not split again.
+    A line between two independent blocks splits branches on both sides as far as no edge crosses
+    it; the best line has the most ops on its smaller side. The largest section is taken first; its
+    branches are not split again.
     """
     weights = [len(block.nodes) for block in structure.blocks.blocks]
     return parallel_sections(block_edges(structure), weights)
@@ -157,7 +157,7 @@ def sections(structure: Structure) -> tuple[Section, ...]:
 def parallel_sections(
     edges: Iterable[tuple[int, int]], weights: Sequence[int]
 ) -> tuple[Section, ...]:
-    """``sections`` of blocks with these edges and weights.
+    """Find ``find_sections`` of blocks with these edges and weights.
 
     >>> parallel_sections([(0, 1), (0, 2), (1, 3), (2, 3)], [1, 1, 1, 1])
     (Section(bounds=(1, 2, 3)),)
@@ -184,7 +184,7 @@ def parallel_sections(
 def _widest(
     edges: Iterable[tuple[int, int]], weights: Sequence[int], split: int
 ) -> tuple[int, int, int] | None:
-    """(weight of the smaller side, start, stop) of the widest section around a split."""
+    """Return (weight of the smaller side, start, stop) of the widest section around a split."""
     crossing = [(i, j) for i, j in edges if i < split <= j]
     best: tuple[int, int, int] | None = None
     for start in sorted({0, *(i + 1 for i, _ in crossing)}):

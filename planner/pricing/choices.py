@@ -1,9 +1,9 @@
-"""The ways a node can run on a whole mesh: one strategy per axis, combined and pruned.
+"""Strategies of a node on a whole mesh: one strategy per axis, combined and pruned.
 
-In: a node, the rules, a mesh, and what the axes are restricted to. Out: the node's layouts
-with the collectives they need inside. Only combinations whose splits divide every tensor
-are offered; of two with equal layouts the rules' first stays, but that causal attention may be
-balanced over its ranks or not.
+In: a node, the rules, a mesh, and restrictions of its axes. Out: the node's layouts with the
+collectives they need inside. Only combinations whose splits divide every tensor are offered; of two
+with equal layouts the first of the rules stays, except that causal attention is offered both
+balanced and not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..positions import (
 )
 from ..requests.feature_strategies import allowed
 from ..requests.features import Features
-from ..requests.pins import Pins, kept
+from ..requests.pins import Pins, keep_pinned
 from ..rules.dispatch import SENT, SLICED, TOKENS, group_limit, sent_strategies
 from .price_cache import find
 from .prices import Prices
@@ -53,10 +53,10 @@ Inner = tuple[tuple[int, InnerCollective], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to run a node: its layouts, and by axis which of the node's strategies it is.
+class NodeStrategy:
+    """An execution of a node: its layouts, and the number of its strategy by axis.
 
-    ``num_inner`` collectives of its own come with these: see ``inner_of``.
+    ``num_inner`` collectives inside the node belong to it: see ``inner_of``.
     """
 
     layout: NodeLayout
@@ -66,21 +66,21 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """What the mesh axes are for.
+    """Permitted uses of the mesh axes.
 
-    On an axis of ``split_batch`` every value that counts the batch is split along it and
-    parameters are replicated. On one of ``split_parameters`` no value is split along the
-    batch and every parameter of two or more dimensions that the axis divides is split, and
-    used split where an op can; ``sequence_parallel`` says whether values outside such ops are
-    split along positions there, as in Megatron-LM with and without sequence parallelism (None
-    leaves it to the solver). On one of ``split_positions`` every value that counts positions
-    is split along them and parameters are replicated (context parallelism); on one of
-    ``split_experts`` the weights of experts are split by expert and all else as on one of
-    ``split_batch`` (expert parallelism). ``pins`` are the layouts that the user asks for, by
-    node of a kind, ``features`` the means that are allowed. On axes of ``gathers`` a parameter
-    that is used whole may still be held split, along its first dimension, and gathered. On axes
-    of ``tokens`` each rank has tokens of its own at layers of experts. Its ranks hold different
-    experts if the axis is among ``folded``, and parts of the same ones if it is among ``sliced``.
+    On an axis of ``split_batch`` every value that counts the batch is split along it and parameters
+    are replicated. On one of ``split_parameters`` no value is split along the batch and every
+    parameter of two or more dimensions that the axis divides is split, and used split where an op
+    can; ``sequence_parallel`` says whether values outside such ops are split along positions there,
+    as in Megatron-LM with and without sequence parallelism (None leaves it to the solver). On one
+    of ``split_positions`` every value that counts positions is split along them and parameters are
+    replicated (context parallelism); on one of ``split_experts`` the weights of experts are split
+    by expert and all other values as on ``split_batch`` (expert parallelism). ``pins`` are the
+    layouts that the user requires, by node of a kind, ``features`` the allowed features. On axes of
+    ``gathers`` a parameter that is used whole may still be held split, along its first dimension,
+    and gathered. On axes of ``tokens`` each rank has tokens of its own at layers of experts. Its
+    ranks hold different experts if the axis is in ``folded``, and parts of the same experts if it
+    is in ``sliced``.
     """
 
     split_batch: tuple[int, ...] = ()
@@ -97,7 +97,7 @@ class Restriction:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal where restrictions are."""
+        """Return a key that is equal for equal restrictions."""
         return (
             self.split_batch, self.split_parameters, self.sequence_parallel,
             self.split_positions, tuple(self.pins.items()), self.features, self.split_experts,
@@ -106,12 +106,14 @@ class Restriction:
 
     @property
     def given(self) -> tuple[int, ...]:
-        """The axes that leave nothing to the solver but what they are not for."""
+        """Return the axes whose use is fixed for all values they apply to."""
         return (*self.split_batch, *self.split_positions, *self.split_experts)
 
 
-def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> tuple[Way, ...]:
-    """Return every way in which an op can run on the mesh.
+def node_strategies(
+    node: Node, graph: Graph, prices: Prices, restriction: Restriction
+) -> tuple[NodeStrategy, ...]:
+    """Return every execution of an op on the mesh.
 
     Two axes may each divide an op alone but not both together: of 6 flattened samples, one axis
     splits off 3, which the other cannot split by 2. Then the restriction does not hold on the
@@ -119,23 +121,23 @@ def ways(node: Node, graph: Graph, prices: Prices, restriction: Restriction) -> 
     """
     every_axis = range(len(prices.mesh.shape))
     for free in ((), restriction.split_positions, every_axis):
-        found = _ways(node, graph, prices, restriction, free)
+        found = _matching_strategies(node, graph, prices, restriction, free)
         if found:
             break
     return _as_pinned(node, found, prices, restriction)
 
 
-def _ways(
+def _matching_strategies(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction, free: Sequence[int]
-) -> tuple[Way, ...]:
-    """Return the ways of an op; the restriction does not hold on the axes ``free``."""
+) -> tuple[NodeStrategy, ...]:
+    """Return the executions of an op; the restriction does not apply to the axes ``free``."""
     specs, sizes = input_specs(node, graph), prices.mesh.shape
     loose = Restriction(features=restriction.features)
     per_axis = [
         _numbered(node, graph, axis, prices, loose if axis in free else restriction)
         for axis in range(len(sizes))
     ]
-    found: dict[tuple[object, ...], Way] = {}
+    found: dict[tuple[object, ...], NodeStrategy] = {}
     for chosen in product(*per_axis):
         strategies = tuple(strategy for _, strategy in chosen)
         if not keeps_groups(strategies, sizes):
@@ -148,14 +150,14 @@ def _ways(
         num_inner = sum(len(each.collectives) for each in strategies)
         key = (layout.inputs, layout.outputs, balanced_axes(layout))
         if key not in found or num_inner < found[key].num_inner:
-            found[key] = Way(layout, tuple(number for number, _ in chosen), num_inner)
+            found[key] = NodeStrategy(layout, tuple(number for number, _ in chosen), num_inner)
     return tuple(found.values())
 
 
 def _numbered(
     node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> list[tuple[int, AxisStrategy]]:
-    """The strategies on an axis with their numbers among all of the node's."""
+    """Return the strategies on an axis with their numbers among all of the node's."""
     allowed_here = _axis_strategies(node, graph, axis, prices, restriction)
     if prices.mesh.shape[axis] == 1:
         return list(enumerate(allowed_here))
@@ -164,34 +166,36 @@ def _numbered(
     return [(numbers[id(strategy)], strategy) for strategy in allowed_here]
 
 
-def inner_of(node: Node, graph: Graph, prices: Prices, way: Way) -> Inner:
-    """The collectives that a node needs inside when it runs in a way, by axis."""
+def inner_of(node: Node, graph: Graph, prices: Prices, strategy: NodeStrategy) -> Inner:
+    """Return the collectives inside a node that runs as ``strategy``, by axis."""
     return tuple(
         (axis, item)
-        for axis, (number, size) in enumerate(zip(way.strategies, prices.mesh.shape, strict=True))
+        for axis, (number, size) in enumerate(
+            zip(strategy.strategies, prices.mesh.shape, strict=True)
+        )
         if size > 1
         for item in strategies_of(node, graph, size, prices)[number].collectives
     )
 
 
 def _as_pinned(
-    node: Node, found: tuple[Way, ...], prices: Prices, restriction: Restriction
-) -> tuple[Way, ...]:
-    """Of the ways those that keep the node's pins, all if none does."""
+    node: Node, found: tuple[NodeStrategy, ...], prices: Prices, restriction: Restriction
+) -> tuple[NodeStrategy, ...]:
+    """Keep the executions that satisfy the node's pins, or all if none does."""
     pins = restriction.pins.get(node.name, ())
     if not pins:
         return found
-    made = set(kept([way.layout.outputs[0] for way in found], pins, prices.mesh))
-    return tuple(way for way in found if way.layout.outputs[0] in made)
+    made = set(keep_pinned([strategy.layout.outputs[0] for strategy in found], pins, prices.mesh))
+    return tuple(strategy for strategy in found if strategy.layout.outputs[0] in made)
 
 
 def input_specs(node: Node, graph: Graph) -> tuple[TensorSpec, ...]:
-    """The specs of a node's inputs, in call order."""
+    """Return the specs of a node's inputs, in call order."""
     return tuple(graph.spec(ref) for ref in node.inputs)
 
 
 def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayout) -> Inner:
-    """The collectives that a node needs inside when it runs in ``layout``."""
+    """Return the collectives inside a node that runs in ``layout``."""
     found: list[tuple[int, InnerCollective]] = []
     balanced = balanced_axes(layout)
     for axis, size in enumerate(prices.mesh.shape):
@@ -210,7 +214,7 @@ def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayo
 
 
 def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
-    """Every way to run a node on an axis of a size, found once for equal nodes."""
+    """Return every strategy of a node on an axis of a size, shared by equal nodes."""
     form, sends = _form(node, graph, prices), prices.assumptions.sends_tokens
     limit = group_limit(node, graph) if sends else (1, 1)
 
@@ -224,7 +228,7 @@ def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[
 
 
 def _form(node: Node, graph: Graph, prices: Prices) -> int:
-    """The number of what a node's strategies depend on, from 1."""
+    """Return the number of the node's form, which determines its strategies, from 1."""
     numbers = prices.cache.form_numbers
     return find(
         prices.cache.forms, (node.name, graph.batch_size),
@@ -267,8 +271,8 @@ def _axis_strategies(
 def _tokens_split(
     node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> tuple[AxisStrategy, ...]:
-    """The strategies that split tokens on an axis. A layer of experts has the one for which the
-    axis is folded or sliced."""
+    """Return the strategies that split tokens on an axis. A layer of experts has the strategy for
+    which the axis is folded or sliced."""
     strategies = strategies_of(node, graph, prices.mesh.shape[axis], prices)
     label = SENT if axis in restriction.folded else SLICED if axis in restriction.sliced else None
     own = tuple(each for each in strategies if each.label in (label, TOKENS))
@@ -277,19 +281,19 @@ def _tokens_split(
 
 
 def tokens_of(graph: Graph, prices: Prices) -> frozenset[str]:
-    """The nodes that see joined tokens, found once per graph."""
+    """Return the nodes that see joined tokens. Cached per graph."""
     return find(prices.cache.token_nodes, graph.batch_size, lambda: token_nodes(graph))
 
 
 def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, ...]]:
-    """The dimensions of the batch, of a graph whose rows meet as far as they are apart."""
+    """Return the batch dimensions; if rows meet, those of the nodes before."""
     if graph.batch_dims:
         return graph.batch_dims
     return find(prices.cache.rows_apart, graph.batch_size, lambda: rows_apart(graph))
 
 
 def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
-    """The dimensions of rows and positions, made once per graph and size of an axis."""
+    """Return the dimensions of rows and positions. Cached per graph and size of an axis."""
     return find(
         prices.cache.position_dims, (size, graph.batch_size),
         lambda: position_dims(graph, lambda node: _descending(node, graph, size, prices)),
@@ -297,7 +301,7 @@ def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
 
 
 def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
-    """The strategies along which positions descend. Where rows and positions are joined, they
+    """Return the strategies along which positions descend. If rows and positions are joined, they
     descend at layers of experts alone."""
     strategies = strategies_of(node, graph, size, prices)
     if not prices.assumptions.sends_tokens or node.name in tokens_of(graph, prices):
@@ -306,7 +310,7 @@ def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[Ax
 
 
 def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
-    """What counts experts on an axis of a size, made once per graph."""
+    """Return the expert dimensions on an axis of a size. Cached per graph."""
     return find(
         prices.cache.expert_dims, (size, graph.batch_size),
         lambda: expert_dims(graph, lambda node: strategies_of(node, graph, size, prices)),
@@ -320,7 +324,8 @@ def _as_megatron(
     dims: Dims,
     restriction: Restriction,
 ) -> tuple[AxisStrategy, ...]:
-    """Weights split and used split, tables of the batch by entries, positions as restricted."""
+    """Restrict strategies as Megatron-LM: split weights used split, tables of the batch by entries,
+    positions as restricted."""
     if restriction.sequence_parallel:
         fitting = positions_where_whole(node, strategies, dims)
     else:
@@ -343,7 +348,7 @@ def _divides(
 def held_layouts(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction
 ) -> tuple[Layout, ...]:
-    """The layouts a parameter may be held in: split or replicated on each axis.
+    """Return the layouts a parameter may be held in: split or replicated on each axis.
 
     Where positions stay whole (``sequence_parallel`` False) its gradient is the same on all
     ranks of the axis, so it may be ``I``.
@@ -369,13 +374,13 @@ def held_layouts(
         else:
             options.append([*splits, REPLICATE])
     found = [each for each in product(*options) if divides(shape, each, prices.mesh.shape)]
-    return kept(found, restriction.pins.get(node.name, ()), prices.mesh)
+    return keep_pinned(found, restriction.pins.get(node.name, ()), prices.mesh)
 
 
 def _split_weights(
     graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> Mapping[str, int]:
-    """The weights of experts that an axis splits by expert, wherever they are held."""
+    """Return the weights of experts that an axis splits by expert in every layout."""
     size = prices.mesh.shape[axis]
     is_split = axis in restriction.split_experts or axis in restriction.folded
     if not is_split or axis in restriction.gathers or size == 1:
@@ -384,10 +389,10 @@ def _split_weights(
 
 
 def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:
-    """Of the layouts a parameter may be held in, those worth having for one wanted use.
+    """Return the layouts of a parameter that are worth holding for one wanted use.
 
-    A split use is held split; a whole use is held whole, or on any of its axes split along
-    the first dimension that can be, and gathered. Other holdings cost more of everything.
+    A split use is held split; a whole use is held whole, or on any of its axes split along the
+    first dimension that can be, and gathered. Other layouts are worse in every figure.
     """
     serving = [layout for layout in held if _serves(wanted, layout)]
     if not serving:
@@ -399,16 +404,16 @@ def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:
 
 
 def _serves(wanted: Layout, held: Layout) -> bool:
-    """Whether every axis on which a split is wanted is held so."""
+    """Return whether every axis that is wanted split is held split."""
     return all(own == want for want, own in zip(wanted, held, strict=True) if want.is_shard)
 
 
-def undivided(
+def unsharded_ops(
     graph: Graph, nodes: Iterable[str], layouts: Mapping[str, NodeLayout], prices: Prices
 ) -> tuple[str, ...]:
-    """Products and attention that run whole on each rank of an axis that cannot divide them.
+    """Return products and attention that run whole on each rank of an axis that cannot divide them.
 
-    One line per op and axis; ``nodes`` are templates' names.
+    One line per op and axis; ``nodes`` are names of templates.
     """
     found = []
     for name in nodes:
@@ -428,7 +433,7 @@ def _is_whole_on(layout: NodeLayout, axis: int) -> bool:
 
 
 def _is_kept_whole_by(node: Node, graph: Graph, size: int, prices: Prices) -> bool:
-    """Whether the axis' size, and nothing else, keeps an op that does work from some split."""
+    """Return whether only the size of the axis keeps an op with work from being split."""
     work = prices.rules.work(node, input_specs(node, graph), node.outputs)
     if not work.flops_forward or work.family not in ("matmul", "attention", "conv"):
         return False

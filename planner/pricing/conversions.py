@@ -1,11 +1,11 @@
-"""Conversions between lists of layouts, all at once.
+"""Conversions between lists of layouts, computed together.
 
 In: a tensor's spec, two lists of layouts, prices. Out: seconds forward and backward from each
-layout of the one to each of the other, what ``Prices.conversion`` says of every pair.
+layout of the first to each of the second, equal to ``Prices.conversion`` of every pair.
 
-Which collectives a change of layout takes depends on the two layouts alone, so it is looked
-up once per pair of layouts for all tensors and meshes of as many axes. A price is asked once
-per tensor, kind of collective, axis and which other axes split the tensor meanwhile.
+The collectives of a change of layout depend on the two layouts alone, so they are found once per
+pair of layouts for all tensors and meshes with as many axes. A price is queried once per tensor,
+kind of collective, axis and set of other axes that split the tensor meanwhile.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Sent = tuple[str, int, tuple[int, ...]]
 """A collective: its kind, its axis, the other axes that split the tensor."""
 
 _Steps = tuple[tuple[int, int], ...]
-"""Of each step the numbers of its collectives forward and backward; 0 is none."""
+"""Numbers of each step's collectives, forward and backward; 0 is none."""
 
 
 @dataclass
 class Changes:
-    """Every pair of layouts that was asked for, on meshes of as many axes.
+    """Collectives of all pairs of layouts queried so far, on meshes with as many axes.
 
-    ``pairs[source, target]`` numbers a pair of layouts, -1 where nobody asked; ``there`` and
-    ``back`` hold a pair's collectives ``[step, pair]``, ``steps`` how many steps it has.
+    ``pairs[source, target]`` is the number of a pair of layouts, -1 if unknown; ``there`` and
+    ``back`` hold a pair's collectives ``[step, pair]``, ``steps`` its number of steps.
     """
 
     sent: dict[Sent, int] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Changes:
     _found: list[_Steps] = field(default_factory=list)
 
     def number(self, layouts: Sequence[Layout]) -> Ints:
-        """The numbers of layouts."""
+        """Return the numbers of layouts."""
         for layout in layouts:
             if layout not in self.numbers:
                 self.numbers[layout] = len(self.layouts)
@@ -59,7 +59,7 @@ class Changes:
         return np.array([self.numbers[layout] for layout in layouts], dtype=np.int64)
 
     def between(self, sources: Ints, targets: Ints) -> Ints:
-        """``[source, target]``: the numbers of the pairs."""
+        """Return ``[source, target]``, the numbers of the pairs."""
         missing = len(self.layouts) - len(self.pairs)
         if missing:
             self.pairs = np.pad(self.pairs, (0, missing), constant_values=-1)
@@ -106,16 +106,16 @@ class Changes:
 
 
 def changes_of(prices: Prices) -> Changes:
-    """The pairs of layouts on meshes of as many axes as this."""
+    """Return the shared changes of meshes with as many axes as this mesh."""
     return find(prices.cache.changes, len(prices.mesh.shape), Changes)
 
 
 def conversion_seconds(
     prices: Prices, spec: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
 ) -> tuple[Floats, Floats]:
-    """Seconds forward and backward, ``[source, target]``.
+    """Return seconds forward and backward, ``[source, target]``.
 
-    The lists are not to change after: their layouts' numbers are kept by identity.
+    The lists must not change afterwards: the numbers of their layouts are cached by identity.
     """
     changes = changes_of(prices)
     has_gradient = spec.requires_grad
@@ -142,7 +142,7 @@ def conversion_seconds(
 
 
 def _seconds(prices: Prices, spec: TensorSpec, changes: Changes, used: Ints) -> Floats:
-    """Seconds of the collectives that are used, by number."""
+    """Return the seconds of the used collectives, by number."""
     found = np.zeros(len(changes.sent) + 1)
     every: list[Any] = [None, *changes.sent]
     sizes = prices.mesh.shape

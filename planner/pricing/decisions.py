@@ -1,13 +1,13 @@
-"""What the solver decides in one kind of block: nodes, merged, with a price per choice.
+"""Decisions of the solver in one kind of block: merged nodes, with a price per choice.
 
-In: a block, the graph, prices. Out: decisions. A decision is a node with every way to run
-it, together with the parameters that only it uses and with the views that follow it: an op
-without work that alone reads values of one decision, makes nothing larger than what it reads,
-and can take every layout of them as it comes, takes it as it comes. So a layer of Llama, 57
-ops and 9 parameters, has 44 decisions. Nothing inside a decision is converted but its parameters.
+In: a block, the graph, prices. Out: decisions. A decision is a node with all of its strategies,
+together with the parameters that only it uses and with the views that follow it: ops without work
+that read values of this decision alone, write no more than they read, and accept every layout of
+these values. So a layer of Llama, 57 ops and 9 parameters, has 44 decisions. Nothing inside a
+decision is converted but its parameters.
 
-What can be chosen is an ``Outline``, made once for all prices; here it gets its prices, as
-arrays over all candidates of a kind, and loses those that another betters.
+The candidates are a ``DecisionSpace``, made once for all prices; here they are priced, as arrays
+over all candidates of a kind, and dominated candidates are dropped.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from ..graph import Block, Graph, Node
 from ..layout import Layout, NodeLayout
-from ..requests.pins import PENALTY_SECONDS, breaks
+from ..requests.pins import PENALTY_SECONDS, num_broken
 from .choices import Restriction, held_layouts, inner_of, input_specs
 from .kept_bytes import RECOMPUTE_MODES
 from .outline import Choice as Choice
-from .outline import Ints, Outline, outline, structure_key
+from .outline import DecisionSpace, Ints, decision_space, structure_key
 from .outline import is_own_parameter as is_own_parameter
 from .price_cache import find
 from .prices import Prices
@@ -41,7 +41,7 @@ DEVICE, HOST, SENT = range(len(RECOMPUTED))
 """The columns of these seconds in ``skipped_seconds``."""
 
 MOST_COMPARED = 1 << 22
-"""Figures that are compared at once."""
+"""Maximum figures that are compared at once."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Decision:
     """Nodes that are decided together. ``members`` are op nodes in order, then parameters.
 
     ``seconds[zero, choice]`` and ``states[zero, choice]`` hold the fields of ``Seconds`` and
-    ``StateBytes``; ``skipped_seconds[mode, choice]`` the part of the forward, of device, host and
-    collectives, that recomputation in a mode (``RECOMPUTE_MODES``) does not run again.
+    ``StateBytes``; ``skipped_seconds[mode, choice]`` the part of the forward (device, host,
+    collectives) that recomputation in a mode (``RECOMPUTE_MODES``) skips.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Decision:
 
     @cached_property
     def recompute_seconds(self) -> Floats:
-        """What recomputation in a mode runs again on the device, ``[mode, choice]``."""
+        """Return the device seconds that recomputation in a mode runs again, ``[mode, choice]``."""
         skipped = self.skipped_seconds[:, :, DEVICE] + self.skipped_seconds[:, :, SENT]
         again: Floats = self.seconds[0, :, FORWARD].sum(axis=1) - skipped
         return again
@@ -70,7 +70,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """Of all candidates of a kind: what ``Decision`` has of its choices."""
+    """Fields of ``Decision`` for all candidates of a kind."""
 
     seconds: Floats
     states: Floats
@@ -85,11 +85,11 @@ def decide(
     *,
     merge: bool = True,
 ) -> tuple[Decision, ...]:
-    """The decisions of a block, in order of their first nodes."""
+    """Return the decisions of a block, in order of their first nodes."""
     own = find(
-        prices.cache.outlines,
+        prices.cache.spaces,
         (merge, structure_key(block, graph, prices, restriction)),
-        lambda: outline(block, graph, prices, restriction, merge=merge),
+        lambda: decision_space(block, graph, prices, restriction, merge=merge),
     )
     every = _priced(own, graph, prices)
     rows = _undominated(own, every)
@@ -107,15 +107,15 @@ def decide(
     return tuple(decisions)
 
 
-def _priced(own: Outline, graph: Graph, prices: Prices) -> _Priced:
+def _priced(own: DecisionSpace, graph: Graph, prices: Prices) -> _Priced:
     ops, number = _op_seconds(own, graph, prices), len(own.broken)
     total = np.zeros((number, len(Resource)))
-    for ways in own.rounds:
-        total += ops[ways]
+    for columns in own.rounds:
+        total += ops[columns]
     skipped = np.zeros((len(RECOMPUTE_MODES), number, len(RECOMPUTED)))
     for mode, rounds in enumerate(own.skipped_rounds):
-        for ways in rounds:
-            skipped[mode] += ops[ways][:, RECOMPUTED]
+        for columns in rounds:
+            skipped[mode] += ops[columns][:, RECOMPUTED]
     skipped[:, :, SENT] *= prices.assumptions.keeps_sent
     seconds = np.repeat(total[None], len(ZEROS), axis=0)
     states = np.zeros((len(ZEROS), number, len(State)))
@@ -130,24 +130,26 @@ def _priced(own: Outline, graph: Graph, prices: Prices) -> _Priced:
     return _Priced(seconds, states, skipped)
 
 
-def _op_seconds(own: Outline, graph: Graph, prices: Prices) -> Floats:
-    """``Seconds`` of every way, ``[way, field]``, and of none."""
+def _op_seconds(own: DecisionSpace, graph: Graph, prices: Prices) -> Floats:
+    """Return the ``Seconds`` of every strategy, ``[strategy, field]``, followed by zeros."""
     computes = [
         prices.op(graph[name], input_specs(graph[name], graph), layout)
         for name, layout in own.computes
     ]
     found = np.zeros((len(own.computes_as) + 1, len(Resource)))
     found[:-1] = np.array(computes)[own.computes_as]
-    for number, name, way in own.inner:
+    for number, name, strategy in own.inner:
         node = graph[name]
-        inner = inner_of(node, graph, prices, way)
-        found[number] = prices.op(node, input_specs(node, graph), way.layout, inner)
+        inner = inner_of(node, graph, prices, strategy)
+        found[number] = prices.op(node, input_specs(node, graph), strategy.layout, inner)
     return found
 
 
-def _holding_costs(own: Outline, graph: Graph, prices: Prices) -> tuple[Floats, Floats, Floats]:
-    """Of every holding, and of none: ``Seconds`` of its conversion, ``[holding, field]``, and
-    what holding takes, ``[zero, holding, field]``."""
+def _holding_costs(
+    own: DecisionSpace, graph: Graph, prices: Prices
+) -> tuple[Floats, Floats, Floats]:
+    """Price every holding of a parameter, followed by zeros: ``Seconds`` of its conversion,
+    ``[holding, field]``, and seconds and bytes of its states, ``[zero, holding, field]``."""
     none = len(own.holdings)
     converting = np.zeros((none + 1, len(Resource)))
     converting[:none, [Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION]] = [
@@ -165,8 +167,8 @@ def _holding_costs(own: Outline, graph: Graph, prices: Prices) -> tuple[Floats, 
     return converting, seconds, states
 
 
-def _undominated(own: Outline, every: _Priced) -> Ints:
-    """The candidates without those that another equals outside and betters in every figure."""
+def _undominated(own: DecisionSpace, every: _Priced) -> Ints:
+    """Return the candidates that no other with the same outside layouts dominates."""
     number = len(own.broken)
     is_kept = np.ones(number, dtype=bool)
     if own.alike:
@@ -183,8 +185,8 @@ def _undominated(own: Outline, every: _Priced) -> Ints:
 
 
 def _is_dominated(figures: Floats) -> NDArray[np.bool_]:
-    """``[group, member]``: whether another of the group is no worse in any figure,
-    ``[group, member, figure]``; of equal ones all but the first are."""
+    """Return ``[group, member]``: whether another member is no worse in any figure, ``[group,
+    member, figure]``; of equal members, all but the first are dominated."""
     at_most = np.logical_and.reduce(figures[:, :, None] <= figures[:, None], axis=3)
     earlier = np.triu(np.ones(at_most.shape[1:], dtype=bool), 1)
     better = at_most & (earlier | ~at_most.transpose(0, 2, 1))
@@ -195,12 +197,12 @@ def _is_dominated(figures: Floats) -> NDArray[np.bool_]:
 def parameter_decision(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction
 ) -> Decision:
-    """The decision of a parameter that has several uses."""
+    """Return the decision of a parameter with several uses."""
     layouts = held_layouts(node, graph, prices, restriction)
     costs = [[prices.parameter(node.spec, layout, zero) for layout in layouts] for zero in ZEROS]
     seconds = np.array([[own for own, _ in each] for each in costs])
     broken = [
-        breaks(layout, restriction.pins.get(node.name, ()), prices.mesh) for layout in layouts
+        num_broken(layout, restriction.pins.get(node.name, ()), prices.mesh) for layout in layouts
     ]
     seconds[:, :, Resource.FORWARD_COMPUTE] += np.array(broken) * PENALTY_SECONDS
     return Decision(
@@ -211,7 +213,7 @@ def parameter_decision(
 
 
 def _held_choices(name: str, layouts: tuple[Layout, ...], prices: Prices) -> tuple[Choice, ...]:
-    """A choice per layout, the same objects for the same layouts."""
+    """Return a choice per layout, the same objects for the same layouts."""
     return find(
         prices.cache.held_choices,
         (name, layouts),

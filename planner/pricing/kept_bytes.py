@@ -1,22 +1,22 @@
-"""What ops keep for the backward on a rank, use while they run, and may defer.
+"""Bytes that ops keep for the backward on a rank and use while they run; deferred weight gradients.
 
-In: a node in a layout. Out: what autograd keeps of it as (storage, bytes), so that tensors that
-share storage (a view and its base, a value that two ops keep) count once in a block; the bytes of
-its inputs and outputs; what it keeps in a recomputed block (what such a block runs again is in
-``planner.replay``); the seconds of the gradients of its weights and what is kept for them. Sizes
-of states and activations: see ``prices``.
+In: a node in a layout. Out: the (storage, bytes) that autograd keeps, so that tensors that share
+storage (a view and its base, a value that two ops keep) count once in a block; the bytes of its
+inputs and outputs; the storages kept in a recomputed block (its recomputed ops are in
+``planner.replay``); the seconds of its weight gradients and the bytes kept for them. Sizes of
+states and activations: see ``prices``.
 
 Schedules that split the backward (ZB-H1, ZB-H2, ZB-V, DualPipeV) defer the weight gradients of
 matrix products, convolutions and embeddings whose weights are made of parameters alone, as
-``passes.local.weight_gradients`` does. All else is in the first half: the backward of other ops,
-recomputation, every collective. The product for the weights has as many operations and bytes as
-that for the data, so it takes half of the op's backward, or all of it where the data has no
+``passes.local.weight_gradients`` does. The first half has the rest: the backward of other ops,
+recomputation, every collective. The product for the weights has as many operations and bytes as the
+product for the data, so it takes half of the op's backward, or all of it where the data has no
 gradient; so does issuing it. Until then a micro-batch keeps the op's data and the gradient of its
 result.
 
 A block waits in each half until the device has computed and the host has issued it: with C and H
-seconds of the two for the whole backward, and c and h for what is deferred, the halves take
-max(C - c, H - h) and max(c, h). So a faster device or host makes neither longer.
+their seconds for the whole backward, and c and h for the deferred part, the halves take max(C - c,
+H - h) and max(c, h). So a faster device or host never lengthens a half.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 2.
 """
@@ -45,7 +45,7 @@ Part = tuple[str, int]
 
 
 def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:
-    """What autograd keeps of an op on a rank: each storage's name and local bytes."""
+    """Return the storages that autograd keeps of an op on a rank, with local bytes."""
     if not any(spec.requires_grad for spec in node.outputs):
         return ()
     found: dict[Part, None] = {}
@@ -71,8 +71,8 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
 
 
 def _fused_experts_bytes(node: Node, inputs: Sequence[TensorSpec], prices: Prices) -> float:
-    """Bytes that experts in fused kernels keep: for each pair of a token and an expert the token,
-    and the activation's input and result."""
+    """Return the bytes that experts in fused kernels keep: for each pair of a token and an expert,
+    the token and the activation's input and result."""
     tokens, up, down = inputs[0], inputs[FIRST_WEIGHT], inputs[FIRST_WEIGHT + 1]
     per_expert = [weight.numel // weight.shape[0] for weight in (up, down)]
     read, made = (numel // tokens.shape[-1] for numel in per_expert)
@@ -92,10 +92,10 @@ def _gathered_over(ref: Ref, node: Node, layout: NodeLayout, prices: Prices) -> 
 
 
 def _is_kept(ref: Ref, root: Ref, node: Node, layout: NodeLayout, graph: Graph) -> bool:
-    """Whether what an op keeps takes memory of its own.
+    """Return whether a kept value takes memory of its own.
 
-    A parameter and a view of one are there anyway; but a part of one that is wanted split
-    (a projection of fused ones) is made anew, as the parameter's own split cuts elsewhere.
+    A parameter and its views are in memory anyway; but a part of a parameter that is wanted split
+    (one of several fused projections) is a copy, as the parameter's own split cuts elsewhere.
     """
     kind = graph[root.name].kind
     if kind == "parameter" and ref != root:
@@ -105,15 +105,15 @@ def _is_kept(ref: Ref, root: Ref, node: Node, layout: NodeLayout, graph: Graph) 
 
 
 def layout_of(ref: Ref, node: Node, layout: NodeLayout) -> Layout:
-    """The layout in which a node sees one of its inputs or outputs."""
+    """Return the layout in which a node sees one of its inputs or outputs."""
     if ref.name == node.name:
         return layout.outputs[ref.index]
     return layout.inputs[node.inputs.index(ref)]
 
 
 def memory_of(ref: Ref, node: Node, graph: Graph, prices: Prices) -> tuple[Ref, TensorSpec]:
-    """The value whose memory holds what an op keeps of an input or output: its own copy of it,
-    or what the value is a view of."""
+    """Return the value whose memory holds an op's kept input or output, with its spec: the op's own
+    copy, or the base of a view."""
     if ref.name != node.name:
         copied = copy_of(node.name, node.inputs.index(ref))
         if copied in storages(graph, prices):
@@ -123,19 +123,19 @@ def memory_of(ref: Ref, node: Node, graph: Graph, prices: Prices) -> tuple[Ref, 
 
 
 def storage(ref: Ref, graph: Graph, prices: Prices) -> Ref:
-    """The value whose memory a value lives in: itself, or what it is a view of."""
+    """Return the value whose memory a value lives in: itself, or the base of a view."""
     return Ref(*storages(graph, prices)[ref.name, ref.index])
 
 
 def storages(graph: Graph, prices: Prices) -> Mapping[tuple[str, int], tuple[str, int]]:
-    """The same of all values, found once per micro-batch size: a copy of one row may be none."""
+    """The storage of every value, once per micro-batch size: a copy of one row may be a view."""
     return find(
         prices.cache.storages, graph.batch_size, lambda: prices.rules.storage_of(graph)
     )  # fmt: skip
 
 
 def working_bytes(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> int:
-    """Bytes of an op's distinct inputs and its outputs on a rank.
+    """Return the bytes of an op's distinct inputs and its outputs on a rank.
 
     Values that a fused kernel keeps in registers do not count.
     """
@@ -163,7 +163,7 @@ def _local_specs(
 
 
 def replay(block: Block, graph: Graph, prices: Prices) -> Replay:
-    """What the backward of a block runs again, found once per graph."""
+    """Return the ops that the backward of a block runs again. Cached per graph."""
     given, parts = (block, graph), prices.assumptions.recomputed
 
     def make() -> Replay:
@@ -176,7 +176,7 @@ def replay(block: Block, graph: Graph, prices: Prices) -> Replay:
 def kept_parts(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices, *, of: Replay
 ) -> tuple[Part, ...]:
-    """What selective recomputation keeps of an op on a rank: each storage and its local bytes.
+    """Return the storages that selective recomputation keeps of an op on a rank, with local bytes.
 
     With parts of a layer recomputed, these are the values that autograd keeps of other parts.
     """
@@ -204,7 +204,7 @@ def kept_parts(
 
 
 def read_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:
-    """What any recomputation keeps of the batch for an op on a rank: the inputs that it reads."""
+    """The parts of the batch that any recomputation keeps for an op on a rank: its inputs."""
     pairs = zip(node.inputs, layout.inputs, strict=True)
     found = {
         (f"{ref.name}:{ref.index}", prices.local_bytes(graph.spec(ref), each)): None
@@ -226,13 +226,13 @@ POSITIONS = {
     "conv2d": _CONVOLUTION,
     "conv3d": _CONVOLUTION,
 }
-"""Of the ops that put weight gradients off, where among the arguments data and weights are."""
+"""Positions of data and weights among the arguments of ops that defer weight gradients."""
 
 
 def weight_grad_seconds(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices
 ) -> tuple[float, float]:
-    """Seconds of a node's backward that a split schedule may put off: computing and issuing."""
+    """The seconds of a node's backward that a split schedule may defer: computing and issuing."""
     share = weight_grad_share(node, graph, prices)
     if not share:
         return 0.0, 0.0
@@ -243,7 +243,7 @@ def weight_grad_seconds(
 def weight_grad_parts(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices
 ) -> tuple[Part, ...]:
-    """What is kept for it: each storage's name and local bytes."""
+    """Return the storages kept for deferred weight gradients, with local bytes."""
     if not weight_grad_share(node, graph, prices):
         return ()
     data = node.args[POSITIONS[packet(node.op)][0]]
@@ -257,7 +257,7 @@ def weight_grad_parts(
 
 
 def weight_grad_share(node: Node, graph: Graph, prices: Prices) -> float:
-    """The part of a node's backward that is gradients of weights: none, half or all of it."""
+    """Return the part of a node's backward that computes weight gradients: 0, 0.5 or 1."""
     positions = POSITIONS.get(packet(node.op)) if node.kind == "op" else None
     if positions is None or node.kwargs:
         return 0.0
@@ -278,7 +278,7 @@ def _argument(node: Node, position: int) -> Ref | None:
 
 
 def _is_of_parameters(ref: Ref, graph: Graph, prices: Prices) -> bool:
-    """Whether a value is computed from parameters and nothing else."""
+    """Return whether a value is computed from parameters alone."""
     known = prices.cache.from_parameters
     if ref.name not in known:
         for node in graph:

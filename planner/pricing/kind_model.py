@@ -1,8 +1,8 @@
-"""One kind of block on a mesh: its decisions, its edges, what each choice keeps.
+"""One kind of block on a mesh: its decisions, its edges, and the bytes that choices keep.
 
-In: priced decisions, and what finds the storages of a choice. Out: a ``KindModel``; bytes that
-choices keep from forward to backward, as blocks are recomputed; the type that holds what one
-block costs (``RowCost``).
+In: priced decisions, and a function that finds the storages of a choice. Out: a ``KindModel``;
+bytes that choices keep from forward to backward, by recomputation mode; the cost of one block
+(``RowCost``).
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from .structure import Edge
 
 NUM_FIGURES = len(Resource) + 3
 RECEIVED, STATES, KEPT = range(len(Resource), NUM_FIGURES)
-"""What ``unrecomputed`` has besides the seconds of each resource."""
+"""Columns of ``unrecomputed`` after the seconds of each resource."""
 
 NO_STATES = np.zeros((len(ZEROS), len(State)))
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """What one occurrence of a row costs, for given layouts.
+    """Cost of one occurrence of a row, for given layouts.
 
     The first axis of ``seconds[mode, zero, RESOURCE]``, ``kept_bytes[mode]`` and
-    ``transient_bytes[mode, zero]`` is how its block is recomputed: not, fully or selectively.
-    ``recompute_seconds[mode]`` are those that the last two add on the device. ``transient_bytes``
-    are parameters gathered whole, and what a recomputed block makes again; ``working_bytes`` are
-    the largest op's.
+    ``transient_bytes[mode, zero]`` is the recomputation mode of its block: none, full or selective.
+    ``recompute_seconds[mode]`` is the device time of the last two. ``transient_bytes`` are gathered
+    parameters and recomputed values; ``working_bytes`` belong to the largest op.
     """
 
     seconds: Floats
@@ -47,7 +46,7 @@ class RowCost:
 
     @cached_property
     def unrecomputed(self) -> Floats:
-        """Without recomputation, ``[zero, figure]``: seconds by resource and of received
+        """Return ``[zero, figure]`` without recomputation: seconds by resource and of received
         messages, bytes of states and bytes kept."""
         found = np.zeros((len(ZEROS), NUM_FIGURES))
         found[:, : len(Resource)] = self.seconds[0]
@@ -57,12 +56,12 @@ class RowCost:
 
 
 Kept = tuple[tuple[tuple[Part, ...], ...], ...]
-"""Per decision and choice the storages that are kept, with their bytes."""
+"""The kept storages of each decision and choice, with their bytes."""
 
 
-class Held(NamedTuple):
-    """What a choice holds: the (storage, bytes) that autograd keeps, the most that a member's
-    inputs and outputs take, what selective recomputation keeps, what is read of the batch."""
+class SavedTensors(NamedTuple):
+    """Bytes that a choice holds: the (storage, bytes) saved by autograd, the largest inputs and
+    outputs of a member, storages kept by selective recomputation, and inputs of the batch."""
 
     saved: tuple[Part, ...]
     working_bytes: int
@@ -74,10 +73,10 @@ class Held(NamedTuple):
 class KindModel:
     """One kind of block on the mesh.
 
-    ``where`` finds the decision of a member. ``edges`` are the values read inside the block
-    by another decision. ``held`` finds what one choice of a decision holds: most meshes never
-    need it for all. ``saved``, ``working_bytes``, ``selected`` and ``read`` list it per decision
-    and choice. ``costs`` keeps the cost of a block by the choice of every decision.
+    ``where`` finds the decision of a member. ``edges`` are the values read inside the block by
+    another decision. ``held`` finds the ``SavedTensors`` of one choice: most meshes never need it
+    for all. ``saved``, ``working_bytes``, ``selected`` and ``read`` list it per decision and
+    choice. ``costs`` keeps the cost of a block by the choice of every decision.
     """
 
     kind: str
@@ -85,13 +84,13 @@ class KindModel:
     where: Mapping[str, int]
     edges: tuple[Edge, ...]
     has_parameters: bool
-    held: Callable[[int, int], Held] = field(repr=False)
+    held: Callable[[int, int], SavedTensors] = field(repr=False)
     costs: dict[tuple[int, ...], RowCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @cached_property
-    def _held(self) -> tuple[tuple[Held, ...], ...]:
+    def _held(self) -> tuple[tuple[SavedTensors, ...], ...]:
         return tuple(
             tuple(self.held(number, choice) for choice in range(len(decision.choices)))
             for number, decision in enumerate(self.decisions)
@@ -117,15 +116,16 @@ class KindModel:
         return tuple(tuple(held.read for held in choices) for choices in self._held)
 
     def parts(self, mode: Recompute) -> Kept:
-        """What a block keeps from its forward to its backward, but for other blocks' values."""
+        """Return the storages that a block keeps from its forward to its backward, without other
+        blocks' values."""
         if mode == "none":
             return self.saved
         return self.selected if mode == "selective" else self.read
 
     def kept_bytes(self, mode: Recompute) -> Floats:
-        """Bytes kept by each choice of all decisions, a storage counted with its first keeper.
+        """The bytes kept by each choice of all decisions, a storage counted with its first keeper.
 
-        Their sum over a block's decisions is at most what it keeps.
+        Their sum over a block's decisions is at most the bytes that the block keeps.
         """
         counted: dict[str, int] = {}
         found = []

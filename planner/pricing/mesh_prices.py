@@ -1,4 +1,4 @@
-"""What collectives and parameters cost on one stage's mesh.
+"""Costs of collectives and parameters on one stage's mesh.
 
 In: a mesh on ranks of a cluster; the bytes of a collective, or a parameter with its layout and ZeRO
 stage. Out: seconds, and bytes per device. A parameter costs the sum of its gradient, its gathering
@@ -39,13 +39,13 @@ from ..graph import TensorSpec
 from ..layout import Layout, Mesh
 from ..plan import Precision
 from ..rules_protocol import Rules
-from .basis import RUNTIME, Asked, CostAssumptions
+from .basis import RUNTIME, CostAssumptions, CostQueries
 from .price_cache import ConversionCache, PriceCache, find
 from .seconds import Priced, Seconds, StateBytes
 from .update import host_update_seconds, step_bytes, update_curve
 
 JOINT_AXES = ("dp", "ep", "cp")
-"""The axes whose ranks hold a parameter whole but for experts' weights, the data axis first."""
+"""Axes whose ranks hold a parameter whole (except experts' weights), the data axis first."""
 
 STATE_KINDS = {"all_gather": "zero_gather", "reduce_scatter": "zero_scatter"}
 """ZeRO's collectives as they are measured: with the copies into and out of their buffers."""
@@ -55,9 +55,9 @@ STATE_KINDS = {"all_gather": "zero_gather", "reduce_scatter": "zero_scatter"}
 class MeshPrices:
     """Prices on ``mesh``, whose devices are the cluster's ``ranks`` in row-major order.
 
-    ``cache`` may be shared by every use with one cluster and one graph. ``asked`` records
-    what is asked for the first time. With ``only``, seconds of other sources count as none.
-    ``own``: the ranks whose devices compute, if not all do the same.
+    ``cache`` may be shared by every use with one cluster and one graph. ``asked`` records every
+    first query. With ``only``, seconds of other sources count as zero. ``own``: the ranks that
+    compute, if not all compute the same.
     """
 
     mesh: Mesh
@@ -68,7 +68,7 @@ class MeshPrices:
     rules: Rules
     cache: PriceCache = field(default_factory=PriceCache, repr=False)
     profile: Profile | None = None
-    asked: Asked | None = field(default=None, repr=False)
+    asked: CostQueries | None = field(default=None, repr=False)
     only: Source | None = None
     own: tuple[int, ...] = ()
     assumptions: CostAssumptions = RUNTIME
@@ -94,18 +94,18 @@ class MeshPrices:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal where all prices are, of one ``cache``: but for transfers between stages."""
+        """Return a key that is equal if all prices but stage transfers are, in one ``cache``."""
         return (
             type(self), self.mesh, self.groups, self.speed, self.precision, self.optimizer,
             self.policy, self.profile, self.only, self.assumptions,
         )  # fmt: skip
 
     def group(self, *axes: int) -> Group:
-        """The slowest group of the ranks that differ on ``axes`` alone."""
+        """Return the slowest group of the ranks that differ on ``axes`` alone."""
         return self.groups[axes[0]] if len(axes) == 1 else self._slowest_group(*axes)
 
     def _slowest_group(self, *axes: int) -> Group:
-        """The same, found once per cluster and ranks: a large mesh has many groups."""
+        """Find the slowest group, once per cluster and ranks: a large mesh has many groups."""
 
         def find_slowest() -> tuple[Cluster, Group]:
             groups = [
@@ -117,15 +117,15 @@ class MeshPrices:
             )
             return self.cluster, slowest
 
-        # The cluster is kept beside its group, so that no other one gets its id.
+        # The cluster stays alive beside its group, so that its id stays unique.
         key = (id(self.cluster), self.mesh, self.ranks, axes)
         return find(self.cache.groups, key, find_slowest)[1]
 
     def collective(self, kind: Any, num_bytes: float, *axes: int, measured_as: Any = None) -> float:
-        """Seconds of one collective over all ranks of some axes; ``num_bytes`` is the whole
-        tensor's.
+        """Return the seconds of one collective over all ranks of some axes.
 
-        ``measured_as`` is the kind under which a profile has it, if another.
+        ``num_bytes`` is the size of the whole tensor. ``measured_as`` is the kind in a profile, if
+        it differs.
         """
         group, name = self.group(*axes), measured_as or kind
         key = (name, num_bytes, group, self.profile)
@@ -150,11 +150,11 @@ class MeshPrices:
 
     @property
     def has_spec(self) -> bool:
-        """Tells whether seconds from specifications count."""
+        """Return whether seconds from specifications count."""
         return self.only in (None, "spec")
 
     def num_parts(self, layout: Layout) -> int:
-        """Into how many different parts a layout cuts a tensor."""
+        """Return the number of different parts into which a layout cuts a tensor."""
         return prod(
             size
             for placement, size in zip(layout, self.mesh.shape, strict=True)
@@ -171,14 +171,14 @@ class MeshPrices:
 
     @property
     def shards(self) -> int:
-        """The number of ranks that ZeRO may shard a replicated parameter over."""
+        """Return the number of ranks that ZeRO may shard a replicated parameter over."""
         return self._size(self.state_axes)
 
     def _size(self, axes: tuple[int, ...]) -> int:
         return prod(self.mesh.shape[axis] for axis in axes)
 
     def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
-        """Seconds and bytes of holding a parameter: its gradient's sums and its step.
+        """Return the seconds and bytes of a parameter: its gradient sums and its optimizer step.
 
         Latency per collective is left out over ``state_axes``, where a block's parameters travel
         together; ``block_sync`` has it once per block.
@@ -209,7 +209,7 @@ class MeshPrices:
         return seconds, StateBytes(states.parameters, states.gradients, states.optimizer, gathered)
 
     def _states_of(self, zero: int, gather: float, sync: float) -> Seconds:
-        """Gathering parameters and summing gradients as often as a ZeRO stage does."""
+        """Return the seconds to gather parameters and sum gradients, as often as ZeRO does."""
         summed = self._slowed_share("reduce_scatter" if zero else "all_reduce") * sync
         if zero == 0:
             return Seconds(gradient_sync=sync, sync_slowed=summed)
@@ -225,10 +225,10 @@ class MeshPrices:
         return once._replace(backward_states=sync, backward_slowed=summed)
 
     def _copies(self, zero: int, gathered: int, reduced: int) -> Seconds:
-        """The copies around ZeRO's collectives: they lengthen these, and slow compute beside them.
+        """The copies around ZeRO's collectives, which lengthen these and slow compute beside them.
 
         Parameters are copied out of the buffer in which they were gathered, and gradients are cast
-        into the one that is reduced (``fully_shard``). The device moves these bytes while it
+        into the buffer that is reduced (``fully_shard``). The device moves these bytes while it
         computes. A profile measures the collectives with their copies.
         """
         is_measured = self.profile is not None or not self.has_spec
@@ -243,7 +243,7 @@ class MeshPrices:
         )
 
     def _slowed_share(self, kind: CollectiveKind) -> float:
-        """The share of its compute that a device loses beside a collective of states."""
+        """Return the share of its compute that a device loses beside a collective of states."""
         given = self.assumptions.slowdown
         if given is not None:
             return 1 - 1 / given
@@ -258,7 +258,7 @@ class MeshPrices:
 
     @property
     def shares_links(self) -> bool:
-        """Tells whether collectives of states use links that the stage's other collectives use.
+        """Return whether collectives of states share links with the stage's other collectives.
 
         Over several hosts they are bound by the links between hosts.
         """
@@ -269,7 +269,7 @@ class MeshPrices:
         return any((group.num_hosts > 1) == crosses for group in others)
 
     def _update(self, numel: float) -> float:
-        """Seconds of the optimizer's step on one parameter."""
+        """Return the seconds of the optimizer's step on one parameter."""
         key = (numel, self.optimizer, self.policy, self.speed, self.profile)
         return self._counted(find(self.cache.updates, key, lambda: self._step(numel))).forward
 
@@ -286,7 +286,7 @@ class MeshPrices:
         return Priced(numel * step_bytes(self.policy) / rate, 0.0, "spec")
 
     def _frozen(self, numel: int, zero: int, axes: tuple[int, ...]) -> tuple[Seconds, StateBytes]:
-        """A parameter that is not trained: sharded and gathered like others, and no more."""
+        """Price a frozen parameter: sharded and gathered like others, without gradient and step."""
         gathered_bytes = numel * self.policy.gathered_bytes
         held = state_bytes(numel, self.policy, zero, self._size(axes))
         states = StateBytes(parameters=held.parameters)
@@ -301,11 +301,11 @@ class MeshPrices:
         return max(0.0, self._states(kind, num_bytes, axes) - self._states(kind, 1, axes))
 
     def _states(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
-        """Seconds of a collective of states, with the copies around it."""
+        """Return the seconds of a collective of states, with the copies around it."""
         return self.collective(kind, num_bytes, *axes, measured_as=STATE_KINDS.get(kind))
 
     def block_sync(self, zero: int) -> Seconds:
-        """The latency of a block's collectives of gradients and parameters."""
+        """Return the latency of a block's collectives of gradients and parameters."""
         axes = self.state_axes
         if not axes:
             return Seconds()

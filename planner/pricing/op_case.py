@@ -1,14 +1,13 @@
-"""An op on one rank as a case to measure: what is called, on tensors of which local shapes.
+"""An op on one rank as a case to measure: its call, on tensors of local shapes.
 
-In: a node, the local specs of its inputs and outputs, its work. Out: an ``OpCase`` whose key
-is equal wherever the same call is made, so that equal layers, and equal ops of one layer, are
-measured once; or None for an op that takes no time by itself.
+In: a node, the local specs of its inputs and outputs, its work. Out: an ``OpCase`` whose key is
+equal wherever the same call is made, so that equal layers, and equal ops of one layer, are measured
+once; None for an op that takes no time by itself.
 
 The call is the one that ``passes.local.local_ops`` makes of the node: size arguments are taken from
-the local outputs, sizes of parts and numbers of groups divided. A causal attention of a part of
-the positions is measured as that of the last part, for which all ranks wait. Where that pass puts
-another function of its own in the op's place (a split vocabulary), the node's own op stands for
-it at the same local shapes.
+the local outputs, sizes of parts and numbers of groups divided. A causal attention over a part of
+the positions is measured as the last part, the slowest. If that pass replaces the op by a function
+of its own (a split vocabulary), the node's own op is measured at the same local shapes.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ Localize = Callable[[Node, Specs, Specs], Arguments]
 def op_case(
     node: Node, inputs: Specs, outputs: Specs, work: Work, *, in_tf32: bool = False
 ) -> OpCase | None:
-    """The case of a node at local shapes; None where nothing is to be measured.
+    """Return the case of a node at local shapes; None if there is nothing to measure.
 
-    So it is of an op that does no work forward nor backward, and of one with an argument
-    that cannot be written down. ``work`` is the op's at the same shapes.
-    ``in_tf32``: its products are.
+    That holds for an op without forward and backward work, and for an op with an argument that
+    cannot be written down. ``work`` is the op's at the same shapes. ``in_tf32``: its products run
+    in TF32.
     """
     if not (work.flops_forward or work.bytes_forward or work.flops_backward or work.bytes_backward):
         return None
@@ -73,7 +72,7 @@ _LOWER_RIGHT = "autoparallel.lower_right_attention.default"
 
 
 def _canonical(arguments: Arguments) -> str:
-    """``[args, kwargs]`` as text, tensors numbered in call order."""
+    """Format ``[args, kwargs]`` as text, with tensors numbered in call order."""
     numbers = itertools.count()
     args, kwargs = map_refs(arguments, lambda _: {"tensor": next(numbers)})
     return canonical(args, kwargs)
@@ -84,7 +83,7 @@ def _as_it_is(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
 
 
 def _argument(node: Node, position: int, name: str, value: Any) -> Arguments:
-    """The node's arguments with one replaced, wherever it stands."""
+    """Return the node's arguments with one replaced, positional or by name."""
     if position < len(node.args):
         args = (*node.args[:position], value, *node.args[position + 1 :])
         return args, dict(node.kwargs)
@@ -92,7 +91,7 @@ def _argument(node: Node, position: int, name: str, value: Any) -> Arguments:
 
 
 def _size_at(position: int) -> Localize:
-    """The size argument is the local output's."""
+    """Return a function that takes the size argument from the local output."""
 
     def localize(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
         return _argument(node, position, "size", list(outputs[0].shape))
@@ -125,7 +124,7 @@ def _split(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
     dim = _dim(node, 2, len(inputs[0].shape))
     sizes = [spec.shape[dim] for spec in outputs]
     if sum(sizes) != inputs[0].shape[dim]:
-        # Ranks exchange what they cut: what is cut here is the part at hand, in proportion.
+        # ranks exchange the parts they cut: cut the local part in proportion
         whole = sum(spec.shape[dim] for spec in node.outputs)
         sizes = [spec.shape[dim] * inputs[0].shape[dim] // whole for spec in node.outputs]
     is_number = len(node.args) > 1 and isinstance(node.args[1], int)
@@ -133,7 +132,7 @@ def _split(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
 
 
 def _slice(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
-    """One that keeps all of its dimension keeps all of the part."""
+    """Localize a slice; a slice that keeps its whole dimension keeps all of the local part."""
     dim = _dim(node, 1, len(inputs[0].shape))
     if outputs[0].shape[dim] == inputs[0].shape[dim]:
         return (node.args[0], dim, 0, sys.maxsize), {}
@@ -148,7 +147,7 @@ def _narrow(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
 
 
 def _parts(node: Node, outputs: Specs, dim: int) -> int:
-    """Into how many parts the op's output is split along a dimension."""
+    """Return the number of parts into which the op's output is split along a dimension."""
     return max(1, node.spec.shape[dim] // max(outputs[0].shape[dim], 1))
 
 
@@ -158,12 +157,12 @@ def _group_norm(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
 
 
 _GROUPS_AT = 6
-"""Where ``conv2d(input, weight, bias, stride, padding, dilation, groups)`` has its groups; the
-transposed ones, with ``output_padding`` before and ``dilation`` after, have them there too."""
+"""Position of ``groups`` in ``conv2d(input, weight, bias, stride, padding, dilation, groups)``, and
+in transposed convolutions, with ``output_padding`` before and ``dilation`` after."""
 
 
 def _convolution(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
-    """With groups: those of this rank's channels."""
+    """Localize a convolution: groups become those of this rank's channels."""
     position = 8 if packet(node.op) == "convolution" else _GROUPS_AT
     groups = node.args[position] if position < len(node.args) else node.kwargs.get("groups", 1)
     if groups == 1:
@@ -174,7 +173,7 @@ def _convolution(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
 
 
 def _counted(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
-    """Which numbers are drawn takes no time."""
+    """Drop the key of random numbers, which does not change the time."""
     kept = {name: value for name, value in node.kwargs.items() if name not in ("key", "start")}
     return node.args, {**kept, "number": 0}
 

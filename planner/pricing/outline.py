@@ -1,9 +1,9 @@
-"""The decisions of a kind of block before they are priced: what each may be, as numbers.
+"""The decisions of a kind of block before they are priced, as numbers.
 
-In: a block, the graph, a mesh and what its axes are for. Out: an ``Outline``: for each decision
-its members and candidates (the layouts of its members), which way of each node and which holding
-of each parameter a candidate is, and which candidates look alike to others. It depends on
-prices in nothing, so one serves every mesh and number of rows with the same ``structure_key``.
+In: a block, the graph, a mesh and restrictions of its axes. Out: a ``DecisionSpace``: for each
+decision its members and candidates (the layouts of its members), each candidate's strategy by node
+and holding by parameter, and the candidates that look equal from outside. It does not depend on
+prices, so one space serves every mesh and number of rows with the same ``structure_key``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 from ..graph import Block, Graph, Node, Ref
 from ..layout import AxisStrategy, Layout, NodeLayout, splits
 from ..positions import Dims
-from ..requests.pins import breaks
+from ..requests.pins import num_broken
 from .choices import (
+    NodeStrategy,
     Restriction,
-    Way,
     dims_on,
     experts_on,
     held_for,
     held_layouts,
     input_specs,
+    node_strategies,
     strategies_of,
-    ways,
 )
 from .kept_bytes import RECOMPUTE_MODES, replay
 from .price_cache import find
@@ -46,7 +46,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """A decision that is not priced yet. ``members`` are op nodes in order, then parameters."""
+    """A decision before pricing. ``members`` are op nodes in order, then parameters. ``members``
+    are op nodes in order, then parameters."""
 
     members: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -62,23 +63,23 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Outline:
-    """All decisions of a kind; candidates are numbered through, ``[candidate]``.
+class DecisionSpace:
+    """All decisions of a kind, with candidates numbered across decisions, ``[candidate]``.
 
     ``computes`` are the distinct computations, a node with layouts that split alike;
-    ``computes_as`` says which each way is; ``inner`` are the ways with collectives of their own.
-    ``rounds`` hold the first, second, … op of each decision as a way, ``skipped_rounds`` those
-    that recomputation does not run again (in each way of ``RECOMPUTE_MODES``), ``held_rounds`` its
-    parameters as holdings; one past the last stands for none. ``held`` are the distinct
-    parameters as they are held, ``held_as`` says which each holding is. ``alike`` are
-    candidates of a decision that look the same to others, ``[group, member]``, those of one
-    size together. ``broken`` counts pins.
+    ``computes_as`` maps each strategy to its computation; ``inner`` are the strategies with
+    collectives inside. ``rounds`` hold the strategy of the first, second, … op of each candidate,
+    ``skipped_rounds`` those that recomputation skips (in each of ``RECOMPUTE_MODES``),
+    ``held_rounds`` the holdings of its parameters; one past the last stands for none. ``held`` are
+    the distinct held parameters, ``held_as`` maps each holding to its own. ``alike`` are candidates
+    of a decision that look equal from outside, ``[group, member]``, groups of one size together.
+    ``broken`` counts violated pins.
     """
 
     decisions: tuple[Candidates, ...]
     computes: tuple[tuple[str, NodeLayout], ...]
     computes_as: Ints
-    inner: tuple[tuple[int, str, Way], ...]
+    inner: tuple[tuple[int, str, NodeStrategy], ...]
     rounds: tuple[Ints, ...]
     skipped_rounds: tuple[tuple[Ints, ...], ...]
     holdings: tuple[Holding, ...]
@@ -91,12 +92,12 @@ class Outline:
 
     @property
     def bounds(self) -> list[int]:
-        """Where each decision's candidates end."""
+        """Return the end of each decision's candidates."""
         found: list[int] = np.cumsum([len(each.choices) for each in self.decisions]).tolist()
         return found
 
     def kept(self, rows: Ints) -> tuple[Candidates, ...]:
-        """The decisions with some of their candidates, the same objects for the same rows."""
+        """The decisions with only the candidates ``rows``, the same objects for the same rows."""
         key = rows.tobytes()
         if key not in self.pruned:
             starts = [0, *self.bounds[:-1]]
@@ -107,29 +108,29 @@ class Outline:
         return self.pruned[key]
 
     def split(self, rows: Ints) -> list[Ints]:
-        """Numbers of candidates, ascending, by decision."""
+        """Split ascending numbers of candidates by decision."""
         return np.split(rows, np.searchsorted(rows, self.bounds[:-1]))
 
 
-def outline(
+def decision_space(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool = True
-) -> Outline:
-    """The decisions of a block, in order of their first nodes."""
+) -> DecisionSpace:
+    """Build the decisions of a block, in order of their first nodes."""
     skipped = replay(block, graph, prices).skipped
-    making = _Making(graph, prices, restriction, tuple(skipped[mode] for mode in RECOMPUTE_MODES))
-    for draft in drafts(block, graph, prices, restriction, merge=merge):
-        making.add(draft)
-    return making.outline()
+    builder = _Builder(graph, prices, restriction, tuple(skipped[mode] for mode in RECOMPUTE_MODES))
+    for draft in merge_nodes(block, graph, prices, restriction, merge=merge):
+        builder.add(draft)
+    return builder.build()
 
 
 @dataclass(slots=True)
 class _Draft:
     members: list[str]
-    options: list[dict[str, Way]]
+    options: list[dict[str, NodeStrategy]]
 
 
 def is_own_parameter(ref: Ref, node: Node, graph: Graph) -> bool:
-    """Whether a parameter is used by this node alone, and once."""
+    """Return whether a parameter is used by this node alone, and once."""
     return (
         graph[ref.name].kind == "parameter"
         and graph.users[ref.name] == (node.name,)
@@ -137,10 +138,10 @@ def is_own_parameter(ref: Ref, node: Node, graph: Graph) -> bool:
     )
 
 
-def drafts(
+def merge_nodes(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool
 ) -> list[_Draft]:
-    """The op nodes that are decided together, with every way of each."""
+    """Merge op nodes that are decided together, with every strategy of each."""
     found: list[_Draft] = []
     home: dict[str, int] = {}
     own = [
@@ -151,17 +152,17 @@ def drafts(
     ]
     for name in block.nodes:
         node = graph[name]
-        options = ways(node, graph, prices, restriction)
+        options = node_strategies(node, graph, prices, restriction)
         leader = _followed(node, graph, home, prices) if merge and name not in own else None
         if leader is not None and _follow(found[leader], node, options, home, leader):
             continue
         home[name] = len(found)
-        found.append(_Draft([name], [{name: way} for way in options]))
+        found.append(_Draft([name], [{name: strategy} for strategy in options]))
     return found
 
 
 def _followed(node: Node, graph: Graph, home: Mapping[str, int], prices: Prices) -> int | None:
-    """The decision that a node may follow, if it is a view and reads one decision only."""
+    """Return the decision that a node may follow, if it is a view that reads a single decision."""
     read = [ref for ref in node.inputs if graph[ref.name].kind not in ("constant", "buffer")]
     if not read or any(ref.name not in home or not _read_once(ref, graph) for ref in read):
         return None
@@ -172,28 +173,28 @@ def _followed(node: Node, graph: Graph, home: Mapping[str, int], prices: Prices)
 
 
 def _read_once(ref: Ref, graph: Graph) -> bool:
-    """Whether one node reads a value; others might share a conversion that comes before it."""
+    """Return whether a single node reads a value, so that no other use shares its conversion."""
     return sum(ref in graph[user].inputs for user in graph.users[ref.name]) == 1
 
 
 def _follow(
-    draft: _Draft, node: Node, options: Sequence[Way], home: dict[str, int], leader: int
+    draft: _Draft, node: Node, options: Sequence[NodeStrategy], home: dict[str, int], leader: int
 ) -> bool:
-    """Adds a node to a decision if every choice of it has a way to go on."""
-    extended: list[dict[str, Way]] = []
+    """Add a node to a decision if every choice of it has a strategy to continue with."""
+    extended: list[dict[str, NodeStrategy]] = []
     refs = node.inputs
     for option in draft.options:
         matching = [
-            way
-            for way in options
+            strategy
+            for strategy in options
             if all(
                 home.get(ref.name) != leader or option[ref.name].layout.outputs[ref.index] == layout
-                for ref, layout in zip(refs, way.layout.inputs, strict=True)
+                for ref, layout in zip(refs, strategy.layout.inputs, strict=True)
             )
         ]
         if not matching:
             return False
-        extended += [{**option, node.name: way} for way in matching]
+        extended += [{**option, node.name: strategy} for strategy in matching]
     if len(extended) > 2 * len(draft.options) + 8:
         return False
     home[node.name] = leader
@@ -203,8 +204,8 @@ def _follow(
 
 
 @dataclass
-class _Making:
-    """An outline as it is made, decision by decision."""
+class _Builder:
+    """Builder of a decision space, decision by decision."""
 
     graph: Graph
     prices: Prices
@@ -213,9 +214,9 @@ class _Making:
     decisions: list[Candidates] = field(default_factory=list)
     computes: dict[object, int] = field(default_factory=dict)
     first: list[tuple[str, NodeLayout]] = field(default_factory=list)
-    way_numbers: dict[int, int] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
     computes_as: list[int] = field(default_factory=list)
-    inner: list[tuple[int, str, Way]] = field(default_factory=list)
+    inner: list[tuple[int, str, NodeStrategy]] = field(default_factory=list)
     holdings: dict[Holding, int] = field(default_factory=dict)
     rows: list[tuple[list[int], list[list[int]], list[int]]] = field(default_factory=list)
     alike: list[list[int]] = field(default_factory=list)
@@ -236,7 +237,7 @@ class _Making:
         choices: list[Choice] = []
         for option in draft.options:
             partial: list[tuple[dict[str, NodeLayout], list[int]]] = [
-                ({name: way.layout for name, way in option.items()}, [])
+                ({name: strategy.layout for name, strategy in option.items()}, [])
             ]
             for name, position, ref in parameters:
                 wanted = option[name].layout.inputs[position]
@@ -246,9 +247,9 @@ class _Making:
                     for own, numbers in partial
                     for held in held_for(wanted, layouts[ref.name])
                 ]  # fmt: skip
-            ops = [self._way(name, way) for name, way in option.items()]
+            ops = [self._number(name, strategy) for name, strategy in option.items()]
             skipped = [
-                [self._way(name, way) for name, way in option.items() if name in own]
+                [self._number(name, strategy) for name, strategy in option.items() if name in own]
                 for own in self.skipped
             ]
             for own, numbers in partial:
@@ -259,18 +260,18 @@ class _Making:
         self._compare(members, choices)
         self.decisions.append(Candidates(members, tuple(choices)))
 
-    def _way(self, name: str, way: Way) -> int:
-        """The number of a way; ways that split alike compute the same."""
-        number = self.way_numbers.get(id(way))
+    def _number(self, name: str, strategy: NodeStrategy) -> int:
+        """Return the number of a strategy; strategies that split equally share a computation."""
+        number = self.numbers.get(id(strategy))
         if number is None:
-            number = self.way_numbers[id(way)] = len(self.computes_as)
-            key = (name, splits(way.layout))
+            number = self.numbers[id(strategy)] = len(self.computes_as)
+            key = (name, splits(strategy.layout))
             as_number = self.computes.setdefault(key, len(self.first))
             if as_number == len(self.first):
-                self.first.append((name, way.layout))
+                self.first.append((name, strategy.layout))
             self.computes_as.append(as_number)
-            if way.num_inner:
-                self.inner.append((number, name, way))
+            if strategy.num_inner:
+                self.inner.append((number, name, strategy))
         return number
 
     def _holding(self, holding: Holding) -> int:
@@ -279,13 +280,13 @@ class _Making:
     def _broken(self, layouts: Mapping[str, NodeLayout]) -> int:
         pins = self.restriction.pins
         return sum(
-            breaks(layout.outputs[0], pins[name], self.prices.mesh)
+            num_broken(layout.outputs[0], pins[name], self.prices.mesh)
             for name, layout in layouts.items()
             if name in pins
         )
 
     def _compare(self, members: Sequence[str], choices: Sequence[Choice]) -> None:
-        """Notes which candidates of a decision look alike from outside."""
+        """Record which candidates of a decision look equal from outside."""
         start, groups = len(self.rows) - len(choices), dict[object, list[int]]()
         exposed = _exposed(members, self.graph)
         for number, choice in enumerate(choices, start):
@@ -294,12 +295,12 @@ class _Making:
             groups.setdefault(key, []).append(number)
         self.alike += [group for group in groups.values() if len(group) > 1]
 
-    def outline(self) -> Outline:
+    def build(self) -> DecisionSpace:
         sizes = sorted({len(group) for group in self.alike})
         ops, skipped, holdings = zip(*self.rows, strict=True)
         pairs = [(each.parameter, each.held) for each in self.holdings]
         held = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
-        return Outline(
+        return DecisionSpace(
             tuple(self.decisions),
             tuple(self.first),
             np.array(self.computes_as),
@@ -316,12 +317,12 @@ class _Making:
 
 
 def _rounds(rows: Sequence[Sequence[int]], none: int) -> tuple[Ints, ...]:
-    """Rows of different lengths as columns, filled up with ``none``."""
+    """Transpose rows of different lengths into columns, padded with ``none``."""
     return tuple(np.array(column) for column in zip_longest(*rows, fillvalue=none))
 
 
 def _exposed(members: Sequence[str], graph: Graph) -> tuple[str, ...]:
-    """The members whose layouts others see: they are read outside, read from outside."""
+    """Return the members with layouts that others see: read outside, or reading from outside."""
     inside = set(members)
     found = []
     for name in members:
@@ -338,8 +339,8 @@ def structure_key(
 ) -> tuple[object, ...]:
     """Key of a block kind's decision space, which does not depend on prices.
 
-    It is equal for all meshes and numbers of rows on which the kind has the same ways to run its
-    nodes: the same strategies on every axis (bytes of their collectives apart), and dimensions
+    It is equal for all meshes and numbers of rows on which the kind's nodes have the same
+    executions: the same strategies on every axis (bytes of their collectives apart), and dimensions
     that the same products of axes divide. ``prices.cache`` is of one graph and its batch sizes.
     """
     sizes = prices.mesh.shape
@@ -355,7 +356,7 @@ def structure_key(
 def _axis_key(
     block: Block, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> tuple[object, ...]:
-    """What an axis is for, and which strategies the nodes have on it."""
+    """Return the roles of an axis, and the strategies of the nodes on it."""
     size = prices.mesh.shape[axis]
     given = (
         restriction.split_batch, restriction.split_parameters, restriction.split_positions,
@@ -375,7 +376,7 @@ def _axis_key(
 
 
 def _trait_number(prices: Prices, key: tuple[object, ...], make: Callable[[], object]) -> int:
-    """A number that is equal where what ``make`` gives is."""
+    """Return a number that is equal for equal results of ``make``."""
     numbers = prices.cache.trait_numbers
     number: int = find(
         prices.cache.traits, key,
@@ -395,7 +396,7 @@ def _strategies_key(block: Block, graph: Graph, size: int, prices: Prices) -> in
 
 
 def _form(strategy: AxisStrategy) -> tuple[object, ...]:
-    """A strategy without the bytes of its collectives."""
+    """Return a strategy without the bytes of its collectives."""
     inner = tuple((each.kind, each.backward) for each in strategy.collectives)
     return strategy.label, strategy.inputs, strategy.outputs, inner, strategy.groups
 
@@ -425,7 +426,7 @@ def _refs(block: Block, graph: Graph) -> list[Ref]:
 
 
 def _divided(block: Block, graph: Graph, prices: Prices) -> bytes:
-    """Which products of axes divide each dimension of each tensor that the block's nodes see."""
+    """Return the products of axes that divide each dimension of each tensor that the nodes see."""
 
     def make() -> Ints:
         nodes = [graph[name] for name in block.nodes]
@@ -441,7 +442,7 @@ def _divided(block: Block, graph: Graph, prices: Prices) -> bytes:
 
 
 def _light(block: Block, graph: Graph, prices: Prices) -> tuple[bool, ...]:
-    """Of each node whether it is a view of what it reads (``is_light``)."""
+    """Return for each node whether it is a view of its input (``is_light``)."""
     light: tuple[bool, ...] = find(
         prices.cache.traits,
         ("light", block.nodes, graph.batch_size),
@@ -451,7 +452,7 @@ def _light(block: Block, graph: Graph, prices: Prices) -> tuple[bool, ...]:
 
 
 def is_light(node: Node, graph: Graph, prices: Prices) -> bool:
-    """Whether an op does no work, and makes nothing larger than what it reads."""
+    """Return whether an op does no work and writes no more than it reads."""
     read = [ref for ref in node.inputs if graph[ref.name].kind not in ("constant", "buffer")]
     if not read or any(graph[ref.name].kind != "op" for ref in read):
         return False

@@ -1,8 +1,8 @@
-"""What prices and tables of one graph share, so that it is found once.
+"""Caches of prices and tables that all meshes of one graph share.
 
-In: a key, and how to make what it stands for. Out: the value, made the first time. Every table
-has a type of its own; one ``PriceCache`` may serve all meshes, micro-batch sizes and searches of
-one graph and one cluster, whatever the order of its hosts.
+In: a key, and a function that makes its value. Out: the value, made the first time. Every table has
+a type of its own; one ``PriceCache`` may serve all meshes, micro-batch sizes and searches of one
+graph and one cluster, whatever the order of its hosts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ..intra_op.elimination import Order
     from ..intra_op.kind_tables import KindTables
     from .conversions import Changes
-    from .kind_model import Held, KindModel
-    from .outline import Choice, Outline
+    from .kind_model import KindModel, SavedTensors
+    from .outline import Choice, DecisionSpace
     from .stage_model import Options, Targets
 
 K = TypeVar("K")
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def find(table: dict[K, T], key: K, make: Callable[[], T]) -> T:
-    """The value of a key, made if it is not there."""
+    """Return the value of a key, made on first use."""
     value = table.get(key)
     if value is None:
         value = table[key] = make()
@@ -45,15 +45,15 @@ def find(table: dict[K, T], key: K, make: Callable[[], T]) -> T:
 
 @dataclass
 class ByIdentity(Generic[T]):
-    """Values that are made of objects which are slow to compare: these count by identity.
+    """Cache with keys of objects that are slow to compare: they are compared by identity.
 
-    They are kept with the value, so that no other object can take their place.
+    They stay alive with the value, so that their ids stay unique.
     """
 
     _values: dict[tuple[object, ...], tuple[tuple[Any, ...], T]] = field(default_factory=dict)
 
     def find(self, key: tuple[object, ...], given: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What ``make`` makes of ``key`` and of the very objects ``given``, made once."""
+        """Return the value for ``key`` and the objects ``given``, made on first use."""
         own = (*key, *map(id, given))
         kept = self._values.get(own)
         if kept is None:
@@ -63,7 +63,7 @@ class ByIdentity(Generic[T]):
 
 @dataclass
 class ConversionCache:
-    """What is known of conversions on one mesh whose axes have the same groups."""
+    """Cache of conversions on one mesh whose axes have the same groups."""
 
     seconds: dict[tuple[TensorSpec, Layout, Layout], tuple[float, float]] = field(
         default_factory=dict
@@ -77,7 +77,7 @@ MeshKey = tuple[Mesh, tuple[Group, ...], Profile | None, Source | None]
 
 @dataclass
 class PriceCache:
-    """Tables by what they hold; a batch size or the size of an axis is a key's ``int``."""
+    """All caches; an ``int`` in a key is a batch size or the size of an axis."""
 
     groups: dict[tuple[int, Mesh, tuple[int, ...], tuple[int, ...]], tuple[Cluster, Group]] = field(
         default_factory=dict
@@ -103,13 +103,13 @@ class PriceCache:
     from_parameters: dict[str, bool] = field(default_factory=dict)
     replays: ByIdentity[Replay] = field(default_factory=ByIdentity)
 
-    outlines: dict[tuple[object, ...], Outline] = field(default_factory=dict)
+    spaces: dict[tuple[object, ...], DecisionSpace] = field(default_factory=dict)
     traits: dict[tuple[object, ...], Any] = field(default_factory=dict)
     trait_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
     held_choices: dict[tuple[str, tuple[Layout, ...]], tuple[Choice, ...]] = field(
         default_factory=dict
     )
-    held: dict[tuple[int, tuple[int, ...]], dict[tuple[object, ...], Held]] = field(
+    held: dict[tuple[int, tuple[int, ...]], dict[tuple[object, ...], SavedTensors]] = field(
         default_factory=dict
     )
     kinds: ByIdentity[KindModel] = field(default_factory=ByIdentity)

@@ -1,14 +1,14 @@
-"""What things cost on one stage's mesh: conversions and ops, beside ``mesh_prices``.
+"""Prices on one stage's mesh: conversions and ops, in addition to ``mesh_prices``.
 
-In: a mesh on ranks of a cluster, a number format, an optimizer. Out: seconds and bytes per
-device. Both the solver's tables and ``evaluate`` ask here, each walking the graph its own way.
+In: a mesh on ranks of a cluster, a number format, an optimizer. Out: seconds and bytes per device.
+The solver's tables and ``evaluate`` both use these prices, each with its own walk over the graph.
 
 A conversion is the sum of its single-axis steps; a step on an axis moves the tensor that is
 whole on that axis and local on the others. An op's time is its forward and backward work at
 local shapes plus the collectives its strategy needs inside.
 
-Every time comes from the profile where there is one that knows it (measured, or interpolated
-from measurements), and else from the device's and links' figures ("spec").
+Times come from the profile if it has them (measured, or interpolated from measurements), else from
+the figures of devices and links ("spec").
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..precision import EIGHT_BITS
 from ..rules.balanced_attention import as_run
 from ..rules.expert_traffic import expert_traffic
 from ..rules_protocol import Rules as Rules
-from .basis import SCALINGS, AskedOp
+from .basis import SCALINGS, QueriedOp
 from .mesh_prices import MeshPrices
 from .op_case import op_case
 from .price_cache import find
@@ -47,14 +47,14 @@ from .seconds import Seconds as Seconds
 from .seconds import StateBytes as StateBytes
 
 CONVERSION_SECONDS = 1e-8
-"""Added to every single-axis step, so that of equal plans the one with fewer steps wins."""
+"""Seconds added to each single-axis step, so that of equal plans the one with fewer steps wins."""
 
 
 class Prices(MeshPrices):
     """Prices on ``mesh``, whose devices are the cluster's ``ranks`` in row-major order."""
 
     def conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
-        """Seconds forward and backward to bring a value from one layout to another."""
+        """The seconds, forward and backward, of converting a value from one layout to another."""
         if not spec.requires_grad:
             source, target = held_layout(source), held_layout(target)
         if source == target:
@@ -84,7 +84,7 @@ class Prices(MeshPrices):
         return forward, backward
 
     def local(self, spec: TensorSpec, layout: Layout) -> TensorSpec:
-        """A rank's part of a tensor."""
+        """Return a rank's part of a tensor."""
         shape = local_shape(spec.shape, layout, self.mesh.shape)
         return TensorSpec(shape, spec.dtype, spec.requires_grad)
 
@@ -94,7 +94,7 @@ class Prices(MeshPrices):
     def compute(
         self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout
     ) -> tuple[float, float]:
-        """Seconds forward and backward of an op's local work; ``inputs`` are global specs."""
+        """The seconds, forward and backward, of an op's local work; ``inputs`` are global specs."""
         return self._priced(node, inputs, layout)[:2]
 
     def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
@@ -154,18 +154,18 @@ class Prices(MeshPrices):
             if self.asked is not None and found.forward + found.backward > 0:
                 self.asked.unwritten.add(node.op)
         elif self.asked is not None:
-            op = AskedOp(case, bare.source, error=known.error if known is not None else 0.0)
+            op = QueriedOp(case, bare.source, error=known.error if known is not None else 0.0)
             self.asked.op(node.name, op, found.forward + found.backward)
         return found
 
     @property
     def casts_experts(self) -> bool:
-        """Tells whether the products of experts are 8-bit ones."""
+        """Return whether the products of experts are 8-bit products."""
         return self.assumptions.casts_experts and self.precision == "fp8"
 
     @property
     def cast_element_bytes(self) -> float:
-        """Bytes of an element that an 8-bit product has cast."""
+        """Return the bytes of an element cast for an 8-bit product."""
         return SCALINGS[self.assumptions.scaling][1]
 
     def _analytic(self, node: Node, work: OpWork) -> tuple[float, float]:
@@ -181,7 +181,7 @@ class Prices(MeshPrices):
     def _around_experts(
         self, node: Node, inputs: Sequence[TensorSpec], *, is_sent: bool
     ) -> tuple[float, float]:
-        """Seconds forward and backward of what experts move around their products."""
+        """The seconds, forward and backward, of memory traffic around the products of experts."""
         own = self.assumptions
         copies = ROW_COPIES[own.dispatcher if is_sent else "gather"]
         per_byte = rate(self.device, "copy", node.spec.dtype).seconds_per_byte
@@ -195,7 +195,7 @@ class Prices(MeshPrices):
         layout: NodeLayout,
         inner: Sequence[tuple[int, InnerCollective]] = (),
     ) -> Seconds:
-        """Seconds of an op; ``inner`` are its own collectives by axis."""
+        """Return the seconds of an op; ``inner`` are its own collectives by axis."""
         own = self._priced(node, inputs, layout)
         sent = [0.0, 0.0]
         whole = (*layout.inputs, *layout.outputs)
@@ -228,7 +228,7 @@ class Prices(MeshPrices):
         layout: NodeLayout,
         axes: Sequence[int],
     ) -> float:
-        """Seconds in which tokens come to their experts over some axes, or back."""
+        """Return the seconds of sending tokens to their experts over some axes, or back."""
         own = self.assumptions
         parts = self.num_parts(layout.inputs[0])
         num_experts = inputs[FIRST_WEIGHT].shape[0]
@@ -239,12 +239,13 @@ class Prices(MeshPrices):
         return self._counted(Priced(own.imbalance * seconds, 0.0, "spec")).forward
 
     def transfer(self, spec: TensorSpec, layout: Layout, link: Link) -> tuple[float, float]:
-        """Seconds forward and backward of what one rank gets from another stage."""
+        """Return the seconds, forward and backward, of the part that a rank gets from another
+        stage."""
         forward = self._message(self.local_bytes(spec, layout), link)
         return forward, forward if spec.requires_grad else 0.0
 
     def _swap(self, num_bytes: int, group: Group) -> float:
-        """Seconds in which ranks r and n - 1 - r of a group send each other so many bytes.
+        """Return the seconds in which ranks r and n - 1 - r of a group exchange ``num_bytes``.
 
         Messages of both directions pass at the same time; over several hosts most pairs cross.
         """
@@ -267,9 +268,9 @@ class Prices(MeshPrices):
 
 
 def _scaled(bare: Priced, profile: Profile, name: str, num_bytes: int) -> Priced:
-    """An op's seconds with the factor of its block, where that was measured in one piece.
+    """Scale an op's seconds by the factor of its block, if that was measured as a whole.
 
-    With as many bytes as in that block the result is measured, as the block is.
+    With as many bytes as in that block, the result counts as measured.
     """
     own = profile.factors.get(name)
     if own is None:

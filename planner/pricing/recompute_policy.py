@@ -1,19 +1,19 @@
-"""Recomputation policies: how many blocks of a stage are recomputed, and in which way.
+"""Recomputation policies: the number of recomputed blocks of a stage, by mode.
 
-In: the stage's classes of equal blocks, how many of each; what a recomputed block of each class
-adds in seconds and bytes. Out: the policies worth trying (of each class so many blocks fully and
-so many selectively recomputed) and what each adds: sums over its blocks.
+In: the stage's classes of equal blocks, with counts; the seconds and bytes that a recomputed block
+of each class adds. Out: the policies worth trying (numbers of fully and selectively recomputed
+blocks of each class) and their added seconds and bytes: sums over blocks.
 
-All policies are tried where there are few. Otherwise the blocks of the commonest kind mix two of
-the three modes at a time, and all blocks of another kind are in one mode: among equal blocks, the
-best mix for a memory limit, but for rounding to whole blocks, lies between two neighbours on the
-convex hull of (bytes, seconds).
+Few policies are all tried. Otherwise the blocks of the commonest kind mix two of the three modes at
+a time, and all blocks of another kind are in one mode: among equal blocks, the best mix for a
+memory limit, up to rounding to whole blocks, lies between two neighbours on the convex hull of
+(bytes, seconds).
 
-With ten kinds of blocks there are a million such policies. Those that can be the best for some
-limit are then found group by group (``efficient_policies``): seconds and bytes add up over
-groups and transient bytes are the largest of any, so a choice that is dominated within some
-groups stays dominated whatever the others do (Bellman 1957; the same as for a knapsack's states,
-Nemhauser and Ullmann, Management Science 15, 1969). Long Pareto fronts are thinned.
+With ten kinds of blocks there are a million such policies. The policies that can be the best for
+some limit are then found group by group (``efficient_policies``): seconds and bytes add up over
+groups and transient bytes are the largest of any, so a choice that is dominated within some groups
+stays dominated whatever the others do (Bellman 1957; the same as for a knapsack's states, Nemhauser
+and Ullmann, Management Science 15, 1969). Long Pareto fronts are thinned.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FEW_POLICIES = 400
-"""Up to so many policies all are tried."""
+"""Number of policies up to which all are tried."""
 
 MOST_STEPS = 180
-"""Of more equal blocks than this, so many numbers of recomputed ones are tried."""
+"""Maximum number of recompute counts to try; beyond it they are sampled evenly."""
 
 MOST_POLICIES = 5_000
-"""More policies than this are not listed; about so many points of a Pareto front are kept."""
+"""Maximum listed policies, and approximate maximum of points of a Pareto front."""
 
 FEWEST_POINTS = 10
-"""At least so many points of the front are kept for each transient size."""
+"""Minimum points of the front that are kept for each transient size."""
 
 
 class RecomputePolicy(NamedTuple):
-    """How many blocks of each class are recomputed, fully and selectively; () is none."""
+    """Numbers of fully and selectively recomputed blocks of each class; () is none."""
 
     full: tuple[int, ...] = ()
     selective: tuple[int, ...] = ()
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks are recomputed at all."""
+        """Return the number of recomputed blocks, in any mode."""
         return sum(self.full) + sum(self.selective)
 
 
@@ -61,7 +61,7 @@ NO_RECOMPUTE = RecomputePolicy()
 
 
 def uniform_policy(mode: Recompute, counts: Sequence[int]) -> RecomputePolicy:
-    """All blocks in the same mode.
+    """Return the policy with all blocks in the same mode.
 
     >>> uniform_policy("full", (1, 3))
     RecomputePolicy(full=(1, 3), selective=(0, 0))
@@ -80,7 +80,7 @@ class Policies:
 
     @staticmethod
     def of(policy: RecomputePolicy, num_classes: int) -> Policies:
-        """One policy as arrays."""
+        """Return one policy as arrays."""
         return Policies(np.array([[own or (0,) * num_classes] for own in policy]))
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class Policies:
         return RecomputePolicy(tuple(full), tuple(selective))
 
     def within(self, modes: Sequence[Recompute]) -> NDArray[np.bool_]:
-        """Which policies use no mode but these."""
+        """Return which policies use only these modes."""
         is_used: NDArray[np.bool_] = np.logical_or.reduce(self.blocks > 0, axis=2)
         denied = [number for number, mode in enumerate(("full", "selective")) if mode not in modes]
         allowed: NDArray[np.bool_] = ~np.logical_or.reduce(is_used[denied], axis=0)
@@ -100,7 +100,7 @@ class Policies:
     def allowed(
         self, forced: Recompute | None, modes: Sequence[Recompute], counts: Sequence[int]
     ) -> NDArray[np.bool_]:
-        """Which policies a forced mode for all blocks, or else the allowed modes leave."""
+        """Return which policies are allowed: by a mode forced for all blocks, else by ``modes``."""
         if forced is None:
             return self.within(modes)
         only = np.array(uniform_policy(forced, counts))[:, None]
@@ -108,12 +108,12 @@ class Policies:
         return allowed
 
     def sums(self, added: Floats) -> Floats:
-        """What each policy adds, given what a block adds, ``[mode, class]``."""
+        """Return the sum of each policy, given the addition of a block, ``[mode, class]``."""
         total: Floats = self.blocks[0] @ added[0] + self.blocks[1] @ added[1]
         return total
 
     def largest(self, sizes: Floats) -> Floats:
-        """The largest size of a recomputed block in each policy, 0 where none is.
+        """Return the largest size of a recomputed block in each policy, 0 without any.
 
         Given ``[mode, …, class]``; returns ``[…, policy]``.
         """
@@ -125,15 +125,15 @@ class Policies:
 
     @cached_property
     def _is_used(self) -> NDArray[np.bool_]:
-        """``[mode, class, policy]``: whether blocks of the class are recomputed in the mode."""
+        """Return ``[mode, class, policy]``: whether blocks of the class are recomputed."""
         return self.blocks.swapaxes(1, 2) > 0
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeCosts:
-    """What a recomputed block adds to one that is not: ``seconds[mode, class]`` per micro-batch,
-    ``kept_bytes[mode, class]`` (less than 0 where it saves); ``transient_bytes[mode, zero,
-    class]`` while it is recomputed."""
+    """Additional cost of a recomputed block: ``seconds[mode, class]`` per micro-batch,
+    ``kept_bytes[mode, class]`` (negative if it saves), ``transient_bytes[mode, zero, class]``
+    during recomputation."""
 
     seconds: Floats
     kept_bytes: Floats
@@ -143,8 +143,8 @@ class RecomputeCosts:
 def group_policies(
     counts: tuple[int, ...], kinds: tuple[str, ...]
 ) -> tuple[list[list[int]], list[Ints]]:
-    """Groups of classes, and the policies of each, all of which are combined with all of the
-    other groups: ``[mode, policy, class]`` numbers of recomputed blocks."""
+    """Return groups of classes, and the policies of each group, ``[mode, policy, class]`` numbers
+    of recomputed blocks, to be combined with all policies of other groups."""
     if prod(comb(count + 2, 2) for count in counts) <= FEW_POLICIES:
         return (
             [[number] for number in range(len(counts))],
@@ -165,13 +165,13 @@ def group_policies(
 
 @lru_cache(maxsize=4096)
 def num_policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> int:
-    """How many policies ``policies`` lists."""
+    """Return the number of policies that ``policies`` lists."""
     return prod(own.shape[1] for own in group_policies(counts, kinds)[1])
 
 
 @lru_cache(maxsize=4096)
 def policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> Policies:
-    """The policies of a stage with so many blocks of each class, which is of that kind.
+    """List the policies of a stage with these numbers of blocks and kinds of its classes.
 
     >>> listed = policies((1,), ("layer",))
     >>> [tuple(listed[number]) for number in range(3)]
@@ -186,7 +186,7 @@ def policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> Policies:
 
 
 def _all_pairs(count: int) -> Ints:
-    """``[mode, policy]``: every number fully and every number selectively recomputed.
+    """Return ``[mode, policy]``, all pairs of numbers of fully and selectively recomputed blocks.
 
     >>> _all_pairs(2).tolist()
     [[0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 0]]
@@ -197,7 +197,7 @@ def _all_pairs(count: int) -> Ints:
 
 
 def _mixes(count: int) -> Ints:
-    """Of so many blocks, two of the three modes at a time; of very many in even steps.
+    """Return mixes of two of the three modes over ``count`` blocks, in even steps if many.
 
     >>> _mixes(100).shape, _mixes(1000).shape, _mixes(1000)[:, -1].tolist()
     ((2, 300), (2, 540), [994, 6])
@@ -210,7 +210,7 @@ def _mixes(count: int) -> Ints:
 
 
 def _distributed(full: Ints, selective: Ints, *, counts: Ints) -> Ints:
-    """``[mode, policy, class]``: blocks taken from classes in order, the fully recomputed first."""
+    """Return ``[mode, policy, class]``: blocks taken from classes in order, full mode first."""
     before = np.cumsum(counts) - counts
     first = np.clip(full[:, None] - before, 0, counts)
     both = np.clip((full + selective)[:, None] - before, 0, counts)
@@ -220,8 +220,8 @@ def _distributed(full: Ints, selective: Ints, *, counts: Ints) -> Ints:
 def efficient_policies(
     counts: tuple[int, ...], kinds: tuple[str, ...], costs: RecomputeCosts
 ) -> Policies:
-    """The policies that no other one betters in seconds, bytes kept and transient bytes, for each
-    set of allowed modes; the first recomputes nothing, and uniform ones are among them."""
+    """Return the policies on the Pareto fronts of seconds, bytes kept and transient bytes, for each
+    set of allowed modes; the first recomputes nothing, and uniform policies are included."""
     allowed: tuple[tuple[Recompute, ...], ...] = (("full", "selective"), ("full",), ("selective",))
     modes: tuple[Recompute, ...] = ("none", "full", "selective")
     none, *uniform = (np.array(uniform_policy(mode, counts))[:, None] for mode in modes)
@@ -253,7 +253,7 @@ def _front(
     costs: RecomputeCosts,
     modes: Sequence[Recompute],
 ) -> _Points:
-    """The Pareto front of the policies that use only these modes."""
+    """Return the Pareto front of the policies that use only these modes."""
     points = _points(np.zeros((2, 1, len(counts)), dtype=np.int64), costs)
     for group, own in zip(*group_policies(counts, kinds), strict=True):
         allowed = own[:, Policies(own).within(modes)]
@@ -274,7 +274,7 @@ def _points(blocks: Ints, costs: RecomputeCosts) -> _Points:
 
 
 def _combined(one: _Points, other: _Points) -> _Points:
-    """Every point of one with every point of the other."""
+    """Combine every point of the first with every point of the second."""
     here = np.repeat(np.arange(len(one.seconds)), len(other.seconds))
     there = np.tile(np.arange(len(other.seconds)), len(one.seconds))
     return _Points(
@@ -286,8 +286,8 @@ def _combined(one: _Points, other: _Points) -> _Points:
 
 
 def _undominated(points: _Points) -> _Points:
-    """For each transient size the points that no other of that size betters in seconds and
-    bytes; of a long front as many as are kept, both ends among them."""
+    """Return for each transient size the Pareto front of seconds and bytes; a long front is
+    thinned, without losing its ends."""
     _, group = np.unique(points.transient_bytes, axis=0, return_inverse=True)
     group = group.ravel()
     order = np.lexsort((points.seconds, points.kept_bytes, group))

@@ -1,7 +1,7 @@
-"""Parts of a layer that selective recomputation runs again, as Megatron-LM names and cuts them.
+"""Parts of a layer that selective recomputation runs again, in Megatron-LM's names and bounds.
 
 In: a block and the names of parts. Out: the ops of these parts, found by the modules that made
-them. Everything else is kept, unlike in this package's own selective recomputation
+them. All other values are kept, unlike in this package's own selective recomputation
 (``planner.replay``), which keeps the results of products.
 
 Source: ``--recompute-modules`` of Megatron-LM (megatron/core/transformer/transformer_config.py);
@@ -21,10 +21,10 @@ from .choices import dims_on
 from .prices import Prices
 
 SMALLEST_AXIS = 2
-"""Ranks of the axis that dimensions of positions are found with."""
+"""Size of the axis on which dimensions of positions are found."""
 
 LATENT = "_b_proj"
-"""How modules end that project from a latent form (transformers' DeepSeek models)."""
+"""Suffix of modules that project from a latent form (transformers' DeepSeek models)."""
 
 
 def of_parts(
@@ -36,7 +36,7 @@ def of_parts(
     for part in parts:
         again |= _core(nodes, graph, prices) if part == "core_attn" else _FINDERS[part](nodes)
     kept = frozenset(node.name for node in nodes if node.name not in again)
-    skipped = kept | _scan(nodes)  # kernels over products count in the backward what they repeat
+    skipped = kept | _scan(nodes)  # kernels over products count their recomputation in the backward
     uses = ((node.name, at) for node in nodes for at in range(len(node.inputs)))
     return Replay(
         kept,
@@ -46,7 +46,7 @@ def of_parts(
 
 
 def _core(nodes: Sequence[Node], graph: Graph, prices: Prices) -> set[str]:
-    """Attention as one op, or the ops on values with two dimensions of positions (scores)."""
+    """Return attention as one op, or the ops on values with two position dimensions (scores)."""
     dims = dims_on(graph, SMALLEST_AXIS, prices)
 
     def is_square(ref: Ref) -> bool:
@@ -91,7 +91,7 @@ def _up_projections(nodes: Sequence[Node]) -> set[str]:
 
 
 def _experts_module(nodes: Sequence[Node]) -> str:
-    """Return the module of router and experts; empty where there are none."""
+    """Return the module of router and experts; "" if there is none."""
     return next((n.module.rpartition(".")[0] for n in nodes if is_expert_layer(n)), "")
 
 
@@ -112,7 +112,7 @@ def _shared_experts(nodes: Sequence[Node]) -> set[str]:
 
 
 def _scan(nodes: Sequence[Node]) -> set[str]:
-    """The convolution, the scan and the gated norm of a state-space layer."""
+    """Return the convolution, the scan and the gated norm of a state-space layer."""
     names = {packet(node.op) for node in nodes}
     module = next((node.module for node in nodes if packet(node.op) == "conv1d"), "")
     if not module or "cumsum" not in names:

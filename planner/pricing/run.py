@@ -1,8 +1,8 @@
-"""A run of blocks as one stage: its kinds, and who reads what of whom.
+"""A run of blocks as one stage: its kinds, and the values its blocks read.
 
-In: each block's kind and its edges from elsewhere (``structure`` finds them). Out: how often
-every kind and distinct edge occurs, in all and in recomputed blocks, and the classes of equal
-blocks: what the run's price depends on.
+In: each block's kind and its edges from elsewhere (``structure`` finds them). Out: the occurrences
+of every kind and distinct edge, in all and in recomputed blocks, and the classes of equal blocks:
+the facts that determine the run's price.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Use:
 class Edge:
     """A value and all its uses in one block: its conversions are made once per block.
 
-    ``name``/``index``: of a block's value its template; of a parameter its key; of a
-    received value the template of who made it, with ``first``, the stage's first use of it.
-    ``again``: an earlier block of the stage reads the value too. It is kept once for all: what
-    the blocks that are recomputed read counts with the first reader.
+    ``name``/``index``: the template of a block's value; the key of a parameter; the template of the
+    producer of a received value, with ``first``, the stage's first use of it. ``again``: an earlier
+    block of the stage reads the value too. It is kept once: values read by recomputed blocks count
+    with the first reader.
     """
 
     origin: Origin
@@ -48,16 +48,16 @@ class Edge:
 
     @property
     def is_held(self) -> bool:
-        """Whether the block keeps the value, if it is recomputed, for itself and later readers."""
+        """Return whether the block, if recomputed, keeps the value for itself and later readers."""
         return self.origin != "parameter" and not self.again
 
 
 Row = str | Edge
-"""What a stage's cost is a sum over: a kind of block, a parameter of several blocks (both by name),
-or an edge between blocks."""
+"""A summand of a stage's cost: a kind of block, a parameter of several blocks (both by name), or an
+edge between blocks."""
 
 Occurrences = tuple[int, int, int]
-"""How often a row occurs: in blocks that are not, fully and selectively recomputed."""
+"""Occurrences of a row: in blocks that are not, fully and selectively recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class BlockClass:
 
 
 Alike = tuple[str, tuple[Edge, ...]]
-"""What equal blocks of a run have in common: their kind, and their edges from elsewhere."""
+"""The key of equal blocks of a run: their kind, and their edges from elsewhere."""
 
 
 def _class_key(own: Alike) -> Any:
@@ -84,11 +84,11 @@ def _class_key(own: Alike) -> Any:
 class Run:
     """Blocks ``start`` to ``stop`` (exclusive) as one stage.
 
-    ``kinds`` and ``edges_of`` list each block's kind and its edges from elsewhere; ``counts``
-    and ``edges`` count them. ``leaves`` are the inputs, constants and buffers that it reads.
-    Runs of equal ``key`` cost the same; those of one ``family`` share decisions.
-    ``received`` maps each first use to a received value, ``sent`` counts produced values
-    that later stages read, by template. ``shared`` are the parameters of several blocks.
+    ``kinds`` and ``edges_of`` list each block's kind and its edges from elsewhere; ``counts`` and
+    ``edges`` count them. ``leaves`` are the inputs, constants and buffers that it reads. Runs of
+    equal ``key`` cost the same; runs of one ``family`` share decisions. ``received`` maps each
+    first use to a received value, ``sent`` counts produced values that later stages read, by
+    template. ``shared`` are the parameters of several blocks.
     """
 
     start: int
@@ -112,9 +112,9 @@ class Run:
 
     @cached_property
     def _alike(self) -> tuple[Alike, ...]:
-        """By block what equal blocks share: one object for all that are equal.
+        """Return the key of equal blocks for each block: one object for all that are equal.
 
-        Most equal lists of edges are one object already, which is not read again.
+        Most equal lists of edges are the same object already, which is hashed once.
         """
         marks = [*zip(self.kinds, map(id, self.edges_of), strict=True)]
         every = dict(zip(marks, zip(self.kinds, self.edges_of, strict=True), strict=True))
@@ -124,20 +124,20 @@ class Run:
 
     @cached_property
     def _distinct(self) -> list[tuple[Alike, int]]:
-        """Every ``_alike`` in order, and how many blocks it is of."""
+        """Return every distinct ``_alike`` in order, with its number of blocks."""
         counts = Counter(map(id, self._alike))
         every = dict(zip(map(id, self._alike), self._alike, strict=True))
         return [(own, counts[mark]) for mark, own in every.items()]
 
     @cached_property
     def block_classes(self) -> tuple[BlockClass, ...]:
-        """The classes of equal blocks."""
+        """Return the classes of equal blocks."""
         own = sorted(self._distinct, key=lambda each: _class_key(each[0]))
         return tuple(BlockClass(kind, edges, count) for (kind, edges), count in own)
 
     @cached_property
     def classes(self) -> tuple[tuple[BlockClass, ...], tuple[int, ...]]:
-        """The classes of equal blocks, and which each block is of."""
+        """Return the classes of equal blocks, and the class number of each block."""
         found = self.block_classes
         numbers = {(each.kind, each.edges): number for number, each in enumerate(found)}
         one = {id(own): numbers[own] for own, _ in self._distinct}
@@ -145,12 +145,12 @@ class Run:
 
     @cached_property
     def class_counts(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """How many blocks each class has, and of which kind."""
+        """Return the number of blocks and the kind of each class."""
         classes = self.block_classes
         return tuple(each.count for each in classes), tuple(each.kind for each in classes)
 
     def modes(self, policy: RecomputePolicy) -> tuple[Recompute, ...]:
-        """How each block is recomputed: of a class the first fully, then selectively."""
+        """Each block's recomputation mode: the first of a class fully, the next selectively."""
         if not policy.num_blocks:
             return tuple("none" for _ in self.kinds)
         seen: Counter[int] = Counter()
@@ -164,7 +164,7 @@ class Run:
         return tuple(found)
 
     def occurrences(self, policy: RecomputePolicy) -> Mapping[Row, Occurrences]:
-        """How often every row occurs when so many blocks of each class are recomputed."""
+        """Count every row's occurrences under a recomputation policy."""
         if policy not in self._occurrences:
             recomputed: dict[Row, list[int]] = {}
             numbers = zip(self.block_classes, policy.full, policy.selective, strict=True)
@@ -197,7 +197,7 @@ class Run:
 
     @cached_property
     def full_family(self) -> object:
-        """What runs must share for one's layouts to be meaningful in another."""
+        """Return the key of runs in which the layouts of one are valid for another."""
         return (
             tuple(self.counts),
             tuple(sorted(use for _, use in self.received)),
@@ -208,7 +208,7 @@ class Run:
 
     @cached_property
     def full_key(self) -> object:
-        """What the run's price depends on."""
+        """Return the key of runs with the same price."""
         return (
             self.classes,
             tuple(sorted(self.sent.items())),

@@ -1,15 +1,14 @@
-"""Runs of blocks that cost the same, found without pricing or even building them.
+"""Runs of blocks that cost the same, found without pricing or building them.
 
-In: a graph's structure. Out: for each pair of cuts the number of its class. Runs are of one
-class where block by block they are of one kind and read and write alike: a value made and
-read by few blocks counts by how far away its maker or its last reader is, any other value by
-its name. So a model of L equal layers has about 4 L classes (without and with the first and
-the last block) for its L²/2 runs.
+In: a graph's structure. Out: for each pair of cuts the number of its class. Runs are of one class
+if their blocks pairwise have one kind and equal reads and writes: a value with few readers counts
+by the distance of its producer or last reader, any other value by its name. So a model of L equal
+layers has about 4 L classes (without and with the first and the last block) for its L²/2 runs.
 
-Classes that differ only in how often one block is repeated make a series. From a length on at
-which every repeated block reads inside the run what its neighbours read, the seconds of a
-series are sums that grow by the same for each further block, whatever the layouts: the least
-over all layouts is concave in the length. ``chords`` uses that.
+Classes that differ only in the repetitions of one block make a series. From the length at which
+repeated blocks have equal reads inside the run, the seconds of a series grow by the same amount for
+each further block, in any layouts: the least over all layouts is concave in the length.
+``chord_bounds`` uses that.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..graph import Block, Blocks, Graph, Ref
-from ..requests.pins import nearest
+from ..requests.pins import similar_paths
 from .structure import Structure
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FAR = 4
-"""Values read by a block further away than this count by name."""
+"""Distance in blocks beyond which a value counts by name."""
 
 FEW_READERS = 2
-"""So do values read by more blocks than this."""
+"""Number of readers beyond which a value counts by name."""
 
 NO_RUN = -1
 
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Classes that differ in how often one block occurs; ``lengths`` ascending.
+    """Classes that differ in the repetitions of one block; ``lengths`` ascending.
 
-    From ``regular`` on one more block adds the same to every sum.
+    From ``regular`` on each further block adds the same to every sum.
     """
 
     classes: tuple[int, ...]
@@ -52,7 +51,7 @@ class Series:
 
 @dataclass(frozen=True)
 class RunClasses:
-    """``numbers[k, i]`` is the class of the blocks k to i − 1; ``firsts`` has a run of each."""
+    """``numbers[k, i]`` is the class of blocks k to i − 1; ``firsts`` has a run of each class."""
 
     numbers: Ints
     firsts: tuple[tuple[int, int], ...]
@@ -65,12 +64,12 @@ class RunClasses:
 
     @cached_property
     def lengths(self) -> Ints:
-        """How many blocks the runs of each class have."""
+        """Return the number of blocks in the runs of each class."""
         return np.array([stop - start for start, stop in self.firsts], dtype=np.int64)
 
     @cached_property
     def roles(self) -> Mapping[tuple[bool, bool], Ints]:
-        """The classes of the runs that may be the first stage, or the last, or both or neither."""
+        """Return the classes of runs that may be the first stage, the last, both or neither."""
         size, found = self.num_blocks, {}
         for first in (True, False):
             for last in (True, False):
@@ -82,7 +81,7 @@ class RunClasses:
 
     @cached_property
     def series(self) -> tuple[Series, ...]:
-        """Every class in one series."""
+        """Return the series, with every class in one of them."""
         found: dict[object, list[tuple[int, int]]] = {}
         for number, (start, stop) in enumerate(self.firsts):
             parts = self._parts(start, stop)
@@ -100,14 +99,14 @@ class RunClasses:
 
     @cached_property
     def _ends(self) -> Ints:
-        """For each block where the equal blocks around it end."""
+        """Return for each block the end of the equal blocks around it."""
         changes = np.flatnonzero(np.diff(self.signatures)) + 1
         bounds = np.append(changes, self.num_blocks)
         found: Ints = bounds[np.searchsorted(changes, np.arange(self.num_blocks), side="right")]
         return found
 
     def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """A run as (signature, how often in a row)."""
+        """Return a run as (signature, repetitions in a row)."""
         found = []
         while start < stop:
             end = min(int(self._ends[start]), stop)
@@ -117,7 +116,7 @@ class RunClasses:
 
 
 def run_classes(structure: Structure) -> RunClasses:
-    """The classes of all runs of a structure's blocks."""
+    """Return the classes of all runs of a structure's blocks."""
     marks, reach = _marks(structure)
     known: dict[object, int] = {}
     signatures = np.array([known.setdefault(mark, len(known)) for mark in marks], dtype=np.int64)
@@ -135,7 +134,7 @@ def run_classes(structure: Structure) -> RunClasses:
 
 
 def _marks(structure: Structure) -> tuple[list[object], int]:
-    """What tells blocks apart, and how many blocks away values that count by distance go."""
+    """Return a key that distinguishes each block, and the largest distance that values count by."""
     readers = structure.readers
     position = structure.position
     reach = 1
@@ -176,14 +175,14 @@ def _marks(structure: Structure) -> tuple[list[object], int]:
 
 
 def _leaf(structure: Structure, name: str, readers: Mapping[str, int]) -> object:
-    """An input or constant: its size, or its name where several blocks read it."""
+    """Return the key of an input or constant: its size, or its name if several blocks read it."""
     if readers[name] > 1:
         return name
     return sum(spec.num_bytes for spec in structure.graph[name].outputs)
 
 
-def samples(series: Series, growth: float = 1.3) -> tuple[int, ...]:
-    """The lengths of a series to price: all that are short, then each ``growth`` times longer.
+def sampled_lengths(series: Series, growth: float = 1.3) -> tuple[int, ...]:
+    """The lengths of a series to price: all short lengths, then each ``growth`` times longer.
 
     >>> samples(Series(tuple(range(100)), tuple(range(1, 101)), 2))
     (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 35, 46, 60, 78, 100)
@@ -195,12 +194,12 @@ def samples(series: Series, growth: float = 1.3) -> tuple[int, ...]:
     return (*chosen, series.lengths[-1])
 
 
-def chords(lengths: Ints, known: Ints, seconds: Floats, regular: int) -> Floats:
-    """Lower bounds for ``lengths`` of a series from the bounds of the ``known`` ones.
+def chord_bounds(lengths: Ints, known: Ints, seconds: Floats, regular: int) -> Floats:
+    """Return lower bounds for ``lengths`` of a series from the bounds of the ``known`` lengths.
 
-    A concave function lies above the chords between its points; below ``regular``, where
-    lengths are not alike, nothing is said between two that are known but the shorter's bound
-    (a run costs at least what a shorter one of its series does).
+    A concave function lies above the chords between its points; below ``regular``, the bound
+    between two known lengths is the shorter's (a run costs at least as much as a shorter run of its
+    series).
 
     >>> chords(np.arange(1, 6), np.array([1, 3, 5]), np.array([1.0, 3.0, 4.0]), 1).tolist()
     [1.0, 2.0, 3.0, 3.5, 4.0]
@@ -213,10 +212,10 @@ def chords(lengths: Ints, known: Ints, seconds: Floats, regular: int) -> Floats:
 
 
 def at_least(lengths: Sequence[int], seconds: Floats, slope: float) -> Floats:
-    """What runs of a series cost at least by what shorter ones do: ``slope`` more per block.
+    """Raise the lower bounds of a series to those of shorter runs plus ``slope`` per further block.
 
-    ``seconds`` are lower bounds. Taking the blocks that are more out of the longer run's best
-    way leaves a way to run the shorter one, which is cheaper by ``slope`` each at least.
+    ``seconds`` are lower bounds. Removing blocks from the best solution of a longer run gives a
+    solution of the shorter run, which is cheaper by at least ``slope`` each.
 
     >>> at_least((1, 2, 4), np.array([5.0, 1.0, 2.0]), 0.5).tolist()
     [5.0, 5.5, 6.5]
@@ -227,9 +226,9 @@ def at_least(lengths: Sequence[int], seconds: Floats, slope: float) -> Floats:
 
 
 def stage_begins(graph: Graph, blocks: Blocks, asked: Sequence[str]) -> tuple[int, ...]:
-    """The positions of the blocks that begin stages, ascending.
+    """Return the positions of the blocks that begin stages, ascending.
 
-    Raises ``UsageError`` AP181 for what is not there, AP183 for what begins inside a block.
+    Raises ``UsageError`` AP181 for unknown modules, AP183 for modules that begin inside a block.
     """
     return tuple(sorted({_position(graph, blocks, path) for path in asked}))
 
@@ -250,7 +249,7 @@ def _position(graph: Graph, blocks: Blocks, path: str) -> int:
             )  # fmt: skip
     raise UsageError(
         "AP181", f"--stage-at {path}: no such block or module",
-        fix=nearest(
+        fix=similar_paths(
             path, [*names, *(node.module for node in graph if node.module)], is_pattern=False
         )
         or f"the blocks are {', '.join(names[:8])}{' …' if names[8:] else ''}",
@@ -262,13 +261,13 @@ def _is_under(module: str, path: str) -> bool:
 
 
 def _first_of_a_module(graph: Graph, block: Block) -> str:
-    """The first op of a block that a submodule makes; ops of the model itself come before."""
+    """Return the first op of a block that a submodule makes; ops of the model itself precede it."""
     own = [name for name in block.nodes if graph[name].module]
     return (own or list(block.nodes))[0]
 
 
 def without_inner(classes: RunClasses, begins: Collection[int]) -> RunClasses:
-    """The classes without the runs that have one of these blocks after their first."""
+    """Drop runs that have one of these blocks after their first."""
     if not begins:
         return classes
     numbers = classes.numbers.copy()

@@ -1,4 +1,4 @@
-"""What a node, a parameter or a block costs: seconds by direction and resource, bytes held."""
+"""Costs of a node, a parameter or a block: seconds by direction and resource, bytes held."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Resource(IntEnum):
 
 
 MICROBATCH = slice(Resource.FORWARD_COMPUTE, Resource.PARAMETER_GATHER)
-"""The resources whose seconds are of one micro-batch."""
+"""The resources with seconds of one micro-batch."""
 
 FORWARD = slice(Resource.FORWARD_COMPUTE, Resource.BACKWARD_COMPUTE)
-"""The resources of the forward, but for gathering parameters: what recomputation repeats."""
+"""The resources of the forward that recomputation repeats: all but gathering parameters."""
 
 STEP = slice(Resource.PARAMETER_GATHER, Resource.FORWARD_ISSUE)
-"""The resources whose seconds are of a step."""
+"""The resources with seconds of a step."""
 
 
 class State(IntEnum):
@@ -61,17 +61,16 @@ HELD = slice(State.PARAMETERS, State.GATHERED)
 
 
 class Seconds(NamedTuple):
-    """Seconds of a micro-batch by direction and resource; those from ``parameter_gather`` to
-    ``optimizer`` are of a step.
+    """Seconds of a micro-batch by direction and resource; ``parameter_gather`` to ``optimizer`` are
+    seconds of a step.
 
-    ``forward_states``/``backward_states``: gathering parameters and scattering gradients in
-    every micro-batch (ZeRO 2 and 3), which recomputation does not repeat. ``parameter_gather``:
-    gathering parameters once (ZeRO 1 and 2), ``gradient_sync``: summing gradients once. All four
-    run beside compute (``seconds_of_passes``): ``*_slowed`` is how much longer that compute takes
-    if all of it does, at most as long as the collectives.
-    ``forward_issue``/``backward_issue``: what the host takes to issue the kernels, beside
-    compute, and of a stage until each block is both issued and computed. They bound a block,
-    not an op, and are in no sum of the solvers.
+    ``forward_states``/``backward_states``: gathering parameters and scattering gradients in every
+    micro-batch (ZeRO 2 and 3), which recomputation does not repeat. ``parameter_gather``: gathering
+    parameters once (ZeRO 1 and 2), ``gradient_sync``: summing gradients once. All four run beside
+    compute (``seconds_of_passes``): ``*_slowed`` is the slowdown of that compute if it covers the
+    collectives, at most as long as these. ``forward_issue``/``backward_issue``: time of the host to
+    issue the kernels, beside compute; of a stage, until each block is both issued and computed.
+    They bound a block, not an op, and are in no sum of the solvers.
     """
 
     forward_compute: float = 0.0
@@ -95,7 +94,7 @@ class Seconds(NamedTuple):
 
 
 class Priced(NamedTuple):
-    """Seconds forward and backward, where they come from, and the host's to issue them."""
+    """Seconds forward and backward, their source, and the host's seconds to issue them."""
 
     forward: float
     backward: float
@@ -119,13 +118,13 @@ COLLECTIVES_OF_STATES = (
     (Resource.PARAMETER_GATHER, Resource.GATHER_SLOWED),
     (Resource.GRADIENT_SYNC, Resource.SYNC_SLOWED),
 )
-"""What runs beside compute, and how much longer that takes."""
+"""Collectives that run beside compute, each with the slowdown of that compute."""
 
 
 def objective_weights(
     num_microbatches: int, *, exposed: float = 0.0, shares_links: bool = True
 ) -> Floats:
-    """What a second of each resource counts in the solvers' sums: seconds per micro-batch.
+    """The weight of a second of each resource in the solvers' objective (seconds per micro-batch).
 
     Collectives that take S seconds and slow compute of C seconds by s add at least max(s, S - C)
     to the objective (``seconds_of_passes``). The sum counts (1 - e)·s + e·(S - C) for them, where
@@ -148,14 +147,13 @@ def objective_weights(
 
 
 def _times_per_microbatch(resource: Resource, num_microbatches: int) -> float:
-    """1 for seconds of a micro-batch, and its share of seconds that occur once per step."""
+    """Return 1 for seconds of a micro-batch, 1/N for seconds that occur once per step."""
     is_of_step = resource in range(*STEP.indices(len(Resource)))
     return 1 / num_microbatches if is_of_step else 1.0
 
 
 def wait_weights(num_microbatches: int) -> tuple[Floats, Floats]:
-    """Weights of the seconds of a stage's first and of its last block, besides
-    ``objective_weights``.
+    """Return further weights of the seconds of a stage's first and of its last block.
 
     The first block's parameters are gathered before any compute, and its gradients are summed
     after all compute. The last block's parameters are gathered before the backward. No compute
@@ -180,8 +178,8 @@ class Groups(NamedTuple):
     counts: NDArray[np.int64]
 
 
-def grouped(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
-    """The entries and counts of ``Groups`` for blocks in order.
+def group_blocks(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
+    """Return the entries and counts of ``Groups`` for blocks in order.
 
     A run of three or more equal blocks becomes three entries: its first block, the blocks between,
     and its last block.
@@ -201,7 +199,7 @@ def grouped(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
 
 
 def exposed_one_ahead(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
-    """Seconds added to a pass in which each block is gathered while the block before it computes.
+    """The seconds added to a pass if each block is gathered while the block before it computes.
 
     The pass waits for the first block. Each other block either arrives before that compute ends,
     and lengthens it by ``slowed``, or the pass waits for it. The last axis has the entries of
@@ -215,13 +213,13 @@ def exposed_one_ahead(collectives: Floats, slowed: Floats, compute: Floats, coun
 
 
 def exposed_from_start(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
-    """Seconds added to a pass if all blocks are gathered one after the other from its start on.
+    """Return the seconds added to a pass if all blocks are gathered in sequence from its start.
 
-    Let g be the last block that the pass waits for. It arrives after ``Σ_{h≤g} S_h`` seconds,
-    in which ``Σ_{h<g} C_h`` seconds of compute are done; later collectives slow the rest by
-    ``Σ_{h>g} s_h``. So the pass takes ``max_g (Σ_{h≤g} S_h - Σ_{h<g} C_h + Σ_{h>g} s_h)`` seconds
-    longer, and at least ``Σ s_h``, if it waits for none. Summing gradients as the backward makes
-    them adds as much: it is the same process in reverse.
+    Let g be the last block that the pass waits for. It arrives after ``Σ_{h≤g} S_h`` seconds, in
+    which ``Σ_{h<g} C_h`` seconds of compute are done; later collectives slow the rest by ``Σ_{h>g}
+    s_h``. So the pass takes ``max_g (Σ_{h≤g} S_h - Σ_{h<g} C_h + Σ_{h>g} s_h)`` seconds longer, and
+    at least ``Σ s_h``, if it waits for none. Summing gradients during the backward adds as much: it
+    is the same process in reverse.
 
     >>> each = [np.array(values) for values in ((2.0, 1.0, 6.0), (0.5, 0.25, 1.5), (3.0, 4.0, 1.0))]
     >>> float(exposed_from_start(*each, [1, 1, 1]))  # block 0: 2 + 1.75; block 2: 9 - 7
@@ -235,14 +233,14 @@ def exposed_from_start(collectives: Floats, slowed: Floats, compute: Floats, cou
 
 
 def _before(values: Floats) -> Floats:
-    """For each entry the value of the entry before it; 0 for the first."""
+    """Shift values by one entry: each gets the value of the entry before it, the first 0."""
     found = np.zeros_like(values)
     found[..., 1:] = values[..., :-1]
     return found
 
 
 def _after(values: Floats) -> Floats:
-    """For each entry the value of the entry after it; 0 for the last."""
+    """Shift values by one entry: each gets the value of the entry after it, the last 0."""
     found = np.zeros_like(values)
     found[..., :-1] = values[..., 1:]
     return found
@@ -251,12 +249,12 @@ def _after(values: Floats) -> Floats:
 def seconds_of_passes(
     seconds: Floats, groups: Groups, shares_links: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """Seconds of a stage: the forward and the backward of a micro-batch; what gathering parameters
-    once per step adds to the first forward; what follows the last backward.
+    """Return a stage's seconds: a micro-batch's forward and backward; the addition of gathering
+    parameters once per step to the first forward; the time after the last backward.
 
-    ``seconds[..., RESOURCE]`` are the stage's, ``groups`` those of its blocks. Collectives of
-    states run beside compute, and beside the stage's other collectives if they do not share links
-    with those. In the forward, ZeRO 3 gathers each block while the block before it computes. In the
+    ``seconds[..., RESOURCE]`` belong to the stage, ``groups`` to its blocks. Collectives of states
+    run beside compute, and beside the stage's other collectives if they do not share links with
+    those. In the forward, ZeRO 3 gathers each block while the block before it computes. In the
     backward, while a block computes, ZeRO 3 gathers the block before it, and ZeRO 2 and 3 scatter
     the gradients of the block after it. The time in which the host issues a pass is not counted.
     """

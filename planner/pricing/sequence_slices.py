@@ -3,9 +3,9 @@
 In: the graph, its blocks, a plan, where positions are, and the slice. Out: the same with every
 value cut to the slice, under the same names. Whole values (targets, tables of positions) are cut
 where an op needs the slice's part. Causal attention takes its queries from the slice and its keys
-and values from all positions so far: those of earlier slices are a new input, and what it makes
-for the next slice is kept. Random numbers are those that the whole sequence draws there.
-Source: Li et al. 2021, TeraPipe (arXiv:2102.07988), section 3.2.
+and values from all positions so far: a new input holds those of earlier slices, and the result is
+kept for the next slice. Random numbers equal those of the whole sequence. Source: Li et al. 2021,
+TeraPipe (arXiv:2102.07988), section 3.2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from ..graph import Block, Blocks, Graph, Node, Ref, TensorSpec, map_refs
 from ..layout import INVARIANT, Layout, NodeLayout, shard
 from ..plan import Plan, StagePlan
-from ..sequence_places import COUNTED, Place, Places
+from ..sequence_places import COUNTED, SequenceDim, SequenceDims
 from ..written_attention import WrittenAttention
 from .prices import boundary_layout
 
@@ -26,8 +26,8 @@ Layouts = dict[str, NodeLayout]
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """The keys or values of an attention: ``made`` of all positions so far, ``earlier`` of those
-    before the slice, as an input of it. Dimension ``dim`` counts positions."""
+    """Keys or values of an attention: ``made`` at all positions so far, ``earlier`` before the
+    slice, as an input. Dimension ``dim`` counts positions."""
 
     made: str
     earlier: str
@@ -36,7 +36,8 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """What one slice runs. ``carried`` is by stage. The first slice has no ``earlier`` inputs."""
+    """The program of one slice. ``carried`` is by stage. ``carried`` is by stage. The first slice
+    has no ``earlier`` inputs."""
 
     graph: Graph
     blocks: Blocks
@@ -45,9 +46,9 @@ class SequenceSlice:
 
 
 def sequence_slice(
-    graph: Graph, blocks: Blocks, plan: Plan, places: Places, bounds: tuple[int, int]
+    graph: Graph, blocks: Blocks, plan: Plan, places: SequenceDims, bounds: tuple[int, int]
 ) -> SequenceSlice:
-    """The slice of positions ``bounds``. ``graph`` is at the plan's micro-batch size."""
+    """Build the slice of positions ``bounds``. ``graph`` is at the plan's micro-batch size."""
     stage_of = _stage_of_block(plan)
     stages = [_StageLayouts(stage, blocks) for stage in plan.stages]
     work = _Work(graph, places, bounds)
@@ -103,10 +104,10 @@ def _leaf_layouts(graph: Graph, stage: _StageLayouts) -> Layouts:
 
 @dataclass
 class _Work:
-    """The slice's nodes so far, and those of each block."""
+    """The slice's nodes so far, in all and by block."""
 
     graph: Graph
-    places: Places
+    places: SequenceDims
     bounds: tuple[int, int]
     nodes: list[Node] = field(default_factory=list)
     members: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -118,7 +119,7 @@ class _Work:
         return Ref(node.name)
 
     def add(self, node: Node, block: int, stage: _StageLayouts) -> None:
-        """Adds a node as the slice has it, and what it needs."""
+        """Add a node as the slice has it, with the nodes it needs."""
         layout = stage.of(node.name)
         assert layout is not None, node.name
         refs = list(node.inputs)
@@ -164,7 +165,7 @@ class _Work:
         self, node: Node, written: WrittenAttention, refs: list[Ref],
         held: tuple[int, _StageLayouts, NodeLayout],
     ) -> None:  # fmt: skip
-        """Has attention that is written out look at the keys and values of all positions so far."""
+        """Extend written-out attention to the keys and values of all positions so far."""
         block, stage, layout = held
         if node.name == written.keys:
             refs[0] = self._carry(node, "keys", refs[0], block, (stage, layout.inputs[0]))
@@ -180,7 +181,7 @@ class _Work:
             refs[1] = self.put(made, block, stage, NodeLayout((kept,), (kept,)))
 
     def _add_share(self, own: Node, block: int, stage: _StageLayouts, layout: NodeLayout) -> None:
-        """A mean over the slice's positions, as its share of the mean over all."""
+        """Add a mean over the slice's positions as its share of the mean over all."""
         place = self.places.means[own.name]
         low, high = place.rows(*self.bounds)
         mean = self.put(replace(own, name=f"{own.name}_of_slice"), block, stage, layout)
@@ -190,7 +191,7 @@ class _Work:
         self.put(share, block, stage, NodeLayout(layout.outputs, layout.outputs))
 
     def _slicing(self, node: Node, own: Node) -> Node:
-        """A slice along positions, of those that this slice of the sequence has."""
+        """Return a slice along positions, limited to this slice of the sequence."""
         source = self.places.places.get(node.inputs[0])
         made = self.places.places.get(Ref(node.name))
         if source is None or made is None or source.count == made.count:
@@ -200,7 +201,7 @@ class _Work:
         return replace(own, args=(own.args[0], made.dim, low + shift, high + shift), kwargs={})
 
     def _drawing(self, own: Node) -> Node:
-        """Random numbers as the whole sequence draws them: from where the slice lies in it."""
+        """Return random numbers as the whole sequence draws them, at the slice's offset."""
         place = self.places.places.get(Ref(own.name))
         if place is None:
             return own
@@ -208,8 +209,10 @@ class _Work:
         start[place.dim] = place.rows(*self.bounds)[0] * place.inner
         return replace(own, kwargs={**own.kwargs, "start": start})
 
-    def _cut(self, node: Node, index: int, place: Place, block: int, stage: _StageLayouts) -> Ref:
-        """The slice's part of a whole input."""
+    def _cut(
+        self, node: Node, index: int, place: SequenceDim, block: int, stage: _StageLayouts
+    ) -> Ref:
+        """Return the slice's part of a whole input."""
         ref, wanted = node.inputs[index], stage.of(node.name)
         assert wanted is not None
         spec, name = self.graph.spec(ref), f"{node.name}_slice{index}"
@@ -224,10 +227,10 @@ class _Work:
         return self._cut_merged(node, name, (ref, place, layout), block, stage)
 
     def _cut_merged(
-        self, node: Node, name: str, what: tuple[Ref, Place, Layout], block: int,
+        self, node: Node, name: str, what: tuple[Ref, SequenceDim, Layout], block: int,
         stage: _StageLayouts,
     ) -> Ref:  # fmt: skip
-        """As ``_cut``, of positions within a merged dimension, which is taken apart for it."""
+        """Cut as ``_cut``, along positions within a merged dimension, which is unmerged for it."""
         ref, place, layout = what
         spec = self.graph.spec(ref)
         low, high = place.rows(*self.bounds)
@@ -262,7 +265,7 @@ class _Work:
     def _attending(
         self, own: Node, block: int, stage: _StageLayouts, layout: NodeLayout
     ) -> tuple[Node, NodeLayout]:
-        """Causal attention of the slice's queries to all positions so far."""
+        """Return causal attention of the slice's queries to all positions so far."""
         start, stop = self.bounds
         queries, *pair = own.inputs
         made = [
@@ -297,7 +300,7 @@ class _Work:
     def _carry(
         self, own: Node, what: str, ref: Ref, block: int, held: tuple[_StageLayouts, Layout]
     ) -> Ref:
-        """The keys (or values) of all positions so far."""
+        """Return the keys (or values) of all positions so far."""
         stage, layout = held
         whole = self.graph.spec(ref)
         dim = len(whole.shape) - 2
@@ -328,7 +331,7 @@ def _whole_along(layout: Layout, dim: int) -> Layout:
 
 
 def slice_bounds(slices: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Where each slice begins and ends.
+    """Return the bounds of each slice.
 
     >>> slice_bounds((3, 2))
     ((0, 3), (3, 5))

@@ -1,9 +1,9 @@
-"""What slices of the sequences cost, and how long they should be.
+"""Costs and lengths of slices of the sequences.
 
-In: a plan of whole sequences, and a function that prices the stages of a graph. Out: the part of
-a micro-batch's time that each slice takes; lengths by the dynamic program of
-``planner.schedules.sliced``. The price of a slice is that of the graph which it runs: attention
-costs what its keys so far are worth, and small ops what they cost however short the slice is.
+In: a plan of whole sequences, and a function that prices the stages of a graph. Out: the part of a
+micro-batch's time that each slice takes; lengths by the dynamic program of
+``planner.schedules.sliced``. The price of a slice is the price of its graph: attention costs as
+much as its keys so far require, and small ops have a fixed cost.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ..graph import Blocks, Graph, Node
 from ..layout import divides
 from ..plan import Plan
 from ..schedules.sliced import slice_lengths
-from ..sequence_places import ATTENTION, Places, find_places
+from ..sequence_places import ATTENTION, SequenceDims, find_places
 from .sequence_slices import SequenceSlice, sequence_slice, slice_bounds
 from .stage_cost import StageCost
 
 Price = Callable[[Graph, Blocks, Plan], Sequence[StageCost]]
-"""The costs of a plan's stages; the graph is at the plan's micro-batch."""
+"""Function that prices a plan's stages; the graph is at the plan's micro-batch."""
 
 MOST_UNITS = 16
-"""Slice lengths are multiples of at least this part of a sequence."""
+"""Maximum units in a sequence: slice lengths are multiples of a unit."""
 
 
 class SliceShares(NamedTuple):
@@ -38,7 +38,7 @@ class SliceShares(NamedTuple):
 def slice_shares(
     graph: Graph, blocks: Blocks, plan: Plan, whole: Sequence[StageCost], price: Price
 ) -> SliceShares | None:
-    """The shares of the plan's slices, of all stages together; None where it has none."""
+    """Return the shares of the plan's slices over all stages; None if it has none."""
     if not plan.slices:
         return None
     places = find_places(graph)
@@ -55,7 +55,7 @@ def slice_shares(
 def shares_by_work(
     graph: Graph, lengths: tuple[int, ...], work: Callable[[Node], float]
 ) -> SliceShares:
-    """The shares of slices by ``work`` (FLOPs) of ops: attention by the pairs it looks at.
+    """Return the shares of slices by ``work`` (FLOPs) of ops, attention by its pairs of positions.
 
     A slice of n positions after b others has n (b + n) pairs, those of later positions included,
     which a mask hides.
@@ -73,7 +73,7 @@ def shares_by_work(
 
 
 def best_lengths(graph: Graph, blocks: Blocks, plan: Plan, price: Price) -> tuple[int, ...]:
-    """The slice lengths with the fastest step, to a sixteenth of a sequence, that the plan's
+    """Return the slice lengths with the fastest step, to a sixteenth of a sequence, that the plan's
     layouts divide.
 
     A slice of n positions after b others takes f(n) + c n b: f is priced at every length, c from
@@ -108,7 +108,12 @@ def best_lengths(graph: Graph, blocks: Blocks, plan: Plan, price: Price) -> tupl
 
 
 def _costs(
-    graph: Graph, blocks: Blocks, plan: Plan, places: Places, bounds: tuple[int, int], price: Price
+    graph: Graph,
+    blocks: Blocks,
+    plan: Plan,
+    places: SequenceDims,
+    bounds: tuple[int, int],
+    price: Price,
 ) -> Sequence[StageCost]:
     part = sequence_slice(graph, blocks, plan, places, bounds)
     axis = undivided_axis(part)
@@ -123,14 +128,14 @@ def _costs(
 
 
 def undivided_axis(part: SequenceSlice) -> str | None:
-    """A mesh axis, as ``tp=2``, over which a slice's layouts split what it does not divide."""
+    """A mesh axis, as ``tp=2``, that splits a dimension of a slice which it does not divide."""
     for stage in part.plan.stages:
         shape = stage.mesh.shape
         for name, own in stage.layouts.items():
             if name not in part.graph.by_name:
-                continue  # of a block of another stage
+                continue  # a node of another stage
             node = part.graph[name]
-            given = node.inputs if node.kind == "op" else ()  # a constant is held as it is
+            given = node.inputs if node.kind == "op" else ()  # a constant is held unsplit
             pairs = [
                 *zip(map(part.graph.spec, given), own.inputs, strict=True),
                 *zip(node.outputs, own.outputs, strict=True),
@@ -148,19 +153,19 @@ def undivided_axis(part: SequenceSlice) -> str | None:
 
 
 def is_attention(node: Node) -> bool:
-    """Whether a node is an attention that slices hand keys and values on for."""
+    """Return whether a node is an attention with keys and values that slices pass on."""
     return node.op.startswith(f"{ATTENTION}.")
 
 
 def carried_bytes(
     node: Node, pair_bytes: float, slices: tuple[int, ...], *, again: bool = False
 ) -> float:
-    """What an attention keeps for the slices of a micro-batch beyond what it keeps of it whole.
+    """Return the bytes that an attention keeps for slices beyond those for whole sequences.
 
-    ``pair_bytes`` are its keys and values of all T positions, which it keeps anyway. The slice
-    that ends at e keeps those of e positions, and a mask of its queries by e keys in the
-    attention's number format (but the first, which needs none). Where the op is run ``again`` in
-    the backward, what is kept are the keys and values of before each slice.
+    ``pair_bytes`` are its keys and values of all T positions, which it keeps anyway. The slice that
+    ends at e keeps the keys and values of e positions, and a mask of its queries by e keys in the
+    attention's number format (except the first). If the op is run ``again`` in the backward, the
+    keys and values before each slice are kept.
     """
     if not slices or not is_attention(node):
         return 0.0
@@ -173,7 +178,7 @@ def carried_bytes(
 
 
 def even_lengths(length: int, count: int) -> tuple[int, ...]:
-    """``count`` slices, as equal as can be, longer ones first.
+    """Return the lengths of ``count`` slices, as equal as possible, longer slices first.
 
     >>> even_lengths(8, 3)
     (3, 3, 2)

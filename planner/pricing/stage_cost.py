@@ -1,10 +1,10 @@
-"""What a stage costs with given layouts: seconds per micro-batch and per step, bytes.
+"""Cost of a stage with given layouts: seconds per micro-batch and per step, bytes.
 
 In: the decisions of a stage and the choice of each. Out: ``StageCost``, for any number of equal
 blocks, any ZeRO stage and any recomputation policy. A cost is a sum over rows (kinds of blocks,
-edges between blocks), each weighted by how often it occurs in blocks that are not, fully and
-selectively recomputed: ``Σ_row Σ_mode occurrences[row, mode] · seconds[row, mode]``. A row's
-costs are found once for a choice of layouts (``RowCost``).
+edges between blocks), each weighted by its occurrences in blocks that are not, fully and
+selectively recomputed: ``Σ_row Σ_mode occurrences[row, mode] · seconds[row, mode]``. A row's costs
+are found once for a choice of layouts (``RowCost``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from ...cost_model.simulator.stage_costs import Buckets
 from ..plan import Recompute
 from ..schedules.held import held_bytes
-from .assembly import GATHERED_BLOCKS, Assembly, Setting, constant_bytes, reserve
+from .assembly import GATHERED_BLOCKS, StageOptions, StageProblem, constant_bytes, context_bytes
 from .decisions import DEVICE, HOST, RECOMPUTED, SENT, ZEROS, Floats
 from .kept_bytes import RECOMPUTE_MODES
 from .kind_model import NO_STATES, NUM_FIGURES, RECEIVED, RowCost
@@ -38,7 +38,7 @@ from .seconds import (
     Resource,
     Seconds,
     State,
-    grouped,
+    group_blocks,
     seconds_of_passes,
 )
 from .stage_model import Boundary, StageModel
@@ -46,24 +46,23 @@ from .structure import Edge, Row, Run
 
 N = TypeVar("N", int, float)
 
-BRIEF = ("transient", "reserve", "communicators")
-"""Memory that the stages of a rank take in turn, or once. The prices of the search have the
-communicators of a stage's mesh in its reserve, and those of messages not at all."""
+TRANSIENT = ("transient", "reserve", "communicators")
+"""Memory that the stages of a rank share in turn, or hold once. The search counts the communicators
+of a stage's mesh in its reserve, and no communicators of messages."""
 
 BLOCK_MODES: tuple[Recompute, ...] = ("none", *RECOMPUTE_MODES)
-"""The ways to run a block: nothing recomputed, and the two of ``RECOMPUTE_MODES``."""
+"""Modes of a block: nothing recomputed, and the two of ``RECOMPUTE_MODES``."""
 
 
 @dataclass(frozen=True)
 class StageCost:
     """A stage's seconds and bytes. ``seconds`` per micro-batch and per step, see ``Seconds``.
 
-    ``receive_seconds`` are the transfers from earlier stages (forward, backward), per
-    micro-batch. ``memory_bytes`` by category, see ``StagePrediction``. ``late_seconds`` of the
-    backward are the gradients of weights, where they are deferred; None where that is not known.
-    Collectives of states run beside the compute of the blocks in ``groups``, and beside other
-    collectives unless both use the same links (``shares_links``; see ``seconds_of_passes``).
-    Without groups the stage counts as one block.
+    ``receive_seconds`` are the transfers from earlier stages (forward, backward), per micro-batch.
+    ``memory_bytes`` by category, see ``StagePrediction``. ``late_seconds`` is the part of the
+    backward for deferred weight gradients; None if unknown. Collectives of states run beside the
+    compute of the blocks in ``groups``, and beside other collectives unless both use the same links
+    (``shares_links``; see ``seconds_of_passes``). Without groups the stage counts as one block.
     """
 
     seconds: Seconds
@@ -76,7 +75,8 @@ class StageCost:
 
     @property
     def compute_seconds(self) -> tuple[float, float]:
-        """Forward and backward: until the device has computed and the host issued each block."""
+        """Return the seconds of forward and backward in which the device computes and the host
+        issues all blocks."""
         own = self.seconds
         forward = max(own.forward_compute, own.forward_issue)
         return forward, max(own.backward_compute, own.backward_issue)
@@ -91,12 +91,12 @@ class StageCost:
 
     @property
     def step_seconds(self) -> float:
-        """The optimizer, and what of gathering parameters and summing gradients is exposed."""
+        """Return the seconds of the optimizer and of exposed gathering and sums of gradients."""
         return self._passes[2] + self._passes[3]
 
     @property
     def end_seconds(self) -> float:
-        """Of these what comes after the last backward."""
+        """Return the part of ``step_seconds`` after the last backward."""
         return self._passes[3]
 
     @cached_property
@@ -106,7 +106,7 @@ class StageCost:
         return self._with_exposed(both, self.issued_groups)
 
     def _with_exposed(self, seconds: Seconds, groups: Groups) -> tuple[float, float, float, float]:
-        """See ``seconds_of_passes``."""
+        """Return the figures of ``seconds_of_passes`` as floats."""
         found = seconds_of_passes(np.array(seconds), groups, self.shares_links)
         forward, backward, gather, end = map(float, found)
         return forward, backward, gather, end
@@ -117,8 +117,7 @@ class StageCost:
 
     @cached_property
     def issued_groups(self) -> Groups:
-        """The groups, with the compute of each block at least as long as the host takes to issue
-        it."""
+        """The groups, with each block's compute at least as long as the host takes to issue it."""
         seconds = self._groups.seconds.copy()
         for compute, issue in ISSUED:
             seconds[:, compute] = np.maximum(seconds[:, compute], seconds[:, issue])
@@ -126,14 +125,14 @@ class StageCost:
 
     @cached_property
     def buckets(self) -> Buckets:
-        """Each block's share of the stage's compute and of what the stage sends once per step."""
+        """Return each block's share of the stage's compute and of its messages once per step."""
         groups = self.issued_groups
         every = np.repeat(groups.seconds, groups.counts, axis=0)
         return Buckets(*(_shares(every[:, resource]) for resource in IN_PARTS))
 
     @property
     def exposed_states(self) -> tuple[float, float]:
-        """Of collectives of states in a forward and in a backward what adds to it."""
+        """Return the exposed seconds of collectives of states in a forward and in a backward."""
         own = self.seconds
         forward, backward = self.compute_seconds
         return (
@@ -143,23 +142,23 @@ class StageCost:
 
     @property
     def slowed_share(self) -> float:
-        """The share of its compute that the stage loses beside what it does once per step."""
+        """Return the share of its compute that the stage loses beside collectives once per step."""
         own = self.seconds
         collectives = own.parameter_gather + own.gradient_sync
         slowed = own.gather_slowed + own.sync_slowed
         return min(1.0, slowed / collectives) if collectives else 0.0
 
     def objective(self, num_microbatches: int) -> float:
-        """Seconds per micro-batch with the step's share: what the solvers minimize.
+        """The seconds per micro-batch with a share of the step: the objective of the solvers.
 
-        The device's alone: that the host may take longer to issue a pass is no sum of ops.
+        They count the device alone: the host's time to issue a pass is no sum of ops.
         """
         forward, backward, gather, end = self._with_exposed(self.seconds, self._groups)
         return forward + backward + (gather + end) / num_microbatches + sum(self.receive_seconds)
 
-    def once_and_slowest(self, num_microbatches: int) -> tuple[float, float]:
-        """What a pipeline waits for the stage once, and what it waits besides if the stage is its
-        slowest: messages overlap with the compute of other micro-batches."""
+    def warmup_and_steady(self, num_microbatches: int) -> tuple[float, float]:
+        """Return (seconds paid once per step, further seconds if this stage is the bottleneck):
+        messages overlap with the compute of other micro-batches."""
         micro = self.forward_seconds + self.backward_seconds
         rest = (num_microbatches - 1) * micro + self.step_seconds
         return micro + sum(self.receive_seconds), rest
@@ -173,24 +172,24 @@ IN_PARTS = (
     Resource.FORWARD_COMPUTE, Resource.PARAMETER_GATHER,
     Resource.BACKWARD_COMPUTE, Resource.GRADIENT_SYNC,
 )  # fmt: skip
-"""The resources whose shares are those of ``Buckets``, in their order."""
+"""The resources behind the shares of ``Buckets``, in their order."""
 
 ISSUED = (
     (Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE),
     (Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE),
 )
-"""By direction: the device's compute, and the compute with the time to issue it."""
+"""Per direction: the device's compute, and the compute with the time to issue it."""
 
 
 def _shares(values: Floats) -> tuple[float, ...]:
-    """The parts of a sum; equal ones where the sum is 0."""
+    """Return the parts of a sum; equal parts if the sum is 0."""
     total = values.sum()
     equal = np.full(len(values), 1 / len(values))
     return tuple((values / total if total > 0 else equal).tolist())
 
 
-def together(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[str, N]:
-    """The bytes by category of a rank that runs several stages; those of ``once`` count once.
+def combine_bytes(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[str, N]:
+    """Combine the bytes by category of a rank's stages; categories in ``once`` count once.
 
     >>> together(({"parameters": 3, "transient": 2}, {"parameters": 1, "transient": 4}),
     ...          once=("transient",))
@@ -208,10 +207,10 @@ def together(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[s
 
 @dataclass(frozen=True, slots=True)
 class PolicyCosts:
-    """What each policy costs beside the stage with nothing recomputed.
+    """Cost of each policy in addition to the stage without recomputation.
 
-    By policy: ``seconds`` of a micro-batch, ``kept_bytes`` that a micro-batch keeps more (less
-    than 0 where it saves); all ``transient_bytes[zero, policy]``.
+    By policy: additional ``seconds`` and ``kept_bytes`` of a micro-batch (negative if it saves);
+    all ``transient_bytes[zero, policy]``.
     """
 
     policies: Policies
@@ -221,12 +220,12 @@ class PolicyCosts:
 
 
 class StageTable:
-    """The costs of a stage's rows with given layouts, from which any run of its family is priced.
+    """The costs of a stage's rows with given layouts, which price any run of its family.
 
-    ``choices`` are those of the assembly's decisions.
+    ``choices`` belong to the assembly's decisions.
     """
 
-    def __init__(self, assembly: Assembly, choices: tuple[int, ...]) -> None:
+    def __init__(self, assembly: StageProblem, choices: tuple[int, ...]) -> None:
         self.model: StageModel = assembly.model
         self.assembly = assembly
         self.choices = choices
@@ -236,10 +235,10 @@ class StageTable:
             self.rows[name] = self._shared(name)
         self._policy_costs: dict[int, PolicyCosts] = {}
         self._weight_grads: dict[str, tuple[Floats, float]] = {}
-        self._priced: dict[tuple[int, Setting], StageCost] = {}
+        self._priced: dict[tuple[int, StageOptions], StageCost] = {}
 
     def row(self, row: Row) -> RowCost:
-        """The cost of one occurrence of a row."""
+        """Return the cost of one occurrence of a row."""
         if row not in self.rows:
             self.rows[row] = self._edge(row) if isinstance(row, Edge) else self.kinds[row]
         return self.rows[row]
@@ -290,7 +289,7 @@ class StageTable:
         )  # fmt: skip
 
     def _edge(self, edge: Edge) -> RowCost:
-        """An edge between blocks: the block that reads the value keeps it if it is recomputed."""
+        """Price an edge between blocks: the reading block keeps the value if it is recomputed."""
         forward, backward = self._conversion(edge)
         recompute = forward * np.array(self.model.repeats(edge))
         seconds = np.zeros((len(BLOCK_MODES), 1, len(Resource)))
@@ -309,7 +308,8 @@ class StageTable:
         return int(self.model.source(edge).of_choice[self._choice(maker)])
 
     def _conversion(self, edge: Edge) -> tuple[float, float]:
-        """Seconds forward and backward to convert a value to all layouts that a block wants."""
+        """Return the seconds, forward and backward, to convert a value to all layouts of a
+        block."""
         forward, backward = self.model.conversions(edge)
         source = self._source_class(edge)
         _, columns = self.model.targets(edge)
@@ -323,7 +323,7 @@ class StageTable:
         )
 
     def _shared(self, name: str) -> RowCost:
-        """A parameter of several blocks."""
+        """Price a parameter of several blocks."""
         decision, choice = self.model.shared(name), self._choice(name)
         seconds = np.stack([decision.seconds[:, choice]] * len(BLOCK_MODES))
         return RowCost(
@@ -334,8 +334,8 @@ class StageTable:
         )
 
     def boundary_seconds(self, run: Run) -> tuple[Floats, Floats]:
-        """Seconds forward and backward of what a run sends with its loss, and of what it
-        receives."""
+        """Return the seconds, forward and backward, of a run's sent values with its loss, and of
+        its received values."""
         both = np.zeros((2, 2))
         for boundary, count in self.model.boundaries(run):
             own = boundary.seconds[self._choice(boundary.node)]
@@ -343,7 +343,7 @@ class StageTable:
         return both[0], both[1]
 
     def unrecomputed(self, row: Row | Boundary) -> Floats:
-        """What one occurrence of a row or boundary adds, see ``RowCost.unrecomputed``."""
+        """The addition of one occurrence of a row or boundary, see ``RowCost.unrecomputed``."""
         if not isinstance(row, Boundary):
             return self.row(row).unrecomputed
         added = np.zeros((len(ZEROS), NUM_FIGURES))
@@ -355,7 +355,7 @@ class StageTable:
         return added
 
     def policy_costs(self, run: Run) -> PolicyCosts:
-        """The run under every policy worth trying, found once."""
+        """Return the run's costs under every policy worth trying. Cached."""
         if run.key not in self._policy_costs:
             costs, counts = self._recompute_costs(run), run.class_counts
             is_short = num_policies(*counts) <= MOST_POLICIES
@@ -369,7 +369,7 @@ class StageTable:
         return self._policy_costs[run.key]
 
     def _recompute_costs(self, run: Run) -> RecomputeCosts:
-        """What a recomputed block of each class of a run adds."""
+        """Return the additional cost of a recomputed block of each class of a run."""
         kinds = [self.kinds[own.kind] for own in run.block_classes]
         rows = [
             [kind, *map(self.row, own.edges)]
@@ -383,14 +383,15 @@ class StageTable:
         )
 
     def _transient_bytes(self, listed: Policies, costs: RecomputeCosts) -> Floats:
-        """Per ZeRO stage and policy: the largest op, whole parameters, a recomputed block."""
+        """Return by ZeRO stage and policy the largest op, plus gathered weights or recomputed
+        block."""
         largest = listed.largest(costs.transient_bytes)
         transient: Floats = self._working_bytes + np.maximum(self._gathered[:, None], largest)
         return transient
 
     @property
     def transient_bytes(self) -> Floats:
-        """With nothing recomputed, by ZeRO stage: the largest op and whole parameters."""
+        """Return by ZeRO stage the largest op and gathered parameters, without recomputation."""
         return self._working_bytes + self._gathered
 
     @cached_property
@@ -403,8 +404,8 @@ class StageTable:
         return largest
 
     def seconds_per_byte(self, modes: Sequence[Recompute]) -> tuple[float, float]:
-        """The cheapest second per byte that recomputing a block costs, and the share of what
-        is kept that it can save, at most: over the kinds, without what is read from outside."""
+        """Return the least seconds per byte of recomputing a block, and the largest share of its
+        kept bytes that this saves: over the kinds, without values read from outside."""
         rates, shares = [], []
         for kind in self.kinds.values():
             saved, _, selected = kind.kept_bytes.tolist()
@@ -414,14 +415,14 @@ class StageTable:
                     shares.append(saves / saved)
         return min(rates, default=0.0), max(shares, default=0.0)
 
-    def price(self, run: Run, setting: Setting) -> StageCost:
-        """The cost of a run in a setting; the run is of this solution's family."""
+    def price(self, run: Run, setting: StageOptions) -> StageCost:
+        """Price a run in a setting; the run must be of this solution's family."""
         cost = self._priced.get((run.key, setting))
         if cost is None:
             cost = self._priced[run.key, setting] = self._price(run, setting)
         return cost
 
-    def _price(self, run: Run, setting: Setting) -> StageCost:
+    def _price(self, run: Run, setting: StageOptions) -> StageCost:
         seconds, states, kept = np.zeros(len(Resource)), np.zeros(len(State)), 0.0
         of_kind: dict[str, Floats] = {}
         for row, occurrences in run.occurrences(setting.policy).items():
@@ -445,24 +446,24 @@ class StageTable:
             memory["activations"] = held_bytes(setting.halves, kept, late_bytes)
         memory["transient"] = float(transient[setting.zero, 0])
         memory["buffers"] = float(constant_bytes(self.model, run))
-        memory["reserve"] = float(reserve(self.model))
+        memory["reserve"] = float(context_bytes(self.model))
         receive = float(received[0]), float(received[1])
         return StageCost(
             Seconds(*seconds.tolist()), receive, memory, kept, late,
             self._groups_of(run, setting, of_kind), self.model.prices.shares_links,
         )  # fmt: skip
 
-    def _groups_of(self, run: Run, setting: Setting, of_kind: Mapping[str, Floats]) -> Groups:
-        """The run's blocks in order. A parameter of several blocks counts with the first block."""
-        entries, counts = grouped(list(zip(run.kinds, run.modes(setting.policy), strict=True)))
+    def _groups_of(self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats]) -> Groups:
+        """Group the run's blocks in order. A parameter of several counts with the first block."""
+        entries, counts = group_blocks(list(zip(run.kinds, run.modes(setting.policy), strict=True)))
         seconds = np.array([of_kind[kind][BLOCK_MODES.index(mode)] for kind, mode in entries])
         for name in run.shared:
             seconds[0] += self.row(name).seconds[0, setting.zero]
         return Groups(seconds, counts)
 
     def _issued(self, kind: str, seconds: Floats, *, splits: bool) -> Floats:
-        """A block's ``seconds[mode, RESOURCE]`` with issue that ends when a pass is both computed
-        and issued; if a backward is split, when each half is."""
+        """Return a block's ``seconds[mode, RESOURCE]`` with issue that ends when a pass is both
+        computed and issued; for a split backward, when each half is."""
         seconds = seconds.copy()
         forward = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE]
         backward = [Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE]
@@ -473,13 +474,13 @@ class StageTable:
         return seconds
 
     def weight_grads(self, run: Run) -> tuple[float, float]:
-        """Seconds of the gradients of a run's weights, and bytes kept for them."""
+        """Return the seconds of a run's weight gradients, and the bytes kept for them."""
         own = [(count, *self._weight_grads_of(kind)) for kind, count in run.counts.items()]
         seconds = sum(count * float(each.max()) for count, each, _ in own)
         return seconds, sum(count * size for count, _, size in own)
 
     def _weight_grads_of(self, kind: str) -> tuple[Floats, float]:
-        """Of a block: seconds of the device and of the host, and bytes."""
+        """Return a block's weight gradients: seconds of the device and of the host, and bytes."""
         if kind not in self._weight_grads:
             start, number = self.assembly.start[kind], len(self.model.kind(kind).decisions)
             choices = enumerate(self.choices[start : start + number])

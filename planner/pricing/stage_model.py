@@ -1,8 +1,8 @@
-"""The tables of one stage mesh: decisions per kind, edges, what is kept, what each costs.
+"""Tables of one stage mesh: decisions per kind, edges, kept storages, and their costs.
 
-In: the graph's structure, prices on a mesh, what the axes are for. Out: for a kind of block
-its decisions and the edges inside it; for an edge the conversions between the layouts that
-its two ends may choose. Everything is made when first asked for and kept.
+In: the graph's structure, prices on a mesh, restrictions of its axes. Out: for a kind of block its
+decisions and the edges inside it; for an edge the conversions between the layouts that its two ends
+may choose. All tables are made on first use and cached.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .kept_bytes import (
     weight_grad_seconds,
     working_bytes,
 )
-from .kind_model import Held as Held
 from .kind_model import Kept as Kept
 from .kind_model import KindModel as KindModel
+from .kind_model import SavedTensors
 from .price_cache import ByIdentity, PriceCache
 from .prices import Prices, Seconds, boundary_layout
 from .seconds import wait_weights
@@ -46,8 +46,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Boundary:
-    """A value that a stage sends or receives, or its loss: seconds forward and backward by the
-    choice of ``node``'s decision, ``seconds[choice, direction]``."""
+    """A value that a stage sends or receives, or its loss: seconds by the choice of ``node``'s
+    decision, ``seconds[choice, direction]`` (forward, backward)."""
 
     node: str
     is_received: bool
@@ -56,14 +56,14 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The distinct layouts of one value or use, and which of them each choice has."""
+    """The distinct layouts of one value or use, and the index of each choice's layout."""
 
     layouts: tuple[Layout, ...]
     of_choice: Ints
 
     @staticmethod
     def of(layouts: Sequence[Layout], cache: PriceCache) -> Options:
-        """``cache`` makes equal lists of distinct layouts the same object."""
+        """Build the options; ``cache`` shares equal tuples of distinct layouts."""
         of_choice, firsts = classes_of(layouts)
         distinct = tuple(layouts[first] for first in firsts.tolist())
         return Options(cache.layouts.setdefault(distinct, distinct), of_choice)
@@ -71,9 +71,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The distinct layouts that an edge's uses may want; per use the one of each choice.
+    """The distinct layouts that an edge's uses may want; per use the index of each choice's layout.
 
-    ``alone``: one decision wants all, and the same of all.
+    ``alone``: all uses belong to one decision and want the same.
     """
 
     layouts: tuple[Layout, ...]
@@ -92,13 +92,12 @@ class Merged:
 
 
 WeightGrads = tuple[float, float, tuple[Part, ...]]
-"""Of a choice: seconds of the gradients of weights, of the device and of the host, and what is
-kept for them."""
+"""Weight gradients of a choice: seconds of the device and of the host, and kept storages."""
 
 
 @dataclass(frozen=True)
 class StageModel:
-    """Tables on one mesh. ``link`` joins the stage to the one before it."""
+    """Tables on one mesh. ``link`` joins the stage to the stage before it."""
 
     structure: Structure
     prices: Prices
@@ -127,12 +126,12 @@ class StageModel:
         return self.merge, self.restriction.key, self.prices.key
 
     def common(self, table: ByIdentity[T], key: tuple[object, ...], make: Callable[[], T]) -> T:
-        """What ``make`` makes, once for all models that differ in nothing but their links."""
+        """Return the result of ``make``, shared by all models that differ only in their links."""
         given = self.structure.graph, self.structure.blocks
         return table.find((*key, *self._key), given, make)
 
     def weight_grads(self, kind: str, number: int, choice: int) -> WeightGrads:
-        """The weights' half of the backward of one choice of a kind's decision."""
+        """Return the weights' half of the backward of one choice of a kind's decision."""
         key = (kind, number, choice)
         if key not in self._weight_grads:
             decision = self.kind(kind).decisions[number]
@@ -146,7 +145,7 @@ class StageModel:
         return self._weight_grads[key]
 
     def shared(self, parameter: str) -> Decision:
-        """The decision of a parameter of several blocks."""
+        """Return the decision of a parameter of several blocks."""
         found = self._shared.get(parameter)
         if found is None:
             found = self._parameter(parameter)
@@ -183,21 +182,23 @@ class StageModel:
                     uses.setdefault(ref, []).append(Use(kind, name, position))
         return tuple(Edge("block", ref.name, ref.index, tuple(u)) for ref, u in uses.items())
 
-    def _holder(self, kind: str, decisions: Sequence[Decision]) -> Callable[[int, int], Held]:
-        """``KindModel.held``, found when first asked for."""
+    def _holder(
+        self, kind: str, decisions: Sequence[Decision]
+    ) -> Callable[[int, int], SavedTensors]:
+        """Return the function ``KindModel.held``, with cached results."""
         graph, prices = self.structure.graph, self.prices
         again = replay(self.structure.blocks.kinds[kind], graph, prices)
-        by_choice: dict[tuple[int, int], Held] = {}
-        by_layout: dict[tuple[str, int], Held] = {}
+        by_choice: dict[tuple[int, int], SavedTensors] = {}
+        by_layout: dict[tuple[str, int], SavedTensors] = {}
         by_split = prices.cache.held.setdefault((graph.batch_size, prices.mesh.shape), {})
 
-        def of_layout(node: Node, layout: NodeLayout) -> Held:
+        def of_layout(node: Node, layout: NodeLayout) -> SavedTensors:
             key = (node.name, id(layout))  # by identity: hashing a layout takes longer
             found = by_layout.get(key)
             if found is None:
                 own = (node.name, splits(layout))
                 if own not in by_split:
-                    by_split[own] = Held(
+                    by_split[own] = SavedTensors(
                         saved_parts(node, layout, graph, prices),
                         working_bytes(node, layout, graph, prices),
                         kept_parts(node, layout, graph, prices, of=again),
@@ -206,13 +207,13 @@ class StageModel:
                 found = by_layout[key] = by_split[own]
             return found
 
-        def held(number: int, choice: int) -> Held:
+        def held(number: int, choice: int) -> SavedTensors:
             if (number, choice) not in by_choice:
                 decision = decisions[number]
                 layouts = decision.choices[choice].layouts
                 nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
                 own = [of_layout(node, layouts[node.name]) for node in nodes]
-                by_choice[number, choice] = Held(
+                by_choice[number, choice] = SavedTensors(
                     _distinct(held.saved for held in own),
                     max((held.working_bytes for held in own), default=0),
                     _distinct(held.selected for held in own),
@@ -223,12 +224,12 @@ class StageModel:
         return held
 
     def made(self, name: str, index: int) -> Options:
-        """The layouts in which a kind's value may be made; ``name`` is a template's."""
+        """Return the layouts in which a kind's value may be produced; ``name`` is a template's."""
         key = ("made", name, index)
         return self._options_of(key, name, lambda own: own.layouts[name].outputs[index])
 
     def wanted(self, use: Use) -> Options:
-        """The layouts in which a use may want its value."""
+        """Return the layouts in which a use may want its value."""
         node, at = use.node, use.position
         key = ("wanted", node, at)
         return self._options_of(key, node, lambda own: own.layouts[node].inputs[at])
@@ -236,7 +237,7 @@ class StageModel:
     def _options_of(
         self, key: tuple[object, ...], member: str, layout: Callable[[Choice], Layout]
     ) -> Options:
-        """The layouts of a member's value by the choices of its decision."""
+        """Return the layouts of a member's value by the choices of its decision."""
         if key not in self._options:
             choices, cache = self.home(member)[1].choices, self.prices.cache
             self._options[key] = cache.options.find(
@@ -245,7 +246,7 @@ class StageModel:
         return self._options[key]
 
     def received(self, first: Use) -> Options:
-        """The layouts in which a stage may receive a value: as its first use wants it."""
+        """The layouts in which a stage may receive a value: the layouts of its first use."""
         wanted, cache = self.wanted(first), self.prices.cache
 
         def make() -> Options:
@@ -263,7 +264,7 @@ class StageModel:
         }
 
     def home(self, name: str) -> tuple[str, Decision]:
-        """The kind (or the shared parameter's own name) and the decision of a member."""
+        """Return the kind (or the shared parameter's own name) and the decision of a member."""
         is_parameter = self.structure.graph[name].kind == "parameter"
         if is_parameter and self.structure.is_shared(name):
             return name, self.shared(name)
@@ -272,13 +273,13 @@ class StageModel:
         return kind, model.decisions[model.where[name]]
 
     def source(self, edge: Edge) -> Options:
-        """The layouts that an edge's value may come in."""
+        """Return the layouts in which an edge's value may arrive."""
         if edge.first is not None:
             return self.received(edge.first)
         return self.made(edge.name, edge.index)
 
     def repeats(self, edge: Edge) -> tuple[bool, bool]:
-        """Whether a recomputed block converts the value again, in each of ``RECOMPUTE_MODES``."""
+        """Return whether a recomputed block converts a value again, by ``RECOMPUTE_MODES``."""
         if edge not in self._repeats:
             block = self.structure.blocks.kinds[edge.uses[0].kind]
             own = replay(block, self.structure.graph, self.prices)
@@ -289,7 +290,8 @@ class StageModel:
         return self.structure.graph[edge.name].outputs[edge.index]
 
     def targets(self, edge: Edge) -> tuple[tuple[Layout, ...], tuple[Ints, ...]]:
-        """The distinct layouts that an edge's uses may want; per use the one of each choice."""
+        """Return the distinct layouts that an edge's uses may want; per use the index of each
+        choice's layout."""
         found = self._targets(edge)
         return found.layouts, found.columns
 
@@ -316,7 +318,7 @@ class StageModel:
         return cache.targets.find((), wanted, make)
 
     def conversions(self, edge: Edge) -> tuple[Floats, Floats]:
-        """Seconds forward and backward from every source layout to every target layout."""
+        """The seconds, forward and backward, from every source layout to every target layout."""
         sources, targets = self.source(edge).layouts, self._targets(edge).layouts
         spec, prices = self.spec(edge), self.prices
         return prices.converted.matrices.find(
@@ -325,7 +327,7 @@ class StageModel:
         )  # fmt: skip
 
     def merged(self, edge: Edge) -> Merged:
-        """An edge's ends and conversions with equal rows and columns made one."""
+        """Merge equal rows and columns of an edge's conversions."""
         found = self._merged.get(edge)
         if found is None:
             source, targets = self.source(edge), self._targets(edge)
@@ -345,7 +347,7 @@ class StageModel:
         return found
 
     def boundaries(self, run: Run) -> list[tuple[Boundary, int]]:
-        """What a run sends, its loss, and what it receives, with how many values of each."""
+        """Return a run's sent values, its loss and its received values, each with its count."""
         found = [(self._outgoing(name, index), count) for (name, index), count in run.sent.items()]
         if run.has_loss:
             loss = self.structure.graph.loss
@@ -354,7 +356,7 @@ class StageModel:
         return found + [(self._incoming(ref, first), 1) for ref, first in run.received]
 
     def _outgoing(self, name: str, index: int, *, is_loss: bool = False) -> Boundary:
-        """A value that is sent in its boundary layout, or the loss, which ends whole."""
+        """The boundary of a value sent in its boundary layout, or of the loss, which ends whole."""
         key = (name, index, is_loss)
         if key not in self._boundaries:
             spec, made = self.structure.graph[name].outputs[index], self.made(name, index)
@@ -364,7 +366,7 @@ class StageModel:
         return self._boundaries[key]
 
     def _incoming(self, ref: Ref, first: Use) -> Boundary:
-        """A value that is received as its first use wants it."""
+        """Return the boundary of a value received as its first use wants it."""
         spec = self.structure.graph.spec(ref)
         key = (spec, first)
         if key not in self._boundaries:
@@ -374,14 +376,14 @@ class StageModel:
         return self._boundaries[key]
 
     def block_sync(self, kind: str, zero: int) -> Seconds:
-        """What a block's collectives over the sharding axis cost besides their bytes."""
+        """Return the latency of a block's collectives over the sharding axis."""
         if not self.kind(kind).has_parameters:
             return Seconds()
         return self.prices.block_sync(zero)
 
     def least_wait(self, run: Run, zero: int, num_microbatches: int) -> float:
-        """A lower bound of what a stage waits for because nothing runs beside it: the collectives
-        of its first and last block (``wait_weights``), in seconds per micro-batch."""
+        """Return a lower bound of a stage's seconds per micro-batch in which no compute hides the
+        collectives of its first and last block (``wait_weights``)."""
         key = run.kinds[0], run.kinds[-1], run.shared, zero, num_microbatches
         if key not in self._least_waits:
             self._least_waits[key] = self._least_wait(run, zero, num_microbatches)
@@ -403,5 +405,5 @@ def _distinct(parts: Iterable[tuple[Part, ...]]) -> tuple[Part, ...]:
 
 
 def loss_layout(layout: Layout) -> Layout:
-    """Whole on every axis."""
+    """Return the layout that is whole on every axis."""
     return (INVARIANT,) * len(layout)

@@ -1,6 +1,6 @@
 """The step of a pipeline: from each stage's cost to a simulated timeline.
 
-In: a schedule, how many micro-batches, what each stage costs. Out: the timeline.
+In: a schedule, the number of micro-batches, the cost of each stage. Out: the timeline.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _UNSIMULATED = frozenset({
     "forward_states_seconds", "backward_states_seconds",
 })  # fmt: skip
 _SIMULATED = tuple(e.name for e in fields(StageCosts) if e.name not in _UNSIMULATED)
-"""What a step and its bubble follow from; the rest is what a timeline says besides."""
+"""Fields that determine a step and its bubble; the others are further figures of a timeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A schedule by name, of so many micro-batches.
+    """A schedule by name, with its number of micro-batches.
 
-    ``edges`` say which stage needs which (earlier, later), and the share of what the later one
-    receives that comes from there; without them each stage needs the one before. ``slices``
-    are those of the sequences, where they are sliced.
+    ``edges`` are dependences (earlier stage, later stage, share of the later stage's received
+    values); without them each stage depends on the stage before. ``slices`` of sequences, if they
+    are sliced.
     """
 
     schedule: str
@@ -49,8 +49,8 @@ class Pipeline:
 class MessageSeconds(NamedTuple):
     """Seconds of every message besides its bytes.
 
-    ``latency`` passes before the first byte arrives, and delays no other message. ``call`` is what
-    the sending host and the receiving host each spend on it, while their devices wait.
+    ``latency`` passes before the first byte arrives, and delays no other message. ``call`` is the
+    time that the sending and the receiving host each spend on it, while their devices wait.
     """
 
     latency: float = 0.0
@@ -66,20 +66,20 @@ def simulate_stages(
     *,
     message: MessageSeconds = NO_SECONDS,
 ) -> Timeline:
-    """The step of a pipeline of these stages."""
+    """Simulate the step of a pipeline of these stages."""
     own = _own_costs(pipeline, costs, message)
     return simulate(pipeline_table(pipeline, len(costs)), own)
 
 
 class Step(NamedTuple):
-    """Of a simulated step its seconds, and the share of them that ranks wait."""
+    """Seconds of a simulated step, and the share of them that ranks wait."""
 
     seconds: float
     bubble_fraction: float
 
 
 KnownSteps = dict[tuple[object, ...], Step]
-"""Simulated steps by all that they follow from."""
+"""Cache of simulated steps, by all facts that determine them."""
 
 
 def simulated_step(
@@ -89,9 +89,9 @@ def simulated_step(
     message: MessageSeconds = NO_SECONDS,
     known: KnownSteps | None = None,
 ) -> Step:
-    """The step of a pipeline of these stages, without its timeline.
+    """Simulate the step of a pipeline of these stages, without its timeline.
 
-    ``known`` has the steps of earlier calls, and takes this one.
+    ``known`` caches steps of earlier calls.
     """
     own = _own_costs(pipeline, costs, message)
     key = (
@@ -111,7 +111,7 @@ def _figures(values: Sequence[object] | None) -> object:
 def _own_costs(
     pipeline: Pipeline, costs: Sequence[StageCost], message: MessageSeconds
 ) -> StageCosts:
-    """What the simulator asks, without edges where they are those of a chain."""
+    """Return the simulator's input, without edges if they form a chain."""
     edges, slices = pipeline.edges, pipeline.slices
     if edges is not None and _pairs(edges) == chain(len(costs)):
         edges = None
@@ -122,7 +122,7 @@ def _own_costs(
 
 
 def pipeline_table(pipeline: Pipeline, num_stages: int) -> Schedule:
-    """The pipeline's schedule, for so many stages (parts of the model, of Chimera)."""
+    """The pipeline's schedule for ``num_stages`` stages (parts of the model, for Chimera)."""
     number, chunks, slices = pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices
     edges = None if pipeline.edges is None else _pairs(pipeline.edges)
     if slices is None and edges in (None, chain(num_stages)):
@@ -139,12 +139,12 @@ def _pairs(edges: WeightedEdges) -> Edges:
 
 @lru_cache(maxsize=16)
 def known_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """A chain's schedule, built once for several costs of its stages."""
+    """Return a chain's schedule, built once for several costs of its stages."""
     return build_schedule(name, num_stages, num_microbatches, num_chunks=num_chunks)
 
 
 def message_seconds(cluster: Cluster) -> MessageSeconds:
-    """What every message between devices of the cluster takes at least."""
+    """Return the least seconds of every message between devices of the cluster."""
     links = [host.link for host in cluster.hosts if host.num_devices > 1]
     links += [host.detour for host in cluster.hosts if host.detour is not None]
     links += [cluster.inter_link] if len(cluster.hosts) > 1 else []
@@ -153,7 +153,7 @@ def message_seconds(cluster: Cluster) -> MessageSeconds:
 
 
 def send_seconds(costs: Sequence[StageCost], edges: WeightedEdges | None = None) -> list[float]:
-    """For each stage the seconds of a micro-batch's messages to the stages that need it."""
+    """Return for each stage the seconds of a micro-batch's messages to the stages that need it."""
     found = [0.0] * len(costs)
     chained = [(target - 1, target, 1.0) for target in range(1, len(costs))]
     for source, target, share in chained if edges is None else edges:
@@ -167,7 +167,7 @@ def stage_costs(
     *,
     message: MessageSeconds = NO_SECONDS,
 ) -> StageCosts:
-    """What the simulator asks of stages that were priced."""
+    """Convert priced stages to the simulator's input."""
     received = [(target, 1.0) for target in range(1, len(costs))]
     if edges is not None:
         received = [(target, share) for _, target, share in edges]
@@ -205,7 +205,7 @@ def stage_costs(
 
 
 def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
-    """A stage's cost as the plan holds it. ``send_seconds``: forward, to the next stage."""
+    """Convert a stage's cost to a plan's prediction. ``send_seconds``: forward, to the next."""
     own = cost.seconds
     exposed = sum(cost.exposed_states)
     late = {} if cost.late_seconds is None else {"weight_gradients": cost.late_seconds}

@@ -1,9 +1,9 @@
-"""What a run of blocks consists of: kinds, and who reads what of whom.
+"""Structure of runs of blocks: kinds, and the values that blocks read from each other.
 
-In: the graph and its blocks. Out, once per graph: for each block the values that it reads
-from elsewhere; and for each run of blocks how often every distinct edge between kinds
-occurs in it, what it receives from earlier stages and sends to later ones. Node names are
-those of the first block of a kind (the template) unless a value stands for itself.
+In: the graph and its blocks. Out, once per graph: for each block the values that it reads from
+elsewhere; and for each run of blocks the occurrences of every distinct edge between kinds, and the
+values received from earlier stages and sent to later stages. Nodes are named by the first block of
+their kind (the template), other values by their own name.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .run import Use as Use
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """A block's edges where all that it reads is made in the run, and from which block on it is;
-    the parameters of several blocks that it uses."""
+    """A block's edges if all values it reads are produced in the run; the first block for which
+    that holds; the parameters of several blocks that it uses."""
 
     edges: tuple[Edge, ...]
     first: int
@@ -40,7 +40,7 @@ class _Inside:
 
 @dataclass(frozen=True)
 class Structure:
-    """The graph's blocks with what they read. ``runs`` are made on demand and kept."""
+    """The graph's blocks with the values they read. ``runs`` are made on demand and cached."""
 
     graph: Graph
     blocks: Blocks
@@ -57,7 +57,7 @@ class Structure:
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """For each op node the position of its block."""
+        """Map each op node to the position of its block."""
         return {
             name: position
             for position, block in enumerate(self.blocks.blocks)
@@ -66,7 +66,7 @@ class Structure:
 
     @cached_property
     def readers(self) -> dict[Ref, tuple[int, ...]]:
-        """For each value of a block the positions of the blocks that read it, in order."""
+        """Map each value of a block to the positions of the blocks that read it, in order."""
         found: dict[Ref, dict[int, None]] = {}
         for position, block in enumerate(self.blocks.blocks):
             for name in block.nodes:
@@ -77,7 +77,7 @@ class Structure:
 
     @cached_property
     def _shared(self) -> frozenset[str]:
-        """The parameters that several blocks use."""
+        """Return the parameters that several blocks use."""
         position, users = self.position, self.graph.users
         return frozenset(
             node.name
@@ -86,21 +86,21 @@ class Structure:
         )
 
     def is_shared(self, parameter: str) -> bool:
-        """Whether several blocks use a parameter."""
+        """Return whether several blocks use a parameter."""
         return parameter in self._shared
 
     def parameter_key(self, parameter: str) -> str:
-        """The name that a parameter's layout goes by: its template's, or its own if shared."""
+        """Return the name of a parameter's layout: its template's name, or its own if shared."""
         return parameter if self.is_shared(parameter) else self.blocks.template[parameter]
 
     @cached_property
     def outside(self) -> tuple[tuple[tuple[Ref, tuple[Use, ...]], ...], ...]:
-        """For each block the values from elsewhere that it reads, with their uses."""
+        """Return for each block the values from elsewhere that it reads, with their uses."""
         return tuple(self._outside(block) for block in self.blocks.blocks)
 
     @cached_property
     def leaves(self) -> tuple[tuple[str, ...], ...]:
-        """For each block the batch inputs, constants and buffers that it reads."""
+        """Return for each block the batch inputs, constants and buffers that it reads."""
         kinds = ("input", "constant", "buffer")
         return tuple(
             tuple(
@@ -122,7 +122,7 @@ class Structure:
         return self._leaf_bytes[key]
 
     def leaf_bytes_of_blocks(self, row_parts: int) -> tuple[int, ...]:
-        """The same of every block."""
+        """Return the same bytes for every block."""
         return tuple(leaf_bytes(self.graph, names, row_parts) for names in self.leaves)
 
     def _outside(self, block: Block) -> tuple[tuple[Ref, tuple[Use, ...]], ...]:
@@ -137,14 +137,14 @@ class Structure:
         return tuple((ref, tuple(uses)) for ref, uses in found.items())
 
     def _is_priced(self, ref: Ref, node: Node) -> bool:
-        """Whether a use of a value from elsewhere has a layout of its own to convert from."""
+        """Return whether a use of a value from elsewhere has its own layout to convert from."""
         kind = self.graph[ref.name].kind
         if kind == "parameter":
             return not is_own_parameter(ref, node, self.graph)
         return kind == "op"
 
     def own_parameters(self, block: Block) -> tuple[str, ...]:
-        """The parameters that only this block uses, in several places of it."""
+        """Return the parameters that only this block uses, several times."""
         found: dict[str, None] = {}
         for name in block.nodes:
             for ref in self.graph[name].inputs:
@@ -154,7 +154,7 @@ class Structure:
         return tuple(name for name in found if not self.is_shared(name))
 
     def own_parameter_edges(self, kind: str) -> tuple[Edge, ...]:
-        """The edges inside a kind whose values are parameters that it uses in several places."""
+        """Return the edges inside a kind from parameters that it uses several times."""
         return tuple(
             Edge("parameter", self.parameter_key(ref.name), 0, uses)
             for ref, uses in self._template_outside[kind]
@@ -162,7 +162,7 @@ class Structure:
         )
 
     def ends(self, kind: str) -> tuple[tuple[tuple[str, int], ...], tuple[Use, ...]]:
-        """What joins a kind's blocks to others: values made for them, uses of their values."""
+        """The ends of a kind's blocks: values that other blocks read, and uses of their values."""
         wanted = [
             use
             for ref, uses in self._template_outside[kind]
@@ -183,7 +183,7 @@ class Structure:
 
     @cached_property
     def _made_for_others(self) -> dict[str, dict[tuple[str, int], None]]:
-        """For each kind the values, by template, that other blocks read, and the loss."""
+        """Map each kind to its values, by template, that other blocks read, and the loss."""
         found: dict[str, dict[tuple[str, int], None]] = {}
         for ref, readers in self.readers.items():
             block = self.blocks.blocks[self.position[ref.name]]
@@ -196,7 +196,7 @@ class Structure:
         return found
 
     def run(self, start: int, stop: int) -> Run:
-        """The run of blocks ``start`` to ``stop`` (exclusive)."""
+        """Return the run of blocks ``start`` to ``stop`` (exclusive)."""
         found = self._runs.get((start, stop))
         if found is None:
             found = self._run(start, stop)
@@ -228,7 +228,7 @@ class Structure:
 
     @cached_property
     def _inside(self) -> tuple[_Inside, ...]:
-        """Of each block what is the same in every run that makes all that it reads."""
+        """Return for each block its edges in every run that produces all values it reads."""
         found = []
         for at, outside in enumerate(self.outside):
             names = [ref.name for ref, _ in outside]
@@ -238,7 +238,7 @@ class Structure:
         return tuple(found)
 
     def _edges(self, at: int, start: int, received: dict[Ref, Use]) -> tuple[Edge, ...]:
-        """A block's edges in a run from a block on; equal ones are one object."""
+        """A block's edges in a run that begins at ``start``; equal edges share one object."""
         outside = self.outside[at]
         own = tuple([self._edge(at, ref, uses, start, received) for ref, uses in outside])
         return self._known.setdefault((self.blocks.blocks[at].kind, own), own)
@@ -256,18 +256,18 @@ class Structure:
         return Edge("received", template, ref.index, uses, first, again)
 
     def first_reader(self, ref: Ref, start: int) -> int:
-        """The first block from ``start`` on that reads another one's value."""
+        """Return the first block from ``start`` on that reads another block's value."""
         readers = self.readers[ref]
         at = bisect_left(readers, start)
         return readers[at + (readers[at] == self.position[ref.name])]
 
     def first_values(self, at: int) -> list[Ref]:
-        """The values of other blocks that a block is the first to read, in any run."""
+        """Return the values of other blocks that a block is the first to read, in any run."""
         values = (ref for ref, _ in self.outside[at] if self.graph[ref.name].kind == "op")
         return [ref for ref in values if self.first_reader(ref, 0) == at]
 
     def inner_edge(self, at: int, ref: Ref, uses: tuple[Use, ...]) -> Edge:
-        """The edge to a block of a value that a block of the same run makes."""
+        """Return the edge to a block of a value produced in the same run."""
         return self._edge(at, ref, uses, 0, {})
 
     def _sent(self, start: int, stop: int) -> Mapping[tuple[str, int], int]:
@@ -280,14 +280,14 @@ class Structure:
 
     @cached_property
     def _crossed(self) -> tuple[Ints, Ints]:
-        """In which block each value of ``crossing`` is made, and in which it is read last."""
+        """Return for each value of ``crossing`` the block that produces it, and its last reader."""
         every = [(made, last) for _, made, last in self.crossing]
         made, last = np.array(every, dtype=np.int64).reshape(-1, 2).T
         return made, last
 
     @cached_property
     def crossing(self) -> tuple[tuple[Ref, int, int], ...]:
-        """Values read outside their block: made in which block, last read in which."""
+        """Return values read outside their block: (value, producing block, last reading block)."""
         return tuple(
             (ref, self.position[ref.name], readers[-1])
             for ref, readers in self.readers.items()
@@ -296,7 +296,7 @@ class Structure:
 
 
 def leaf_bytes(graph: Graph, names: Iterable[str], row_parts: int) -> int:
-    """Return the bytes that inputs, constants and buffers take on a rank, whatever the layouts.
+    """Return the bytes of inputs, constants and buffers on a rank, in any layouts.
 
     A leaf with rows of the batch is cut into ``row_parts`` parts; every other leaf is held whole.
     """
@@ -313,4 +313,4 @@ _OF_ANY_BATCH = (
     "position", "readers", "outside", "leaves", "crossing", "_crossed", "_inside", "_shared",
     "_template_outside", "_made_for_others",
 )  # fmt: skip
-"""What does not depend on shapes."""
+"""Cached properties that do not depend on shapes."""

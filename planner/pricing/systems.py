@@ -1,12 +1,12 @@
-"""How other systems train a configuration: what their prices assume, by name.
+"""Training by other systems: the assumptions behind their prices, by name.
 
 In: a system's name and a precision. Out: ``CostAssumptions`` and the kernels that its programs run.
-Systems of which ``simulate`` and the validation know:
+Systems for ``simulate`` and the validation:
 
 - ``megatron``: Megatron-LM with TransformerEngine. One group shards a parameter's states and sums
   its gradient over all ranks that hold it; sequence parallelism gathers inputs again in the
-  backward; selective recomputation is that of attention's core; products in 8 bits keep the cast
-  of their inputs, and experts' products are such ones too; tokens are sent to experts.
+  backward; selective recomputation runs attention's core again; products in 8 bits keep the cast
+  of their inputs, as do experts' products; tokens are sent to experts.
 - ``torchtitan``: FSDP2 over all ranks that hold a parameter, blocks compiled; torchao's casts to 8
   bits read and write each tensor once more; tokens are sent to experts.
 - ``deepspeed``: each op is a kernel; states, gradients and tokens as in ``megatron``.
@@ -28,8 +28,8 @@ Kernels = Literal["eager", "compiled", "fused"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A system's title, its kernels, whether tensor parallelism splits sequences outside of
-    products, and the assumptions of its prices in fp8."""
+    """A system's title, its kernels, the assumptions of its prices in fp8; ``splits_sequences``:
+    tensor parallelism splits sequences outside of products."""
 
     title: str
     kernels: Kernels

@@ -1,8 +1,8 @@
-"""Cross-mesh transfers: who sends which box of a tensor from one mesh to another.
+"""Cross-mesh transfers: the boxes of a tensor that devices of one mesh send to another mesh.
 
-In: a tensor's global shape, its layout on the source mesh and on the target mesh. Out: the
-messages after which every target device has exactly its box: each element once, from one
-of the devices that hold it. Layouts are S and I (R is taken as I: the value is the same).
+In: a tensor's global shape, its layout on the source mesh and on the target mesh. Out: the messages
+after which every target device has exactly its box: each element once, from a device that holds it.
+Layouts are S and I (R is taken as I: the value is the same).
 
 Source: the slice algorithm of Zhuang et al. 2023, "On Optimizing the Communication of Model
 Parallelism" (arXiv:2211.05322), section 3, with a greedy balance of the senders' loads.
@@ -46,11 +46,11 @@ def transfers(
     target_layout: Layout,
     target_mesh: Mesh,
 ) -> tuple[Transfer, ...]:
-    """The messages that bring a tensor from one mesh to another, sorted by target and box.
+    """Return the messages that move a tensor from one mesh to another, sorted by target and box.
 
-    A box that several source devices hold comes from the one that has sent the least so far,
-    and among those from the one at the most similar position in its mesh. A pair of devices
-    exchanges at most one box. Raises ValueError for a partial layout or an uneven split.
+    A box that several source devices hold comes from the device that has sent the least so far;
+    ties go to the most similar position in the mesh. A pair of devices exchanges at most one box.
+    Raises ValueError for a partial layout or an uneven split.
 
     >>> from autoparallel.planner.layout import INVARIANT, shard
     >>> two = Mesh(("dp",), (2,)), Mesh(("tp",), (2,))
@@ -94,7 +94,7 @@ def transfers(
 
 
 def intersect(first: Region, second: Region) -> Region:
-    """The box that two boxes share.
+    """Return the intersection of two boxes.
 
     >>> intersect(((0, 4), (0, 2)), ((2, 6), (0, 2)))
     ((2, 4), (0, 2))
@@ -103,7 +103,7 @@ def intersect(first: Region, second: Region) -> Region:
 
 
 def relative(box: Region, frame: Region) -> tuple[slice, ...]:
-    """The slices that cut ``box`` out of a local tensor that holds ``frame``.
+    """Return the slices that cut ``box`` out of a local tensor that holds ``frame``.
 
     >>> relative(((2, 4),), ((2, 6),))
     (slice(0, 2, None),)

@@ -1,7 +1,7 @@
-"""What a parameter takes in the optimizer's step, from measurements.
+"""Seconds of the optimizer's step per parameter, from measurements.
 
-In: a profile, an optimizer's name. Out: seconds per parameter over the bytes of its master
-that a rank steps. They are kept among the profile's transfers, on the level of one device.
+In: a profile, an optimizer's name. Out: seconds per parameter over the bytes of its master that a
+rank steps. They are stored among the profile's transfers, on the level of one device.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from ...cost_model.profile.lookup import Profile
 from ...cost_model.profile.transfers import TransferCurve, transfer_curve
 
 HOST_EFFICIENCY = 0.5
-"""Of the rate of a host's memory, what an optimizer's step on its cores reaches; an estimate."""
+"""Share of a host's memory rate that an optimizer's step on its cores reaches; an estimate."""
 
 HOST_LINK = 12e9
-"""Bytes per second to a host of which nobody said anything: PCIe 3.0 x16."""
+"""Bytes per second to a host without figures: PCIe 3.0 x16."""
 
 LEVEL = "device"
 LIBRARY = "torch"
 
 
 def update_kind(optimizer: str) -> str:
-    """The kind under which an optimizer's step is kept.
+    """Return the kind under which a profile stores an optimizer's step.
 
     >>> update_kind("adamw")
     'update.adamw'
@@ -31,9 +31,9 @@ def update_kind(optimizer: str) -> str:
 
 
 def update_curve(profile: Profile, optimizer: str) -> TransferCurve | None:
-    """Seconds of the step over bytes of a parameter; None where it was not measured.
+    """Return the curve of step seconds over bytes of a parameter; None if it was not measured.
 
-    The model's own optimizer counts before the one by name.
+    The model's own optimizer takes precedence over ``optimizer``.
     """
     for name in (profile.update, optimizer):
         kind = update_kind(name)
@@ -44,7 +44,7 @@ def update_curve(profile: Profile, optimizer: str) -> TransferCurve | None:
 
 
 def step_bytes(policy: PrecisionPolicy) -> int:
-    """Bytes that a step moves per parameter: all states read, all but the gradient written.
+    """Return the bytes a step moves per parameter: reads of all states, writes of all but gradient.
 
     A gradient of fewer bytes than the master is first written in its format, and read. In host
     memory the master is written in its format of compute too, to be sent to the device.
@@ -58,11 +58,11 @@ def step_bytes(policy: PrecisionPolicy) -> int:
 
 
 def host_update_seconds(numel: float, policy: PrecisionPolicy, device: Device) -> float:
-    """Seconds of a step of ``numel`` parameters in the host's memory, one part after the other.
+    """Return the seconds of a step of ``numel`` parameters in host memory, its parts in sequence.
 
-    Gradients go down and parameters up over the device's link to its host, and the host's cores
-    move what ``step_bytes`` says in between: bytes over rates, nothing at the same time. A device
-    without figures of its host has those of PCIe 3 and of as much memory bandwidth.
+    Gradients go down and parameters up over the device's link to its host, and in between the
+    host's cores move ``step_bytes``: bytes over rates, without overlap. A device without figures of
+    its host gets the rate of PCIe 3 for link and memory.
     """
     link = device.host_link_bytes_per_second or HOST_LINK
     memory = HOST_EFFICIENCY * (device.host_bytes_per_second or HOST_LINK)

@@ -1,7 +1,7 @@
-"""The older versions of their weights that stages hold under asynchronous schedules.
+"""Older versions of weights that stages hold under asynchronous schedules.
 
-In: a schedule's name, the number of stages and of micro-batches. Out: how many versions each
-stage holds, and their bytes.
+In: a schedule's name, the number of stages and of micro-batches. Out: the number of versions on
+each stage, and their bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .stage_cost import StageCost
 
 
 def is_asynchronous(schedule: str | None) -> bool:
-    """Whether a schedule of this name updates weights while micro-batches are under way.
+    """Return whether a schedule of this name updates weights while micro-batches are under way.
 
     >>> is_asynchronous("pipedream"), is_asynchronous("1f1b")
     (True, False)
@@ -26,7 +26,7 @@ def is_asynchronous(schedule: str | None) -> bool:
 
 
 def num_versions(name: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """How many versions of its weights each stage holds at most; 1 in synchronous schedules.
+    """Return the maximum number of weight versions on each stage; 1 in synchronous schedules.
 
     >>> num_versions("pipedream", 3, 6), num_versions("1f1b", 3, 6)
     ((3, 2, 1), (1, 1, 1))
@@ -38,14 +38,14 @@ def num_versions(name: str, num_stages: int, num_microbatches: int) -> tuple[int
 
 
 def version_bytes(plan: Plan, stage: int, parameters: float) -> float:
-    """Bytes of the older versions of a stage's weights, of ``parameters`` bytes in all copies."""
+    """Return the bytes of older versions of a stage's weights, of ``parameters`` bytes in all."""
     rules = policy(plan.model.precision, plan.model.optimizer, plan.states)
     held = num_versions(plan.schedule, len(plan.stages), plan.num_microbatches)
     return (held[stage] - 1) * parameters * _version_share(rules)
 
 
 def with_versions(cost: StageCost, versions: int, rules: PrecisionPolicy) -> StageCost:
-    """The cost of a stage that keeps so many versions of its weights."""
+    """Return the cost of a stage that keeps ``versions`` versions of its weights."""
     if versions == 1:
         return cost
     older = (versions - 1) * cost.memory_bytes["parameters"] * _version_share(rules)
@@ -53,9 +53,9 @@ def with_versions(cost: StageCost, versions: int, rules: PrecisionPolicy) -> Sta
 
 
 def _version_share(rules: PrecisionPolicy) -> float:
-    """Of the bytes of parameters, in all copies, those that a version of them takes.
+    """Return the share of one version in the bytes of parameters in all copies.
 
-    Versions are kept as the blocks compute with them: in mixed precision without a master copy.
+    Versions are kept in the compute format: in mixed precision without a master copy.
     """
     copies = rules.gathered_bytes + (rules.parameter_bytes if rules.is_mixed else 0)
     return rules.gathered_bytes / copies

@@ -1,14 +1,14 @@
-"""What a block takes in one piece, against the sum of its ops measured one by one.
+"""Time of a block measured as a whole, against the sum of its ops measured one by one.
 
-In: a graph, its blocks, a profile that has whole blocks among its ops. Out: by node the factor
-of its seconds, forward and backward, that makes the ops of a block add up to what the block
-took. It holds what no op by itself shows: values that have left the caches, views, sums
-of gradients of values used more than once, and the interpreter between the ops. Ops that were
-not measured themselves are scaled like the others, so that a block alone, measured in one piece,
-gives its time; ops of blocks that were not measured have the mean factor of those that were.
+In: a graph, its blocks, a profile that has whole blocks among its ops. Out: by node a factor of its
+seconds, forward and backward, with which the ops of a block add up to the block's time. It captures
+effects that no single op shows: values that have left the caches, views, sums of gradients of
+values used more than once, and the interpreter between the ops. Ops that were not measured
+themselves are scaled like the others, so that a block alone, measured in one piece, gives its time;
+ops of blocks that were not measured have the mean factor of measured blocks.
 
-A whole block is kept as an op case: ``BLOCK_OP`` on the block's inputs at the rows of one rank,
-its arguments a hash of what it computes. Of several of one kind the nearest in bytes counts.
+A whole block is kept as an op case: ``BLOCK_OP`` on the block's inputs at the rows of one rank, its
+arguments a hash of its computation. Of several cases of one kind the nearest in bytes counts.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ ONE_DEVICE = Mesh(("dp",), (1,))
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """A block of a graph as it was measured: in one piece, and as the sum of its ops."""
+    """A block of a graph as it was measured: as a whole, and as the sum of its ops."""
 
     whole: tuple[float, float]
     summed: tuple[float, float]
     num_bytes: tuple[int, ...]
-    """What each of its ops reads and writes."""
+    """Bytes that each of its ops reads and writes."""
 
     @property
     def factors(self) -> Iterator[Factor]:
-        """By op."""
+        """Yield the factor of each op."""
         ratios = [_ratio(*each) for each in zip(self.whole, self.summed, strict=True)]
         return (Factor(ratios[0], ratios[1], each) for each in self.num_bytes)
 
@@ -58,14 +58,14 @@ def _ratio(whole: float, summed: float) -> float:
 
 
 def block_inputs(graph: Graph, block: Block) -> tuple[Ref, ...]:
-    """What a block takes from outside, its own parameters and buffers among it, by first use."""
+    """Return the values a block reads from outside (parameters, buffers too), by first use."""
     own = set(block.nodes)
     found = (ref for name in block.nodes for ref in graph[name].inputs if ref.name not in own)
     return tuple(dict.fromkeys(found))
 
 
 def block_case(graph: Graph, block: Block, tf32: Collection[str] = ()) -> OpCase:
-    """A block on one device at the graph's batch size, as it is kept in a profile.
+    """Return the profile's case of a block on one device, at the graph's batch size.
 
     ``tf32`` are the families that the device computes in TF32.
     """
@@ -83,7 +83,7 @@ def block_case(graph: Graph, block: Block, tf32: Collection[str] = ()) -> OpCase
 
 
 def _tf32_of(graph: Graph, block: Block, families: Collection[str]) -> tuple[str, ...]:
-    """Of these families those that the block has float32 products of."""
+    """Return the families among ``families`` of the block's float32 products."""
     nodes = [graph[name] for name in block.nodes if graph[name].spec.dtype == "float32"]
     works = (default_rules.work(each, input_specs(each, graph), each.outputs) for each in nodes)
     return tuple(sorted({work.family for work in works} & set(families)))
@@ -92,7 +92,7 @@ def _tf32_of(graph: Graph, block: Block, families: Collection[str]) -> tuple[str
 def whole_blocks(
     graph: Graph, blocks: Blocks, cluster: Cluster, basis: Basis, *, precision: Precision
 ) -> Basis:
-    """``basis`` with the factors that its profile's whole blocks give the nodes of ``graph``."""
+    """Return ``basis`` with its profile's factors of whole blocks for the nodes of ``graph``."""
     profile = basis.used
     if profile is None:
         return basis
@@ -121,7 +121,7 @@ def whole_blocks(
 
 
 def _node_bytes(graph: Graph, name: str) -> int:
-    """What an op reads and writes."""
+    """Return the bytes that an op reads and writes."""
     node = graph[name]
     return sum(spec.num_bytes for spec in (*input_specs(node, graph), *node.outputs))
 
@@ -133,7 +133,7 @@ def _compared(
     profile: Profile,
     measured: Mapping[str, list[tuple[OpCase, Measurement]]],
 ) -> _Compared | None:
-    """The nearest block of this kind that was measured, beside its ops; None if none was."""
+    """Compare the nearest measured block of this kind with its ops; None if there is none."""
     tf32 = cluster.device(0).tf32 or ()
     own = block_case(graph, block, tf32)
     same = [each for each in measured.get(own.arguments, ()) if _rows(graph, block, each[0], tf32)]
@@ -151,7 +151,7 @@ def _compared(
 def seconds_by_ops(
     graph: Graph, block: Block, cluster: Cluster, profile: Profile
 ) -> tuple[float, float]:
-    """Seconds of a block on one device, forward and backward, as the sum of its ops."""
+    """Return the seconds of a block on one device, forward and backward, as the sum of its ops."""
     bare = replace(profile, factors={}, rest=(1.0, 1.0))
     prices = Prices(ONE_DEVICE, cluster, (0,), "fp32", "adamw", default_rules, profile=bare)
     forward = backward = 0.0
@@ -165,7 +165,7 @@ def seconds_by_ops(
 
 
 def _rows(graph: Graph, block: Block, case: OpCase, tf32: Collection[str]) -> int | None:
-    """The batch size at which the block has the case's inputs; None if there is none."""
+    """Return the batch size at which the block has the case's inputs; None if there is none."""
     refs = block_inputs(graph, block)
     if len(refs) != len(case.tensors):
         return None
@@ -182,7 +182,7 @@ def _rows(graph: Graph, block: Block, case: OpCase, tf32: Collection[str]) -> in
 
 
 def _digest(graph: Graph, block: Block) -> str:
-    """What the block computes, whatever its names and its batch."""
+    """Return a hash of the block's computation, independent of names and batch."""
     numbers = {name: index for index, name in enumerate(block.nodes)}
     lines = [
         [

@@ -1,1 +1,1 @@
-"""The search in proposers: each makes candidates from a context and the pool so far."""
+"""The search as proposers: each makes candidates from a context and the pool so far."""

@@ -1,9 +1,9 @@
-"""Pipelines whose ranks are alike: what interleaved and replicated candidates are made of.
+"""Pipelines with equal ranks: the bases of interleaved and replicated candidates.
 
-In: the candidates so far. Out: pipelines of one stage per rank, a chain of stages that all have
-the same mesh; those with the least work on their busiest rank first. Where a schedule of several
-stages per rank is forced and no such pipeline was found, one is made of each mesh that a stage
-of a pipeline has, and at other micro-batch sizes.
+In: the candidates so far. Out: pipelines of one stage per rank, a chain of stages on equal meshes,
+ordered by the work of their busiest rank. If a schedule of several stages per rank is forced and
+there is no such pipeline, pipelines are made with the mesh of each stage on all ranks, and at other
+micro-batch sizes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ..search.candidates import (
     candidate,
     edges,
     models_of,
-    simulated,
+    simulate_stages,
 )
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 
 MOST_BASES = 4
-"""Pipelines that other kinds of candidates are made of."""
+"""Maximum pipelines that serve as bases of other candidates."""
 
 
 def groups_of_bases(context: SearchContext, pool: CandidatePool) -> Iterator[list[Candidate]]:
-    """The pipelines to use; then, where plans of one stage per rank are not allowed and nothing
-    came of these, others."""
+    """Yield the bases; then, if plans of one stage per rank are not allowed and these led to
+    nothing, further bases."""
     bases = alike_pipelines(context, pool)
     yield bases
     if not context.request.allows_one_stage:
@@ -43,7 +43,7 @@ def groups_of_bases(context: SearchContext, pool: CandidatePool) -> Iterator[lis
 
 
 def alike_pipelines(context: SearchContext, pool: CandidatePool) -> list[Candidate]:
-    """The pipelines of the pool, each set of cuts, mesh and micro-batch size once."""
+    """Return the pipelines of the pool, each set of cuts, mesh and micro-batch size once."""
     below = pool.step_seconds if context.request.allows_one_stage else float("inf")
     by_kind: dict[object, tuple[float, int, Candidate]] = {}
     for number, each in enumerate(pool.ranked()):
@@ -59,13 +59,13 @@ def alike_pipelines(context: SearchContext, pool: CandidatePool) -> list[Candida
 
 
 def is_alike(context: SearchContext, made: Candidate) -> bool:
-    """Whether all stages have one mesh, and each needs the one before it."""
+    """Return whether all stages have one mesh, and form a chain."""
     meshes = {model.prices.mesh for model, _ in made.answers}
     return len(meshes) == 1 and edges(context, made.rows, made.stages) is None
 
 
 def with_one_mesh(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """The pool's pipelines with stages of one size, every stage on one mesh."""
+    """Yield the pool's pipelines with stages of one size, every stage on one mesh."""
     seen: set[object] = set()
     for each in pool.ranked():
         sizes = {stage.num_devices for stage in each.stages}
@@ -81,7 +81,7 @@ def with_one_mesh(context: SearchContext, pool: CandidatePool) -> Iterator[Candi
 
 
 def _on_mesh(context: SearchContext, pipeline: Candidate, mesh: Mesh) -> Candidate | None:
-    """The pipeline with all stages on a mesh; None where one does not fit."""
+    """Solve the pipeline with all stages on a mesh; None if one of them does not fit."""
     chosen: list[Chosen] = []
     number = len(pipeline.stages)
     for stage, depth in zip(pipeline.stages, stage_depths(None, number), strict=True):
@@ -93,11 +93,11 @@ def _on_mesh(context: SearchContext, pipeline: Candidate, mesh: Mesh) -> Candida
             return None
         chosen.append((solver, answer))
     schedule, stages = context.in_flight_schedule, pipeline.stages
-    return simulated(context, pipeline.rows, schedule, stages, models_of(chosen))
+    return simulate_stages(context, pipeline.rows, schedule, stages, models_of(chosen))
 
 
 def at_other_sizes(context: SearchContext, bases: list[Candidate]) -> Iterator[Candidate]:
-    """The pipelines at other micro-batch sizes: with the next more micro-batches first."""
+    """Yield the pipelines at other micro-batch sizes, more micro-batches first."""
     every = set(microbatch_rows(context.structure.graph, context.request, context.cluster))
     for base in bases:
         for rows in sorted(every - {base.rows}, key=lambda rows: (rows > base.rows, -rows)):
@@ -109,5 +109,5 @@ def at_other_sizes(context: SearchContext, bases: list[Candidate]) -> Iterator[C
 
 
 def _seconds(base: Candidate) -> float:
-    """T of a pipeline."""
-    return total_seconds([cost.once_and_slowest(base.num_microbatches) for cost in base.costs])
+    """Return T of a pipeline."""
+    return total_seconds([cost.warmup_and_steady(base.num_microbatches) for cost in base.costs])

@@ -1,13 +1,13 @@
-"""Where to cut blocks into runs, so that the heaviest is as light as can be.
+"""Cuts of blocks into runs with the heaviest run as light as possible.
 
-In: the weights of blocks in order, as their FLOPs; a number of runs. Out: where the runs begin.
-By dynamic programming over ends and runs; runs that are heavier than those of some cut are left
-out, which leaves few to look at.
+In: the weights of blocks in order, such as FLOPs; a number of runs. Out: the starts of the runs.
+Dynamic programming over ends and runs; runs heavier than the heaviest of a known cut are left out,
+which leaves few.
 
-Or so that ranks with several runs each have about as much: from a cut, a block at a time goes
-from a run of the heaviest rank to one of the lightest, as long as the squares of the ranks'
-weights then sum to less. (The runs of V-shaped schedules cannot all be alike where the first and
-the last one are on one rank, with a light embedding and a heavy loss.)
+``rebalance`` balances ranks with several runs each: blocks move one at a time from a run of the
+heaviest rank to a run of the lightest, while this lowers the sum of the ranks' squared weights. (In
+V-shaped schedules, runs cannot all be equal: the first and the last, a light embedding and a heavy
+loss, share a rank.)
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[Any]
 
 MARGIN = 1e-9
-"""Squares that are less by no more than this part are not less, but rounded."""
+"""Relative difference of sums of squares that counts as rounding."""
 
 NUM_HALVINGS = 40
-"""Of the range that the heaviest run's weight is looked for in."""
+"""Number of halvings of the range of the heaviest run's weight."""
 
 
 def block_flops(graph: Graph, blocks: Blocks, rules: Rules) -> list[float]:
-    """Forward and backward FLOPs of each block: of a kind's first one."""
+    """Return the forward and backward FLOPs of each block, from the first block of its kind."""
     flops: dict[str, float] = {}
     for kind, block in blocks.kinds.items():
         flops[kind] = 0.0
@@ -45,10 +45,9 @@ def block_flops(graph: Graph, blocks: Blocks, rules: Rules) -> list[float]:
 
 
 def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
-    """Where ``number`` runs of blocks begin, so that the heaviest is as light as can be.
+    """Return the starts of ``number`` runs of blocks with the heaviest run as light as possible.
 
-    Of equally heavy cuts the one whose runs' squares sum to least, where each run is added to
-    the best cut of what is before it.
+    Ties go to the least sum of squares, where each run is added to the best cut before it.
 
     >>> balanced([1.0, 1.0, 1.0, 3.0, 1.0], 3)
     (0, 3, 4)
@@ -60,7 +59,7 @@ def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
     most, squares = np.full(count + 1, np.inf), np.full(count + 1, np.inf)
     most[0] = squares[0] = 0.0
     places = np.arange(count + 1)
-    rank = places  # in the order of where the runs up to a stop begin: the earliest cuts win
+    rank = places  # order of the starts of runs up to a stop: the earliest cuts win
     before = []
     for _ in range(number):
         heaviest = np.maximum(most[starts], own)
@@ -81,11 +80,11 @@ def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def evened(
+def rebalance(
     weights: Sequence[float], starts: Sequence[int], parts: Sequence[Sequence[int]]
 ) -> tuple[int, ...]:
-    """A cut near one that begins at ``starts``, whose ranks, with the runs ``parts`` each, are
-    about as heavy as each other. Of equally good moves the one that leaves runs most alike.
+    """Move blocks between the runs of ``starts`` until the ranks, with the runs ``parts`` each, are
+    about equally heavy. Ties go to the most equal runs.
 
     >>> evened([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0], (0, 2, 4, 6), ((0, 3), (1, 2)))
     (0, 3, 4, 6)
@@ -112,7 +111,7 @@ def evened(
 
 
 def _moved(at: Places, giving: int, taking: int) -> Places:
-    """The ends of runs where one has a block less and another one more."""
+    """Return the ends of runs after one run gives a block to another."""
     found = at.copy()
     if giving < taking:
         found[giving + 1 : taking + 1] -= 1
@@ -122,15 +121,15 @@ def _moved(at: Places, giving: int, taking: int) -> Places:
 
 
 def _squares(sums: Floats, at: Places, ranks: Places) -> tuple[float, float]:
-    """The squares of the weights of ranks, and of runs."""
+    """Return the sums of squared weights of ranks, and of runs."""
     runs = np.diff(sums[at])
     return float((np.bincount(ranks, weights=runs) ** 2).sum()), float((runs**2).sum())
 
 
 def _runs(sums: Floats, most: float) -> tuple[Places, Floats]:
-    """For each end the starts of runs that weigh ``most`` or less, and their weights.
+    """Return for each end the starts of runs that weigh ``most`` or less, and their weights.
 
-    ``[end, choice]``; what is no run, or heavier, weighs infinitely much.
+    ``[end, choice]``; other entries are infinite.
     """
     ends = np.arange(len(sums))
     width = max(1, int((ends - np.searchsorted(sums, sums - most)).max()))
@@ -141,7 +140,7 @@ def _runs(sums: Floats, most: float) -> tuple[Places, Floats]:
 
 
 def _enough(sums: Floats, number: int) -> float:
-    """A weight that no run of some cut is above, near the least such; rounded up."""
+    """Return an upper bound, near the least, of the heaviest run's weight."""
     low, high = sums[-1] / number, sums[-1]
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
@@ -150,7 +149,7 @@ def _enough(sums: Floats, number: int) -> float:
 
 
 def _fits(sums: Floats, number: int, most: float) -> bool:
-    """Whether ``number`` runs of no more than ``most``, each as long as can be, are enough."""
+    """Return whether ``number`` runs of at most ``most``, each as long as possible, suffice."""
     at, count = 0, len(sums) - 1
     for _ in range(number):
         at = int(np.searchsorted(sums, sums[at] + most, side="right")) - 1

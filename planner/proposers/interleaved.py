@@ -1,10 +1,9 @@
 """Several stages (chunks) per pipeline rank: interleaved, breadth-first, ZB-V, DualPipeV.
 
-In: pipelines of one stage per rank whose ranks are alike. Out: candidates with the layouts and
-ZeRO stages of such a pipeline, its blocks cut into several times as many stages, placed as the
-schedule places them. Cuts balance FLOPs: of all stages, and of all ranks. Every stage is priced
-from the tables that the pipeline was solved with, and blocks are recomputed only where a rank's
-stages would not fit (``rank_memory``).
+In: pipelines of one stage per rank with equal ranks. Out: candidates with the layouts and ZeRO
+stages of such a pipeline, its blocks cut into more stages, placed by the schedule. Cuts balance the
+FLOPs of all stages, or of all ranks. Every stage is priced from the tables that solved the
+pipeline, and blocks are recomputed only if a rank's stages would not fit (``rank_memory``).
 
 The options are ordered by a lower bound, the busiest rank's work,
 
@@ -12,8 +11,8 @@ The options are ordered by a lower bound, the busiest rank's work,
 
 where "before" are the forwards and messages that its first stage waits for with the first
 micro-batch, and "behind" the backwards and messages from that stage on with the last one. A
-schedule that puts gradients of weights off may have them done meanwhile: then T is no less than
-without B behind it, nor than with B less these gradients.
+schedule that defers weight gradients may compute them meanwhile: then T is at least the bound
+without B behind it, and the bound with B less these gradients.
 """
 
 from __future__ import annotations
@@ -25,38 +24,38 @@ from operator import itemgetter
 
 from ..errors import UsageError
 from ..intra_op.intra_op import StageAnswer
-from ..pricing.assembly import Assembly, Solution
+from ..pricing.assembly import Solution, StageProblem
 from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy
-from ..pricing.stage_cost import BRIEF, StageCost, StageTable, together
+from ..pricing.stage_cost import TRANSIENT, StageCost, StageTable, combine_bytes
 from ..pricing.stage_model import StageModel
 from ..requests.request import MOST_CHUNKS
-from ..schedules.held import splits, stage_halves
+from ..schedules.held import splits, stage_half_pairs
 from ..schedules.schedules import can_have, find_schedule, parts_of_ranks
-from ..search.candidates import Candidate, edges, simulated
+from ..search.candidates import Candidate, edges, simulate_stages
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
-from ..search.translated import translated
+from ..search.translated import reindex_solution
 from .alike import groups_of_bases
-from .balanced import balanced, block_flops, evened
+from .balanced import balanced, block_flops, rebalance
 from .rank_memory import RankStage, recomputed_to_fit
 
 MOST_ACTIONS = 16_384
-"""Stages times micro-batches of a pipeline that is tried."""
+"""Maximum stages times micro-batches of a pipeline."""
 
 NUM_CHUNKS = (2, 3, 4, 6, MOST_CHUNKS)
 FEW_CHUNKS, MOST_STAGES = 4, 128
-"""Numbers of stages per rank that are tried; more than a few only where that makes no more stages
-than this, as the time to price and simulate a pipeline grows with them."""
+"""Numbers of stages per rank to try; more than ``FEW_CHUNKS`` only up to ``MOST_STAGES`` stages, as
+the time to price and simulate a pipeline grows with them."""
 
 MOST_SIMULATED = 12
-"""Options of one schedule that are simulated."""
+"""Maximum options of one schedule that are simulated."""
 
 ROUNDING = 1e-9
-"""A bound may exceed what is simulated by so much, as both are sums of rounded numbers."""
+"""Relative excess of a bound over a simulation that is due to rounding."""
 
 
 def interleaved(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """The pool's pipelines with several stages per rank, the most promising first."""
+    """Yield the pool's pipelines with several stages per rank, the most promising first."""
     if not context.request.chunked_schedules:
         return
     for bases in groups_of_bases(context, pool):
@@ -71,7 +70,7 @@ def interleaved(context: SearchContext, pool: CandidatePool) -> Iterator[Candida
 def _of_bases(
     context: SearchContext, pool: CandidatePool, bases: Sequence[Candidate]
 ) -> Iterator[Candidate]:
-    """The candidates of some pipelines."""
+    """Yield the candidates of some pipelines."""
     bounded = sorted(
         ((option.least_seconds(), number, option)
          for number, option in enumerate(_options(context, bases))),
@@ -90,7 +89,7 @@ def _of_bases(
 
 
 def _options(context: SearchContext, bases: Sequence[Candidate]) -> Iterator[Interleaving]:
-    """Every cut of the pipelines under every schedule that is allowed and not too large."""
+    """Yield every cut of the pipelines under every allowed schedule that is not too large."""
     request, flops = (
         context.request,
         block_flops(context.structure.graph, context.structure.blocks, context.rules),
@@ -111,7 +110,7 @@ def _options(context: SearchContext, bases: Sequence[Candidate]) -> Iterator[Int
                 if not can_have(schedule, number, count, chunks):
                     continue
                 even = starts.setdefault(number, balanced(flops, number))
-                by_rank = evened(flops, even, parts_of_ranks(schedule, ranks, chunks))
+                by_rank = rebalance(flops, even, parts_of_ranks(schedule, ranks, chunks))
                 for cuts in dict.fromkeys((even, by_rank)):
                     option = Interleaving(context, base, pricing, schedule, chunks, cuts)
                     if option.is_priced and context.begins_as_asked(option.stages):
@@ -120,10 +119,10 @@ def _options(context: SearchContext, bases: Sequence[Candidate]) -> Iterator[Int
 
 @dataclass
 class ChunkPricing:
-    """Stages of any blocks on the ranks of a pipeline, with the layouts that it has.
+    """Prices of stages of any blocks on the ranks of a pipeline, with its layouts.
 
-    A kind of block has the layouts of the first stage that has one: with one stage per rank it
-    has the most micro-batches in flight, and here all ranks hold about as many.
+    A kind of block has the layouts of its first stage: with one stage per rank that has the most
+    micro-batches in flight, and here all ranks hold about as many.
     """
 
     context: SearchContext
@@ -139,14 +138,14 @@ class ChunkPricing:
         }
 
     def model(self, rank: int, before: int) -> StageModel:
-        """The model of a rank's mesh where values come from rank ``before``."""
+        """Return the model of a rank's mesh with values coming from rank ``before``."""
         base = self.base
         stage, source = base.stages[rank], base.stages[before]
         link = None
         if before != rank - 1:
             link = self.context.cluster.send_link(source.devices, stage.devices)
         own = base.answers[rank][0]
-        for free in (False, True):  # as the axes of the pipeline's mesh are
+        for free in (False, True):  # free axes as in the pipeline's mesh
             solver = self.context.solver(
                 base.rows, own.prices.mesh, stage.first_device, free=free, link=link
             )
@@ -155,12 +154,12 @@ class ChunkPricing:
         return solver.model
 
     def stage(self, rank: int, before: int, start: int, stop: int) -> RankStage | None:
-        """A stage of a rank, its blocks not recomputed; None where layouts do not apply."""
+        """Return a stage of a rank, without recomputation; None if layouts do not apply."""
         model, base = self.model(rank, before), self.base
         run = self.context.at(base.rows).run(start, stop)
         key = id(model), run.family
         if key not in self._tables:
-            assembly = Assembly(model, run)
+            assembly = StageProblem(model, run)
             solution = self._solution(model, assembly)
             table = None
             if solution is not None:
@@ -171,13 +170,13 @@ class ChunkPricing:
             return None
         return RankStage(known, run, zero, ((1, 0),), base.num_microbatches, splits=False)
 
-    def _solution(self, model: StageModel, assembly: Assembly) -> Solution | None:
+    def _solution(self, model: StageModel, assembly: StageProblem) -> Solution | None:
         found: dict[str, tuple[int, ...]] = {}
         for owner in assembly.start:
             if owner not in self.layouts:
                 return None
             source, choices = self.layouts[owner]
-            own = translated(source, model, {owner: choices})
+            own = reindex_solution(source, model, {owner: choices})
             if own is None:
                 return None
             found.update(own)
@@ -209,11 +208,11 @@ class Interleaving:
 
     @property
     def is_priced(self) -> bool:
-        """Whether every stage has layouts."""
+        """Return whether every stage has layouts."""
         return len(self.priced) == len(self.stages)
 
     def least_seconds(self) -> float:
-        """A lower bound of the step, nothing recomputed."""
+        """Return a lower bound of the step without recomputation."""
         count = self.base.num_microbatches
         costs = [stage.cost(NO_RECOMPUTE) for stage in self.priced]
         late = [0.0] * len(costs)
@@ -238,7 +237,7 @@ class Interleaving:
     def _waits(
         self, seconds: Sequence[float], costs: Sequence[StageCost], direction: int
     ) -> list[float]:
-        """For each stage what the stages before it take, with the messages between ranks."""
+        """Return by stage the time of the stages before it, with messages between ranks."""
         received = [cost.receive_seconds[direction] for cost in costs[1:]]
         moves = [
             seconds if rank != other else 0.0
@@ -248,13 +247,13 @@ class Interleaving:
         return list(accumulate((own + move for own, move in pairs), initial=0.0))
 
     def candidate(self) -> Candidate | None:
-        """The candidate, blocks recomputed where its ranks would not fit; None where the schedule
-        cannot run its stages."""
+        """Build the candidate, with blocks recomputed where its ranks would not fit; None if the
+        schedule cannot run its stages."""
         context, base = self.context, self.base
         if edges(context, base.rows, self.stages) is not None:
             return None
         number, count = len(self.stages), base.num_microbatches
-        held = stage_halves(self.schedule, number, count, self.chunks)
+        held = stage_half_pairs(self.schedule, number, count, self.chunks)
         is_split = splits(self.schedule)
         stages = [
             replace(stage, held=own, splits=is_split)
@@ -273,7 +272,7 @@ class Interleaving:
             for member, stage, policy in zip(members, own, policies, strict=True):
                 answers[member] = _answered(replace(stage, zero=zero), policy, gap)
         try:
-            return simulated(
+            return simulate_stages(
                 context, base.rows, self.schedule, self.stages,
                 [answers[member] for member in range(number)],
                 num_chunks=self.chunks, base=base,
@@ -284,8 +283,8 @@ class Interleaving:
     def _fitted(
         self, stages: list[RankStage], limit: float
     ) -> tuple[tuple[RecomputePolicy, ...], int]:
-        """What a rank's stages recompute, and their ZeRO stage: the pipeline's own, or a higher
-        one where that does not fit."""
+        """Return the recomputation of a rank's stages, and their ZeRO stage: the pipeline's own, or
+        a higher stage if that does not fit."""
         request = self.context.request
         zero = stages[0].zero
         found: tuple[tuple[RecomputePolicy, ...], int] | None = None
@@ -303,16 +302,16 @@ class Interleaving:
 def fits(
     stages: Sequence[RankStage], policies: Sequence[RecomputePolicy], limit_bytes: float
 ) -> bool:
-    """Whether the stages of a rank fit together."""
+    """Return whether the stages of a rank fit together."""
     costs = [stage.cost(policy) for stage, policy in zip(stages, policies, strict=True)]
-    total = sum(together([cost.memory_bytes for cost in costs], once=BRIEF).values())
+    total = sum(combine_bytes([cost.memory_bytes for cost in costs], once=TRANSIENT).values())
     return total <= limit_bytes
 
 
 def _answered(
     stage: RankStage, policy: RecomputePolicy, gap: float
 ) -> tuple[StageModel, StageAnswer]:
-    """A stage's answer with some of its blocks recomputed."""
+    """Return a stage's answer under a recomputation policy."""
     table, setting = stage.table, stage.setting(policy)
     solution = table.assembly.solution(table.choices)
     objective = stage.cost(policy).objective(stage.num_microbatches)

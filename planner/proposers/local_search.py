@@ -1,13 +1,12 @@
 """Local search over cuts: pipelines that the dynamic program passed over.
 
-In: a context, the pool. Out: candidates that may take less than the best so far, the most promising
-first. T = Σ q + max m knows nothing of backwards in two halves, of which the second may fill a
-wait, nor of hosts that bind a stage: of pipelines that it holds for equal a schedule may like one
-far better. Where there are few pipelines all of them are looked at, elsewhere those next to the
-best, with one cut moved by a block.
+In: a context, the pool. Out: candidates that may be faster than the best so far, the most promising
+first. T = Σ q + max m ignores split backwards, with a second half that may fill a wait, and hosts
+that bind a stage: of pipelines with equal T, one may be much faster under a schedule. If there are
+few pipelines, all are considered; otherwise neighbours of the best, with one cut moved by a block.
 
 Each has the bound of ``candidates.least_seconds`` with its stages' figures, the backward in halves
-where a schedule may split it; what is not below the best needs no simulation.
+if a schedule may split it; pipelines with a bound above the best are not simulated.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ from ..search.space import tilings
 
 MOST_DEVICES = 16
 MOST_FEW = 2_000
-"""Pipelines of all micro-batch sizes that are all looked at."""
+"""Maximum pipelines of all micro-batch sizes that are all considered."""
 
 MOST_CUTS = 5_000
-"""Cuts of the blocks into stages: with more, pipelines are not few."""
+"""Maximum cuts of the blocks into stages for pipelines to count as few."""
 
 MOST_CLIMBED = 8
-"""How often the winner's cuts are moved by a block."""
+"""Maximum rounds of moving the winner's cuts."""
 
 MOST_STAGES = 8
-"""Of more, which take long to simulate, no cut is moved."""
+"""Maximum stages of a pipeline whose cuts are moved; more take long to simulate."""
 
 Stages = tuple[StageChoice, ...]
 
 
 def local_search(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """The candidates of few pipelines, or else of those next to the fastest, then next to the
-    fastest of these, and so on."""
+    """Yield the candidates of few pipelines, or else neighbours of the fastest, then of the fastest
+    of these, and so on."""
     if pool.best is None:
         return
     began = context.budget.work
@@ -58,7 +57,7 @@ def local_search(context: SearchContext, pool: CandidatePool) -> Iterator[Candid
         best = pool.best
         if len(best.stages) > MOST_STAGES:
             return
-        moved = filter(context.begins_as_asked, shifted(best.stages))
+        moved = filter(context.begins_as_asked, shift_cuts(best.stages))
         yield from _better(context, pool, [(best.rows, stages) for stages in moved], began)
         if pool.best is best or _is_late(context, began):
             return
@@ -74,10 +73,10 @@ def _better(
     pipelines: Iterable[tuple[int, Stages]],
     began: float,
 ) -> Iterator[Candidate]:
-    """The candidates of the pipelines that were not simulated and may be faster than the best."""
+    """Yield the candidates of pipelines that were not simulated and may be faster than the best."""
     known = {proposal.key for proposal in pool.proposals}
     new = [each for each in pipelines if each not in known]
-    for least, proposal in promising(
+    for least, proposal in bounded_below(
         context, new, pool.step_seconds, lambda: _is_late(context, began)
     ):
         if least < pool.step_seconds:
@@ -87,7 +86,7 @@ def _better(
 def few_pipelines(
     context: SearchContext, rows: Sequence[int], numbers: tuple[int, ...]
 ) -> list[tuple[int, Stages]] | None:
-    """All pipelines of all micro-batch sizes; None where they are not few."""
+    """Return all pipelines of all micro-batch sizes; None if these are not few."""
     if context.cluster.num_devices > MOST_DEVICES or not is_few(context, numbers):
         return None
     every = ((each, stages) for each in rows for stages in stagings(context, each, numbers))
@@ -96,7 +95,7 @@ def few_pipelines(
 
 
 def is_few(context: SearchContext, numbers: tuple[int, ...]) -> bool:
-    """Whether there are few ways to cut the blocks into so many stages."""
+    """Return whether there are few cuts of the blocks into these numbers of stages."""
     num_blocks = len(context.structure.blocks.blocks)
     return sum(comb(num_blocks - 1, number - 1) for number in numbers) <= MOST_CUTS
 
@@ -104,7 +103,7 @@ def is_few(context: SearchContext, numbers: tuple[int, ...]) -> bool:
 def stagings(
     context: SearchContext, rows: int, numbers: tuple[int, ...]
 ) -> Iterator[tuple[StageChoice, ...]]:
-    """Every cut of the blocks on every tiling of the devices, as far as cuts are free."""
+    """Yield every cut of the blocks on every tiling of the devices, as far as cuts are free."""
     num_blocks = len(context.structure.blocks.blocks)
 
     def extend(
@@ -130,8 +129,8 @@ def stagings(
                     yield stages
 
 
-def shifted(stages: Stages) -> Iterator[Stages]:
-    """The pipelines with one cut moved by a block."""
+def shift_cuts(stages: Stages) -> Iterator[Stages]:
+    """Yield the pipelines with one cut moved by a block."""
     for at in range(len(stages) - 1):
         before, after = stages[at], stages[at + 1]
         for cut in (before.stop - 1, before.stop + 1):
@@ -140,14 +139,13 @@ def shifted(stages: Stages) -> Iterator[Stages]:
                 yield (*stages[:at], *moved, *stages[at + 2 :])
 
 
-def promising(
+def bounded_below(
     context: SearchContext,
     pipelines: Iterable[tuple[int, Stages]],
     below: float,
     is_late: Callable[[], bool] = lambda: False,
 ) -> list[tuple[float, PipelineProposal]]:
-    """Those that may take less than so much, with what they take at least, the least first;
-    none more are priced once it is late."""
+    """Return pipelines with a lower bound under ``below``, sorted by it; stop pricing when late."""
     found = []
     for rows, stages in pipelines:
         if is_late():
@@ -159,7 +157,7 @@ def promising(
 def _draft(
     context: SearchContext, rows: int, stages: Stages
 ) -> Iterator[tuple[float, PipelineProposal]]:
-    """A pipeline priced, with a bound of its step; nothing where it does not fit."""
+    """Price a pipeline and yield it with a bound of its step; yield nothing if it does not fit."""
     needs = edges(context, rows, stages)
     answers: list[StageAnswer] = []
     depths = stage_depths(needs, len(stages))
@@ -170,7 +168,7 @@ def _draft(
             return
         answers.append(found[1])
     count = context.num_microbatches(rows)
-    seconds = total_seconds([each.cost.once_and_slowest(count) for each in answers])
+    seconds = total_seconds([each.cost.warmup_and_steady(count) for each in answers])
     yield (
         answers_seconds(answers, count, needs, context.request.schedules),
         PipelineProposal(rows, Pipeline(stages, seconds)),
@@ -183,7 +181,7 @@ def answers_seconds(
     needs: WeightedEdges | None,
     schedules: Collection[str],
 ) -> float:
-    """What stages take at least, run like this, under any of some schedules."""
+    """A lower bound of the step of stages run as in ``answers``, under any of ``schedules``."""
     halved = needs is None and len(answers) > 1 and any(map(splits, schedules))
     figures = []
     for answer in answers:

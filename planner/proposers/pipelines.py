@@ -2,9 +2,8 @@
 
 A node of the search is a micro-batch size with a tiling of the devices
 (``search.branch_and_bound``). Nodes with stages of one size come first, so that there soon is a
-plan; then those that mix sizes. The most promising node is followed first, its stages priced no
-further than needed. Each pipeline that is found is simulated under every schedule that the request
-allows.
+plan; then nodes of mixed sizes. The most promising node is expanded first, its stages priced
+lazily. Each pipeline found is simulated under every schedule that the request allows.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..inter_op.branches_search import branch_pipelines
-from ..pricing.branches import sections
+from ..pricing.branches import find_sections
 from ..pricing.step import KnownSteps
 from ..requests.request import MOST_CHUNKS
 from ..search.bound import work_bound
@@ -24,18 +23,18 @@ from ..search.pool import CandidatePool
 from ..search.space import mixed_tiling, uniform_tiling
 
 NEAR = 1.05
-"""Proposals of another part that are within this factor of the best are taken in."""
+"""Factor of the best step up to which proposals of another part are added to the pool."""
 
 SOON = 800
-"""The work after which a first plan is made of what is known."""
+"""The work after which a first plan is made from the nodes known so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """What the search of some micro-batch sizes found: proposals with their steps, fastest first.
+    """Result of the search of some micro-batch sizes: proposals with their steps, fastest first.
 
-    ``steps`` are those that were simulated. ``is_open``: something may yet fit; ``excess_bytes``
-    by how much the rest does not.
+    ``steps`` were simulated. ``is_open``: further plans may fit; ``excess_bytes`` of plans that do
+    not.
     """
 
     proposals: tuple[tuple[float, PipelineProposal], ...]
@@ -45,12 +44,12 @@ class Explored:
 
 
 def dynamic_program(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """The best pipelines of every micro-batch size, stages of one size first, then of any."""
+    """Yield the best pipelines of every micro-batch size: stages of one size, then mixed sizes."""
 
     def first(sizes: tuple[int, ...]) -> Explored:
         return _explored(context, pool, sizes)
 
-    for number, found in enumerate(context.workers.map(explored, first=first)):
+    for number, found in enumerate(context.workers.map(explore_sizes, first=first)):
         pool.is_open |= found.is_open
         if number:  # the first part filled this pool
             context.beyond += found.excess_bytes
@@ -60,8 +59,8 @@ def dynamic_program(context: SearchContext, pool: CandidatePool) -> Iterator[Can
                     yield from pool.simulate(proposal)
 
 
-def explored(context: SearchContext, sizes: tuple[int, ...]) -> Explored:
-    """What the search of some micro-batch sizes found, here or in another process."""
+def explore_sizes(context: SearchContext, sizes: tuple[int, ...]) -> Explored:
+    """Search some micro-batch sizes, in this process or in another."""
     return _explored(context, CandidatePool(context), sizes)
 
 
@@ -81,8 +80,8 @@ def _explored(context: SearchContext, pool: CandidatePool, sizes: tuple[int, ...
 
 
 class _Exploration:
-    """The search of some micro-batch sizes; candidates go into the pool as they are found, as
-    what was found says which nodes are worth following."""
+    """The search of some micro-batch sizes; candidates enter the pool at once, as their cost
+    decides which nodes are expanded."""
 
     def __init__(self, context: SearchContext, pool: CandidatePool, sizes: tuple[int, ...]) -> None:
         self.context, self.pool, self.sizes = context, pool, sizes
@@ -91,14 +90,14 @@ class _Exploration:
         self._works: dict[int, float] = {}
 
     def run(self) -> None:
-        """Follows nodes with stages of one size, then of any."""
+        """Expand nodes with stages of one size, then of mixed sizes."""
         context, nodes = self.context, list[SearchNode]()
         for index, rows in enumerate(self.sizes):
             if self.pool.proposals and context.is_late(0.5):
                 break
             context.observe(f"micro-batches of {rows} rows", index, len(self.sizes))
             uniform = list(self._uniform(rows))
-            for node in uniform:  # a first plan soon, of as few stages as fit: what Ctrl-C leaves
+            for node in uniform:  # find a first plan soon, for Ctrl-C
                 if self.pool.proposals:
                     break
                 self._follow([node], until_first=True)
@@ -113,30 +112,30 @@ class _Exploration:
         )
 
     def _uniform(self, rows: int) -> Iterator[SearchNode]:
-        """Stages of one size; without those whose work and waiting alone take too long.
+        """Yield nodes with stages of one size, unless work and waiting alone exceed the cutoff.
 
-        Of S stages on D/S devices each, one takes at least a share W/D of a micro-batch's work W,
-        and all of them S·W/D: N micro-batches take at least (N + S − 1)·W/D.
+        Of S stages on D/S devices each, one takes at least W/D of a micro-batch's work W, and all
+        of them S·W/D: N micro-batches take at least (N + S − 1)·W/D.
         """
         costs, count = self.context.costs(rows), self.context.num_microbatches(rows)
         work = self._work(rows) / count
         chunks = MOST_CHUNKS if self.context.request.chunked_schedules else 1
         for number in self.context.stage_numbers:
             if work * (count + (number - 1) / chunks) >= self.pool.cutoff:
-                continue  # on several stages per rank too
+                continue  # on several stages per rank, too
             tiling = uniform_tiling(self.context.cluster, number, costs.place)
             if tiling is not None:
                 least = work * (count + number - 1) * (1 - TOLERANCE)
                 yield SearchNode(rows, costs, tiling, (number,), least)
 
     def _work(self, rows: int) -> float:
-        """``work_bound`` of a micro-batch size."""
+        """Return ``work_bound`` of a micro-batch size."""
         if rows not in self._works:
             self._works[rows] = work_bound(self.context, (rows,))
         return self._works[rows]
 
     def _mixed(self) -> Iterator[SearchNode]:
-        """Stages of any sizes, for the micro-batches that are best in one size first."""
+        """Yield nodes with stages of any sizes, by order of the best micro-batches of one size."""
         context, pool = self.context, self.pool
         order = dict.fromkeys(
             [proposal.rows for proposal in pool.best_proposals()] + list(self.sizes)
@@ -153,9 +152,9 @@ class _Exploration:
                 yield SearchNode(rows, costs, tiling, several)
 
     def _looked(self, nodes: Iterator[SearchNode]) -> list[SearchNode]:
-        """The nodes that can still beat the incumbent, with their estimates.
+        """Return the nodes that can still beat the incumbent, with their estimates.
 
-        Where estimating takes long, those known so far are followed to a first plan.
+        If estimating takes long, the nodes so far are expanded to a first plan.
         """
         open_nodes: list[SearchNode] = []
         for node in nodes:
@@ -170,7 +169,7 @@ class _Exploration:
     def _follow(
         self, nodes: list[SearchNode], *, until_first: bool = False, began: float | None = None
     ) -> None:
-        """Makes the nodes' pipelines, the most promising first; ``began`` limits the work."""
+        """Make the nodes' pipelines, the most promising first; ``began`` limits the work."""
         context, pool = self.context, self.pool
 
         def enough(estimate: float, found: list[PipelineProposal]) -> bool:
@@ -185,10 +184,10 @@ class _Exploration:
                 pool.add_all(pool.simulate(proposal))
 
 
-def learned(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """The pipelines of a placer that learns, in place of those of the dynamic program.
+def placed_pipelines(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
+    """Yield the pipelines of a learned placer, which replaces the dynamic program.
 
-    Each micro-batch size has an equal share of what is left of the time.
+    Each micro-batch size has an equal share of the remaining time.
     """
     placer, sizes = context.request.placer, context.microbatch_rows
     assert placer is not None, "this proposer is only used where there is one"
@@ -206,10 +205,10 @@ def learned(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
 
 
 def parallel_branches(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Pipelines in which parallel branches of the model have devices of their own."""
+    """Yield pipelines whose parallel branches have devices of their own."""
     if not context.request.features.allows("branches"):
         return
-    for section in sections(context.structure):
+    for section in find_sections(context.structure):
         for rows in context.microbatch_rows:
             if context.is_late(0.7):
                 return

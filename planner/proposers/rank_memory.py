@@ -1,10 +1,11 @@
-"""What is recomputed so that all stages of a pipeline rank fit together.
+"""Recomputation with which all stages of a pipeline rank fit together.
 
 In: the stages of a rank, each with its layouts, ZeRO stage and micro-batches in flight; the bytes
-of a device. Out: for each stage how many blocks are recomputed, chosen so that all fit in the
-least additional time. Every stage has a list of policies (``pricing.recompute_policy``), each
-with its seconds and its bytes. With a price λ per byte every stage chooses for itself; λ is raised
-until all fit (Lagrangian relaxation), then each stage in turn takes back what still fits.
+of a device. Out: for each stage the number of recomputed blocks, chosen so that all fit in the
+least additional time. Every stage has a list of policies (``pricing.recompute_policy``), each with
+its seconds and its bytes. With a price λ per byte every stage chooses independently; λ is raised
+until all fit (Lagrangian relaxation), then each stage in turn undoes recomputation as far as memory
+allows.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from functools import cached_property
 import numpy as np
 
 from ..plan import Recompute
-from ..pricing.assembly import Setting
+from ..pricing.assembly import StageOptions
 from ..pricing.decisions import Floats
 from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy, uniform_policy
 from ..pricing.stage_cost import PolicyCosts, StageCost, StageTable
 from ..pricing.structure import Run
-from ..schedules.held import Halves, held_bytes, most_held
+from ..schedules.held import HalfPairs, held_bytes, most_held
 
 PRICES = (0.0, *np.geomspace(1e-3, 1e6, 64).tolist())
 """λ, in the seconds of the rank's stages per its bytes."""
@@ -29,38 +30,39 @@ PRICES = (0.0, *np.geomspace(1e-3, 1e6, 64).tolist())
 
 @dataclass(frozen=True)
 class RankStage:
-    """A stage of a rank: the table of its layouts, the blocks that it has, its ZeRO stage.
+    """A stage of a rank: the table of its layouts, its blocks, its ZeRO stage.
 
-    ``held`` are its micro-batches in flight (``schedules.held``); ``splits``: the schedule has
-    backwards in two halves.
+    ``held`` are its micro-batches in flight (``schedules.held``); ``splits``: the schedule splits
+    backwards.
     """
 
     table: StageTable
     run: Run
     zero: int
-    held: Halves
+    held: HalfPairs
     num_microbatches: int
     splits: bool
 
-    def setting(self, policy: RecomputePolicy) -> Setting:
-        """How the stage is trained with some of its blocks recomputed."""
-        return Setting(
+    def setting(self, policy: RecomputePolicy) -> StageOptions:
+        """Return the setting of the stage under a recomputation policy."""
+        return StageOptions(
             self.num_microbatches, self.zero, policy, most_held(self.held),
             halves=self.held if self.splits else (),
         )  # fmt: skip
 
     def cost(self, policy: RecomputePolicy) -> StageCost:
-        """What it costs."""
+        """Price the stage under a recomputation policy."""
         return self.table.price(self.run, self.setting(policy))
 
     @cached_property
     def policies(self) -> PolicyCosts:
-        """What every policy costs."""
+        """Return the costs of every policy."""
         return self.table.policy_costs(self.run)
 
     @cached_property
     def bytes_by_policy(self) -> tuple[Floats, Floats]:
-        """Bytes that the stage holds while others of its rank run, and transient ones."""
+        """Return by policy the bytes that the stage holds while others of its rank run, and its
+        transient bytes."""
         plain = self.cost(NO_RECOMPUTE)
         late_bytes = self.table.weight_grads(self.run)[1] if self.splits else 0.0
         states = sum(
@@ -75,9 +77,9 @@ class RankStage:
 def recomputed_to_fit(
     stages: Sequence[RankStage], limit_bytes: float, modes: Sequence[Recompute]
 ) -> tuple[RecomputePolicy, ...]:
-    """What each stage recomputes, as ``modes`` allow; what holds least where nothing fits.
+    """Choose each stage's recomputation among ``modes``; if nothing fits, with the fewest bytes.
 
-    A single mode is that of every block.
+    A single mode applies to every block.
     """
     if len(modes) == 1:
         (mode,) = modes
@@ -128,5 +130,5 @@ class _Options:
         )  # fmt: skip
 
     def cheapest(self, price: float) -> int:
-        """The choice with the least seconds and price of its bytes."""
+        """Return the choice with the least seconds plus price of its bytes."""
         return int((self.seconds + price * (self.lasting + self.transient)).argmin())

@@ -1,9 +1,9 @@
-"""The fastest pipelines with their stages solved again: more exactly, or with more freedom.
+"""The fastest pipelines with their stages solved again, with smaller gaps or more freedom.
 
-By integer programs the gap of every stage is narrowed as far as it can change the ranking; a
-schedule under which a pipeline loses whatever its gaps hide is left out. With free axes a mesh's
-axis "dp" may split weights too, where tables can solve that. The space of the search is without:
-its tables would be far wider. So neither are such plans part of what the bound holds for.
+Integer programs narrow the gap of every stage as far as it can change the ranking; schedules under
+which a pipeline loses in spite of its gaps are left out. With free axes a mesh's axis "dp" may
+split weights, too, if tables can solve that. The searched space excludes it, as its tables would be
+far wider, so the bound does not cover such plans.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..search.context import LONG, SearchContext
 from ..search.pool import CandidatePool
 
 WORTH_IT = 1e-9
-"""The least gain for which axes are used for more: no rounding."""
+"""Least relative gain for which axes are freed, above rounding."""
 
 
 def refined_layouts(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """The pool's fastest pipelines again, the gaps of their stages narrowed."""
+    """Yield the pool's fastest pipelines again, with narrower gaps of their stages."""
     context.observe("refining the best", 1, 1)
     pool.settle()
     for proposal in _fastest(context, pool):
@@ -37,11 +37,10 @@ def refined_layouts(context: SearchContext, pool: CandidatePool) -> Iterator[Can
 
 
 def free_axes(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """The pool's fastest pipelines, and single stages, with the axes of their meshes left to the
-    solver: a single stage may fit only so.
+    """Yield the pool's fastest pipelines, and single stages, with axes left to the solver.
 
-    Only the fastest is tried after much work, and where prices are to be measured: each mesh has
-    ops of its own.
+    A single stage may fit only with free axes. Only the fastest is tried after much work, and if
+    prices are to be measured: each mesh has ops of its own.
     """
     if not context.request.frees_axes or context.is_late(0.9):
         return
@@ -73,7 +72,7 @@ def _is_long(context: SearchContext) -> bool:
 
 
 def _single_stages(context: SearchContext) -> list[PipelineProposal]:
-    """One stage on all devices at every micro-batch size."""
+    """Return one stage on all devices at every micro-batch size."""
     if 1 not in context.stage_numbers:
         return []
     stage = StageChoice(0, len(context.structure.blocks.blocks), 0, context.cluster.num_devices)

@@ -1,7 +1,7 @@
-"""Chimera: stages that each have a replica, in a second pipeline the other way.
+"""Chimera: stages that each have a replica, in a second pipeline in the opposite direction.
 
-In: pipelines of an even number of alike ranks. Out: candidates in which stage ``s`` is on the
-devices of its own and of stage ``pp - 1 - s``, with the layouts and ZeRO stages of the pipeline.
+In: pipelines with an even number of equal ranks. Out: candidates in which stage ``s`` is on its own
+devices and on those of stage ``pp - 1 - s``, with the layouts and ZeRO stages of the pipeline.
 Blocks are recomputed only where the two stages of a rank would not fit (``rank_memory``).
 """
 
@@ -14,7 +14,7 @@ from ...cost_model.simulator.actions import FORWARD
 from ..errors import PlanError
 from ..intra_op.intra_op import StageAnswer
 from ..pricing.recompute_policy import RecomputePolicy
-from ..pricing.stage_cost import BRIEF, StageCost
+from ..pricing.stage_cost import TRANSIENT, StageCost
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, message_seconds, simulate_stages
 from ..replicas import check_replicas, with_replica_sums
@@ -29,9 +29,9 @@ SCHEDULE = "chimera"
 
 
 def replicated(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """The pool's pipelines under Chimera.
+    """Yield the pool's pipelines under Chimera.
 
-    Where it is forced PlanError AP547 is raised for a model whose forwards change buffers.
+    Raises PlanError AP547 if it is forced for a model whose forwards change buffers.
     """
     if SCHEDULE not in context.request.arranged_schedules:
         return
@@ -53,7 +53,7 @@ def replicated(context: SearchContext, pool: CandidatePool) -> Iterator[Candidat
 
 
 def _least(context: SearchContext, base: Candidate) -> float:
-    """A lower bound: two ranks share two stages, and one of them does half of their work."""
+    """Return a lower bound of the step: two ranks share two stages, one does half their work."""
     costs = with_replica_sums(base.costs, SCHEDULE, context.cluster, len(base.stages))
     work = [
         base.num_microbatches * (cost.forward_seconds + cost.backward_seconds) / 2
@@ -64,7 +64,7 @@ def _least(context: SearchContext, base: Candidate) -> float:
 
 
 def _with_replicas(context: SearchContext, base: Candidate) -> Candidate:
-    """The pipeline under Chimera, simulated."""
+    """Simulate the pipeline under Chimera."""
     ranks, count = len(base.stages), base.num_microbatches
     answers = list(base.answers)
     held = _held(ranks, count)
@@ -100,7 +100,7 @@ def _with_replicas(context: SearchContext, base: Candidate) -> Candidate:
 def _recomputed(
     context: SearchContext, base: Candidate, part: int, policy: RecomputePolicy
 ) -> tuple[StageModel, StageAnswer]:
-    """The answer of a part with some of its blocks recomputed."""
+    """Return the answer of a part under a recomputation policy."""
     model, answer = base.answers[part]
     ranks = len(base.stages)
     held = context.held(SCHEDULE, ranks, base.rows, ranks - part)
@@ -109,7 +109,7 @@ def _recomputed(
 
 
 def _held(num_ranks: int, num_microbatches: int) -> list[int]:
-    """The most micro-batches of each part that one of its two ranks holds."""
+    """Return the most micro-batches of each part that one of its two ranks holds."""
     found = [0] * num_ranks
     for row in compute_orders(SCHEDULE, num_ranks, num_microbatches):
         held: dict[int, int] = {}
@@ -121,16 +121,17 @@ def _held(num_ranks: int, num_microbatches: int) -> list[int]:
 
 
 def _rank_bytes(costs: Sequence[StageCost], activation_bytes: Sequence[int]) -> list[float]:
-    """The bytes on a device of each rank: both of its stages, with the activations that the
-    timeline has."""
+    """The bytes on a device of each rank: both of its stages, with the timeline's activations."""
 
     def lasting(cost: StageCost) -> float:
         return sum(
-            size for name, size in cost.memory_bytes.items() if name not in (*BRIEF, "activations")
+            size
+            for name, size in cost.memory_bytes.items()
+            if name not in (*TRANSIENT, "activations")
         )
 
     def brief(cost: StageCost) -> float:
-        return sum(cost.memory_bytes.get(name, 0.0) for name in BRIEF)
+        return sum(cost.memory_bytes.get(name, 0.0) for name in TRANSIENT)
 
     return [
         lasting(one) + lasting(other) + max(brief(one), brief(other)) + held

@@ -1,13 +1,13 @@
 """Plans of one stage in which unlike devices take unequal shares of the batch.
 
 In: a context on a cluster whose devices differ. Out: for each micro-batch size and mesh with an
-axis "dp" the best candidate, and what none of these plans is faster than.
+axis "dp" the best candidate, and a lower bound of these plans.
 
-A coordinate of "dp" is priced on its own device, with the graph that it runs (``shares``). Of
-each setting (layouts, ZeRO stage, blocks recomputed), which all share, the best shares are
-sought, with every device's own memory; blocks are recomputed only where memory decides the
-shares. The bound divides the rows by the stage solver's bounds of each device, whatever its
-layouts, ZeRO stage and memory: a stage that waits for its slowest device takes no less.
+A coordinate of "dp" is priced on its own device, with the graph that it runs (``shares``). For each
+common setting (layouts, ZeRO stage, recomputed blocks) the best shares are sought, with every
+device's own memory; blocks are recomputed only if memory limits the shares. The bound divides the
+rows by the stage solver's bounds of each device, over all layouts, ZeRO stages and memory limits: a
+stage waits for its slowest device.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ..inter_op.inter_op import StageChoice
 from ..inter_op.submesh import meshes, restriction
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..layout import Mesh
-from ..pricing.assembly import Assembly, Setting, Solution
+from ..pricing.assembly import Solution, StageOptions, StageProblem
 from ..pricing.prices import Prices
 from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy, policies
 from ..pricing.stage_cost import StageCost, StageTable
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
-from ..search.candidates import Candidate, simulated
+from ..search.candidates import Candidate, simulate_stages
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.report_plan import stage_layouts
-from ..search.translated import translated
-from ..shares import best_shares, coordinate_ranks, slowest, why_not
+from ..search.translated import reindex_solution
+from ..shares import best_shares, coordinate_ranks, slowest_cost, why_not
 
 MOST_POLICIES = 40
-"""With more ways to recompute, blocks are recomputed all alike."""
+"""Maximum recomputation policies to try; with more, all blocks have one policy."""
 
 INFINITE = float("inf")
 
@@ -57,7 +57,7 @@ class SharedAnswer(StageAnswer):
 
 
 def uneven_shares(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """The best candidate of each micro-batch size and mesh; the context gets their bound."""
+    """Yield the best candidate of each micro-batch size and mesh; record bounds in the context."""
     least = float("inf")
     for candidate, bound in shared_candidates(context, context.microbatch_rows):
         least = min(least, bound)
@@ -69,7 +69,7 @@ def uneven_shares(context: SearchContext, pool: CandidatePool) -> Iterator[Candi
 def shared_candidates(
     context: SearchContext, rows: Sequence[int]
 ) -> Iterator[tuple[Candidate | None, float]]:
-    """A candidate, if any, and a bound for each micro-batch size and mesh."""
+    """Yield a candidate, if any, and a bound for each micro-batch size and mesh."""
     request, size = context.request, context.cluster.num_devices
     allowed = request.features.allows("uneven-shares") and 1 in context.stage_numbers
     more = max(request.forced.cp or 1, request.forced.ep or 1)
@@ -114,14 +114,14 @@ class _Shared:
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
-        """For each coordinate the first one whose devices are the same."""
+        """Return for each coordinate the first coordinate with equal devices."""
         cluster = self.context.cluster
         own = [cluster.slowest_device(ranks) for ranks in self.ranks]
         return tuple(own.index(device) for device in own)
 
     @cached_property
     def limits(self) -> tuple[float, ...]:
-        """Bytes for each coordinate."""
+        """Return the memory limit of each coordinate."""
         return tuple(self.context.limits_on(ranks).memory_bytes for ranks in self.ranks)
 
     @property
@@ -132,7 +132,7 @@ class _Shared:
         return self.solver(coordinate, rows).model.structure.run(*self.blocks)
 
     def solver(self, coordinate: int, rows: int) -> IntraOp:
-        """The stage solver of a coordinate with so many rows; no memory limit."""
+        """Return the stage solver of a coordinate with so many rows, without a memory limit."""
         key = self.devices[coordinate], rows
         if key not in self._solvers:
             context, request = self.context, self.context.request
@@ -153,7 +153,7 @@ class _Shared:
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """Rows per second of each coordinate, at an even share."""
+        """Return the rows per second of each coordinate, at an even share."""
         even = max(1, self.rows // self.parts)
         found = [self._bound(each, even) for each in range(self.parts)]
         return tuple(1 / max(seconds, 1e-30) for seconds in found)
@@ -162,13 +162,13 @@ class _Shared:
         return self.solver(coordinate, rows).bound_seconds(self.run(coordinate, rows), self.count)
 
     def bound_seconds(self) -> float:
-        """What no shares, layouts, ZeRO stage or recomputation are faster than."""
+        """Return a lower bound over all shares, layouts, ZeRO stages and recomputation."""
         shares = best_shares(self.rows, self.speeds, self._bound)
         assert shares is not None, "a bound has no memory limit"
         return self.count * max(self._bound(each, rows) for each, rows in enumerate(shares))
 
     def best(self) -> Candidate | None:
-        """The fastest candidate; None where unequal shares are not possible, or do not fit."""
+        """Return the fastest candidate; None if unequal shares are not possible, or do not fit."""
         base = self.solver(0, max(1, self.rows // self.parts))
         run = base.model.structure.run(*self.blocks)
         found: list[SharedAnswer] = []
@@ -176,7 +176,9 @@ class _Shared:
             return None
         for entry in list(base.pools[run.family].entries.values()):
             self._tables.clear()
-            start = StageAnswer(run, entry.table, entry.solution, Setting(self.count), 0.0, 1.0)
+            start = StageAnswer(
+                run, entry.table, entry.solution, StageOptions(self.count), 0.0, 1.0
+            )
             if self._is_possible(base.model, start):
                 found += self._of_solution(start)
         if not found:
@@ -184,7 +186,7 @@ class _Shared:
         best = min(found, key=lambda answer: (answer.objective, answer.cost.total_bytes))
         choice = StageChoice(*self.blocks, 0, self.mesh.size)
         schedule = self.context.request.schedules[0]
-        return simulated(self.context, self.rows, schedule, (choice,), [(base.model, best)])
+        return simulate_stages(self.context, self.rows, schedule, (choice,), [(base.model, best)])
 
     def _is_possible(self, model: StageModel, answer: StageAnswer) -> bool:
         graph, own = model.structure.graph, model.structure.blocks
@@ -195,7 +197,8 @@ class _Shared:
         )
 
     def _of_solution(self, start: StageAnswer) -> Iterator[SharedAnswer]:
-        """Its best shares under every ZeRO stage, with the cheapest recomputation that does."""
+        """Yield the best shares of a solution under every ZeRO stage, up to the cheapest
+        recomputation that is fast enough."""
         base = self.solver(0, max(1, self.rows // self.parts))
         for zero in base.zeros:
             free: float | None = None
@@ -211,7 +214,7 @@ class _Shared:
                         break
 
     def _policies(self, run: Run) -> Iterator[RecomputePolicy]:
-        """Ways to recompute, the one with nothing recomputed first."""
+        """Yield the recomputation policies, the policy without recomputation first."""
         request = self.context.request
         listed = policies(*run.class_counts)
         modes = (
@@ -231,9 +234,9 @@ class _Shared:
             yield policy if policy.num_blocks else NO_RECOMPUTE
 
     def _answer(
-        self, start: StageAnswer, setting: Setting, limits: Sequence[float]
+        self, start: StageAnswer, setting: StageOptions, limits: Sequence[float]
     ) -> SharedAnswer | None:
-        """The best shares in a setting."""
+        """Return the best shares in a setting."""
         costs: dict[tuple[int, int], StageCost | None] = {}
 
         def cost(coordinate: int, rows: int) -> StageCost | None:
@@ -254,7 +257,7 @@ class _Shared:
         if shares is None:
             return None
         every = [own for at, rows in enumerate(shares) if (own := cost(at, rows)) is not None]
-        joint = slowest(every)
+        joint = slowest_cost(every)
         micro = joint.forward_seconds + joint.backward_seconds
         objective = micro + joint.step_seconds / self.count
         return SharedAnswer(
@@ -262,14 +265,14 @@ class _Shared:
         )
 
     def _priced(self, coordinate: int, rows: int, solution: Solution) -> StageTable | None:
-        """A solution's costs on a coordinate; None where its layouts are others there."""
+        """Return a solution's costs on a coordinate; None if it has other layouts there."""
         key = coordinate, rows
         if key not in self._tables:
             base = self.solver(0, max(1, self.rows // self.parts)).model
             model = self.solver(coordinate, rows).model
             self._tables[key] = None
-            own = translated(base, model, solution)
+            own = reindex_solution(base, model, solution)
             if own is not None:
-                assembly = Assembly(model, self.run(coordinate, rows))
+                assembly = StageProblem(model, self.run(coordinate, rows))
                 self._tables[key] = StageTable(assembly, assembly.choices(own))
         return self._tables[key]

@@ -1,1 +1,1 @@
-"""What a user asks for: goals, limits, pins, and what is said where nothing fits."""
+"""Requests of users: goals, limits, pins, and their errors."""

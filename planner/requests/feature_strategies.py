@@ -1,7 +1,7 @@
-"""The strategies of an op that features leave: no split rows, positions or experts.
+"""Strategies of an op under allowed features: without split rows, positions or experts.
 
-In: an op's strategies on one axis, the dimensions that count rows and positions, features.
-Out: those that do not use what is denied. There is always one left: an op can run whole.
+In: an op's strategies on one axis, the dimensions that count rows and positions, features. Out: the
+strategies without denied features. At least one remains: an op can run whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def allowed(
     dims: Callable[[], Dims],
     features: Features,
 ) -> tuple[AxisStrategy, ...]:
-    """The strategies that use nothing that is denied, all if nothing else is left."""
+    """Return the strategies without denied features, or all if none remains."""
     own = "cp" if node.op.startswith(ATTENTION) else "sp"
     found = strategies
     if not features.allows("dp") and graph.batch_dims:
@@ -37,7 +37,7 @@ def allowed(
 
 
 def _splits_rows(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
-    """Whether a value is split along the batch."""
+    """Return whether a value is split along the batch."""
     rows = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
     rows += graph.batch_dims[node.name]
     placements = (*strategy.inputs, *strategy.outputs)
@@ -48,7 +48,7 @@ def _splits_rows(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
 
 
 def _splits_positions(node: Node, graph: Graph, strategy: AxisStrategy, dims: Dims) -> bool:
-    """Whether a value of the batch is split along a dimension of positions, not of rows."""
+    """Return whether a value of the batch is split along a dimension of positions, not of rows."""
     refs = (*node.inputs, *(Ref(node.name, index) for index in range(len(node.outputs))))
     placements = (*strategy.inputs, *strategy.outputs)
     for ref, placement in zip(refs, placements, strict=True):
@@ -59,7 +59,7 @@ def _splits_positions(node: Node, graph: Graph, strategy: AxisStrategy, dims: Di
 
 
 def _splits_experts(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
-    """Whether weights of three dimensions, of which the first counts experts, are split there."""
+    """Return whether weights of three dimensions, experts first, are split there."""
     if "conv" in node.op:
         return False
     return any(

@@ -1,7 +1,7 @@
-"""Which means of parallelism a plan may use: ``--allow`` and ``--deny``.
+"""Features of parallelism that a plan may use: ``--allow`` and ``--deny``.
 
-Features come in groups. Allowing some of a group denies the others of that group; a group
-of which nothing is named stays free. Denying always takes away.
+Features come in groups. Allowing some features of a group denies the others of that group; groups
+without a named feature stay free. Denying a feature always removes it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ of the optimizer in host memory.
 """
 
 CHANGES = ("servers", "ssp", "asp")
-"""What the search takes only where it is allowed: parameter servers, whose prices are less sure
-than others', and what changes what a step computes."""
+"""Features that the search uses only if allowed: parameter servers, whose prices are less certain,
+and changes of the step's result."""
 
 WHOLE_GROUPS = ("zero", "recompute")
 """Groups whose name stands for all their features."""
@@ -44,7 +44,7 @@ WHOLE_GROUPS = ("zero", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a plan may not use, and which of ``CHANGES`` it may."""
+    """Features that a plan may not use, and the allowed subset of ``CHANGES``."""
 
     denied: frozenset[str] = frozenset()
     changes: frozenset[str] = frozenset()
@@ -53,11 +53,11 @@ class Features:
         return name not in self.denied
 
     def allows_change(self, name: str) -> bool:
-        """Whether the search may take one of ``CHANGES``."""
+        """Return whether the search may use one of ``CHANGES``."""
         return name in self.changes and name not in self.denied
 
     def allows_mesh(self, mesh: Mesh, max_tp: int | None = None) -> bool:
-        """Whether a stage may lie on a mesh.
+        """Return whether a stage may use a mesh.
 
         >>> features = Features(frozenset({"2d-mesh"}))
         >>> features.allows_mesh(Mesh(("tp",), (4,)))
@@ -73,17 +73,17 @@ class Features:
 
     @property
     def zeros(self) -> tuple[int, ...]:
-        """The ZeRO stages that are left."""
+        """Return the allowed ZeRO stages."""
         return (0, *(zero for zero in (1, 2, 3) if self.allows(f"zero{zero}")))
 
     @property
     def recompute(self) -> tuple[Recompute, ...]:
-        """The ways to recompute that are left, with none."""
+        """Return the allowed recomputation modes, including "none"."""
         return tuple(mode for mode in MODES if mode == "none" or self.allows(mode))
 
 
 def features_of(allow: Iterable[str], deny: Iterable[str], schedules: tuple[str, ...]) -> Features:
-    """The features that two lists leave. Raises ``UsageError`` AP185 and AP186.
+    """Return the features of an allow list and a deny list. Raises ``UsageError`` AP185 and AP186.
 
     >>> sorted(features_of(["zero1"], ["pp"], ("1f1b", "gpipe")).denied)
     ['pp', 'zero2', 'zero3']

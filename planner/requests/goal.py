@@ -1,4 +1,4 @@
-"""What a plan is to be best at, and what that is counted with.
+"""The objective of a plan, and the prices behind it.
 
 ``time``: the shortest step. ``cost``: the most tokens per dollar. ``memory``: the least
 memory on the fullest device. ``devices``: the fewest devices that meet a deadline.
@@ -20,7 +20,7 @@ Objective = Literal["time", "cost", "memory", "devices"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "memory", "devices")
 
 ANY_DEVICE = ""
-"""The name under which a price counts for every device that has none of its own."""
+"""The name under which a price applies to every device without a price of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Deadline:
     unit: Literal["tokens", "steps"]
 
     def step_seconds(self, tokens_per_step: int) -> float:
-        """What a step may take.
+        """Return the maximum seconds of a step.
 
         >>> Deadline(3600.0, 1e6, "tokens").step_seconds(10_000)
         36.0
@@ -61,9 +61,9 @@ class Goal:
             )  # fmt: skip
 
     def dollars_per_hour(self, cluster: Cluster) -> float | None:
-        """What the whole cluster costs; None where a device has no price.
+        """Return the dollars per hour of the whole cluster; None if a device has no price.
 
-        A price that was given counts before one of the cluster file.
+        A given price takes precedence over the cluster file's.
         """
         total = 0.0
         for host in cluster.hosts:

@@ -1,7 +1,7 @@
-"""What the outer loop of the search goes through, checked against what was asked for.
+"""Options of the outer loop of the search, checked against the request.
 
 In: a request, a graph, a cluster. Out: sizes of micro-batches and numbers of stages, or a
-``UsageError`` that says which option cannot be met.
+``UsageError`` that names the option that cannot be met.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .request import CHUNKED_NAMES, Forced, Request, divisors
 
 
 def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) -> None:
-    """Raises ``UsageError`` where the forced degrees cannot use every device exactly once, or
-    cannot share the experts of ``graph``."""
+    """Raise ``UsageError`` if the forced degrees cannot use every device exactly once, or cannot
+    share the experts of ``graph``."""
     check_experts(forced.dp, forced.ep, () if graph is None else experts_of_layers(graph))
     degrees = {
         name: value
@@ -46,8 +46,8 @@ def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) 
 
 
 def check_experts(dp: int | None, ep: int | None, numbers: Sequence[int] = ()) -> None:
-    """Raises ``UsageError`` AP127 where data-parallel ranks cannot share experts so; ``numbers``
-    are how many experts layers have."""
+    """Raise ``UsageError`` AP127 if data-parallel ranks cannot share experts; ``numbers`` are the
+    numbers of experts of layers."""
     if ep is None:
         return
     possible = divisors(gcd(dp or 0, *numbers) or ep)
@@ -66,7 +66,7 @@ def _host_sizes(cluster: Cluster) -> tuple[int, ...]:
 
 
 def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[int, ...]:
-    """The rows a micro-batch may have, the likeliest first. Raises ``UsageError`` if none.
+    """The possible rows of a micro-batch, the likeliest first. Raises ``UsageError`` if none.
 
     Where rows see each other (``batch_norm``) the batch is one micro-batch, which alone is
     exact, unless the request says otherwise.
@@ -132,7 +132,7 @@ def _asked(request: Request) -> str:
 
 
 def fix_of_split(batch: int, forced: Forced, rows: int | None) -> str:
-    """Say which batch, micro-batch size or number of micro-batches ``forced`` allows.
+    """Name the batch, micro-batch sizes or numbers of micro-batches that ``forced`` allows.
 
     >>> fix_of_split(6, Forced(dp=4), None)
     'a --global-batch that is a multiple of dp=4, such as 8'
@@ -157,7 +157,7 @@ def fix_of_split(batch: int, forced: Forced, rows: int | None) -> str:
 
 
 def _split_by(forced: Forced) -> str:
-    """The degree that splits rows.
+    """Return the degree that splits rows, as text.
 
     >>> _split_by(Forced(dp=8, ep=4)), _split_by(Forced(ep=4)), _split_by(Forced())
     ('dp=8', 'ep=4', 'dp=1')
@@ -166,7 +166,7 @@ def _split_by(forced: Forced) -> str:
 
 
 def _several(request: Request, num_devices: int, num_blocks: int) -> tuple[int, ...]:
-    """The numbers of ranks of a pipeline whose schedule has several stages on each."""
+    """Return the possible numbers of ranks of a pipeline with several stages on each."""
     least = request.forced.least_chunks
     most = min(num_devices, num_blocks // least)
     if most < 2:
@@ -183,7 +183,7 @@ def _several(request: Request, num_devices: int, num_blocks: int) -> tuple[int, 
 def stage_numbers(
     request: Request, cluster: Cluster, num_blocks: int, *, least_stages: int = 1
 ) -> tuple[int, ...]:
-    """The numbers of stages to try, at least as many as ``--stage-at`` begins.
+    """Return the numbers of stages to try, at least as many as ``--stage-at`` begins.
 
     Raises ``UsageError`` if a forced number has too few blocks, or is too small.
     """
@@ -239,8 +239,8 @@ def _possible_stages(most: int, cluster: Cluster, num_blocks: int) -> tuple[int,
 
 
 def check_forced_schedule(request: Request, num_blocks: int) -> None:
-    """Raises UsageError AP546 for stages per rank that cannot be, AP153 for an odd number of
-    Chimera's ranks, AP549 where positions are split in two ways."""
+    """Raise UsageError AP546 for an impossible number of stages per rank, AP153 for an odd number
+    of Chimera's ranks, AP549 if positions are split in two ways."""
     forced = request.forced
     _check_chunks(request)
     if request.forces_chunks and forced.pp is not None:
@@ -281,5 +281,5 @@ def _check_ranks(schedule: str | None, num_ranks: int) -> None:
 
 
 def refused(what: str, fix: str) -> UsageError:
-    """AP546: what cannot be of several stages per rank."""
+    """Return error AP546 for an option that several stages per rank exclude."""
     return UsageError("AP546", what, where="--parallel", fix=fix)

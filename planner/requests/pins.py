@@ -1,17 +1,16 @@
 """Layouts that the user asks for: ``layers.*.mlp.up_proj.weight=S(0)@tp``.
 
-In: pins, the graph, its blocks. Out: blocks in which those that are pinned differently are of
-different kinds; per node of a kind what each axis of a mesh is pinned to; the pins that a
-plan does not keep.
+In: pins, the graph, its blocks. Out: blocks with different kinds for different pins; for each node
+of a kind its pinned placements by mesh axis; the pins that a plan breaks.
 
-A path is that of a parameter, of a module (the value that it makes) or of an op of the
-captured program. ``*`` stands for anything within one part of a path, ``**`` for any parts.
-A parameter is pinned as it is held, a value as it is made. ``R`` asks for the whole on every
-rank, whatever its gradient (``R`` or ``I``); an axis that a mesh does not have keeps values
-whole, so ``S`` asks for a mesh that has it.
+A path names a parameter, a module (for its result) or an op of the captured program. ``*`` stands
+for anything within one part of a path, ``**`` for any parts. A parameter is pinned in its held
+layout, a value in its producer's layout. ``R`` requires the whole on every rank, with any gradient
+(``R`` or ``I``); values are whole on axes that a mesh lacks, so ``S`` requires a mesh with that
+axis.
 
-A choice that breaks a pin costs ``PENALTY_SECONDS`` more where no other choice is left, so
-the solvers need not know: such a plan is only found where none keeps the pin.
+A choice that breaks a pin, where no other choice is left, costs ``PENALTY_SECONDS`` more, so the
+solvers need not know pins: they only break a pin that no plan keeps.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ AXES = ("dp", "ep", "cp", "tp")
 """The axes that meshes may have."""
 
 PENALTY_SECONDS = 1e6
-"""What a choice that breaks a pin costs: more than any step takes."""
+"""Cost of a choice that breaks a pin: more than any step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Pin:
         return f"{self.pattern}={self.placement}@{self.axis}"
 
     def keeps(self, layout: Layout, mesh: Mesh) -> bool:
-        """Whether a layout on a mesh is as pinned."""
+        """Return whether a layout on a mesh satisfies the pin."""
         return self._kept(_on(layout, mesh, self.axis))
 
     def _kept(self, placement: Placement) -> bool:
@@ -55,11 +54,11 @@ class Pin:
 
 
 Pins = Mapping[str, tuple[Pin, ...]]
-"""For each pinned node, by its template's name, its pins."""
+"""Map each pinned node, by its template's name, to its pins."""
 
 
 def parse_pin(text: str) -> Pin:
-    """A pin from its text. Raises ``UsageError`` AP180 (form) and AP182 (axis).
+    """Parse a pin. Raises ``UsageError`` AP180 (form) and AP182 (axis).
 
     >>> str(parse_pin("layers.*.up_proj.weight = S(0)@tp"))
     'layers.*.up_proj.weight=S(0)@tp'
@@ -88,7 +87,7 @@ def parse_pin(text: str) -> Pin:
 
 
 def pattern_of(text: str) -> re.Pattern[str]:
-    """A path with ``*`` (within a part), ``**`` (any parts) and ``?`` as a regular expression.
+    """Compile a path with ``*`` (within a part), ``**`` (any parts), ``?`` to a regular expression.
 
     >>> [bool(pattern_of("layers.*.up").fullmatch(path)) for path in
     ...  ("layers.3.up", "layers.3.mlp.up")]
@@ -100,7 +99,7 @@ def pattern_of(text: str) -> re.Pattern[str]:
 
 
 def paths(graph: Graph) -> dict[str, str]:
-    """Every path that can be pinned, with the node that it stands for."""
+    """Map every path that can be pinned to its node."""
     found: dict[str, str] = {}
     for node in graph:
         if node.kind == "op":
@@ -111,8 +110,8 @@ def paths(graph: Graph) -> dict[str, str]:
     return found | {name: held for name, held in graph.tied.items() if held in graph.by_name}
 
 
-def matched(graph: Graph, pins: Iterable[Pin]) -> dict[str, tuple[Pin, ...]]:
-    """For each pinned node its pins. Raises ``UsageError`` AP181 and AP183."""
+def match_pins(graph: Graph, pins: Iterable[Pin]) -> dict[str, tuple[Pin, ...]]:
+    """Map each pinned node to its pins. Raises ``UsageError`` AP181 and AP183."""
     known = paths(graph)
     found: dict[str, dict[Pin, None]] = {}
     for pin in pins:
@@ -132,15 +131,15 @@ def _unknown(pin: Pin, known: Iterable[str]) -> UsageError:
     return UsageError(
         "AP181",
         f"--pin {pin}: no parameter, module or op is named {pin.pattern!r}",
-        fix=nearest(pin.pattern, known),
+        fix=similar_paths(pin.pattern, known),
     )
 
 
-def nearest(text: str, known: Iterable[str], *, is_pattern: bool = True) -> str:
-    """A sentence with the known paths that are most like ``text``, a few at most.
+def similar_paths(text: str, known: Iterable[str], *, is_pattern: bool = True) -> str:
+    """Format a sentence with the few known paths that are most similar to ``text``.
 
-    Numbers in a path count as ``*`` does, so one of many equal layers is named: with ``*`` for its
-    number where a pattern is asked for, else the layer that is most like ``text``.
+    Numbers in a path count as ``*``, so a single one of many equal layers is named: with ``*`` for
+    its number for patterns, else the layer that is most similar to ``text``.
 
     >>> known = ["layers.0.up.weight", "layers.1.up.weight", "head"]
     >>> nearest("layers.*.up.wieght", known), nearest("layers.1.up.wieght", known, is_pattern=False)
@@ -157,7 +156,7 @@ def nearest(text: str, known: Iterable[str], *, is_pattern: bool = True) -> str:
 
 
 def _check(pin: Pin, name: str, graph: Graph) -> None:
-    """Raises AP183 for what no mesh could give this node."""
+    """Raise AP183 if no mesh could give this node the pinned placement."""
     node, placement = graph[name], pin.placement
     shape = node.spec.shape
     why = ""
@@ -182,31 +181,31 @@ def _check_agreement(name: str, pins: Sequence[Pin]) -> None:
 
 
 def pinned_blocks(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Blocks:
-    """The blocks, of kinds that are each pinned alike. Raises ``UsageError`` AP181 and AP183."""
+    """Return blocks with different kinds for different pins. Raises UsageError AP181, AP183."""
     if not pins:
         return blocks
-    by_name = matched(graph, pins)
-    return blocks.told_apart(
+    by_name = match_pins(graph, pins)
+    return blocks.split_kinds(
         lambda block: tuple(by_name.get(name, ()) for name in (*block.nodes, *block.parameters))
     )
 
 
 def by_template(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Pins:
-    """The pins of each node of a kind, for blocks whose kinds are each pinned alike.
+    """Return the pins of each node of a kind, for blocks with different kinds for different pins.
 
-    A parameter of several blocks goes by its own name.
+    Parameters of several blocks have their own names.
     """
     template = blocks.template if pins else {}
     found: dict[str, tuple[Pin, ...]] = {}
-    for name, own in matched(graph, pins).items():
+    for name, own in match_pins(graph, pins).items():
         found[name] = found[template.get(name, name)] = own
     return found
 
 
 def in_given_kinds(plan: Plan, blocks: Blocks, given: Blocks) -> Plan:
-    """A plan for ``blocks`` as one for ``given``, of fewer kinds.
+    """Convert a plan for ``blocks`` to a plan for ``given``, which has fewer kinds.
 
-    Layouts that are not those of the given kind's template go by the nodes' own names.
+    Layouts that differ from the given kind's template are stored under the nodes' own names.
     """
     if blocks is given:
         return plan
@@ -234,29 +233,29 @@ def _renamed(stage: StagePlan, blocks: Blocks, given: Blocks, positions: range) 
 
 
 def _on(layout: Layout, mesh: Mesh, axis: str) -> Placement:
-    """The placement on an axis; whole where the mesh does not have it."""
+    """Return the placement on an axis; whole if the mesh lacks it."""
     if axis not in mesh.axes or mesh.shape[mesh.axes.index(axis)] == 1:
         return INVARIANT
     return layout[mesh.axes.index(axis)]
 
 
-def kept(layouts: Sequence[Layout], pins: Sequence[Pin], mesh: Mesh) -> tuple[Layout, ...]:
-    """Of the layouts those that keep the pins, all if none does."""
+def keep_pinned(layouts: Sequence[Layout], pins: Sequence[Pin], mesh: Mesh) -> tuple[Layout, ...]:
+    """Return the layouts that satisfy the pins, or all if none does."""
     if not pins:
         return tuple(layouts)
-    return tuple(each for each in layouts if breaks(each, pins, mesh) == 0) or tuple(layouts)
+    return tuple(each for each in layouts if num_broken(each, pins, mesh) == 0) or tuple(layouts)
 
 
-def breaks(layout: Layout, pins: Sequence[Pin], mesh: Mesh) -> int:
-    """How many pins a layout breaks."""
+def num_broken(layout: Layout, pins: Sequence[Pin], mesh: Mesh) -> int:
+    """Return the number of pins that a layout breaks."""
     return sum(not pin.keeps(layout, mesh) for pin in pins)
 
 
-def broken(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> dict[Pin, str]:
-    """The pins that a plan does not keep, each with the node and its layout."""
+def broken_pins(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> dict[Pin, str]:
+    """Return the pins that a plan breaks, each with the node and its layout."""
     found: dict[Pin, str] = {}
     start = 0
-    by_name = matched(graph, pins)
+    by_name = match_pins(graph, pins)
     for stage in plan.stages:
         own = blocks.blocks[start : start + len(stage.blocks)]
         start += len(stage.blocks)
@@ -272,7 +271,7 @@ def broken(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> dic
 
 
 def _read(block: Block, graph: Graph) -> Iterable[str]:
-    """The ops of a block and the parameters that they use."""
+    """Return the ops of a block and the parameters that they use."""
     yield from block.nodes
     for name in block.nodes:
         for ref in graph[name].inputs:
@@ -281,10 +280,10 @@ def _read(block: Block, graph: Graph) -> Iterable[str]:
 
 
 def check_kept(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Plan:
-    """The plan without the alternatives that break pins. Raises AP184 if it breaks one itself."""
+    """Remove the alternatives of a plan that break pins. Raises AP184 if the plan breaks a pin."""
     if not pins:
         return plan
-    found = broken(plan, graph, blocks, pins)
+    found = broken_pins(plan, graph, blocks, pins)
     if found:
         pin, what = next(iter(found.items()))
         others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -300,7 +299,7 @@ def check_kept(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) ->
 
 
 def check_priced(seconds: Iterable[float], pins: Sequence[Pin]) -> None:
-    """Raises AP184 where a configuration's seconds have the penalty of a pin that is broken."""
+    """Raise AP184 if a configuration's seconds include the penalty of a broken pin."""
     if pins and max(seconds) >= PENALTY_SECONDS:
         raise UsageError(
             "AP184",
@@ -311,7 +310,7 @@ def check_priced(seconds: Iterable[float], pins: Sequence[Pin]) -> None:
 
 
 def plain_kind(kind: str) -> str:
-    """A kind of blocks, whatever is pinned in them.
+    """Return the kind of blocks without the suffix for pins.
 
     >>> plain_kind("layers.0@1"), plain_kind("layers.0")
     ('layers.0', 'layers.0')
@@ -320,6 +319,6 @@ def plain_kind(kind: str) -> str:
 
 
 def _reason(pin: Pin, graph: Graph) -> str:
-    name = next(name for name, own in matched(graph, (pin,)).items() if pin in own)
+    name = next(name for name, own in match_pins(graph, (pin,)).items() if pin in own)
     shape = " × ".join(map(str, graph[name].spec.shape))
     return f"it is {shape}, and no allowed mesh that fits shards it this way"

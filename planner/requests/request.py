@@ -1,4 +1,4 @@
-"""What is asked of the planner: the batch, the number format, limits, and forced choices."""
+"""The planner's request: the batch, the number format, limits, and forced choices."""
 
 from __future__ import annotations
 
@@ -19,65 +19,65 @@ if TYPE_CHECKING:
     from ..inter_op.inter_op import Pipeline, Table
 
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2")
-"""What the search chooses among: one stage per rank."""
+"""Schedules with one stage per rank, which the search chooses from."""
 
 CHUNKED_SCHEDULES = ("interleaved", "bfs", "zbv", "dualpipev")
-"""Several stages per rank (``proposers.interleaved``)."""
+"""Schedules with several stages per rank (``proposers.interleaved``)."""
 
 MOST_CHUNKS = 8
-"""Stages per rank that are searched."""
+"""Maximum stages per rank in the search."""
 
 CHUNKED_NAMES = {name: name for name in CHUNKED_SCHEDULES} | {"interleaved-1f1b": "interleaved"}
-"""What these can be called."""
+"""Names of these schedules, with aliases."""
 
-ARRANGED_SCHEDULES = ("chimera", "terapipe")
-"""What the best pipelines are tried under as they are (``proposers``)."""
+DERIVED_SCHEDULES = ("chimera", "terapipe")
+"""Schedules that the best pipelines are tried under, unchanged (``proposers``)."""
 
-HELD_AS = {"chimera": "1f1b", "terapipe": "gpipe"}
-"""For which schedule pipelines are searched that are then run under another one."""
+BASE_SCHEDULE = {"chimera": "1f1b", "terapipe": "gpipe"}
+"""Base schedule of the pipelines that are searched for each of these."""
 
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "ampnet")
-"""What is not equal to one device: see ``planner.asynchronous``."""
+"""Schedules that differ from one device: see ``planner.asynchronous``."""
 
 FORCED_SCHEDULES = (
-    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES, *ASYNCHRONOUS,
+    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, *DERIVED_SCHEDULES, *ASYNCHRONOUS,
 )  # fmt: skip
-"""What can be forced."""
+"""Schedules that can be forced."""
 
 ALL_REDUCES = (LIBRARY, *BY_MESSAGES)
 """The all-reduces of gradients that can be forced."""
 
 
 class Placer(Protocol):
-    """Finds pipelines in place of the dynamic program (``inter_op.pipelines``).
+    """Search for pipelines that replaces the dynamic program (``inter_op.pipelines``).
 
-    It runs in the process of the search; where it has to reach another one, it must pickle.
+    It runs in the process of the search; to reach another process, it must pickle.
     """
 
     def __call__(
         self, table: Table, num_microbatches: int, stage_numbers: Iterable[int], *,
         time_limit_seconds: float,
     ) -> Sequence[Pipeline]:  # fmt: skip
-        """The best pipelines found within the time limit, the fastest first."""
+        """Return the best pipelines found within the time limit, the fastest first."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """Choices that the caller made; the search decides those that are None.
+    """Choices that the caller made; the search decides the choices that are None.
 
-    ``dp=k``: k ranks split the batch and replicate parameters but those of experts.
-    ``tp=k``: a mesh axis "tp" of size k that does not split the batch of the inputs and
-    splits, and computes split with, every parameter of two or more dimensions that it
-    divides. ``pp=k``: k stages, or k times ``chunks`` where a schedule runs several per rank.
-    ``cp=k``: a mesh axis "cp" of size k that splits positions; ``ep=k``: k neighbouring
-    data-parallel ranks split the weights of experts by expert. ``sequence_parallel``: whether
-    values between the split parameters of "tp" are split along positions (True), whole
-    (False), or as the solver finds (None). ``slices``: of sequences, equal ones, or of lengths
-    that the planner chooses, as it does for None where the schedule has slices. ``allreduce``:
-    one of ``ALL_REDUCES`` for every sum of gradients, ``gradients``: their order; with either,
-    no states are sharded. ``offload``: see ``Plan``; None offloads where nothing fits otherwise.
-    ``servers``: so many parameter servers, on ranks of their own or ``beside`` workers.
+    ``dp=k``: k ranks split the batch and replicate parameters, except experts. ``tp=k``: a mesh
+    axis "tp" of size k that does not split the batch of the inputs and splits, and computes split
+    with, every parameter of two or more dimensions that it divides. ``pp=k``: k stages, or k times
+    ``chunks`` under a schedule with several per rank. ``cp=k``: a mesh axis "cp" of size k that
+    splits positions; ``ep=k``: k neighbouring data-parallel ranks split the weights of experts by
+    expert. ``sequence_parallel``: values between the split parameters of "tp" are split along
+    positions (True), whole (False), or either (None). ``slices``: number of equal slices of
+    sequences; "auto" leaves their lengths to the planner, as does None if the schedule has slices.
+    ``allreduce``: one of ``ALL_REDUCES`` for every sum of gradients, ``gradients``: their order;
+    with either, no states are sharded. ``offload``: see ``Plan``; None offloads if nothing fits
+    otherwise. ``servers``: number of parameter servers, on ranks of their own or ``beside``
+    workers.
     """
 
     dp: int | None = None
@@ -140,7 +140,7 @@ class Forced:
 
     @property
     def all_reduces(self) -> tuple[str, ...]:
-        """What is said of all-reduces of gradients, so that gradients have to be all-reduced."""
+        """Return the forced options that require all-reduces of gradients, as text."""
         said = [f"allreduce={self.allreduce}"] if self.allreduce not in (None, LIBRARY) else []
         return (*said, *(["gradients=priority"] if self.gradients == "priority" else []))
 
@@ -158,7 +158,7 @@ class Forced:
 
     @property
     def least_chunks(self) -> int:
-        """The stages per rank that are asked for; else the fewest of them that may be."""
+        """Return the forced stages per rank, or else the fewest that the schedule allows."""
         if self.chunks is not None:
             return self.chunks
         return 2 if self.schedule in CHUNKED_NAMES else 1
@@ -168,16 +168,15 @@ class Forced:
 class Request:
     """One planning job.
 
-    ``global_batch`` rows make a step. ``microbatch_size`` is the rows of one micro-batch on
-    one data-parallel rank; None lets the search choose. ``memory_limit_bytes`` per device
-    overrides what the device says. ``top`` is how many candidates the simulator ranks.
-    ``gap``: how much worse than the best a plan may be, where that can be shown. ``tolerance``:
-    of plans that take no more than so much longer than the fastest, the simplest is chosen; 0
-    asks for the fastest. ``pins`` are
-    layouts and ``stage_at`` the blocks that begin stages; ``max_tp`` and ``features`` say what
-    may be used, ``goal`` what counts. ``target`` and ``settings`` only pass through to the plan.
-    ``solver`` solves the integer programs (``pulp_solver.find_solver``). ``placer`` finds the
-    pipelines; None is the dynamic program.
+    ``global_batch`` rows make a step. ``microbatch_size`` is the rows of one micro-batch on one
+    data-parallel rank; None lets the search choose. ``memory_limit_bytes`` per device overrides the
+    device's figure. ``top`` is the number of candidates that the simulator ranks. ``gap``: allowed
+    relative distance of the plan from a proven bound. ``tolerance``: the simplest plan within this
+    relative distance of the fastest is chosen; 0 requires the fastest. ``pins`` are layouts and
+    ``stage_at`` the blocks that begin stages; ``max_tp`` and ``features`` are limits, ``goal`` is
+    the objective. ``target`` and ``settings`` only pass through to the plan. ``solver`` solves the
+    integer programs (``pulp_solver.find_solver``). ``placer`` finds the pipelines; None is the
+    dynamic program.
     """
 
     global_batch: int
@@ -221,29 +220,29 @@ class Request:
 
     @property
     def states(self) -> StateOptions:
-        """How states are held."""
+        """Return the format and place of gradients and optimizer states."""
         return StateOptions(self.gradient_dtype, self.offload == "optimizer")
 
     @property
     def schedules(self) -> tuple[str, ...]:
-        """The schedules that a plan may have, or a pipeline that is then cut again."""
+        """Return the schedules that a plan may have, or a pipeline before it is cut again."""
         name = self.forced.schedule
         if name is not None and not self.forces_chunks:
-            return (HELD_AS.get(name, name),)
+            return (BASE_SCHEDULE.get(name, name),)
         allowed = tuple(name for name in SCHEDULES if self.features.allows(name))
         return allowed or SCHEDULES
 
     @property
     def allows_one_stage(self) -> bool:
-        """Whether a rank of a pipeline may have one stage; if not, pipelines are only searched
-        so to be cut again."""
+        """Return whether a pipeline rank may have one stage; if not, pipelines are only searched to
+        be cut again."""
         if self.forced.schedule is not None:
-            return not self.forces_chunks and self.forced.schedule not in HELD_AS
+            return not self.forces_chunks and self.forced.schedule not in BASE_SCHEDULE
         return any(map(self.features.allows, SCHEDULES))
 
     @property
     def chunked_schedules(self) -> tuple[str, ...]:
-        """The schedules of several stages per rank that a plan may have."""
+        """Return the schedules of several stages per rank that a plan may have."""
         if self.forced.schedule is not None:
             name = self.forced.schedule
             return (CHUNKED_NAMES.get(name, name),) if self.forces_chunks else ()
@@ -251,43 +250,43 @@ class Request:
 
     @property
     def forces_chunks(self) -> bool:
-        """Whether several stages per rank are forced: by the schedule, or by their number."""
+        """Return whether several stages per rank are forced: by the schedule or by number."""
         return self.forced.schedule is not None and self.forced.least_chunks > 1
 
     @property
     def arranged_schedules(self) -> tuple[str, ...]:
-        """Chimera and TeraPipe, where a plan may have them."""
+        """Return Chimera and TeraPipe, if a plan may have them."""
         if self.forced.schedule is not None:
-            return (self.forced.schedule,) if self.forced.schedule in ARRANGED_SCHEDULES else ()
-        return tuple(name for name in ARRANGED_SCHEDULES if self.features.allows(name))
+            return (self.forced.schedule,) if self.forced.schedule in DERIVED_SCHEDULES else ()
+        return tuple(name for name in DERIVED_SCHEDULES if self.features.allows(name))
 
     @property
     def frees_axes(self) -> bool:
-        """Whether an axis "dp" may split weights: it is one of tensor parallelism then."""
+        """Return whether an axis "dp" may split weights, as an axis of tensor parallelism."""
         return self.features.allows("tp") and self.max_tp is None
 
     @property
     def zeros(self) -> tuple[int, ...]:
-        """The ZeRO stages that a plan may have."""
+        """Return the ZeRO stages that a plan may have."""
         if self.forced.all_reduces:
             return (0,)
         return self.features.zeros if self.forced.zero is None else (self.forced.zero,)
 
     @property
     def recompute(self) -> Recompute | None:
-        """The one way in which every block must run; None where it is for the search."""
+        """The recomputation mode of every block if it is fixed; None if the search chooses."""
         if self.forced.recompute is None and self.features.recompute == ("none",):
             return "none"
         return self.forced.recompute
 
     @property
     def recomputations(self) -> tuple[Recompute, ...]:
-        """The ways that blocks may run in, the one that keeps most first."""
+        """The recomputation modes that blocks may have, in the order of the bytes they keep."""
         return self.features.recompute if self.recompute is None else (self.recompute,)
 
 
 def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap: float) -> None:
-    """Raises AP186 where a choice is forced and denied, AP187 for a gap that is none."""
+    """Raise AP186 if a choice is both forced and denied, AP187 for an invalid gap."""
     if not 0 <= gap < 1:
         raise UsageError("AP187", f"a gap of {gap:g} is not between 0 and 1")
     if max_tp is not None and max_tp < 1:
@@ -312,7 +311,7 @@ def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap
 
 
 def check_tolerance(tolerance: float) -> None:
-    """Raises AP841 for a tolerance that is none."""
+    """Raise AP841 for an invalid tolerance."""
     if not 0 <= tolerance < 1:
         raise UsageError(
             "AP841", f"a tolerance of {tolerance:g} is not between 0 and 1",
@@ -321,7 +320,7 @@ def check_tolerance(tolerance: float) -> None:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """The divisors of a number, ascending.
+    """Return the divisors of a number, ascending.
 
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)

@@ -1,4 +1,4 @@
-"""Op rules: how each op may be split, what it computes, and what autograd keeps of it."""
+"""Op rules: each op's possible splits, its work, and the tensors that autograd keeps of it."""
 
 from .saved import kept_extra_bytes, saved, saved_extra_bytes
 from .storage import storage_of

@@ -1,4 +1,4 @@
-"""Dimension annotations: how an op's dimensions correspond, as one line of text.
+"""Dimension annotations: the correspondence of an op's dimensions, as one line of text.
 
 ::
 
@@ -37,14 +37,14 @@ FLOATS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """How the dimensions of one node's tensors correspond.
+    """Correspondence of the dimensions of one node's tensors.
 
-    ``inputs`` and ``outputs`` hold a letter per dimension, None where it is never split.
-    ``terms``: the op is a sum of products of these input positions (empty: not linear).
-    ``sums``: letters missing in an output are summed over though the op is not linear.
-    ``inner``: the collectives that the op needs when a letter is split. ``invariant``: the
-    letters that those reduce entirely, so that outputs without them are whole, not partial.
-    ``groups``: letters that can be cut between groups only, with the number of groups.
+    ``inputs`` and ``outputs`` hold a letter per dimension, None where it is never split. ``terms``:
+    the op is a sum of products of these input positions (empty: not linear). ``sums``: letters
+    missing in an output are summed over though the op is not linear. ``inner``: the collectives
+    that the op needs when a letter is split. ``invariant``: the letters that these reduce entirely,
+    so that outputs without them are whole, not partial. ``groups``: letters that can be cut between
+    groups only, with the number of groups.
     """
 
     inputs: tuple[Letters, ...]
@@ -58,7 +58,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A parsed annotation: dimension tokens per operand, and what it says of linearity."""
+    """A parsed annotation: dimension tokens per operand, and its linearity."""
 
     inputs: tuple[tuple[str, ...], ...]
     outputs: tuple[tuple[str, ...], ...]
@@ -68,7 +68,7 @@ class Pattern:
 
 @lru_cache(maxsize=1024)
 def parse(annotation: str) -> Pattern:
-    """The pattern that an annotation describes.
+    """Parse an annotation to a pattern.
 
     >>> parse("*b i, o i + o -> *b o").terms
     ((0, 1), (2,))
@@ -93,7 +93,7 @@ def parse(annotation: str) -> Pattern:
 
 
 def bind(annotation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Signature | None:
-    """The annotation on tensors of these shapes, or None where it does not fit them.
+    """Bind an annotation to tensors of these shapes; None if it does not fit them.
 
     >>> bind("*b i, o i -> *b o", [(4, 8), (6, 8)], [(4, 6)]).inputs
     (('b0', 'i'), ('o', 'i'))
@@ -127,7 +127,7 @@ def bind(annotation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> 
 
 
 def output_shapes(annotation: str, inputs: Sequence[Shape]) -> tuple[Shape, ...] | None:
-    """The shapes of the outputs, or None where a dimension of theirs is in no input.
+    """Return the shapes of the outputs; None if one of their dimensions is in no input.
 
     >>> output_shapes("*b i, o i -> *b o", [(4, 8), (6, 8)])
     ((4, 6),)
@@ -163,7 +163,7 @@ def _present(terms: tuple[tuple[int, ...], ...], count: int) -> tuple[tuple[int,
 
 
 def _letters(names: tuple[str, ...], rank: int, group_rank: int) -> list[str | None] | None:
-    """The letters of a tensor's dimensions, aligned from the right."""
+    """Return the letters of a tensor's dimensions, aligned from the right."""
     spread: list[str | None] = []
     for name in names:
         if name.startswith("*"):
@@ -176,7 +176,7 @@ def _letters(names: tuple[str, ...], rank: int, group_rank: int) -> list[str | N
 
 
 def _drop_broadcast(letters: list[list[str | None]], shapes: Sequence[Shape]) -> None:
-    """A dimension of size 1 that broadcasts against its letter's size lacks the letter."""
+    """Remove the letter of each dimension of size 1 that broadcasts against its letter's size."""
     largest: dict[str, int] = {}
     for names, shape in zip(letters, shapes, strict=True):
         for name, size in zip(names, shape, strict=True):

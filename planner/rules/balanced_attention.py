@@ -1,14 +1,14 @@
-"""Causal attention on split positions, of which every rank computes an equal share.
+"""Causal attention on split positions with an equal share of work on every rank.
 
 In: causal attention, an axis of n ranks that splits its queries' positions. Out: the strategy in
-which the ranks swap halves of their queries, and the call that is then made on the busiest rank.
+which the ranks swap halves of their queries, and the resulting call on the busiest rank.
 
 Rank r has the r-th part of the queries, and query i sees the keys up to i: the last rank computes
 (2n - 1)/n times the mean. Cut into 2n chunks, chunk i takes about i + 1/2. Rank r keeps its chunk
-2r and takes chunk 2n - 1 - 2r, the second one of rank n - 1 - r, which takes chunk 2r + 1 for it:
-2n for every rank. Half of the queries are sent there and half of the results back, and the same of
-the gradients; keys and values are whole on every rank. Where several axes split the positions, on
-those that balance the rank at the other end of the axis is the partner.
+2r and takes chunk 2n - 1 - 2r, the second chunk of rank n - 1 - r, which takes chunk 2r + 1 for it:
+2n for every rank. Half of the queries are sent there and half of the results back, as are their
+gradients; keys and values are whole on every rank. If several axes split the positions, the partner
+is the rank at the other end of each balancing axis.
 
 Source of the pairs of chunks: Dubey et al. 2024, Llama 3 (arXiv:2407.21783), section 3.3.2, where
 the sequence itself is laid out so.
@@ -33,9 +33,9 @@ BALANCED_ATTENTION = "autoparallel.balanced_attention.default"
 def balanced_strategies(
     case: Case, derived: Sequence[AxisStrategy], axis_size: int
 ) -> tuple[AxisStrategy, ...]:
-    """Beside the strategy of causal attention that splits queries, the one that balances it.
+    """Return a balanced variant of each strategy of causal attention that splits queries.
 
-    Of attention of a sequence to itself, where each rank has two positions or more.
+    It requires attention of a sequence to itself, and two or more positions per rank.
     """
     is_attention = packet(case.node.op) == "scaled_dot_product_attention"
     if not is_attention or axis_size == 1 or len(case.inputs) != 3:
@@ -61,10 +61,10 @@ def balanced_strategies(
 
 
 def as_run(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
-    """The node as the busiest rank runs it: another op where its ranks swap halves of queries,
-    and experts with the tokens that they received.
+    """Return the node as the busiest rank runs it: another op if ranks swap halves of queries, and
+    experts with their received tokens.
 
-    That op's fourth argument says up to where each half of its queries sees the keys. Attention
+    That op's fourth argument is the end of the keys that each half of its queries sees. Attention
     of a later slice of the positions has a mask, and no halves.
     """
     if is_expert_layer(node):

@@ -18,12 +18,12 @@ class Case:
     outputs: tuple[TensorSpec, ...]
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """The argument at a position of the schema or by its name."""
+        """Return the argument at a position of the schema or by its name."""
         return argument(self.node, position, name, default)
 
     @property
     def shape(self) -> Shape:
-        """The first input's shape."""
+        """Return the first input's shape."""
         return self.inputs[0].shape
 
     @property
@@ -31,7 +31,7 @@ class Case:
         return len(self.inputs[0].shape)
 
     def dims(self, position: int, name: str = "dim", default: Any = None) -> tuple[int, ...]:
-        """A dim argument as dims counted from 0; None or an empty list means all of them."""
+        """Return a dim argument as dims counted from 0; None or an empty list means all dims."""
         found = self.argument(position, name, default)
         if (
             found is None
@@ -44,14 +44,14 @@ class Case:
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """A node's argument at a position of the op's schema or by its name."""
+    """Return a node's argument at a position of the op's schema or by its name."""
     if position < len(node.args):
         return node.args[position]
     return node.kwargs.get(name, default)
 
 
 def letters_of(rank: int, whole: tuple[int, ...] = ()) -> Letters:
-    """A letter for each dimension but those in ``whole``.
+    """Return a letter for each dimension not in ``whole``.
 
     >>> letters_of(3, (1,))
     ('d0', None, 'd2')
@@ -62,7 +62,7 @@ def letters_of(rank: int, whole: tuple[int, ...] = ()) -> Letters:
 def linear(
     inputs: tuple[Letters, ...], outputs: tuple[Letters, ...], *, is_linear: bool = True
 ) -> Signature:
-    """The signature of an op that is linear in its first input."""
+    """Return the signature of an op that is linear in its first input."""
     return Signature(inputs, outputs, ((0,),) if is_linear else ())
 
 

@@ -1,9 +1,9 @@
-"""From a signature to the strategies on one mesh axis.
+"""Derivation of the strategies on one mesh axis from a signature.
 
 - split a letter: inputs with it are ``S``, inputs without it ``R`` (``I`` where no gradient
   flows), outputs with it ``S``; outputs without it are partial sums, ``P``, and then every
   term of the sum that lacks the letter enters as ``P`` too;
-- pass partial sums through: one factor of each term ``P``, all else ``R``;
+- pass partial sums through: one factor of each term ``P``, all others ``R``;
 - ``R``: every input's gradient is a partial sum if the output's is, backward being linear;
 - ``I``: everything is whole.
 """
@@ -26,10 +26,9 @@ def derive(
     axis_size: int,
     leaves: Sequence[bool],
 ) -> tuple[AxisStrategy, ...]:
-    """Every strategy of a node; without a signature only the replicated ones.
+    """Return every strategy of a node; without a signature, only replicated strategies.
 
-    ``leaves`` tells which inputs are no op's result: partial sums never start from
-    those alone.
+    ``leaves`` marks inputs that are no op's result: partial sums never start from leaves alone.
     """
     whole = _whole(inputs, outputs)
     strategies: list[AxisStrategy] = []
@@ -44,7 +43,7 @@ def derive(
 
 
 def _whole(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> tuple[Placement, ...]:
-    """How an input that is not split enters: ``R`` where its gradient is a partial sum."""
+    """The placements of unsplit inputs: ``R`` if the gradient is a partial sum, else ``I``."""
     differentiable = any(spec.requires_grad for spec in outputs)
     return tuple(
         REPLICATE if differentiable and spec.requires_grad else INVARIANT for spec in inputs
@@ -78,7 +77,7 @@ def _splits(
 
 
 def _divisible(signature: Signature, specs: Sequence[TensorSpec], axis_size: int) -> list[str]:
-    """The letters, in order, all of whose dimensions the axis divides, once per tensor."""
+    """Return the letters, in order, whose dimensions the axis divides, once per tensor."""
     found: dict[str, bool] = {}
     for letters, spec in zip(signature.inputs + signature.outputs, specs, strict=True):
         for letter, size in zip(letters, spec.shape, strict=True):
@@ -91,7 +90,7 @@ def _divisible(signature: Signature, specs: Sequence[TensorSpec], axis_size: int
 def _contract(
     signature: Signature, letter: str, inputs: Sequence[TensorSpec], placements: list[Placement]
 ) -> bool:
-    """Whether the outputs are sums over the letter; terms without it then enter as ``P``."""
+    """Return whether outputs are sums over the letter; terms without it then become ``P``."""
     if signature.sums:
         return True
     for term in signature.terms:
@@ -109,7 +108,7 @@ def _partials(
     whole: tuple[Placement, ...],
     leaves: Sequence[bool],
 ) -> Iterator[AxisStrategy]:
-    """One factor of each term partial, all else whole, so the outputs are partial."""
+    """Yield strategies with one factor of each term partial, others whole; outputs are partial."""
     if not signature.terms or any(spec.dtype not in FLOATS for spec in outputs):
         return
     for chosen in product(*signature.terms):

@@ -1,11 +1,11 @@
-"""Experts whose tokens are sent to them: the strategies of other programs than this package's.
+"""Experts that tokens are sent to: the strategies of other programs than this package's.
 
 In: a layer of experts (``passes.ops.experts``) or a view of its tokens, an axis. Out: strategies in
-which each rank has its own tokens, and the call that a rank makes of the tokens that it received.
+which each rank has its own tokens, and a rank's call with its received tokens.
 
-In ``SENT`` each rank has its own experts too. Tokens are sent to their experts and results back,
+In ``SENT`` each rank also has its own experts. Tokens are sent to their experts and results back,
 and so are their gradients. In ``SLICED`` each rank has a part of each expert: the ranks of the axis
-gather the tokens that all of them received, and sum the results. ``TOKENS`` is of views that join
+gather the tokens that any of them received, and sum the results. ``TOKENS`` is for views that join
 rows and positions: a rank has some positions of each of its rows. Their order does not matter, as
 experts compute each token for itself.
 """
@@ -30,8 +30,8 @@ SENT, SLICED, TOKENS = "sent", "sliced", "tokens"
 def sent_strategies(
     node: Node, inputs: Sequence[TensorSpec], axis_size: int, limit: GroupLimit = (1, 1)
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of a layer of experts, and of a view that joins the first two
-    dimensions or parts them; none for other nodes."""
+    """Return the strategies of a layer of experts, and of a view that joins or splits the first two
+    dimensions; none for other nodes."""
     if axis_size == 1 or not inputs:
         return ()
     if is_expert_layer(node):
@@ -45,8 +45,8 @@ def sent_strategies(
 
 
 def group_limit(node: Node, graph: Graph) -> GroupLimit:
-    """Find the groups of experts that a router chooses from first, among the ops that lead to the
-    experts of each token: the largest scores of its groups, as DeepSeek's routers take them."""
+    """Find the groups of experts that a router chooses from first: the largest group scores, as in
+    DeepSeek's routers, among the ops that lead to each token's experts."""
     if not is_expert_layer(node):
         return 1, 1
     num_experts, num_tokens = graph.spec(node.inputs[FIRST_WEIGHT]).shape[0], node.spec.shape[0]
@@ -98,18 +98,18 @@ def _of_experts(
 
 def _hidden(weight: TensorSpec, at: int, width: int) -> int | None:
     """Return the dimension of an experts' weight that counts hidden values; None for the second
-    bias, which has none. ``at``: the weight's place among the experts' weights."""
+    bias, which has none. ``at``: its position among the experts' weights."""
     if len(weight.shape) == 2:
         return 1 if at == 2 else None
     return 1 if weight.shape[2] == width else 2
 
 
 def as_received(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
-    """Return a layer of experts as a rank computes it on the tokens that it received.
+    """Return a layer of experts as a rank computes it on its received tokens.
 
-    If routing is even, a rank receives as many pairs of a token and an expert as it sends, and the
-    pairs of each rank with which it shares experts besides. The call has the rank's own number of
-    tokens; the number of all experts is divided, so that it counts so many pairs.
+    If routing is even, a rank receives as many pairs of a token and an expert as it sends, plus the
+    pairs of each rank that shares its experts. The call has the rank's own number of tokens; the
+    number of all experts is divided to give the right number of pairs.
     """
     parts = 1
     for tokens, weight, size in zip(

@@ -8,7 +8,7 @@ Names = tuple[str, ...]
 
 
 def parse_equation(equation: str, ranks: Sequence[int]) -> tuple[tuple[Names, ...], Names]:
-    """A name per dimension of each operand and of the output.
+    """Return a name per dimension of each operand and of the output.
 
     ``...`` stands for dimensions that align from the right; without ``->`` the output has
     the ellipsis and then, in alphabetical order, the letters that appear once.

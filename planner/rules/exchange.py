@@ -11,11 +11,11 @@ from ..layout import AxisStrategy, InnerCollective, shard
 from .case import Case
 
 EXCHANGED = "aten.split_with_sizes.default"
-"""The op that the pass ``split-fused`` cuts weights with."""
+"""The op with which the pass ``split-fused`` cuts weights."""
 
 
 def exchanged_parts(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
-    """From split along the dimension that stays whole to parts that are split along the cut."""
+    """Return the strategy from a split along the uncut dimension to parts split along the cut."""
     if case.node.op != EXCHANGED or case.rank != 2:
         return ()
     cut = case.dims(2, "dim", 0)[0]

@@ -1,9 +1,9 @@
 """Memory traffic of a layer of experts besides its products: rows, activations, biases, scores.
 
-In: a layer of experts at local shapes, and how it is divided into kernels. Out: bytes forward and
+In: a layer of experts at local shapes, and its division into kernels. Out: bytes forward and
 backward. For each pair of a token and an expert, a row as wide as the token is copied to the expert
 and the result is copied back (Gale et al. 2022, MegaBlocks, section 5.2). A bias and the activation
-stand between the two products, a bias and the score after the second one.
+stand between the two products, a bias and the score after the second.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .saved import expert_pairs
 from .work import family_named
 
 ExpertKernels = Literal["separate", "activation", "one"]
-"""``separate``: every elementwise op is a kernel, as in eager code and in Megatron-LM where experts
-have biases. ``activation``: all between the products is one. ``one``: it is part of the products'
-kernels, as in cuDNN's grouped products with an activation."""
+"""``separate``: every elementwise op is a kernel, as in eager code and in Megatron-LM if experts
+have biases. ``activation``: all ops between the products are one kernel. ``one``: they are part of
+the products' kernels, as in cuDNN's grouped products with an activation."""
 
 
 def expert_traffic(
     node: Node, inputs: Sequence[TensorSpec], kernels: ExpertKernels, moves: int
 ) -> tuple[int, int]:
-    """Return the bytes that go through memory around the products, forward and backward.
+    """Return the memory traffic around the products, forward and backward, in bytes.
 
     A row is copied ``moves`` times, on the way to its expert and back; so is its gradient.
     """
@@ -50,11 +50,11 @@ def expert_traffic(
 
 
 def _activation(calls: Sequence[Any], made: int, read: int) -> tuple[int, int]:
-    """Return the elements of a row that ops read and write, forward and backward.
+    """Return the elements per row that ops read and write, forward and backward.
 
     Forward each op reads its operands and writes its result; backward it reads the result's
     gradient and its operands, and writes their gradients. ``made`` is the width of the first
-    product's result, ``read`` of the second one's operand, which views of the former have.
+    product's result, ``read`` the width of the second product's operand and of views.
     """
     widths, forward, backward = [made], 0, 0
     for target, arguments, options in calls:

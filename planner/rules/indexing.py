@@ -1,8 +1,8 @@
-"""Rules of the ops that read or write at indices, and of products in groups.
+"""Rules of ops that read or write at indices, and of grouped products.
 
-Reading: a dimension that one index picks from may be split too; each rank reads what it
-holds and zero elsewhere, so the parts add up. Writing by adding: rows of the index may be
-split, each rank adds its own to a partial sum.
+Reading: a dimension that one index picks from may be split too; each rank reads its own part and
+zero elsewhere, so the parts add up. Writing by adding: rows of the index may be split, each rank
+adds its own to a partial sum.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _WRITTEN = "w"
 
 
 def index(case: Case) -> Signature | None:
-    """``x[:, i, j]``: dims that are not indexed, those of the indices, a dim of one index."""
+    """Split dims that are not indexed, dims of the indices, or the dim of a single index."""
     found = structured.index(case)
     indexed = [dim for dim, item in enumerate(case.argument(1, "indices")) if is_ref(item)]
     return _picking(case, found, indexed[0]) if len(indexed) == 1 else found
 
 
 def index_select(case: Case) -> Signature | None:
-    """Every dim of the tensor, and the dim of the indices."""
+    """Split any dim of the tensor, or the dim of the indices."""
     return _picking(case, structured.index_select(case), case.dims(1, "dim")[0])
 
 
 def gather(case: Case) -> Signature | None:
-    """Dims that the index has whole, the index along its dim, and the dim it picks from."""
+    """Split dims that the index has whole, the index along its dim, or the gathered dim."""
     return _picking(case, structured.gather(case), case.dims(1, "dim")[0])
 
 
 def _picking(case: Case, found: Signature | None, dim: int) -> Signature | None:
-    """The signature where the dim that is picked from may be split."""
+    """Extend a signature: the dim that is picked from may be split."""
     if found is None or case.inputs[0].dtype not in FLOATS or not case.shape:
         return found
     source = list(found.inputs[0])
@@ -44,7 +44,7 @@ def _picking(case: Case, found: Signature | None, dim: int) -> Signature | None:
 
 
 def scatter(case: Case) -> Signature:
-    """Dims that index and source have whole, but the one that is written along."""
+    """Split dims that index and source have whole, except the written dim."""
     letters = _common(case)
     if len(case.inputs) == 2:
         value = case.argument(3, "value", 0)
@@ -53,13 +53,13 @@ def scatter(case: Case) -> Signature:
 
 
 def scatter_reduce(case: Case) -> Signature:
-    """Dims that index and source have whole, but the one that is written along."""
+    """Split dims that index and source have whole, except the written dim."""
     letters = _common(case)
     return Signature((letters, letters, letters), (letters,))
 
 
 def scatter_add(case: Case) -> Signature:
-    """Dims that index and source have whole; the index along its dim gives partial sums."""
+    """Split dims that index and source have whole; the index along its dim gives partial sums."""
     dim, letters = case.dims(1, "dim")[0], _common(case)
     added = tuple(_WRITTEN if at == dim else letter for at, letter in enumerate(letters))
     source = added if case.inputs[2].shape == case.inputs[1].shape else letters
@@ -75,17 +75,17 @@ def _common(case: Case) -> Letters:
 
 
 def index_add(case: Case) -> Signature:
-    """The other dims; the dim of the indices gives partial sums."""
+    """Split the other dims; the dim of the indices gives partial sums."""
     return _index_written(case, adds=True)
 
 
 def index_copy(case: Case) -> Signature:
-    """The dims but the one that is written along."""
+    """Split any dim except the written dim."""
     return _index_written(case, adds=False)
 
 
 def index_fill(case: Case) -> Signature:
-    """The dims but the one that is written along."""
+    """Split any dim except the written dim."""
     dim = case.dims(1, "dim")[0]
     letters = letters_of(case.rank, (dim,))
     others: tuple[Letters, ...] = tuple((None,) * len(spec.shape) for spec in case.inputs[1:])
@@ -104,7 +104,7 @@ def _index_written(case: Case, *, adds: bool) -> Signature:
 
 
 def index_put(case: Case) -> Signature | None:
-    """Dims that are not indexed; when it adds, the dims of the indices give partial sums."""
+    """Split dims that are not indexed; if it adds, dims of the indices give partial sums."""
     listed, adds = case.argument(1, "indices"), bool(case.argument(3, "accumulate", False))
     indices, values = case.inputs[1:-1], case.inputs[-1]
     if any(spec.dtype in ("bool", "uint8") for spec in indices):
@@ -128,14 +128,14 @@ def index_put(case: Case) -> Signature | None:
 
 
 def histogram(case: Case) -> Signature | None:
-    """``histc`` between given bounds: the counts of parts add up."""
+    """Split ``histc`` between given bounds: the counts of parts add up."""
     if case.argument(2, "min", 0) == case.argument(3, "max", 0):
         return None
     return Signature((letters_of(case.rank),), ((None,),), sums=True)
 
 
 def grouped_mm(case: Case) -> Signature | None:
-    """``_grouped_mm``: the dims of each product, and the groups where none are counted."""
+    """Split the dims of each product, and the groups if these have equal sizes."""
     left, right = (len(spec.shape) for spec in case.inputs[:2])
     if len(case.inputs) == 2 and (left, right) == (3, 3):
         return structured.annotate(case, "e m k, e k n -> e m n")

@@ -1,4 +1,4 @@
-"""The rules as a person reads them: for each op its annotation, and what may be split."""
+"""The rules as a readable list: each op's annotation, and its possible splits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .table import ALONG, ANNOTATED, LOSSES, REDUCTIONS, RULES
 
 @dataclass(frozen=True, slots=True)
 class RuleText:
-    """``annotation`` is empty where it depends on the arguments; ``splits`` then says how."""
+    """``annotation`` is empty if it depends on the arguments; ``splits`` then describes it."""
 
     op: str
     annotation: str
@@ -20,7 +20,7 @@ class RuleText:
 
 
 def list_rules(registered: Mapping[str, OpRule] | None = None) -> tuple[RuleText, ...]:
-    """Every op with a rule by name; ``registered`` are the user's, by their path."""
+    """List every op with a rule by name; ``registered`` are the user's, by their path."""
     found = [_described(name, text) for name, text in RULES]
     for path, rule in (registered or {}).items():
         found.append(RuleText(path, rule.annotation, describe_splits(rule.annotation)))
@@ -44,7 +44,7 @@ def _described(name: str, text: str) -> RuleText:
 
 
 def describe_splits(annotation: str) -> str:
-    """What an annotation offers on one mesh axis, in words.
+    """Describe the splits that an annotation offers on one mesh axis.
 
     >>> describe_splits("*b i, o i + o -> *b o")
     '*b, o; i gives partial sums; passes partial sums'
@@ -60,7 +60,7 @@ def describe_splits(annotation: str) -> str:
 
 
 def _letters(pattern: Pattern) -> tuple[list[str], list[str]]:
-    """The letters that every output keeps, and those that one lacks."""
+    """Return the letters that every output keeps, and the letters that some output lacks."""
     listed = dict.fromkeys(token for operand in pattern.inputs for token in operand if token != "_")
     kept = [token for token in listed if all(token in output for output in pattern.outputs)]
     return kept, [token for token in listed if token not in kept]

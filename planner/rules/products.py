@@ -1,8 +1,8 @@
 """The matrix products inside an op, by its local shapes.
 
 In: an op's name, its two factors, its output. Out: (batch, m, n, k) of m×k by k×n, as
-``cost_model.ops.products`` prices them; none where the op is no product of two factors (an einsum
-of three operands, experts whose rows are dealt out at run time).
+``cost_model.ops.products`` prices them; none if the op is no product of two factors (an einsum of
+three operands, experts whose rows are assigned at run time).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 def matmul_product(name: str, first: Shape, second: Shape) -> Product | None:
-    """The product of two factors, batched where both are.
+    """Return the product of two factors, batched if both are.
 
     A factor of one dimension is a row, respectively a column. Batch dimensions of the first
     factor alone are rows of one larger product, as PyTorch computes it.
@@ -52,7 +52,7 @@ def _broadcast(first: Shape, second: Shape) -> int:
 
 
 def einsum_product(equation: str, shapes: Sequence[Shape]) -> Product | None:
-    """The product that an einsum of two operands is.
+    """Return the product that an einsum of two operands computes.
 
     >>> einsum_product("bqhd,bkhd->bhqk", ((2, 5, 4, 8), (2, 7, 4, 8)))
     (8, 5, 7, 8)
@@ -78,14 +78,14 @@ def einsum_product(equation: str, shapes: Sequence[Shape]) -> Product | None:
 
 
 def plain_product(node: Node, shapes: Sequence[tuple[int, ...]]) -> Product | None:
-    """Return the product of two factors of these shapes; None where an einsum has others."""
+    """Return the product of two factors of these shapes; None for an einsum with other operands."""
     if packet(node.op) == "einsum":
         return einsum_product(str(argument(node, 0, "equation")), shapes)
     return matmul_product(packet(node.op), shapes[0], shapes[1])
 
 
 def product_factors(node: Node, count: int) -> tuple[int, ...]:
-    """The positions of a product's factors; the others are added to it."""
+    """Return the positions of a product's factors; other operands are added to it."""
     name = packet(node.op)
     if name == "experts":
         return (0, 3, 4)
@@ -95,7 +95,7 @@ def product_factors(node: Node, count: int) -> tuple[int, ...]:
 
 
 def attention_products(node: Node, query: TensorSpec, key: TensorSpec) -> tuple[Product, ...]:
-    """(batch · heads, queries, keys, head size) of each kernel of an attention."""
+    """Return (batch · heads, queries, keys, head size) of each kernel of an attention."""
     heads, length, size = prod(query.shape[:-2]), query.shape[-2], query.shape[-1]
     if packet(node.op) != "balanced_attention":
         return ((heads, length, key.shape[-2], size),)
@@ -104,10 +104,10 @@ def attention_products(node: Node, query: TensorSpec, key: TensorSpec) -> tuple[
 
 
 def gradient_products(product: Product, *, first: bool, second: bool) -> tuple[Product, ...]:
-    """The products that give the gradients of the factors: those that are asked for.
+    """Return the products that compute the requested gradients of the factors.
 
-    That of the first is the output's gradient times the second transposed, m×n by n×k; that
-    of the second the first transposed times the output's gradient, k×m by m×n.
+    The first gradient is the output's gradient times the second factor transposed, m×n by n×k; the
+    second is the first factor transposed times the output's gradient, k×m by m×n.
 
     >>> gradient_products((1, 16, 32, 8), first=True, second=True)
     ((1, 16, 8, 32), (1, 8, 32, 16))

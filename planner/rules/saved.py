@@ -1,8 +1,8 @@
-"""What autograd keeps of each op for its backward.
+"""Tensors and bytes that autograd keeps of each op for its backward.
 
-In: a node. Out: the tensors among its inputs and outputs that its backward reads, and the
-bytes of what it keeps besides (statistics, masks, log-probabilities).
-Source: PyTorch's tools/autograd/derivatives.yaml.
+In: a node. Out: the tensors among its inputs and outputs that its backward reads, and the bytes
+kept besides (statistics, masks, log-probabilities). Source: PyTorch's
+tools/autograd/derivatives.yaml.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OTHERS, INPUT, INPUTS, REST, OUTPUT, BOTH, INDICES, NOTHING = (
 )  # fmt: skip
 
 _CHOOSING = ("max", "min", "median")
-"""Ops that keep their choice where there is one output, and its place where there are two."""
+"""Ops that keep their choice if they have one output, and its index if they have two."""
 
 _KEPT = {
     OTHERS: (
@@ -73,10 +73,10 @@ _RULE = {op: rule for rule, ops in _KEPT.items() for op in ops.split()}
 
 
 def saved(node: Node, graph: Graph | None = None) -> tuple[Ref, ...]:
-    """The node's inputs and own outputs that its backward reads, each once.
+    """Return the node's inputs and own outputs that its backward reads, each once.
 
-    With ``graph``, only what the gradients that are asked for need; without it every float
-    input counts as asking for one. Parameters are listed like any other input.
+    With ``graph``, only tensors that the required gradients read; without it every float input
+    counts as requiring one. Parameters are listed like any other input.
     """
     if not any(spec.requires_grad for spec in node.outputs):
         return ()
@@ -93,7 +93,7 @@ def saved(node: Node, graph: Graph | None = None) -> tuple[Ref, ...]:
 
 
 def saved_inputs(node: Node, inputs: Sequence[TensorSpec] | None, *, count: int) -> tuple[int, ...]:
-    """The positions among ``node.inputs`` that the backward reads."""
+    """Return the positions among ``node.inputs`` that the backward reads."""
     if node.rule is not None and node.rule.saved_bytes is not None:
         return ()
     wants = [True] * count if inputs is None else [spec.requires_grad for spec in inputs]
@@ -120,7 +120,7 @@ def saved_inputs(node: Node, inputs: Sequence[TensorSpec] | None, *, count: int)
 
 
 def saved_outputs(node: Node) -> tuple[int, ...]:
-    """The indices of the node's outputs that its own backward reads."""
+    """Return the indices of the node's outputs that its own backward reads."""
     name = packet(node.op)
     rule = _RULE.get(name, INPUT)
     if rule == INDICES or (name in _CHOOSING and len(node.outputs) > 1):
@@ -133,14 +133,14 @@ def saved_outputs(node: Node) -> tuple[int, ...]:
 
 
 def is_exponential(node: Node) -> bool:
-    """Whether a power's exponent is a tensor: its gradient reads the result."""
+    """Return whether a power's exponent is a tensor: its gradient reads the result."""
     return node.op != "aten.pow.Tensor_Scalar"
 
 
 def saved_extra_bytes(
     node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> int:
-    """The bytes that autograd keeps besides inputs and outputs, at these (local) shapes."""
+    """Return the bytes that autograd keeps besides inputs and outputs, at these (local) shapes."""
     if not any(spec.requires_grad for spec in outputs):
         return 0
     if node.rule is not None and node.rule.saved_bytes is not None:
@@ -159,7 +159,7 @@ def saved_extra_bytes(
         return (factors + _num_scores(inputs)) * statistic
     if name == "scaled_dot_product_attention":
         return prod(out.shape[:-1]) * statistic
-    if name == "balanced_attention":  # Half of the queries, and the results before they are joined.
+    if name == "balanced_attention":  # half of the queries, and the results before they are joined
         return prod(out.shape[:-1]) * statistic + inputs[0].num_bytes // 2 + out.num_bytes
     if name in ("layer_norm", "rms_norm"):
         normalized = prod(argument(node, 1, "normalized_shape"))
@@ -170,7 +170,7 @@ def saved_extra_bytes(
     if name in ("batch_norm", "instance_norm", "_native_batch_norm_legit_functional"):
         return 2 * out.shape[1] * statistic + _normalized_bytes(node, out, statistic)
     if name == "cross_entropy_loss":
-        # Fused, the log-probabilities are computed again from the classes' log-sum.
+        # fused, the log-probabilities are recomputed from the classes' log-sum
         classes = 1 if node.fused is None else inputs[0].shape[min(1, len(inputs[0].shape) - 1)]
         return inputs[0].num_bytes // classes
     if name.startswith(("max_pool", "adaptive_max_pool")):
@@ -183,8 +183,7 @@ def saved_extra_bytes(
 def kept_extra_bytes(
     node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> int:
-    """The bytes of what a costly op's kernels return besides its outputs: what is kept where
-    they are not run again."""
+    """Return the bytes that a costly op's kernels return besides outputs, kept unless rerun."""
     if not writes_scores(node, inputs):
         return saved_extra_bytes(node, inputs, outputs)
     out = outputs[0]
@@ -193,8 +192,8 @@ def kept_extra_bytes(
 
 
 def writes_scores(node: Node, inputs: Sequence[TensorSpec]) -> bool:
-    """Whether an attention runs as two products and a softmax, as it does where its mask has a
-    gradient: PyTorch's flash attention has none of that.
+    """Return whether an attention runs as two products and a softmax, as for masks with a gradient,
+    which PyTorch's flash attention does not compute.
 
     It keeps its own copies of queries, keys and values, and the softmax's result, in float32
     at least (``_scaled_dot_product_attention_math``, ATen/native/transformers/attention.cpp).
@@ -209,7 +208,7 @@ def _num_scores(inputs: Sequence[TensorSpec]) -> int:
 
 
 def _normalized_bytes(node: Node, out: TensorSpec, itemsize: int) -> int:
-    """What a batch norm of rows on several ranks keeps besides: the normalized values.
+    """Return the bytes of normalized values that a batch norm of rows on several ranks also keeps.
 
     It is written out in elementary ops, for its statistics to be summed over the ranks
     (``passes.ops.batch_norm``).
@@ -226,7 +225,7 @@ def expert_pairs(node: Node, inputs: Sequence[TensorSpec]) -> int:
 
 
 def is_identity(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
-    """Whether an op that can be skipped returns its input: a cast to the same dtype, no dropout."""
+    """Return whether an op can be skipped: a cast to the same dtype, or dropout without effect."""
     name = packet(node.op)
     if name == "to":
         return inputs[0].dtype == outputs[0].dtype and not node.kwargs.get("copy", False)
@@ -241,7 +240,7 @@ def _num_score_rows(node: Node, inputs: Sequence[TensorSpec]) -> int:
     if product is None:
         return 0
     batch, rows, columns, _ = product
-    return batch * max(rows, columns)  # the other is the size of a head
+    return batch * max(rows, columns)  # the other is the head size
 
 
 def _rows(spec: TensorSpec, width: int) -> int:

@@ -1,9 +1,9 @@
-"""Which tensors share memory: the views of one storage.
+"""Tensors that share memory: the views of each storage.
 
-In: a graph. Out: for each output the output that owns its memory. Strides are followed
-through the views, so a ``contiguous`` or ``reshape`` is known to copy or not; and so is a product
-of matrices, which wants its factors as rows or as a batch of matrices.
-Sources: at::detail::computeStride (PyTorch's ATen/TensorUtils.cpp), at::matmul
+In: a graph. Out: for each output the output that owns its memory. Strides are followed through the
+views, which decides whether a ``contiguous`` or ``reshape`` copies, and whether a product of
+matrices does, which wants its factors as rows or as a batch of matrices. Sources:
+at::detail::computeStride (PyTorch's ATen/TensorUtils.cpp), at::matmul
 (ATen/native/LinearAlgebra.cpp).
 """
 
@@ -40,9 +40,9 @@ _PRODUCTS = frozenset(("linear", "matmul"))
 
 
 def storage_of(graph: Graph) -> Mapping[Key, Key]:
-    """For each (node, output index) the one whose memory it lies in (itself, if no view).
+    """Map each (node, output index) to the output that owns its memory (itself, if it is no view).
 
-    An input that an op copies for itself is there as what ``copy_of`` says, its own owner.
+    An op's own copy of an input has the key ``copy_of``, and owns its memory.
     """
     owners: dict[Key, Key] = {}
     strides: dict[Key, Strides] = {}
@@ -63,7 +63,7 @@ def storage_of(graph: Graph) -> Mapping[Key, Key]:
 
 
 def copy_of(name: str, position: int) -> Key:
-    """How an op's own copy of its input at a position goes by."""
+    """Return the key of an op's own copy of its input at a position."""
     return name, -1 - position
 
 
@@ -89,7 +89,7 @@ def _case(node: Node, graph: Graph) -> Case:
 
 
 def contiguous(shape: Sequence[int]) -> Strides:
-    """The strides of a dense row-major tensor.
+    """Return the strides of a dense row-major tensor.
 
     >>> contiguous((2, 3, 4))
     (12, 4, 1)
@@ -108,7 +108,7 @@ def dense(shape: Sequence[int], order: Sequence[int]) -> Strides:
 
 
 def _view_strides(case: Case, strides: Strides, index: int) -> Strides | None:
-    """The strides of an output that is a view of the first input, or None where it is not."""
+    """Return the strides of an output that is a view of the first input; None if it is no view."""
     name = packet(case.node.op)
     shape, target = case.shape, case.outputs[index].shape
     if is_identity(case.node, case.inputs, case.outputs):
@@ -139,9 +139,9 @@ def _view_strides(case: Case, strides: Strides, index: int) -> Strides | None:
 
 
 def _fresh(node: Node, graph: Graph, strides: Mapping[Key, Strides]) -> Strides | None:
-    """The strides of a new tensor, where the op lays it out like an input.
+    """Return the strides of a new tensor, if the op lays it out like an input.
 
-    Elementwise ops keep the order of the dims; attention that of the queries.
+    Elementwise ops keep the order of the dims; attention keeps the order of the queries' dims.
     """
     name, shape = packet(node.op), node.spec.shape
     is_attention = name == "scaled_dot_product_attention"
@@ -157,7 +157,7 @@ def _fresh(node: Node, graph: Graph, strides: Mapping[Key, Strides]) -> Strides 
 
 
 def is_dense(shape: Sequence[int], strides: Strides) -> bool:
-    """Whether the strides are those of a row-major tensor (dims of size 1 do not matter)."""
+    """Return whether the strides are row-major (dims of size 1 do not matter)."""
     return all(
         size == 1 or held == wanted
         for size, held, wanted in zip(shape, strides, contiguous(shape), strict=True)
@@ -165,7 +165,7 @@ def is_dense(shape: Sequence[int], strides: Strides) -> bool:
 
 
 def reshaped(shape: Sequence[int], strides: Strides, target: Sequence[int]) -> Strides | None:
-    """The strides of a view in another shape, or None where only a copy has it.
+    """Return the strides of a view in another shape; None if a copy is needed.
 
     >>> reshaped((2, 3, 4), (12, 4, 1), (6, 4)), reshaped((3, 2), (1, 3), (6,))
     ((4, 1), None)

@@ -1,4 +1,4 @@
-"""Every way a node can run on one mesh axis."""
+"""Strategies of a node on one mesh axis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = frozenset(name for name, _ in RULES)
 
 
 def has_rule(op: str) -> bool:
-    """Whether an op can be split at all.
+    """Return whether an op can be split at all.
 
     >>> has_rule("aten.linear.default"), has_rule("aten.svd.default")
     (True, False)
@@ -25,11 +25,10 @@ def has_rule(op: str) -> bool:
 
 
 def axis_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrategy, ...]:
-    """Every way ``node`` can run on one mesh axis of ``axis_size`` ranks, ``"I"`` the last.
+    """Return every strategy of ``node`` on one mesh axis of ``axis_size`` ranks, ``"I"`` last.
 
-    A parameter is held split or ``R``; an input, buffer or constant split or ``I``. Only
-    dimensions that the axis divides are split; splits of one dimension by several axes are
-    the caller's to check.
+    A parameter is held split or ``R``; an input, buffer or constant split or ``I``. Only dimensions
+    that the axis divides are split; the caller checks splits of one dimension by several axes.
     """
     if node.kind != "op":
         return _held(node, axis_size)
@@ -37,7 +36,7 @@ def axis_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrat
 
 
 def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrategy, ...]:
-    """The ways to run a node's op, for constants too: how they could be computed."""
+    """Return the strategies of a node's op; for constants, how they could be computed."""
     nodes, refs = graph.by_name, node.inputs
     producers = [nodes[ref.name] for ref in refs]
     specs = (each.outputs[ref.index] for each, ref in zip(producers, refs, strict=True))
@@ -56,12 +55,12 @@ def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrateg
 
 
 def strategies_form(node: Node, graph: Graph) -> tuple[Any, ...]:
-    """What ``axis_strategies`` depends on: equal for the same op in equal layers."""
+    """Return the key of ``axis_strategies``: equal for the same op in equal layers."""
     return op_form(node, graph) if node.kind == "op" else (node.kind, node.outputs)
 
 
 def op_form(node: Node, graph: Graph) -> tuple[Any, ...]:
-    """What ``op_strategies`` depends on."""
+    """Return the key of ``op_strategies``."""
     parts: list[Any] = [node.op, node.rule, node.outputs]
     for ref in node.inputs:
         producer = graph.by_name[ref.name]

@@ -15,7 +15,7 @@ _REDUCTION_NONE = 0
 
 
 def annotate(case: Case, annotation: str) -> Signature | None:
-    """The signature of an annotation on this node's shapes."""
+    """Return the signature of an annotation on this node's shapes."""
     return bind(
         annotation,
         [spec.shape for spec in case.inputs],
@@ -24,24 +24,24 @@ def annotate(case: Case, annotation: str) -> Signature | None:
 
 
 def add(case: Case) -> Signature | None:
-    """A sum of tensors is linear in them jointly; adding a number is not linear."""
+    """Split all dims; a sum of tensors is linear in them jointly, adding a number is not linear."""
     return annotate(case, "* + * -> *" if len(case.inputs) == 2 else "* => *")
 
 
 def divide(case: Case) -> Signature | None:
-    """Linear in the dividend, unless it rounds."""
+    """Split all dims; linear in the dividend, unless it rounds."""
     if case.argument(2, "rounding_mode") is not None or not is_ref(case.node.args[0]):
         return annotate(case, "*, * => *")
     return annotate(case, "*, [*] -> *")
 
 
 def where(case: Case) -> Signature | None:
-    """Linear in both branches jointly when both are tensors."""
+    """Split all dims; linear in both branches jointly when both are tensors."""
     return annotate(case, "[*], * + * -> *" if len(case.inputs) == 3 else "*, * => *")
 
 
 def masked_fill(case: Case) -> Signature | None:
-    """Linear when it fills with zero."""
+    """Split all dims; linear when it fills with zero."""
     value = case.argument(2, "value")
     if is_ref(value) or value:
         return annotate(case, "*, *, * => *")
@@ -49,21 +49,21 @@ def masked_fill(case: Case) -> Signature | None:
 
 
 def dropout(case: Case) -> Signature | None:
-    """The identity without randomness; a random mask must be the same on every rank."""
+    """Split all dims without randomness; a random mask must be the same on every rank."""
     if case.argument(2, "train") and case.argument(1, "p"):
         return None
     return annotate(case, "* -> *")
 
 
 def convert(case: Case) -> Signature:
-    """A copy in some dtype; a tensor that only gives the dtype stays whole."""
+    """Split all dims of a cast; a tensor that only gives the dtype stays whole."""
     letters = letters_of(case.rank)
     others = tuple((None,) * len(spec.shape) for spec in case.inputs[1:])
     return Signature((letters, *others), (letters,), ((0,),))
 
 
 def matmul(case: Case) -> Signature | None:
-    """By the ranks of the operands, as torch does."""
+    """Split dims by the ranks of the operands, as torch's ``matmul`` does."""
     left, right = (min(len(spec.shape), 2) for spec in case.inputs)
     return annotate(
         case,
@@ -77,7 +77,7 @@ def matmul(case: Case) -> Signature | None:
 
 
 def einsum(case: Case) -> Signature | None:
-    """The equation is the annotation."""
+    """Split the dims of the equation, which is the annotation."""
     ranks = [len(spec.shape) for spec in case.inputs]
     operands, output = parse_equation(str(case.argument(0, "equation")), ranks)
     left = ", ".join(" ".join(names) for names in operands)
@@ -85,21 +85,21 @@ def einsum(case: Case) -> Signature | None:
 
 
 def attention(case: Case) -> Signature | None:
-    """Batch, heads (grouped key/value heads along) and queries."""
+    """Split the batch, heads (with grouped key/value heads) or queries."""
     if case.argument(4, "dropout_p", 0.0):
         return None
     return annotate(case, "*b q _, *b _ _, *b _ _, *b q _ => *b q _")
 
 
 def embedding(case: Case) -> Signature | None:
-    """Vocabulary rows (each rank looks up its own, zero elsewhere), columns, indices."""
+    """Split vocabulary rows (each rank looks up its own, zero elsewhere), columns or indices."""
     if case.argument(3, "scale_grad_by_freq", False) or case.argument(4, "sparse", False):
         return None
     return annotate(case, "v d, [*b] -> *b d")
 
 
 def normalized_last(case: Case) -> Signature:
-    """``layer_norm``, ``rms_norm``: any dim before the normalized ones."""
+    """Split any dim before the normalized dims of ``layer_norm`` or ``rms_norm``."""
     normalized = len(case.argument(1, "normalized_shape"))
     letters = letters_of(case.rank, tuple(range(case.rank - normalized, case.rank)))
     weights = tuple((None,) * len(spec.shape) for spec in case.inputs[1:])
@@ -107,7 +107,7 @@ def normalized_last(case: Case) -> Signature:
 
 
 def grouped_norm(case: Case) -> Signature:
-    """``group_norm``: the batch, and the channels between groups."""
+    """Split the batch, or the channels of ``group_norm`` between groups."""
     letters: Letters = ("n", "c", *(None,) * (case.rank - 2))
     weights: tuple[Letters, ...] = (("c",),) * (len(case.inputs) - 1)
     groups = {"c": int(case.argument(1, "num_groups"))}
@@ -115,7 +115,7 @@ def grouped_norm(case: Case) -> Signature:
 
 
 def instance_norm(case: Case) -> Signature | None:
-    """The batch and the channels, where no running statistics are kept."""
+    """Split the batch or the channels, unless running statistics are kept."""
     if is_ref(case.argument(3, "running_mean")):
         return None
     letters: Letters = ("n", "c", *(None,) * (case.rank - 2))
@@ -124,7 +124,7 @@ def instance_norm(case: Case) -> Signature | None:
 
 
 def batch_norm(case: Case) -> Signature:
-    """The channels, and the batch: in training the ranks then share their statistics.
+    """Split the channels or the batch: in training the ranks then share their statistics.
 
     They gather means and variances by channel forward, and reduce two sums backward.
     """
@@ -141,7 +141,7 @@ def batch_norm(case: Case) -> Signature:
 
 
 def convolution(case: Case) -> Signature | None:
-    """Batch, output channels, and input channels summed; with groups, both between groups."""
+    """Split the batch, output channels or summed input channels; with groups, between groups."""
     is_general = case.node.op.startswith("aten.convolution")
     groups = int(case.argument(8 if is_general else 6, "groups", 1))
     is_transposed = "transpose" in case.node.op or (is_general and case.argument(6, "transposed"))
@@ -154,7 +154,7 @@ def convolution(case: Case) -> Signature | None:
 
 
 def along(case: Case, position: int, default: int | None, *, is_linear: bool) -> Signature:
-    """An op that works along dims: any other dim may be split, in every tensor alike."""
+    """The signature of an op that works along dims: any other dim is split in all tensors."""
     whole = case.dims(position, "dims" if _takes_dims(case) else "dim", default)
     letters = letters_of(case.rank, whole)
     count = len(case.inputs)
@@ -170,7 +170,7 @@ def _takes_dims(case: Case) -> bool:
 
 
 def reduce(case: Case, position: int, *, is_sum: bool) -> Signature | None:
-    """A reduction over dims: sums and means of a split dim are partial, others keep it whole."""
+    """Return a reduction's signature: sums, means of a split dim are partial, others keep it."""
     if len(case.inputs) != 1:
         return None
     kept = len(case.outputs[0].shape) == case.rank
@@ -191,7 +191,7 @@ def _has_dim(case: Case) -> bool:
 
 
 def elementwise_loss(case: Case, position: int) -> Signature | None:
-    """A loss of elements: the mean or sum over a split dim is partial."""
+    """Return the signature of an elementwise loss: its mean or sum over a split dim is partial."""
     reduction = case.argument(position, "reduction", _REDUCTION_MEAN)
     operands = ", ".join("*" for _ in case.inputs)
     return annotate(
@@ -200,7 +200,7 @@ def elementwise_loss(case: Case, position: int) -> Signature | None:
 
 
 def class_loss(case: Case) -> Signature | None:
-    """``cross_entropy_loss`` and ``nll_loss``: rows, and the vocabulary of cross entropy.
+    """Split rows of ``cross_entropy_loss`` and ``nll_loss``, or the vocabulary of cross entropy.
 
     A mean over split rows divides by the count of all ranks' targets, hence a collective;
     a split vocabulary reduces a maximum and a stack of sums per row.
@@ -235,7 +235,7 @@ def _splits_vocabulary(case: Case) -> bool:
 
 
 def index(case: Case) -> Signature | None:
-    """``x[:, i, j]``: dims that are not indexed, and the dims of the indices."""
+    """Split dims that are not indexed, or the dims of the indices."""
     listed = case.argument(1, "indices")
     if any(spec.dtype in ("bool", "uint8") for spec in case.inputs[1:]):
         return None
@@ -258,7 +258,7 @@ def index(case: Case) -> Signature | None:
 
 
 def index_select(case: Case) -> Signature:
-    """The other dims, and the dim of the indices."""
+    """Split the other dims, or the dim of the indices."""
     dim = case.dims(1, "dim")[0]
     letters = letters_of(case.rank, (dim,))
     output = tuple("i" if at == dim else letter for at, letter in enumerate(letters))
@@ -266,7 +266,7 @@ def index_select(case: Case) -> Signature:
 
 
 def gather(case: Case) -> Signature:
-    """The other dims where the index has them whole, and the index along its dim."""
+    """Split the other dims if the index has them whole, or the index along its dim."""
     dim = case.dims(1, "dim")[0]
     source, indices = case.shape, case.inputs[1].shape
     whole = tuple(at for at in range(case.rank) if at == dim or source[at] != indices[at])
@@ -276,6 +276,6 @@ def gather(case: Case) -> Signature:
 
 
 def one_hot(case: Case) -> Signature:
-    """Every dim of the indices."""
+    """Split any dim of the indices."""
     letters = letters_of(case.rank)
     return linear((letters,), ((*letters, None),), is_linear=False)

@@ -6,14 +6,14 @@ from .annotation import Letters, Shape, Signature
 from .case import Case, letters_of, linear
 
 _LARGEST = 2**63 - 1
-"""The ``end`` of a slice that was written without one."""
+"""The ``end`` of a slice without an end."""
 
 
 def match_dims(source: Shape, target: Shape) -> tuple[Letters, Letters]:
-    """The letters of a reshape: which dimension of each shape carries the same split.
+    """The letters of a reshape: dimensions of both shapes with one letter carry the same split.
 
-    The shapes fall into groups of equal products; in each the outermost dimensions (but
-    those of size 1) correspond: a contiguous part of one is a contiguous part of the other.
+    The shapes fall into groups of equal products; in each the outermost dimensions (of size above
+    1) correspond: a contiguous part of one is a contiguous part of the other.
 
     >>> match_dims((2, 6, 8), (12, 4, 2))
     (('d0', None, 'd2'), ('d0', 'd2', None))
@@ -40,24 +40,24 @@ def match_dims(source: Shape, target: Shape) -> tuple[Letters, Letters]:
 
 
 def reshape(case: Case) -> Signature:
-    """``view`` and its kin, ``squeeze`` and ``unsqueeze`` included."""
+    """Split dims that correspond, in ``view``, ``squeeze``, ``unsqueeze`` and similar ops."""
     before, after = match_dims(case.shape, case.outputs[0].shape)
     return linear((before,), (after,), is_linear=case.node.op != "aten.view.dtype")
 
 
 def expand(case: Case) -> Signature:
-    """Dimensions align from the right; one that is made larger exists in the output only."""
+    """Split dims aligned from the right; a dim that is expanded exists in the output only."""
     return _broadcast(case)
 
 
 def like_other(case: Case) -> Signature:
-    """``expand_as``, ``view_as``: as the plain op; the other tensor lies like the output."""
+    """Split as the plain op of ``expand_as``, ``view_as``; the other tensor is like the output."""
     plain = (expand if case.node.op.startswith("aten.expand") else reshape)(case)
     return Signature((plain.inputs[0], plain.outputs[0]), plain.outputs, plain.terms)
 
 
 def repeat(case: Case) -> Signature:
-    """``repeat`` and ``tile``: a dimension that is not repeated, or of size 1, may be split."""
+    """Split dims of ``repeat`` and ``tile`` that are not repeated, or have size 1."""
     return _broadcast(case)
 
 
@@ -77,7 +77,7 @@ def _broadcast(case: Case) -> Signature:
 
 
 def repeat_interleave(case: Case) -> Signature | None:
-    """Every dimension: a part of the repeated one is the repetition of a part."""
+    """Split any dim: a part of the repeated dim is the repetition of a part."""
     if case.argument(2, "dim") is None or len(case.inputs) > 1:
         return None
     letters = letters_of(case.rank)
@@ -85,7 +85,7 @@ def repeat_interleave(case: Case) -> Signature | None:
 
 
 def moved_order(case: Case) -> tuple[int, ...] | None:
-    """For an op that permutes dims, the input's dim at each place of the output."""
+    """Return, for an op that permutes dims, the input's dim at each place of the output."""
     name = case.node.op.split(".")[1]
     order = list(range(case.rank))
     if name == "permute":
@@ -106,7 +106,7 @@ def moved_order(case: Case) -> tuple[int, ...] | None:
 
 
 def _moved(sources: Shape, targets: Shape, rank: int) -> tuple[int, ...]:
-    """The order of dims after ``movedim``.
+    """Return the order of dims after ``movedim``.
 
     >>> _moved((0,), (2,), 3)
     (1, 2, 0)
@@ -117,7 +117,7 @@ def _moved(sources: Shape, targets: Shape, rank: int) -> tuple[int, ...]:
 
 
 def permute(case: Case) -> Signature | None:
-    """Any dim: it moves with its split."""
+    """Split any dim: it moves with its split."""
     order = moved_order(case)
     if order is None:
         return None
@@ -126,7 +126,7 @@ def permute(case: Case) -> Signature | None:
 
 
 def cut(case: Case) -> Signature:
-    """``slice``, ``narrow``, ``split``, ``chunk``: any dim but the one that is cut.
+    """Split any dim except the cut dim of ``slice``, ``narrow``, ``split`` or ``chunk``.
 
     A slice of everything (``x[:]``) cuts nothing, whatever the size.
     """
@@ -144,14 +144,14 @@ def _is_everything(case: Case) -> bool:
 
 
 def take(case: Case) -> Signature:
-    """``select`` and ``unbind``: the dim is gone from the outputs."""
+    """Split any dim except the dim that ``select`` or ``unbind`` removes."""
     dim = case.dims(1, "dim", 0)[0]
     letters = letters_of(case.rank, (dim,))
     return linear((letters,), (letters[:dim] + letters[dim + 1 :],) * len(case.outputs))
 
 
 def cat(case: Case) -> Signature:
-    """Any dim but the joined one; all inputs pass partial sums together.
+    """Split any dim except the joined dim; all inputs pass partial sums together.
 
     torch lets an empty tensor of shape (0,) join any others; it has nothing to split.
     """
@@ -162,7 +162,7 @@ def cat(case: Case) -> Signature:
 
 
 def stack(case: Case) -> Signature:
-    """Any dim of the inputs, the new one stays whole."""
+    """Split any dim of the inputs; the new dim stays whole."""
     dim = case.argument(1, "dim", 0) % (case.rank + 1)
     letters = letters_of(case.rank)
     return _joined(case, letters, (*letters[:dim], None, *letters[dim:]))
@@ -178,7 +178,7 @@ def _joined(case: Case, letters: Letters, output: Letters) -> Signature:
 
 
 def scatter_part(case: Case) -> Signature:
-    """``slice_scatter``, ``select_scatter``: any dim but the one that is written along."""
+    """Split any dim except the dim that ``slice_scatter`` or ``select_scatter`` writes along."""
     dim = case.dims(2, "dim", 0)[0]
     letters = letters_of(case.rank, (dim,))
     part = letters if len(case.inputs[1].shape) == case.rank else letters[:dim] + letters[dim + 1 :]
@@ -186,7 +186,7 @@ def scatter_part(case: Case) -> Signature:
 
 
 def pad(case: Case) -> Signature:
-    """Any dim that is not padded; linear when the padding is zero."""
+    """Split any dim that is not padded; linear when the padding is zero."""
     amounts = tuple(case.argument(1, "pad"))
     padded = tuple(
         case.rank - 1 - index
@@ -202,7 +202,7 @@ def pad(case: Case) -> Signature:
 
 
 def new(case: Case) -> Signature:
-    """``new_zeros`` and its kin: any dim, whatever the input is; equal dims go together."""
+    """Split any dim of ``new_zeros`` and similar ops; equal dims of the input go together."""
     shape = case.outputs[0].shape
     before: list[str | None] = [None] * case.rank
     for dim, (source, size) in enumerate(zip(case.shape, shape, strict=False)):

@@ -1,11 +1,11 @@
-"""What each op computes and moves, at local shapes.
+"""Work of each op: FLOPs and memory traffic, at local shapes.
 
-FLOPs count a multiply-add as two. For products, of M×K by K×N: 2MNK forward, and 2MNK
-backward for each factor whose gradient is asked for. Attention of B×H heads over S queries
-and T keys: 4·B·H·S·T·D forward (half when causal), 2.5 times that backward, where the
-scores are recomputed (Dao 2023, FlashAttention-2, section 3). Bytes are what a kernel must
-read and write once. Products are (batch, m, n, k) of m×k by k×n: for each factor whose gradient
-is asked for the backward has one of the same three sizes, m×n by n×k or k×m by m×n.
+FLOPs count a multiply-add as two. For products, of M×K by K×N: 2MNK forward, and 2MNK backward for
+each factor with a gradient. Attention of B×H heads over S queries and T keys: 4·B·H·S·T·D forward
+(half when causal), 2.5 times that backward, where the scores are recomputed (Dao 2023,
+FlashAttention-2, section 3). Bytes are a kernel's necessary reads and writes, each once. Products
+are (batch, m, n, k) of m×k by k×n: for each factor with a gradient the backward has a product of
+the same three sizes, m×n by n×k or k×m by m×n.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Family = Literal[
 class Work:
     """An op's work on one rank, forward and backward.
 
-    ``products_*`` are its matrix products where they are plain ones; of fused attention
-    (batch · heads, queries, keys, head size). ``kernels_*`` are how many a host issues for it.
-    ``drawn`` are the random numbers that it counts, forward and again backward.
+    ``products_*`` are its plain matrix products; for fused attention (batch · heads, queries, keys,
+    head size). ``kernels_*`` are the kernels that a host issues for it. ``drawn`` is the number of
+    its random numbers, drawn forward and again backward.
     """
 
     family: Family
@@ -103,13 +103,14 @@ _FLOPS_PER_ELEMENT: dict[Family, tuple[int, int]] = {
 }  # fmt: skip
 _ATTENTION_BACKWARD = 2.5
 _BALANCED_KERNELS = 5, 11
-"""Forward: two of attention, two copies of what is sent, one of both results together. Backward:
-two of attention, two copies of what is sent, one of the queries' gradients together; of keys and
-values each two that pad what the second attention adds, and the sum. Bytes count the copies."""
+"""Kernels of balanced attention. Forward: two of attention, two copies of sent values, one of both
+results together. Backward: two of attention, two copies of sent values, one of the queries'
+gradients together; two for keys and two for values that pad the second attention's gradients, and
+the sum. Bytes count the copies."""
 
 
 def family_of(node: Node) -> Family:
-    """The family of a node's op."""
+    """Return the family of a node's op."""
     return family_named(packet(node.op))
 
 
@@ -119,7 +120,7 @@ def family_named(name: str) -> Family:
 
 
 def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
-    """The work of a node whose tensors have these local shapes, in the order of its inputs.
+    """Return the work of a node at these local shapes, in the order of its inputs.
 
     Whether gradients are computed is read from ``requires_grad`` of the specs.
     """
@@ -155,7 +156,7 @@ def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 def _fused(
     node: Node, fused: Fused, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> Work:
-    """An op's part of a fused kernel: what goes through memory at this op, and its FLOPs."""
+    """Return an op's part of a fused kernel: its memory traffic, and its FLOPs."""
 
     def moved(specs: Sequence[TensorSpec], positions: Sequence[int]) -> int:
         return sum(specs[position].num_bytes for position in positions)
@@ -201,7 +202,7 @@ def _fused_products(node: Node, fused: Fused, inputs: Sequence[TensorSpec]) -> t
 
 
 def _kernels_backward(family: Family, num_wanted: int) -> int:
-    """One per gradient where each is computed apart, one or two where they come together."""
+    """The number of backward kernels: one per gradient, or one or two for joint gradients."""
     if family in ("matmul", "conv", "elementwise"):
         return num_wanted
     return min(num_wanted, 2 if family == "norm" else 1)
@@ -230,7 +231,7 @@ def _products(
 def _expert_products(
     node: Node, inputs: Sequence[TensorSpec], wanted: Sequence[int]
 ) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
-    """Of each expert's rows with its weights, in turn, if routing is even."""
+    """Return the products of each expert's rows with its weights, in turn, if routing is even."""
     forward: list[Product] = []
     backward: list[Product] = []
     widths, experts = inputs[0].shape[-1], inputs[3].shape[0]
@@ -238,7 +239,7 @@ def _expert_products(
     for position in (3, 4):
         weight = inputs[position]
         rest = weight.numel // experts
-        # the up-projection reads tokens; the down-projection makes what is as wide as they are
+        # up-projections read tokens; down-projections write values as wide as tokens
         product = (
             (experts, rows, rest // widths, widths)
             if position == 3
@@ -250,9 +251,9 @@ def _expert_products(
 
 
 def _registered(rule: OpRule, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
-    """An op of the user's: its own estimate, or that of the product its annotation says.
+    """The work of a registered op: its own estimate, or the estimate for its annotation's product.
 
-    The backward counts twice, as a product's of two factors does.
+    The backward counts twice, as for a product of two factors.
     """
     signature = bind(rule.annotation, [s.shape for s in inputs], [s.shape for s in outputs])
     kept = {letter for letters in signature.outputs for letter in letters} if signature else set()
@@ -272,7 +273,8 @@ def _registered(rule: OpRule, inputs: Sequence[TensorSpec], outputs: Sequence[Te
 
 
 def _view(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
-    """Free forward; backward a cut writes zeros around its gradient, an expansion sums it."""
+    """Return the work of a view: free forward; backward a cut pads its gradient with zeros, an
+    expansion sums it."""
     source, made = inputs[0], sum(spec.num_bytes for spec in outputs)
     name = packet(node.op)
     if not (source.requires_grad and any(spec.requires_grad for spec in outputs)):
@@ -285,7 +287,7 @@ def _view(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec
 
 
 def _wanted(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> list[int]:
-    """The inputs whose gradient is computed."""
+    """Return the positions of inputs whose gradient is computed."""
     if not any(spec.requires_grad for spec in outputs):
         return []
     return [position for position, spec in enumerate(inputs) if spec.requires_grad]
@@ -320,7 +322,8 @@ def _bytes(
 
 
 def _product_bytes(node: Node, inputs: Sequence[TensorSpec], made: int, wanted: list[int]) -> int:
-    """For each gradient: read the output's gradient and the other factor, write it."""
+    """Return the backward bytes of a product: for each gradient, reads of the output's gradient and
+    the other factor, and its write."""
     factors = product_factors(node, len(inputs))
     total = 0
     for position in wanted:
@@ -372,7 +375,7 @@ def _product_flops(
 
 
 def is_lower_right(node: Node, query: TensorSpec) -> bool:
-    """Whether an attention is causal and this rank has a part of its queries' positions."""
+    """Return whether an attention is causal and this rank has a part of its queries' positions."""
     return (
         packet(node.op) == "scaled_dot_product_attention"
         and bool(argument(node, 5, "is_causal", False))
@@ -390,6 +393,6 @@ def _attention_flops(node: Node, inputs: Sequence[TensorSpec]) -> int:
     is_causal = bool(argument(node, 5, "is_causal", False))
     if is_causal and query.shape[-2] == key.shape[-2]:
         pairs //= 2
-    elif is_lower_right(node, query):  # Of the rank with the last positions: all others wait.
+    elif is_lower_right(node, query):  # the rank with the last positions: all others wait
         pairs -= prod(query.shape[:-1]) * query.shape[-2] // 2
     return 2 * pairs * (query.shape[-1] + value.shape[-1])

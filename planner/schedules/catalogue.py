@@ -1,9 +1,9 @@
-"""The list of pipeline schedules: what each is, where it comes from, what it costs and holds.
+"""The list of pipeline schedules: description, source, bubble and memory of each.
 
-``bubble`` and ``memory`` are what the sources publish, for D ranks, N micro-batches and K chunks
-per rank, times F, I and W of a rank's forward, input and weight backward of one micro-batch
-(B = I + W), equal on all ranks, and no communication. Memory is in the activations of one
-micro-batch on one rank, a chunk's counting 1/K. Tests hold tables and simulations to both.
+``bubble`` and ``memory`` are the published formulas, for D ranks, N micro-batches and K chunks per
+rank, times F, I and W of a rank's forward, input and weight backward of one micro-batch (B = I +
+W), equal on all ranks, and no communication. Memory is in the activations of one micro-batch on one
+rank, a chunk's counting 1/K. Tests hold tables and simulations to both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Family = Literal["synchronous", "asynchronous", "inference"]
 
 
 class Size(NamedTuple):
-    """What a schedule is asked for."""
+    """Parameters of a schedule."""
 
     num_ranks: int
     num_microbatches: int
@@ -48,13 +48,13 @@ class Size(NamedTuple):
 
 
 Orders = Callable[[Size], Table]
-"""The compute actions of each pipeline rank, in order."""
+"""Function that returns the compute actions of each pipeline rank, in order."""
 
 
 class InFlight(Protocol):
-    """(num_stages, num_microbatches, stage) → the most micro-batches whose activations it holds.
+    """Function (num_stages, num_microbatches, stage) → most micro-batches with activations held.
 
-    A schedule with chunks also asks for their number per rank.
+    Schedules with chunks also take their number per rank.
     """
 
     def __call__(
@@ -66,8 +66,8 @@ class InFlight(Protocol):
 class ScheduleInfo:
     """A schedule by name. ``chunks``: the least and most stages per rank that it takes.
 
-    Synchronous schedules give one device's result exactly; asynchronous ones update with older or
-    newer weights, as ``weights`` says (see ``cost_model.simulator.actions.weight_versions``).
+    Synchronous schedules give one device's result exactly; asynchronous schedules update with older
+    or newer weights, by ``weights`` (see ``cost_model.simulator.actions.weight_versions``).
     """
 
     name: str
@@ -87,11 +87,11 @@ class ScheduleInfo:
 
 
 MANY = 2**31
-"""No limit on chunks."""
+"""Number of chunks without limit."""
 
 
 def _held(actions: Iterable[Action], stage: int) -> int:
-    """The most micro-batches of ``stage`` that are between forward and (weight) backward."""
+    """Return the most micro-batches of ``stage`` between forward and (weight) backward."""
     held = most = 0
     for action in actions:
         if action.stage == stage:
@@ -104,7 +104,7 @@ def _held(actions: Iterable[Action], stage: int) -> int:
 
 
 def _counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
-    """The count that the schedule's own table has."""
+    """Return a function that counts micro-batches in flight in the schedule's own table."""
 
     def in_flight(
         num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /
@@ -119,13 +119,13 @@ def _counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
 
 
 def _both_ways(num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /) -> int:
-    """What the two stages of Chimera's rank ``stage`` hold at once, at most."""
+    """The most micro-batches that the two stages of Chimera's rank ``stage`` hold at once."""
     return _held_both_ways(num_stages, num_microbatches)[stage]
 
 
 @lru_cache(maxsize=16)
 def _held_both_ways(num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """``_both_ways`` of every rank."""
+    """Return ``_both_ways`` of every rank."""
     most = []
     for row in chimera(num_stages, num_microbatches):
         held = accumulate(1 if action.kind == FORWARD else -1 for action in row)
@@ -324,9 +324,8 @@ INFERENCE = (
 SCHEDULES: Mapping[str, ScheduleInfo] = {
     info.name: info for info in (*SYNCHRONOUS, *ASYNCHRONOUS, *INFERENCE)
 }
-"""Every schedule by its name. Those that ``--parallel schedule=`` of ``plan`` takes are in
-``request``; ``simulate`` takes all that train.
-"""
+"""Every schedule by its name. ``request`` lists the schedules of ``plan --parallel schedule=``;
+``simulate`` accepts all that train."""
 
 LOOPED = tuple(name for name, info in SCHEDULES.items() if info.chunks[1] == MANY)
-"""Those that take any number of stages per rank, stage ``s`` on rank ``s % num_ranks``."""
+"""Schedules with any number of stages per rank, stage ``s`` on rank ``s % num_ranks``."""

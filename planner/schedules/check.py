@@ -1,9 +1,9 @@
-"""Static checks of an action table: nothing is missing, nothing deadlocks.
+"""Static checks of an action table: no action is missing, and no rank deadlocks.
 
-In: a Schedule. Out: nothing if it is sound, else a PlanError that names the first action
-at fault. The rules are stricter than the interpreter's: a compute action needs its own rank's
-earlier results, a receive holds up all that is behind it on its rank until its message has been
-sent (on a GPU it may), and a send never waits.
+In: a Schedule. Out: nothing if it is sound, else a PlanError that names the first action at fault.
+The rules are stricter than the interpreter's: a compute action needs its own rank's earlier
+results, a receive blocks all later actions of its rank until its message has been sent (on a GPU it
+may), and a send never waits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..errors import PlanError
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raises PlanError if the table is not a correct training (or inference) step."""
+    """Raise PlanError if the table is not a correct training (or inference) step."""
     trains = any(a.kind in (BACKWARD, INPUT_BACKWARD) for row in schedule.table for a in row)
     _check_ownership(schedule)
     _check_passes(schedule, trains)
@@ -48,11 +48,11 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage, the most micro-batches whose activations are held at once.
+    """Return for each stage the most micro-batches whose activations are held at once.
 
-    A micro-batch is held from its forward to its backward (its weight backward where the
-    backward is split); without a backward it is held during its forward only. Of a micro-batch
-    in slices, all count as long as one is held.
+    A micro-batch is held from its forward to its backward (its weight backward where the backward
+    is split); without a backward it is held during its forward only. A sliced micro-batch counts
+    while any of its slices is held.
     """
     peaks = [0] * schedule.num_stages
     for row in schedule.table:
@@ -63,7 +63,7 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def peak_of_ranks(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, the most micro-batches of all its stages together that are held at once."""
+    """Return for each rank the most micro-batches that its stages hold at once in total."""
     return tuple(
         max((sum(held.values()) for held in _held_through(row)), default=0)
         for row in schedule.table
@@ -71,7 +71,7 @@ def peak_of_ranks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _held_through(row: Row) -> Iterator[Counter[int]]:
-    """By stage, how many micro-batches are held, while each forward of the row runs."""
+    """Yield by stage the number of held micro-batches, during each forward of the row."""
     held: Counter[int] = Counter()
     slices: Counter[tuple[int, int]] = Counter()
     frees = {(a.stage, a.microbatch) for a in row if a.kind in (BACKWARD, WEIGHT_BACKWARD)}
@@ -89,7 +89,7 @@ def _held_through(row: Row) -> Iterator[Counter[int]]:
 
 
 def requirements(action: Action, schedule: Schedule, split: Set[Action]) -> Iterator[Action]:
-    """The actions that ``action`` needs done before it: a receive stands for its message.
+    """Yield the actions that must be done before ``action``: a receive stands for its message.
 
     ``split`` holds the input backwards of the table.
     """
@@ -121,7 +121,7 @@ def requirements(action: Action, schedule: Schedule, split: Set[Action]) -> Iter
 
 
 def _gradient(split: Set[Action], stage: int, microbatch: int, part: int) -> Action:
-    """The action of a stage that makes the gradients of its inputs."""
+    """Return the action of a stage that computes the gradients of its inputs."""
     half = Action(INPUT_BACKWARD, stage, microbatch, part)
     return half if half in split else half._replace(kind=BACKWARD)
 
@@ -144,7 +144,7 @@ def _check_ownership(schedule: Schedule) -> None:
 
 
 def _check_passes(schedule: Schedule, trains: bool) -> None:
-    """Each slice of each micro-batch passes each part of the model once, forward first."""
+    """Check that each slice of each micro-batch passes each model part once, forward first."""
     positions = [_positions(schedule, row) for row in schedule.table]
     stages: dict[int, list[int]] = {}
     for stage in range(schedule.num_stages):
@@ -169,7 +169,7 @@ def _check_passes(schedule: Schedule, trains: bool) -> None:
 def _check_pass(
     schedule: Schedule, position: Mapping[Action, int], forward: Action, *, trains: bool
 ) -> None:
-    """A forward is there, and its backward or the two halves after it, in their order."""
+    """Check that a forward is followed by its backward, or by the two halves, in order."""
     whole = forward._replace(kind=BACKWARD)
     halves = (forward._replace(kind=INPUT_BACKWARD), forward._replace(kind=WEIGHT_BACKWARD))
     if forward not in position:
@@ -201,7 +201,7 @@ def _positions(schedule: Schedule, row: Row) -> dict[Action, int]:
 
 
 def _check_pairs(schedule: Schedule) -> None:
-    """Every send has its receives, and every receive a send of each stage that it is from."""
+    """Check that each send has its receives, and each receive a send of each source stage."""
     sent: Counter[tuple[int, Action]] = Counter()
     received: Counter[tuple[int, Action]] = Counter()
     for row in schedule.table:
@@ -229,10 +229,11 @@ def _check_progress(schedule: Schedule) -> None:
 
 
 def sends_under_way(schedule: Schedule) -> int:
-    """How many sends from one rank to another, 1 or more, may be under way when the next one waits
-    for the first of them, so that the table still runs to its end: the least power of two.
+    """Return how many sends between two ranks may be pending before the next waits, so that the
+    table runs to its end.
 
-    What a rank must keep of them is bounded so, however far its host runs ahead.
+    The result is the least sufficient power of two. It bounds the messages that a rank keeps,
+    however far its host runs ahead.
 
     >>> from .schedules import build_schedule
     >>> sends_under_way(build_schedule("1f1b", 4, 16))
@@ -247,8 +248,8 @@ def sends_under_way(schedule: Schedule) -> int:
 
 
 def _stuck(schedule: Schedule, under_way: int | None = None) -> list[str]:
-    """Runs the table; where ranks cannot go on, in words. With ``under_way`` a send waits until
-    fewer than so many of its rank's to the same one are not received."""
+    """Run the table; describe where ranks are stuck. With ``under_way`` a send waits until fewer
+    than so many sends of its rank to the same rank are pending."""
     ranks = schedule.stage_rank
     split = {a for row in schedule.table for a in row if a.kind == INPUT_BACKWARD}
     done: set[Action] = set()
@@ -286,17 +287,17 @@ def _stuck(schedule: Schedule, under_way: int | None = None) -> list[str]:
 
 
 def _senders_of(receive: Action, schedule: Schedule) -> tuple[int, ...]:
-    """The stages of other ranks whose messages a receive takes."""
+    """Return the stages of other ranks whose messages a receive takes."""
     return schedule.messages[receive.kind == RECV_BACKWARD][receive.stage]
 
 
 def _receives_of(send: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """The receives of other ranks that take a message."""
+    """Return the receives of other ranks that take a message."""
     return matching_receives(send, schedule.messages)
 
 
 def _check_step(schedule: Schedule) -> None:
-    """Each stage reduces after the last backward of each update, and steps after that.
+    """Check that each stage reduces after the last backward of each update, and steps after that.
 
     All stages update equally often, and synchronous schedules once.
     """
@@ -323,7 +324,7 @@ def _check_step(schedule: Schedule) -> None:
 
 
 def _check_versions(schedule: Schedule) -> None:
-    """No action needs weights that its stage has not made yet."""
+    """Check that no action needs weights that its stage has not made yet."""
     if schedule.weights == "flushed":
         return
     versions = weight_versions(schedule)

@@ -1,9 +1,9 @@
-"""What a schedule's stages hold at once: micro-batches by what of their backward is left.
+"""Micro-batches that a schedule's stages hold at once, by the part of their backward still to run.
 
-In: a schedule, how many stages and micro-batches. Out: for each stage the pairs (micro-batches
-whose backward is to come, micro-batches of which only the gradients of weights are), as many of
-each as are held together at some time, without pairs that another one covers. A schedule that
-does not split backwards has one pair, with none of the latter.
+In: a schedule, the numbers of stages and micro-batches. Out: for each stage the pairs
+(micro-batches before their backward, micro-batches before their weight gradients only) that are
+held at some time, without dominated pairs. A schedule that does not split backwards has one pair,
+with 0 of the latter.
 
 >>> halves("1f1b", 1, 3, 8), halves("zb-h1", 3, 3, 8), halves("zb-h1", 1, 3, 8)
 (((1, 0),), ((3, 0), (2, 1)), ((1, 2), (0, 3)))
@@ -32,15 +32,15 @@ from .catalogue import Size
 from .check import sends_under_way
 from .schedules import compute_orders, find_schedule, in_flight
 
-Halves = tuple[tuple[int, int], ...]
+HalfPairs = tuple[tuple[int, int], ...]
 
 MANY_TIMES = 4
-"""With more micro-batches than so many per stage, no more are held: a table need not be longer."""
+"""Micro-batches per stage beyond which no more are held, so tables need not be longer."""
 
 
 @lru_cache(maxsize=64)
 def splits(name: str) -> bool:
-    """Whether a schedule puts gradients of weights off.
+    """Return whether a schedule defers weight gradients.
 
     >>> splits("zb-h2"), splits("eager-1f1b")
     (True, False)
@@ -51,22 +51,22 @@ def splits(name: str) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def halves(name: str, depth: int, num_stages: int, num_microbatches: int) -> Halves:
-    """Of a stage with ``depth`` stages to come, itself included, one stage per rank."""
+def half_pairs(name: str, depth: int, num_stages: int, num_microbatches: int) -> HalfPairs:
+    """The pairs of a stage with ``depth`` stages to come, itself included, one stage per rank."""
     if not splits(name):
         return ((in_flight(name, depth, num_stages, num_microbatches), 0),)
     if num_stages == 1:
         return ((1, 0),)
     num_stages = max(num_stages, depth)
-    found = stage_halves(name, num_stages, min(num_microbatches, MANY_TIMES * num_stages))
+    found = stage_half_pairs(name, num_stages, min(num_microbatches, MANY_TIMES * num_stages))
     return found[num_stages - depth]
 
 
 @lru_cache(maxsize=1024)
-def stage_halves(
+def stage_half_pairs(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
-) -> tuple[Halves, ...]:
-    """Of every stage, by its table."""
+) -> tuple[HalfPairs, ...]:
+    """Return the pairs of every stage, from the schedule's table."""
     held = [[0, 0] for _ in range(num_stages)]
     seen: list[set[tuple[int, int]]] = [set() for _ in range(num_stages)]
     for row in compute_orders(name, num_stages, num_microbatches, num_chunks):
@@ -83,7 +83,7 @@ def stage_halves(
     return tuple(_largest(each) for each in seen)
 
 
-def _largest(pairs: set[tuple[int, int]]) -> Halves:
+def _largest(pairs: set[tuple[int, int]]) -> HalfPairs:
     found: list[tuple[int, int]] = []
     for waiting, late in sorted(pairs, reverse=True):
         if not found or late > found[-1][1]:
@@ -91,18 +91,18 @@ def _largest(pairs: set[tuple[int, int]]) -> Halves:
     return tuple(found)
 
 
-def is_split(pairs: Halves) -> bool:
-    """Whether gradients of weights are put off."""
+def is_split(pairs: HalfPairs) -> bool:
+    """Return whether weight gradients are deferred."""
     return any(late for _, late in pairs)
 
 
-def most_held(pairs: Halves) -> int:
-    """Micro-batches at once, of either sort."""
+def most_held(pairs: HalfPairs) -> int:
+    """Return the most micro-batches held at once, of either sort."""
     return max(waiting + late for waiting, late in pairs)
 
 
-def held_bytes(pairs: Halves, kept_bytes: float, late_bytes: float) -> float:
-    """The most that is held at once, where a micro-batch keeps so much before either half.
+def held_bytes(pairs: HalfPairs, kept_bytes: float, late_bytes: float) -> float:
+    """Return the most bytes held at once, given a micro-batch's bytes before either half.
 
     >>> held_bytes(((3, 0), (2, 1)), 10.0, 20.0)
     40.0
@@ -111,18 +111,18 @@ def held_bytes(pairs: Halves, kept_bytes: float, late_bytes: float) -> float:
 
 
 KEPT_ON_GLOO = 4
-"""On gloo a sender keeps at least this many messages to each receiver before its host waits for the
-oldest. On a GPU the host does not wait, so the schedule's own bound is enough."""
+"""Messages to each receiver that a sender on gloo keeps at least before its host waits for the
+oldest. On a GPU the host does not wait, so the schedule's own bound suffices."""
 
 Pair = tuple[int, int]
 """The sending and the receiving stage; gradients go from a later to an earlier stage."""
 
 _Unit = tuple[bool, int, int, int]
-"""Whether the message is an activation, the receiving stage, the micro-batch, the slice."""
+"""An activation (or a gradient), the receiving stage, the micro-batch, the slice."""
 
 
 def sends_kept(schedule: Schedule, *, is_gpu: bool) -> int:
-    """The largest number of messages to one receiver that a rank keeps."""
+    """Return the largest number of messages to one receiver that a rank keeps."""
     most = sends_under_way(schedule)
     return most if is_gpu else max(most, KEPT_ON_GLOO)
 
@@ -141,7 +141,7 @@ class MessageBytes:
 def messages_held(
     schedule: Schedule, rank: int, sizes: MessageBytes, most: int
 ) -> Iterator[tuple[Action, float]]:
-    """Each action of a rank but sends and receives, and the bytes of the messages held beside it.
+    """Yield the actions of a rank except sends and receives, with the bytes of messages held.
 
     Of two stages on two ranks, one message of 8 bytes kept at a time:
 
@@ -189,7 +189,7 @@ class _Walk:
             self.expected[other] = deque(sends) if other != self.rank else deque()
 
     def post(self, receive: Action) -> None:
-        """Receives what a stage needs, and all that its senders send before."""
+        """Receive a stage's messages, and all that their senders send before."""
         is_forward = receive.kind == RECV_FORWARD
         kind = SEND_FORWARD if is_forward else "SEND_B"
         for source in self.senders.get((receive.stage, is_forward), ()):
@@ -207,7 +207,7 @@ class _Walk:
             self._wait(send, pair, self.sizes.taken[pair])
 
     def send(self, action: Action) -> None:
-        """Keeps a message to each rank that takes it; the oldest of too many has gone."""
+        """Keep a message to each rank that takes it; drop the oldest beyond the limit."""
         for peer in dict.fromkeys(self.schedule.stage_rank):
             pairs = self._to(action, peer) if peer != self.rank else ()
             if not pairs:
@@ -217,14 +217,14 @@ class _Walk:
             self.num_bytes += kept[-1] - (kept.popleft() if len(kept) > self.most else 0.0)
 
     def take(self, action: Action) -> None:
-        """What the stage computes with is its own."""
+        """Hand over a stage's inputs: they no longer count as messages."""
         if action.kind in (FORWARD, BACKWARD, INPUT_BACKWARD):
             is_forward = action.kind == FORWARD
             unit = is_forward, action.stage, action.microbatch, action.slice
             self.num_bytes -= self.waiting.pop(unit, 0.0)
 
     def give(self, action: Action) -> None:
-        """What it makes for other stages of the rank waits for them."""
+        """Keep the results of an action for other stages of the rank."""
         if action.kind in (FORWARD, BACKWARD, INPUT_BACKWARD):
             for pair in self._to(action, self.rank):
                 self._wait(action, pair, self.sizes.taken[pair])
@@ -236,10 +236,10 @@ class _Walk:
         self.num_bytes += size
 
     def _to(self, made: Action, rank: int) -> Sequence[Pair]:
-        """The messages of what a stage makes in an action to the stages of a rank."""
+        """Return the messages from an action's results to the stages of a rank."""
         return self.takers.get((made.stage, made.kind in (FORWARD, SEND_FORWARD), rank), ())
 
     def _share(self, action: Action) -> float:
-        """Of a micro-batch's message, what one of a slice is."""
+        """Return the share of one slice in a micro-batch's message."""
         slices = self.schedule.slices
         return slices[action.slice] / sum(slices) if slices else 1.0

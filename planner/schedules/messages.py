@@ -1,10 +1,10 @@
-"""From compute orders to whole tables: the sends, the receives and the step, by one rule.
+"""Complete tables from compute orders: sends, receives and the step, by one rule.
 
 A result is sent right after it is computed, and a receive is posted right before the forward or
-backward that needs its message. So the table runs to its end where a posted receive holds up all
-that is behind it on its rank until it is served, as it may on a GPU. Receives may be posted some
-forwards and backwards ahead, which hides more of the messages and relies on devices whose later
-work overtakes a receive. Where a stage needs several others, one receive stands for all of them.
+backward that needs its message. So the table runs to its end even if a posted receive blocks all
+later actions of its rank until it is served, as it may on a GPU. Receives may be posted some
+forwards and backwards ahead, which hides more of the messages and requires devices whose later work
+can overtake a receive. If a stage needs several others, one receive stands for all of them.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ...cost_model.simulator.actions import (
 )
 
 WAITING = frozenset((FORWARD, BACKWARD, INPUT_BACKWARD))
-"""What may need a message first."""
+"""Actions that may need a message first."""
 
 
 def complete(
     orders: Table, *, ahead: int = 0, edges: Edges | None = None, parts: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], Table]:
-    """The owner of each stage and the table of compute ``orders`` with all else added.
+    """The owner of each stage, and the table of compute ``orders`` with all other actions added.
 
-    A receive is posted ``ahead`` forwards and backwards before the one that needs it. ``parts``:
+    A receive is posted ``ahead`` forwards and backwards before the action that needs it. ``parts``:
     see ``Schedule``. Rows that have a STEP already get none.
     """
     owner = {action.stage: rank for rank, row in enumerate(orders) for action in row}
@@ -52,9 +52,9 @@ def complete(
 
 
 def _with_messages(row: Row, remote: Wiring, ahead: int) -> list[Action]:
-    """The compute actions, their receives before them and their sends after them.
+    """Add receives before and sends after the compute actions of a row.
 
-    ``remote`` has the stages of other ranks alone.
+    ``remote`` connects stages of different ranks only.
     """
     receives = deque(_receives(row, remote))
     first = [receives.popleft() for _ in range(min(ahead, len(receives)))]
@@ -75,7 +75,7 @@ def _with_messages(row: Row, remote: Wiring, ahead: int) -> list[Action]:
 
 
 def _receives(row: Row, remote: Wiring) -> Iterator[Action | None]:
-    """For each forward and backward the receive that it needs, if any."""
+    """Yield for each forward and backward its receive, if any."""
     for kind, stage, m, part in row:
         if kind in WAITING:
             needs = remote.producers[stage] if kind == FORWARD else remote.consumers[stage]
@@ -84,11 +84,11 @@ def _receives(row: Row, remote: Wiring) -> Iterator[Action | None]:
 
 
 def _with_step(row: Sequence[Action], parts: Sequence[int]) -> Row:
-    """REDUCE and then STEP of each trained stage, after all else.
+    """Append REDUCE and then STEP of each trained stage.
 
-    A reduction may wait for other ranks (parameters that several stages hold, replicas of a
-    stage), so nothing that those ranks wait for comes after it, and all ranks take the parts
-    of the model in the same order.
+    A reduction may wait for other ranks (parameters that several stages hold, replicas of a stage),
+    so no action that those ranks wait for comes after it, and all ranks process the parts of the
+    model in the same order.
     """
     if any(action.kind == STEP for action in row):
         return tuple(row)

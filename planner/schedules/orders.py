@@ -1,7 +1,7 @@
 """The orders in which pipeline ranks compute, one short pure function per schedule.
 
-In: how many pipeline ranks, micro-batches and chunks (stages per rank; stage ``s`` is on rank
-``s % num_ranks``). Out: each rank's compute actions in order, with nothing sent or received.
+In: the numbers of pipeline ranks, micro-batches and chunks (stages per rank; stage ``s`` is on rank
+``s % num_ranks``). Out: each rank's compute actions in order, without messages.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ...cost_model.simulator.actions import (
 
 
 def depths(wiring: Wiring) -> tuple[int, ...]:
-    """For each stage how many stages the longest way from it to an end has, itself included.
+    """Return for each stage the number of stages on the longest path to an end, itself included.
 
-    In a chain ``num_stages - stage``: 1F1B starts as many micro-batches before it goes back.
+    In a chain it is ``num_stages - stage``: 1F1B starts as many before its backwards.
 
     >>> depths(Wiring.of(4, ((0, 1), (1, 3), (2, 3))))
     (3, 2, 2, 1)
@@ -53,7 +53,7 @@ def one_forward_one_backward(
 ) -> Table:
     """1F1B; ``eager=2`` warms up with twice as many forwards.
 
-    ``depth`` of each stage, see ``depths``; that of a chain by default.
+    ``depth`` of each stage, see ``depths``; a chain's by default.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), figure 4 top; eager: Zhuang et al. 2023
     (arXiv:2211.05322), section 4.
@@ -80,10 +80,10 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> 
     """1F1B over the chunks of each rank: micro-batches go in rounds through chunk after chunk.
 
     A rank warms up with the rounds that its later chunks need, and twice its distance to the
-    last rank. A round is ``num_ranks`` micro-batches, or equal parts of what does not divide.
+    last rank. A round is ``num_ranks`` micro-batches, or equal parts of a remainder.
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2 and figure 4 bottom.
     """
-    size, turns = rounds(num_ranks, num_microbatches, num_chunks)
+    size, turns = interleaved_rounds(num_ranks, num_microbatches, num_chunks)
     return tuple(
         in_turn(
             tuple(Action(FORWARD, chunk * num_ranks + rank, m) for chunk, m in turns),
@@ -98,7 +98,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> 
 
 
 def round_size(num_ranks: int, num_microbatches: int) -> int:
-    """The micro-batches of one round of interleaved 1F1B; 0 where rounds cannot be equal.
+    """Return the micro-batches of one round of interleaved 1F1B; 0 if rounds cannot be equal.
 
     >>> round_size(4, 8), round_size(4, 10), round_size(4, 3), round_size(4, 9), round_size(4, 13)
     (4, 5, 3, 0, 0)
@@ -107,10 +107,10 @@ def round_size(num_ranks: int, num_microbatches: int) -> int:
     return 0 if num_microbatches % rounds else num_microbatches // rounds
 
 
-def rounds(
+def interleaved_rounds(
     num_ranks: int, num_microbatches: int, num_chunks: int
 ) -> tuple[int, list[tuple[int, int]]]:
-    """The size of a round, and (chunk, micro-batch) in the order in which rounds take them."""
+    """Return the size of a round, and (chunk, micro-batch) in the order of the rounds."""
     size = num_microbatches if num_chunks == 1 else round_size(num_ranks, num_microbatches)
     return size, [
         (chunk, m)
@@ -142,7 +142,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
 
 
 def in_turn(forwards: Row, backwards: Row, *, warmup: int) -> Row:
-    """``warmup`` forwards, then forward and backward in turn, then the backwards left."""
+    """Alternate forwards and backwards after ``warmup`` forwards; end with backwards."""
     warmup = min(len(forwards), warmup)
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
@@ -175,7 +175,7 @@ def _with_updates(row: Row, num_microbatches: int, per_update: int) -> Iterator[
 
 
 def per_update_of_2bw(num_ranks: int, num_microbatches: int) -> int:
-    """The least micro-batches per update with which two versions suffice, that divides all.
+    """Return the least divisor of the micro-batches per update with which two versions suffice.
 
     A stage's forward of update k uses version k - 1, which the backwards of update k - 2 must
     have made; 1F1B is ``num_ranks - 1`` forwards ahead of them at most. Source: Narayanan et
@@ -213,7 +213,7 @@ def chimera(num_ranks: int, num_microbatches: int) -> Table:
 
 
 class _Due(NamedTuple):
-    """When an action is due: by slot, an earlier unit first, its backwards first."""
+    """Sort key of an action: by slot, an earlier unit first, its backwards first."""
 
     slot: int
     unit: int
@@ -221,12 +221,12 @@ class _Due(NamedTuple):
 
 
 def _slots(stage: int, num_ranks: int, count: int) -> Iterator[tuple[int, ActionKind, int]]:
-    """(slot, kind, micro-batch) of 1F1B where every action takes one slot.
+    """Yield (slot, kind, micro-batch) of 1F1B if every action takes one slot.
 
-    Micro-batches enter in every other slot, as they leave. Forwards of a stage are in slots of
-    its parity, backwards in the others, and with the other direction it is the reverse: only
-    forwards and backwards of the two share a parity, and up to ``num_ranks / 2`` micro-batches
-    those are over before these begin.
+    Micro-batches enter and leave in every other slot. Forwards of a stage are in slots of its
+    parity, backwards in the others; the other direction is reversed. So only forwards of one
+    direction and backwards of the other share a parity, and up to ``num_ranks / 2`` micro-batches
+    the forwards end before the backwards begin.
     """
     for m in range(count):
         yield stage + 2 * m, FORWARD, m
@@ -234,7 +234,7 @@ def _slots(stage: int, num_ranks: int, count: int) -> Iterator[tuple[int, Action
 
 
 def two_ways(num_ranks: int) -> tuple[tuple[int, ...], Edges]:
-    """The part of each stage and the edges of both pipelines.
+    """Return the part of each stage and the edges of both pipelines.
 
     >>> two_ways(2)
     ((0, 1, 0, 1), ((0, 1), (2, 3)))

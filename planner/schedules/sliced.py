@@ -15,7 +15,7 @@ from ...cost_model.simulator.actions import BACKWARD, FORWARD, Action, Table
 
 
 def terapipe(num_ranks: int, num_microbatches: int, num_slices: int) -> Table:
-    """All forwards, slice by slice, then all backwards, last slice of a micro-batch first."""
+    """Run all forwards, slice by slice, then all backwards, last slice of a micro-batch first."""
     units = [(m, part) for m in range(num_microbatches) for part in range(num_slices)]
     back = [(m, part) for m in range(num_microbatches) for part in reversed(range(num_slices))]
     return tuple(
@@ -79,7 +79,7 @@ def slice_lengths(
 def _cheapest(
     times: Sequence[Sequence[float]], limit: float
 ) -> tuple[float, tuple[int, ...], float] | None:
-    """The cut with the least sum of times, none above ``limit``: (sum, ends, its longest).
+    """Return the cut with the least sum of times, none above ``limit``: (sum, ends, its longest).
 
     ``times[start][k]`` is the time of the slice from ``start`` to ``start + 1 + k``.
     """

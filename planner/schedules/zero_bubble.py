@@ -1,9 +1,9 @@
-"""Orders of schedules that split the backward: gradients of inputs first, of weights later.
+"""Orders of schedules that split the backward: input gradients first, weight gradients later.
 
-In: how many pipeline ranks, micro-batches and chunks. Out: each rank's compute actions in
-order. An ``I`` makes what the stage before waits for; its ``W`` waits for nothing else and
-fills what would be a bubble. Sources: Qi et al. 2023, Zero Bubble Pipeline Parallelism
-(arXiv:2401.10241); DeepSeek's DualPipeV (github.com/deepseek-ai/DualPipe).
+In: the numbers of pipeline ranks, micro-batches and chunks. Out: each rank's compute actions in
+order. An ``I`` computes the gradients that the stage before waits for; its ``W`` needs nothing else
+and fills bubbles. Sources: Qi et al. 2023, Zero Bubble Pipeline Parallelism (arXiv:2401.10241);
+DeepSeek's DualPipeV (github.com/deepseek-ai/DualPipe).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ...cost_model.simulator.actions import (
     Row,
     Table,
 )
-from .orders import in_turn, rounds
+from .orders import in_turn, interleaved_rounds
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Table:
     """1F1B with split backwards: as much memory, a third of the bubble where F = I = W.
 
-    Rank ``r`` warms up with one forward less than 1F1B's first backward needs and puts off its
-    weight gradients by ``r`` micro-batches. With chunks it is the interleaved order with the
-    same two rules, as ``torch.distributed.pipelining.ScheduleInterleavedZeroBubble`` has it.
-    Source: Qi et al. 2023 (arXiv:2401.10241), section 2.1 and figure 3 top.
+    Rank ``r`` warms up with one forward less than 1F1B's first backward needs and defers its weight
+    gradients by ``r`` micro-batches. With chunks it is the interleaved order with the same two
+    rules, as ``torch.distributed.pipelining.ScheduleInterleavedZeroBubble`` has it. Source: Qi et
+    al. 2023 (arXiv:2401.10241), section 2.1 and figure 3 top.
     """
     return tuple(
         _split_1f1b(rank, num_ranks, num_microbatches, num_chunks, pace=1)
@@ -42,8 +42,8 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
     """No bubble where F = I = W, for twice the memory of 1F1B.
 
     Twice ZB-H1's warm-up, which fills the wait for the first backward, and weight gradients
-    put off twice as far, so that every rank ends as much later as it began.
-    Source: Qi et al. 2023 (arXiv:2401.10241), section 2.2 and figure 3 bottom.
+    deferred twice as far, so that every rank ends as much later as it began. Source: Qi et al. 2023
+    (arXiv:2401.10241), section 2.2 and figure 3 bottom.
     """
     return tuple(
         _split_1f1b(rank, num_ranks, num_microbatches, 1, pace=2) for rank in range(num_ranks)
@@ -53,8 +53,8 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
 def _split_1f1b(
     rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, *, pace: int
 ) -> Row:
-    """Forwards and input backwards in turn, weight backwards ``pace * rank`` behind these."""
-    size, turns = rounds(num_ranks, num_microbatches, num_chunks)
+    """Alternate forwards and input backwards; weight backwards are ``pace * rank`` behind."""
+    size, turns = interleaved_rounds(num_ranks, num_microbatches, num_chunks)
     last = num_chunks - 1
     order = in_turn(
         tuple(Action(FORWARD, chunk * num_ranks + rank, m) for chunk, m in turns),
@@ -65,7 +65,7 @@ def _split_1f1b(
 
 
 def _with_weights(order: Row, *, behind: int) -> Row:
-    """Adds each input backward's weight backward, after the ``behind`` next input backwards."""
+    """Add each input backward's weight backward, after the ``behind`` next input backwards."""
     actions: list[Action] = []
     waiting: deque[Action] = deque()
     for action in order:
@@ -80,11 +80,11 @@ def _with_weights(order: Row, *, behind: int) -> Row:
 def zbv(num_ranks: int, num_microbatches: int) -> Table:
     """Two chunks per rank in the shape of a V: no bubble where F = I = W, memory of 1F1B.
 
-    Stage ``r`` and stage ``2 num_ranks - 1 - r`` are on rank ``r``, so the last stage is where
-    the first is and a micro-batch's backward begins where its forward ended. The order is that
-    of at least ``2 num_ranks - 1`` micro-batches, without those that are not there.
-    Source: Qi et al. 2023 (arXiv:2401.10241), section 6, figure 7; the order in time for
-    equal F, I and W as in ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
+    Stage ``r`` and stage ``2 num_ranks - 1 - r`` are on rank ``r``, so the last stage is where the
+    first is and a micro-batch's backward begins where its forward ended. The order is built for at
+    least ``2 num_ranks - 1`` micro-batches, and surplus micro-batches are dropped. Source: Qi et
+    al. 2023 (arXiv:2401.10241), section 6, figure 7; the order in time for equal F, I and W as in
+    ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
     """
     count = max(num_microbatches, 2 * num_ranks - 1)
     return tuple(
@@ -94,7 +94,8 @@ def zbv(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def _zbv_row(rank: int, num_ranks: int, count: int) -> Iterator[Action]:
-    """``down`` is the chunk on the way from rank 0, ``up`` the one on the way back."""
+    """Yield a rank's actions; ``down`` is the chunk on the way from rank 0, ``up`` the chunk on the
+    way back."""
     down, up = _Chunk(rank), _Chunk(2 * num_ranks - 1 - rank)
     left = num_ranks - rank
     for _ in range(2 * left - 1):
@@ -117,7 +118,7 @@ def _zbv_row(rank: int, num_ranks: int, count: int) -> Iterator[Action]:
 
 
 class _Chunk:
-    """The stage of a chunk; each call gives the action of the next micro-batch of its kind."""
+    """The stage of a chunk; each call returns the action of the next micro-batch of its kind."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
@@ -150,7 +151,7 @@ def dualpipev(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def _dualpipev_row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """The eight phases. ``after`` is how many ranks come after this one."""
+    """Yield the actions of the eight phases. ``after`` is the number of ranks after this rank."""
     row = _Pairs(rank, 2 * num_ranks - 1 - rank)
     down, up, after = row.down, row.up, num_ranks - 1 - rank
     for _ in range(2 * after):
@@ -174,7 +175,7 @@ def _dualpipev_row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator
 
 
 class _Pairs:
-    """Counts the micro-batches of each chunk, and keeps the weight backwards put off."""
+    """Counter of the micro-batches of each chunk, with the deferred weight backwards."""
 
     def __init__(self, down: int, up: int) -> None:
         self.down, self.up = down, up

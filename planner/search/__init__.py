@@ -1,1 +1,1 @@
-"""From a planning context to a plan: everything decided together."""
+"""Joint planning of all decisions, from a planning context to a plan."""

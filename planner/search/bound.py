@@ -1,7 +1,7 @@
 """A lower bound of the step time over the whole search space.
 
-In: a context. Out: a lower bound of the seconds of every plan, whatever its micro-batch size, cut,
-meshes, layouts, ZeRO stages, recomputation and schedule, with one or several stages per rank.
+In: a context. Out: a lower bound of the seconds of every plan, over all micro-batch sizes, cuts,
+meshes, layouts, ZeRO stages, recomputation policies and schedulesand numbers of stages per rank.
 
 The busiest of D devices works at least as long as the mean one. A block on a mesh of n devices
 takes n times its seconds of device time. A price of λ seconds per byte brings in the memory limit
@@ -9,15 +9,15 @@ of the devices (Lagrangian relaxation):
 
     step >= max over λ of  N · (Σ over blocks of  min over meshes of  n/D · (C + λ·B)  -  λ·M)
 
-N is the number of micro-batches. C is what the block computes and communicates per micro-batch,
-with its share of the step's end; B are the bytes of its states and of what it keeps for one
-micro-batch; M is the memory limit less what a device gives to no tensor. Each block chooses its
-layouts, ZeRO stage and recomputation for itself, by eliminating its ops (``kind_tables``). A block
-that follows one of its kind also converts what it reads of that block, except where a stage
-begins; there are no more stages than the request allows.
+N is the number of micro-batches. C is the compute and communication of the block per micro-batch,
+with its share of the step's end; B are the bytes of its states and of its saved values for one
+micro-batch; M is the memory limit less the bytes that hold no tensor. Each block chooses its
+layouts, ZeRO stage and recomputation independently, by eliminating its ops (``kind_tables``). A
+block that follows a block of its kind also converts the values it reads of that block, except at
+the start of a stage; there are no more stages than the request allows.
 
-The bound leaves out that stages wait for each other, the messages between them, all but one of
-the micro-batches in flight, and that blocks are whole. It is never below ``work_bound``.
+The bound ignores waits between stages, their messages, all but one of the micro-batches in flight,
+and that blocks are indivisible. It is never below ``work_bound``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from ..intra_op.families import Family
 from ..intra_op.intra_op import IntraOp
 from ..intra_op.kind_tables import KindTables, Rates, TooWideError
 from ..plan import Recompute
-from ..pricing.assembly import reserve
-from ..pricing.branches import sections
+from ..pricing.assembly import context_bytes
+from ..pricing.branches import find_sections
 from ..pricing.choices import input_specs
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Edge, Run, Structure
@@ -49,17 +49,16 @@ from .context import SearchContext
 from .space import mixed_tiling, uniform_tiling
 
 PRICES = (0.02, 0.06, 0.15, 0.3, 0.6, 1.0, 2.0, 6.0)
-"""λ, as parts of the price at which all bytes of a device cost as much as its work."""
+"""λ, relative to the price at which all bytes of a device cost as much as its work."""
 
 UNLIMITED = 1e18
-"""Bytes that are as good as no limit."""
+"""Bytes that stand for no limit."""
 
 
 def lower_bound(context: SearchContext) -> float:
-    """No plan takes less than this, with one stage per rank or several. Computed once per context.
+    """Return a lower bound of every plan's step, with any number of stages per rank. Cached.
 
-    After the time limit it is ``work_bound``, and also where the tables of a block would be too
-    wide.
+    After the time limit, or if the tables of a block would be too wide, it is ``work_bound``.
     """
     if context.bound_seconds is None:
         with context.budget.timed("bound"):
@@ -70,15 +69,15 @@ def lower_bound(context: SearchContext) -> float:
 def _lower_bound(context: SearchContext) -> float:
     work = least = work_bound(context, context.microbatch_rows)
     with context.stoppable():
-        # each process bounds the micro-batch sizes that it searched, whose tables it has
-        least = max(work, min(context.workers.map(relaxed)))
+        # each process bounds its own micro-batch sizes, whose tables it has
+        least = max(work, min(context.workers.map(relaxed_bound)))
     if context.shared_bound is not None:
         return min(least, context.shared_bound)
     return work if is_mixed(context.cluster) else least
 
 
-def relaxed(context: SearchContext, rows: Sequence[int]) -> float:
-    """The bound of some micro-batch sizes, without ``work_bound``; 0 where it is not known."""
+def relaxed_bound(context: SearchContext, rows: Sequence[int]) -> float:
+    """Return the bound over some micro-batch sizes, without ``work_bound``; 0 if it is unknown."""
     least = float("inf")
     with context.stoppable(), suppress(TooWideError):
         for each in rows:
@@ -91,7 +90,7 @@ def relaxed(context: SearchContext, rows: Sequence[int]) -> float:
 
 
 def _parts(context: SearchContext, rows: int) -> Iterator[tuple[Sequence[Tiling], int]]:
-    """The space in parts: tilings of the devices, with the most stages that they may have."""
+    """Yield the space in parts: tilings of the devices, with their maximum number of stages."""
     place, features = context.costs(rows).place, context.request.features
     most_chunks = 1
     if context.request.chunked_schedules:
@@ -105,7 +104,7 @@ def _parts(context: SearchContext, rows: int) -> Iterator[tuple[Sequence[Tiling]
         yield (uniform.pop(1),), 1
     most = max(context.stage_numbers)
     is_any = features.allows("mixed-stages")
-    is_any |= features.allows("branches") and bool(sections(context.structure))
+    is_any |= features.allows("branches") and bool(find_sections(context.structure))
     if is_any and most > 1:
         every = (*uniform.values(), mixed_tiling(context.cluster, most, place))
         yield every, most * most_chunks
@@ -124,7 +123,7 @@ class _Relaxation:
     most_stages: int
 
     def seconds(self) -> float:
-        """The bound; infinite where there is no mesh. Raises ``TooWideError``."""
+        """Return the bound; infinite if there is no mesh. Raises ``TooWideError``."""
         solvers = self._solvers
         if not solvers:
             return float("inf")
@@ -139,7 +138,7 @@ class _Relaxation:
 
     @cached_property
     def _solvers(self) -> list[IntraOp]:
-        """Those of the meshes that differ."""
+        """Return the solvers of distinct meshes."""
         costs = self.context.costs(self.rows)
         places = dict.fromkeys(move.place for tiling in self.tilings for move in tiling.moves)
         found: dict[object, IntraOp] = {}
@@ -151,15 +150,15 @@ class _Relaxation:
 
     @cached_property
     def _free_bytes(self) -> float:
-        """What tensors may take on a device, the mean of all."""
+        """Return the bytes for tensors on a device, averaged over all devices."""
         cluster, limit = self.context.cluster, self.context.request.memory_limit_bytes
         devices = [host.device for host in cluster.hosts for _ in range(host.num_devices)]
         sizes = [device.usable_memory_bytes if limit is None else limit for device in devices]
-        reserved = min(reserve(solver.model) for solver in self._solvers)
+        reserved = min(context_bytes(solver.model) for solver in self._solvers)
         return min(sum(sizes) / len(sizes), UNLIMITED) - reserved
 
     def _device_seconds(self, prices: Floats) -> Floats:
-        """By price of a byte the seconds of a micro-batch that the mean device works."""
+        """Return by price of a byte the seconds per micro-batch that the mean device works."""
         structure = self.context.at(self.rows)
         neighbours, count = Neighbours.of(structure), self.context.num_microbatches(self.rows)
         shares = [solver.model.prices.mesh.size / self.context.cluster.num_devices
@@ -189,7 +188,7 @@ class _Relaxation:
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """By price of a byte what a block takes at least: where a stage begins, or after its kind."""
+    """Least seconds of a block by price of a byte: as a stage's first, or after one of its kind."""
 
     first: Floats
     later: Floats
@@ -197,8 +196,8 @@ class BlockSeconds:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Of each kind the edges from a block of it to the next, and which blocks have just those;
-    of each kind the fewest bytes that any block of it is the first to read of others."""
+    """By kind, edges from a block to the next, and the fewest bytes that any of its blocks is
+    the first to read of other blocks; ``linked`` marks blocks with exactly these edges."""
 
     edges: Mapping[str, tuple[Edge, ...]]
     linked: tuple[bool, ...]
@@ -235,7 +234,7 @@ class Neighbours:
 def block_seconds(
     solver: IntraOp, count: int, neighbours: Neighbours, prices: Floats
 ) -> Mapping[str, BlockSeconds]:
-    """By kind what a block takes at least on a mesh; made once for models of equal tables.
+    """Map each kind to its least seconds on a mesh; shared by models with equal tables.
 
     Raises ``TooWideError``.
     """
@@ -255,7 +254,7 @@ def block_seconds(
 
 @dataclass
 class _Blocks:
-    """The blocks of one mesh at some prices λ of a byte of states and of one micro-batch."""
+    """The blocks of one mesh at prices λ of a byte of states and of one micro-batch."""
 
     model: StageModel
     zeros: tuple[int, ...]
@@ -272,7 +271,8 @@ class _Blocks:
         return BlockSeconds(np.minimum(first, later), later)
 
     def _in_mode(self, kind: str, mode: Recompute) -> tuple[Floats, Floats]:
-        """Of a block that is recomputed so: where a stage begins, and after one of its kind."""
+        """Return the least seconds of a block recomputed by ``mode``: at the start of a stage, and
+        after a block of its kind."""
         number, states = len(self.zeros), tuple(self.prices.tolist())
         rates = Rates(
             self.count, tuple(zero for zero in self.zeros for _ in states), mode,
@@ -293,7 +293,7 @@ class _Blocks:
         return np.broadcast_to(sync + alone, shape), np.broadcast_to(sync + linked, shape)
 
     def _linked(self, kind: str, table: Floats, rates: Rates) -> Floats:
-        """The table of a kind's ends with what it reads of the block before."""
+        """Return the table of a kind's ends with the values it reads of the block before."""
         edges = self.neighbours.edges.get(kind, ())
         alone = Run(0, 1, (kind,), ((),), (), {}, (), (), has_loss=False)
         family = Family.of(self.model, alone, dict(self.tables)) if edges else None
@@ -309,7 +309,7 @@ class _Blocks:
 
 
 def _over_ends(factor: Factor, number: int) -> Floats:
-    """A factor's table with an axis for each of so many ends."""
+    """Reshape a factor's table to an axis for each of ``number`` ends."""
     order = sorted(range(len(factor.scope)), key=lambda axis: factor.scope[axis])
     table = factor.table.transpose((0, 1, *(BATCH_AXES + axis for axis in order)))
     index = (slice(None) if end in factor.scope else None for end in range(number))
@@ -317,18 +317,18 @@ def _over_ends(factor: Factor, number: int) -> Floats:
 
 
 def work_bound(context: SearchContext, rows: Sequence[int]) -> float:
-    """A lower bound of the step from the ops' work alone, known without solving anything.
+    """Return a lower bound of the step from the ops' work alone, without solving.
 
-    Whatever the layouts, the devices that share an op do all of its FLOPs and touch all of its
-    bytes between them, at their peak at best: of D devices the busiest computes at least
+    In any layouts, the devices that share an op together do all of its FLOPs and access all of its
+    bytes, at most at their peak rate: of D devices the busiest computes at least
 
         N/D · Σ over ops of  max(flops · seconds per FLOP, bytes · seconds per byte)
 
     forward and backward, with the rates of the fastest device. Of matrix products and attention,
     which a GPU computes in tiles, the FLOPs alone are counted. An op's work at r rows is at most
-    linear in r and N·r is the batch, so the sum is least for the largest micro-batch: that is
-    taken for all. Communication, recomputation and idle time are left out. 0 where prices are
-    measured, which peaks do not bound.
+    linear in r and N·r is the batch, so the sum is least for the largest micro-batch, which is used
+    for all. Communication, recomputation and idle time are ignored. The bound is 0 for measured
+    prices, which peaks do not bound.
     """
     if context.basis.used is not None or context.basis.only not in (None, "spec"):
         return 0.0
@@ -345,7 +345,7 @@ def work_bound(context: SearchContext, rows: Sequence[int]) -> float:
 def _least_seconds(
     context: SearchContext, rows: int, name: str, devices: Sequence[Device]
 ) -> float:
-    """Both passes of a whole op on the fastest of the devices."""
+    """Return the seconds of both passes of a whole op on the fastest of the devices."""
     graph = context.at(rows).graph
     node = graph[name]
     work = context.rules.work(node, input_specs(node, graph), node.outputs)

@@ -1,11 +1,11 @@
 """Best-first search over pipelines: stages are priced lazily, in order of their lower bound.
 
 In: for each micro-batch size and tiling the costs of its stages, known or bounded. Out: proposals,
-pipelines all of whose stages are priced, about the best first. A node is a micro-batch size with a
+pipelines with all stages priced, approximately the best first. A node is a micro-batch size with a
 tiling; its estimate is the least T under the known bounds, a lower bound of all its pipelines. The
-node with the least estimate goes on: the stages of its best pipeline are priced, the one with the
-most micro-batches in flight first, until that pipeline is worse than the next node's, or all its
-stages are exact. Then it is the best of all that are left (best-first branch and bound).
+node with the least estimate is expanded: the stages of its best pipeline are priced, most
+micro-batches in flight first, until that pipeline is worse than the next node's, or all its stages
+are exact. Then it is the best of all remaining pipelines (best-first branch and bound).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ..inter_op.sweep import Tiling
 from .costs import Costs
 
 TOLERANCE = 1e-3
-"""T may be worse than the least by this part."""
+"""Relative tolerance of T above the least."""
 
 MOST_CUTS = 256
 FEW_CUTS = 128
-"""With more blocks, stages of any sizes are first cut between so many groups of blocks."""
+"""Number of blocks above which stages of any sizes are first cut between ``FEW_CUTS`` groups."""
 
 COARSE = 0.05
-"""What cutting between groups may cost, at most, before it is made good."""
+"""Maximum relative loss of cutting between groups, before refinement."""
 
 ROUGH = 0.01
-"""Of those cuts T may be worse than the least by this part."""
+"""Relative tolerance of T for cuts between groups."""
 
 NEAR = 4
-"""Then so many cuts before and after each are tried, as many times closer to each other."""
+"""Cuts before and after each that a refinement tries, and the factor by which they move closer."""
 
 PATIENCE = 1.01
-"""A pipeline is priced on while it is at most this factor worse than the next node's."""
+"""Factor of the next node's estimate up to which a pipeline is priced further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class PipelineProposal:
 
     @property
     def key(self) -> tuple[int, tuple[StageChoice, ...]]:
-        """What tells pipelines apart."""
+        """Return a key that identifies the pipeline."""
         return self.rows, self.pipeline.stages
 
     @property
@@ -58,9 +58,9 @@ class PipelineProposal:
 
 @dataclass
 class SearchNode:
-    """The pipelines of a tiling at one micro-batch size, of ``numbers`` of stages.
+    """The pipelines of a tiling at one micro-batch size, for ``numbers`` of stages.
 
-    Before it is looked at, ``estimate`` is a bound that takes no time.
+    Before the first ``look``, ``estimate`` is a cheap bound.
     """
 
     rows: int
@@ -80,11 +80,10 @@ class SearchNode:
         return self.costs.runs.classes.num_blocks
 
     def look(self, cutoff: float) -> None:
-        """Finds the best pipeline under what is known; the estimate is infinite if none is.
+        """Find the best pipeline under the known bounds; the estimate is infinite if there is none.
 
-        It is as it was where nothing was priced since. Some pipeline, the even cut or the best
-        so far, says what no better one takes. Of very many blocks stages of any sizes are cut at
-        some places only, then near those.
+        It is unchanged if nothing was priced since. The even cut or the best so far gives a cutoff.
+        With very many blocks, stages of any sizes are cut at some places only, then near those.
         """
         if self._seen == self.costs.version:
             return
@@ -105,7 +104,7 @@ class SearchNode:
         self.estimate = float("inf") if best is None else best.seconds * (1 - TOLERANCE)
 
     def _near(self, best: Pipeline, step: int) -> list[int]:
-        """The cuts of a pipeline and some before and after each."""
+        """Return the cuts of a pipeline and some before and after each."""
         own = [stage.start for stage in best.stages[1:]]
         found = {cut + step * by for cut in own for by in range(-NEAR, NEAR + 1)}
         return [0, *sorted(cut for cut in found if 0 < cut < self.num_blocks), self.num_blocks]
@@ -114,7 +113,7 @@ class SearchNode:
         self, at: Sequence[int], cutoff: float, numbers: Iterable[int],
         tolerance: float = TOLERANCE,
     ) -> Pipeline | None:  # fmt: skip
-        """The best pipeline with stages cut at some places."""
+        """Return the best pipeline with stages cut at the places ``at``."""
         cuts = self.costs.runs.cuts(at) if len(at) <= self.num_blocks else self.costs.runs.every
         search = PipelineSearch(self.tiling, cuts, self.costs.seconds, tolerance, cutoff)
         best = search.best_of(numbers)
@@ -139,15 +138,15 @@ class SearchNode:
         return total_seconds(self._known(stages))
 
     def _known(self, stages: tuple[StageChoice, ...]) -> list[tuple[float, float]]:
-        """What is known of the q and m of each stage."""
+        """Return the known bounds or costs of each stage's q and m."""
         return [
             self.costs.known(len(stages) - at, at == 0, stage) for at, stage in enumerate(stages)
         ]
 
     def price(self, patience: float) -> Pipeline | None:
-        """Prices the stages of the best pipeline while it takes no longer than ``patience``.
+        """Price the stages of the best pipeline while T stays within ``patience``.
 
-        Returns it with its exact T, or None if it was left before.
+        Returns it with its exact T, or None if pricing stopped early.
         """
         assert self._best is not None, "there is something to price"
         stages = self._best.stages
@@ -159,13 +158,13 @@ class SearchNode:
         return Pipeline(stages, total_seconds(own))
 
     def finish(self, num_stages: int) -> None:
-        """Nothing better of so many stages is left."""
+        """Record that no better pipeline with so many stages is left."""
         self.numbers = tuple(number for number in self.numbers if number != num_stages)
         self._seen = 0 if self.numbers else self._seen
 
 
 def _halving(number: int) -> list[int]:
-    """The first, the last, then the middle of what is between, and so on.
+    """Return the first, the last, then the middle of each gap, and so on.
 
     >>> _halving(6)
     [0, 5, 1, 4, 2, 3]
@@ -187,10 +186,11 @@ def _halving(number: int) -> list[int]:
 def best_first(
     nodes: Iterable[SearchNode], enough: Callable[[float, list[PipelineProposal]], bool]
 ) -> Iterator[PipelineProposal]:
-    """Exact pipelines as they are found. A node is looked at when its estimate is the least.
+    """Yield exact pipelines as they are found; nodes are evaluated when their estimate is the
+    least. A node is looked at when its estimate is the least.
 
-    Ends when no node has a pipeline left, or when ``enough`` says of the least estimate and
-    the proposals so far that the rest need not be known.
+    Ends when no node has a pipeline left, or when ``enough`` is true for the least estimate and the
+    proposals so far.
     """
     numbers = count()
     found: list[PipelineProposal] = []
@@ -220,8 +220,8 @@ def best_first(
 
 
 def _look_at_first(heap: list[tuple[float, int, SearchNode]]) -> bool:
-    """Looks at the node with the least estimate, and puts it where it belongs; False where
-    there is none, or it was looked at before."""
+    """Evaluate the node with the least estimate and reinsert it; return False if there is none, or
+    it was evaluated before."""
     if not heap or heap[0][2].is_looked_at:
         return False
     _, number, node = heapq.heappop(heap)

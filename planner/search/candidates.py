@@ -1,8 +1,8 @@
-"""From proposals to candidates: each stage's best mesh and layouts, and the simulated step.
+"""Candidates from proposals: each stage's best mesh and layouts, and the simulated step.
 
-In: a context, pipelines of the dynamic program. Out: candidates, simulated under the schedules
-that are allowed and fit. A step of very many micro-batches is simulated at two smaller numbers
-and continued: once the pipeline is full each further micro-batch takes equally long. Only the
+In: a context, pipelines of the dynamic program. Out: candidates, simulated under the allowed
+schedules that fit. A step of very many micro-batches is simulated at two smaller numbers and
+extrapolated: once the pipeline is full each further micro-batch takes equally long. Only the
 winner's whole step is simulated.
 """
 
@@ -16,15 +16,15 @@ import numpy as np
 
 from ..inter_op.inter_op import StageChoice, gap_adjusted_seconds, total_seconds
 from ..intra_op.intra_op import IntraOp, StageAnswer
-from ..pricing.assembly import Setting
-from ..pricing.branches import Places, WeightedEdges, stage_depths, stage_edges
+from ..pricing.assembly import StageOptions
+from ..pricing.branches import StagePlacement, WeightedEdges, stage_depths, stage_edges
 from ..pricing.run_classes import NO_RUN
 from ..pricing.slice_costs import SliceShares
-from ..pricing.stage_cost import BRIEF, StageCost, together
+from ..pricing.stage_cost import TRANSIENT, StageCost, combine_bytes
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, Step, message_seconds, simulated_step
 from ..pricing.weight_versions import num_versions, with_versions
-from ..schedules.held import Halves, is_split, most_held, splits
+from ..schedules.held import HalfPairs, is_split, most_held, splits
 from ..schedules.orders import round_size
 from ..schedules.schedules import parts_of_ranks
 from ..summary import RankSummary, schedule_text, summary_text
@@ -35,21 +35,21 @@ from .costs import answer_seconds
 Chosen = tuple[IntraOp, StageAnswer]
 
 MOST_STEPS = 4096
-"""Stages times micro-batches that are simulated one by one."""
+"""Maximum stages times micro-batches that are simulated one by one."""
 
 MORE_HELD = 2
-"""Where what waits for gradients of weights does not fit, the stage is solved as if it held
-more micro-batches whole: so many more at most."""
+"""Maximum additional whole micro-batches with which a stage is solved if bytes for weight gradients
+do not fit."""
 
 
 def stage(
-    context: SearchContext, rows: int, choice: StageChoice, held: Halves, *,
+    context: SearchContext, rows: int, choice: StageChoice, held: HalfPairs, *,
     versions: int = 1, programs: int = 0, free: bool = False,
 ) -> Chosen | None:  # fmt: skip
-    """The best mesh of a stage of a pipeline, and its answer; None where it does not fit.
+    """Find the best mesh of a pipeline stage, with its answer; None if the stage does not fit.
 
-    ``versions`` of its weights are kept. ``programs``: with its gap narrowed by up to so many
-    integer programs. ``free``: with the axes of meshes left to the solver.
+    ``versions`` of its weights are kept. ``programs``: maximum integer programs to narrow its gap.
+    ``free``: leaves the axes of meshes to the solver.
     """
     holds_more = is_split(held) or versions > 1
     for more in range(1 + (MORE_HELD if holds_more else 0)):
@@ -61,10 +61,10 @@ def stage(
         if chosen is None or not holds_more:
             return chosen
         solver, answer = chosen
-        setting: Setting = replace(answer.setting, in_flight=most_held(held))
+        setting: StageOptions = replace(answer.setting, in_flight=most_held(held))
         chosen = solver, replace(answer, setting=setting)
         if is_split(held):
-            chosen = splitting(*chosen, held)
+            chosen = split_backward(*chosen, held)
         answer = chosen[1]
         cost = with_versions(answer.cost, versions, solver.model.prices.policy)
         excess = cost.total_bytes - solver.limits.memory_bytes
@@ -95,20 +95,22 @@ def _stage(
     return min(answers, key=lambda each: answer_seconds(each[1], count), default=None)
 
 
-def splitting(solver: IntraOp, answer: StageAnswer, held: Halves) -> Chosen:
-    """The answer with its backward in two halves."""
-    setting: Setting = replace(answer.setting, halves=held)
+def split_backward(solver: IntraOp, answer: StageAnswer, held: HalfPairs) -> Chosen:
+    """Return the answer with its backward in two halves."""
+    setting: StageOptions = replace(answer.setting, halves=held)
     return solver, replace(answer, setting=setting)
 
 
 def edges(context: SearchContext, rows: int, stages: Sequence[StageChoice]) -> WeightedEdges | None:
-    """Which stage needs which; None for a chain."""
+    """Return the edges between stages; None for a chain."""
     ends = tuple((s.first_device, s.first_device + s.num_devices - 1) for s in stages)
-    return stage_edges(context.at(rows), [s.start for s in stages], Places(context.cluster, ends))
+    return stage_edges(
+        context.at(rows), [s.start for s in stages], StagePlacement(context.cluster, ends)
+    )
 
 
 def schedules(context: SearchContext, num_stages: int, *, is_chain: bool) -> tuple[str, ...]:
-    """The schedules to simulate. Those that split backwards run chains of stages only."""
+    """The schedules to simulate. Schedules that split backwards run chains of stages only."""
     allowed = context.request.schedules
     if num_stages == 1:
         return allowed[:1]
@@ -123,10 +125,10 @@ def candidate(
     programs: int = 0,
     free: bool = False,
 ) -> Candidate | None:
-    """A proposal under a schedule, if not given the one that the dynamic program thought of.
+    """Build the candidate of a proposal under a schedule; None if it does not fit.
 
-    None where it does not fit. ``programs``: with the gaps of stages narrowed, each by up to so
-    many integer programs. ``free``: see ``stage``.
+    ``schedule`` defaults to the dynamic program's. ``programs``: maximum integer programs to narrow
+    each stage's gap. ``free``: see ``stage``.
     """
     schedule = schedule or context.in_flight_schedule
     stages, rows = proposal.pipeline.stages, proposal.rows
@@ -141,21 +143,21 @@ def candidate(
         chosen.append(found)
     if programs:
         _refine(context, rows, stages, held, chosen, programs)
-    return simulated(context, rows, schedule, stages, models_of(chosen))
+    return simulate_stages(context, rows, schedule, stages, models_of(chosen))
 
 
 def _refine(
-    context: SearchContext, rows: int, stages: Sequence[StageChoice], held: Sequence[Halves],
+    context: SearchContext, rows: int, stages: Sequence[StageChoice], held: Sequence[HalfPairs],
     chosen: list[Chosen], programs: int,
 ) -> None:  # fmt: skip
-    """Narrows the gaps of stages, the slowest first, as long as that can make the step shorter.
+    """Narrow the gaps of stages, the slowest first, while that can shorten the step.
 
-    T = Σ q + max m (``costs``) is within half the gap of its least once the slowest stages
-    are: what the others take counts once.
+    T = Σ q + max m (``costs``) is within half the gap of its least once the slowest stages are: the
+    others count once.
     """
     count, left = context.num_microbatches(rows), set(range(len(stages)))
     while left:
-        figures = [answer.cost.once_and_slowest(count) for _, answer in chosen]
+        figures = [answer.cost.warmup_and_steady(count) for _, answer in chosen]
         gaps = [answer.gap if at in left else 0.0 for at, (_, answer) in enumerate(chosen)]
         least = total_seconds(figures) * (1 - context.request.gap / 2)
         if gap_adjusted_seconds(figures, gaps) >= least:
@@ -169,12 +171,11 @@ def candidates(
     context: SearchContext, proposal: PipelineProposal, *, programs: int = 0,
     below: float = float("inf"), without: Collection[str] = (), free: bool = False,
 ) -> Iterator[Candidate]:  # fmt: skip
-    """The proposal under every schedule that is allowed and fits, ``without`` some. ``free``: see
-    ``stage``.
+    """Yield the proposal by all schedules that fit, except ``without``. ``free``: see ``stage``.
 
-    A schedule that splits backwards only where it can take less than the first of the others
-    that fits, and than ``below``: the stages' own work takes as long in any order, and with more
-    micro-batches in flight not less.
+    A schedule that splits backwards is only tried if it can be faster than the first of the others
+    that fits, and than ``below``: the stages' own work takes as long in any order, and no less with
+    more micro-batches in flight.
     """
     stages = proposal.pipeline.stages
     needs = edges(context, proposal.rows, stages)
@@ -190,7 +191,7 @@ def candidates(
 
 
 def _work_seconds(found: Candidate, needs: WeightedEdges | None) -> float:
-    """What these stages take in any order, whatever part of their backwards may wait."""
+    """The least seconds of these stages in any order, with any part of their backwards deferred."""
     costs = [answer.cost for _, answer in found.answers]
     figures = [
         (c.forward_seconds, 0.0, *c.receive_seconds, c.end_seconds, c.backward_seconds)
@@ -200,11 +201,11 @@ def _work_seconds(found: Candidate, needs: WeightedEdges | None) -> float:
 
 
 def models_of(chosen: Sequence[Chosen]) -> tuple[tuple[StageModel, StageAnswer], ...]:
-    """The answers with the models of their solvers."""
+    """Return the answers with the models of their solvers."""
     return tuple((solver.model, answer) for solver, answer in chosen)
 
 
-def simulated(
+def simulate_stages(
     context: SearchContext,
     rows: int,
     schedule: str,
@@ -214,7 +215,7 @@ def simulated(
     num_chunks: int = 1,
     base: Candidate | None = None,
 ) -> Candidate:
-    """A candidate of these stages, ``num_chunks`` per rank, with its step simulated."""
+    """Build a candidate of these stages, ``num_chunks`` per rank, with its step simulated."""
     count = context.num_microbatches(rows)
     policy = answers[0][0].prices.policy
     versions = num_versions(schedule, len(stages), count)
@@ -234,13 +235,13 @@ def simulated(
     return _with_step(context, made, whole=False)
 
 
-def completed(context: SearchContext, candidate: Candidate) -> Candidate:
-    """The candidate with every micro-batch of its step simulated."""
+def complete_simulation(context: SearchContext, candidate: Candidate) -> Candidate:
+    """Simulate every micro-batch of the candidate's step."""
     return replace(_with_step(context, candidate, whole=True), is_complete=True)
 
 
 def _with_step(context: SearchContext, made: Candidate, *, whole: bool) -> Candidate:
-    """The candidate with its step; of many micro-batches two shorter steps are continued.
+    """Simulate the candidate's step; for many micro-batches, extrapolate two shorter steps.
 
     Once the pipeline is full each further micro-batch takes equally long.
     """
@@ -265,7 +266,7 @@ def _with_step(context: SearchContext, made: Candidate, *, whole: bool) -> Candi
 
 
 def _simulated_numbers(made: Candidate) -> tuple[int, int]:
-    """Two numbers of micro-batches that are simulated in place of very many: whole rounds."""
+    """Return two numbers of micro-batches, in whole rounds, to simulate in place of very many."""
     num_ranks = len(made.stages) // made.num_chunks
     if made.num_chunks == 1:
         return 4 * num_ranks, 5 * num_ranks
@@ -274,7 +275,7 @@ def _simulated_numbers(made: Candidate) -> tuple[int, int]:
 
 
 def is_whole(made: Candidate) -> bool:
-    """Whether every micro-batch of a candidate's step is simulated."""
+    """Return whether every micro-batch of a candidate's step is simulated."""
     few, more = _simulated_numbers(made)
     most = few + more if made.num_chunks > 1 else 2 * more
     count = made.num_microbatches
@@ -285,11 +286,11 @@ def is_whole(made: Candidate) -> bool:
 class Candidate:
     """A simulated configuration.
 
-    ``stages`` are in the order of the model; stages on the same devices are one pipeline rank's,
-    ``num_chunks`` each. ``costs`` are what the stages cost under the schedule. ``rows`` are the
-    samples of a micro-batch. ``slices`` are those of TeraPipe. ``base`` is the pipeline of one
-    stage per rank whose layouts a candidate of another kind has. ``is_complete``: every
-    micro-batch of its step was simulated although there are very many.
+    ``stages`` are in the order of the model; stages on the same devices belong to one pipeline
+    rank, ``num_chunks`` each. ``costs`` are the stages' costs under the schedule. ``rows`` are the
+    samples of a micro-batch. ``slices`` are TeraPipe's. ``base`` is the pipeline of one stage per
+    rank that the candidate takes its layouts from. ``is_complete``: every one of very many
+    micro-batches was simulated.
     """
 
     rows: int
@@ -309,25 +310,25 @@ class Candidate:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether there are several stages, one per rank, under a schedule without replicas or
-        slices: what other kinds of candidates are made of."""
+        """Return whether there are several stages, one per rank, without replicas or slices: the
+        base of other kinds of candidates."""
         return self.base is None and len(self.stages) > 1
 
     @property
     def layouts_gap(self) -> float:
-        """How much lower the pipeline time T could be if every stage's layouts were optimal.
+        """The relative reduction of the pipeline time T if every stage's layouts were optimal.
 
-        Of a candidate with a ``base`` it is that of the base.
+        A candidate with a ``base`` has the gap of its base.
         """
         if self.base is not None:
             return self.base.layouts_gap
-        figures = [cost.once_and_slowest(self.num_microbatches) for cost in self.costs]
+        figures = [cost.warmup_and_steady(self.num_microbatches) for cost in self.costs]
         gaps = [answer.gap for _, answer in self.answers]
         return 1 - gap_adjusted_seconds(figures, gaps) / total_seconds(figures)
 
     @property
     def spent_seconds(self) -> dict[str, float]:
-        """Seconds of a step by what they go to, on the busiest rank, and the bubble.
+        """Return the seconds of a step by category, on the busiest rank, and the bubble.
 
         A rank has one part of the model or several (chunks); one with replicas runs each of its
         two for half of the micro-batches.
@@ -355,7 +356,7 @@ class Candidate:
 
     @property
     def summary(self) -> str:
-        """The configuration in one line."""
+        """Return the configuration in one line."""
         ranks: dict[int, RankSummary] = {}
         for (model, answer), choice in zip(self.answers, self.stages, strict=True):
             mesh, zero = model.prices.mesh, answer.setting.zero
@@ -375,26 +376,24 @@ class Candidate:
 
 
 def rank_bytes(stages: Sequence[StageChoice], costs: Sequence[StageCost]) -> dict[int, float]:
-    """By the first device of each pipeline rank the bytes on one of its devices, for all of its
-    stages together."""
+    """Map each pipeline rank's first device to the bytes on one of its devices, over its stages."""
     ranks: dict[int, list[StageCost]] = {}
     for choice, cost in zip(stages, costs, strict=True):
         ranks.setdefault(choice.first_device, []).append(cost)
     return {
-        rank: sum(together([cost.memory_bytes for cost in of_rank], once=BRIEF).values())
+        rank: sum(combine_bytes([cost.memory_bytes for cost in of_rank], once=TRANSIENT).values())
         for rank, of_rank in ranks.items()
     }
 
 
 def least_seconds(figures: Sequence[Any], count: int, edges: WeightedEdges | None = None) -> Any:
-    """A lower bound of the step of a pipeline, whatever the order of its micro-batches.
+    """Return a lower bound of a pipeline's step, for any order of its micro-batches.
 
-    ``figures[stage]``: forward, backward, receive forward, receive backward, end of the step;
-    where backwards are split the second is the first half, and a sixth the weights'. ``edges``
-    are those of ``branches.stage_edges``. A stage computes nothing before the first micro-batch
-    has come through all that it needs; then it computes all forwards and backwards; after the
-    last of these there is its own end of the step, or the way back of that micro-batch through
-    the stages before it and their ends.
+    ``figures[stage]``: forward, backward, receive forward, receive backward, end of the step; for
+    split backwards the second is the first half, and a sixth the weight gradients. ``edges`` come
+    from ``branches.stage_edges``. A stage waits until the first micro-batch has passed all stages
+    before it; then it computes all forwards and backwards; after the last of these comes its own
+    end of the step, or that micro-batch's path back through the stages before it and their ends.
 
     >>> float(least_seconds([(1, 2, 0, 0, 1), (2, 4, 0.5, 0.5, 1)], 3))
     23.0

@@ -1,8 +1,8 @@
-"""A planning context: what is asked, and what has been solved for it so far.
+"""A planning context: the request, and the results solved for it so far.
 
-In: a graph, its blocks, a cluster, a request. Out: on demand the solver of any mesh of any
-submesh at any micro-batch size (made once for all submeshes that cost the same), the costs of
-stages from them, and where planning time went.
+In: a graph, its blocks, a cluster, a request. Out: on demand the solver of any mesh of any submesh
+at any micro-batch size (made once for all submeshes that cost the same), the costs of stages, and
+planning time by phase.
 """
 
 from __future__ import annotations
@@ -41,38 +41,39 @@ from ..pricing.structure import Structure
 from ..requests.options import microbatch_rows, stage_numbers
 from ..requests.pins import Pins, by_template
 from ..requests.request import Request
-from ..schedules.held import Halves, halves
+from ..schedules.held import HalfPairs, half_pairs
 from .costs import Costs, Runs
 from .space import place_key
 from .tables import GraphTables
-from .workers import StartWorkers, Workers, serial
+from .workers import StartWorkers, Workers, serial_workers
 
 INTERRUPTED = "Ctrl-C"
-"""What ended a search that was interrupted."""
+"""The cause of an interrupted search's end."""
 
 LONG = 5_000
-"""Of a search of no more work (``Budget.work``), no part is cut short."""
+"""Work (``Budget.work``) up to which no part of a search is cut short."""
 
 ONE_DEVICE = Mesh(("dp",), (1,))
 
 Observe = Callable[[str, float, float], None]
-"""(what is being done, how much is done, of how much)."""
+"""Callback (activity, amount done, total amount)."""
 
 
 def ignore(what: str, done: float, total: float) -> None:
-    """Observes nothing."""
+    """Ignore the progress."""
 
 
 GRACE_SECONDS = 2.0
-"""After Ctrl-C: to find out how good the best so far is."""
+"""Seconds after Ctrl-C for assessing the best plan so far."""
 
 
 @dataclass
 class SearchContext:
-    """``steps`` are those that were simulated. ``beyond`` is what ``excess_bytes`` other processes
-    have. ``shared_bound``: a lower bound of plans in which unlike devices take unequal shares;
-    None until these were tried. ``bound_seconds``: the lower bound of all plans, once computed
-    (``bound``).
+    """State of one search.
+
+    ``steps`` are simulated steps. ``beyond``: the ``excess_bytes`` of other processes.
+    ``shared_bound``: a lower bound of plans with unequal shares for unlike devices; None until
+    these were tried. ``bound_seconds``: the lower bound of all plans, once computed (``bound``).
     """
 
     structure: Structure
@@ -92,7 +93,7 @@ class SearchContext:
     shared_bound: float | None = None
     bound_seconds: float | None = None
     observe: Observe = ignore
-    start_workers: StartWorkers = serial
+    start_workers: StartWorkers = serial_workers
     beyond: list[float] = field(default_factory=list)
     _costs: dict[int, Costs] = field(default_factory=dict)
 
@@ -107,11 +108,11 @@ class SearchContext:
         basis: Basis,
         tables: GraphTables | None = None,
     ) -> SearchContext:
-        """``tables``: those of other searches of this graph and format, by the same rules."""
+        """Build a context. ``tables`` are from other searches with this graph, format and rules."""
         limit = request.memory_limit_bytes
         if limit is None:
             limit = cluster.usable_memory_bytes
-        if tables is None or basis.asked is not None:  # what is asked is noted as it is made
+        if tables is None or basis.asked is not None:  # queries are recorded when tables are made
             tables = GraphTables.of(graph, blocks, request.precision)
         return SearchContext(
             tables.structure,
@@ -134,7 +135,7 @@ class SearchContext:
         )
 
     def like(self, other: SearchContext) -> SearchContext:
-        """This context with all that another one, of the hosts in another order, has found."""
+        """Return this context with the results of another for another order of the hosts."""
         other.budget.deadline = self.budget.deadline
         return replace(
             self, structure=other.structure, budget=other.budget,
@@ -142,7 +143,7 @@ class SearchContext:
         )  # fmt: skip
 
     def at(self, rows: int) -> Structure:
-        """The graph for micro-batches of so many rows."""
+        """Return the graph for micro-batches of ``rows`` rows."""
         if rows not in self.graphs:
             self.graphs[rows] = self.structure.at_batch(rows)
         return self.graphs[rows]
@@ -153,33 +154,33 @@ class SearchContext:
 
     @cached_property
     def _begins(self) -> tuple[int, ...]:
-        """The blocks at which stages are to begin."""
+        """Return the blocks at which stages must begin."""
         own = self.structure
         return tuple(stage_begins(own.graph, own.blocks, self.request.stage_at))
 
     def begins_as_asked(self, stages: Sequence[StageChoice]) -> bool:
-        """Whether stages begin wherever they are to."""
+        """Return whether stages begin at all required blocks."""
         return {choice.start for choice in stages}.issuperset(self._begins)
 
     @cached_property
     def mesh_proposals(self) -> Proposals:
-        """The meshes of more axes than dp × tp that are worth trying."""
+        """Return the meshes of more axes than dp × tp that are worth trying."""
         return proposals(self.structure.graph, self.cluster, self.request, self.rules)
 
     @cached_property
     def stage_numbers(self) -> tuple[int, ...]:
-        """The numbers of stages to try. Raises ``UsageError`` where there is none."""
+        """Return the numbers of stages to try. Raises ``UsageError`` if there are none."""
         blocks, least = self.structure.blocks.blocks, len({0, *self._begins})
         return stage_numbers(self.request, self.cluster, len(blocks), least_stages=least)
 
     @cached_property
     def microbatch_rows(self) -> tuple[int, ...]:
-        """The micro-batch sizes to try, the most promising first. Raises ``UsageError``."""
+        """Return the micro-batch sizes to try, the most promising first. Raises ``UsageError``."""
         return microbatch_rows(self.structure.graph, self.request, self.cluster)
 
     @cached_property
     def workers(self) -> Workers:
-        """Those who search the parts of the micro-batch sizes; started at the first use."""
+        """Return the workers for parts of the micro-batch sizes, started at the first use."""
         return self.start_workers(self, self.microbatch_rows)
 
     @cached_property
@@ -191,15 +192,15 @@ class SearchContext:
 
     @property
     def in_flight_schedule(self) -> str:
-        """The schedule of a proposal where nothing is said: the thriftiest, if it is allowed."""
+        """Return the default schedule of a proposal: with the least memory, if it is allowed."""
         return "1f1b" if "1f1b" in self.request.schedules else self.request.schedules[0]
 
-    def held(self, schedule: str, num_stages: int, rows: int, depth: int) -> Halves:
-        """Micro-batches that a stage holds; ``depth`` counts the stages to come, itself too."""
-        return halves(schedule, depth, num_stages, self.num_microbatches(rows))
+    def held(self, schedule: str, num_stages: int, rows: int, depth: int) -> HalfPairs:
+        """Return the micro-batches that a stage holds; ``depth`` counts the stages from it on."""
+        return half_pairs(schedule, depth, num_stages, self.num_microbatches(rows))
 
     def costs(self, rows: int) -> Costs:
-        """The costs of stages at one micro-batch size."""
+        """Return the costs of stages at one micro-batch size."""
         if rows not in self._costs:
             count = self.num_microbatches(rows)
             key: dict[tuple[int, int], Hashable] = {}
@@ -219,14 +220,14 @@ class SearchContext:
         return self._costs[rows]
 
     def _least_held(self, left: int, count: int) -> int:
-        """Whole micro-batches that a stage holds under the thriftiest schedule, at least."""
+        """Return the least whole micro-batches that a stage holds under any schedule."""
         names = self.request.schedules
-        if "1f1b" in names:  # of the schedules of one stage per rank none holds less
-            return halves("1f1b", left, 2, count)[0][0]
-        return min(halves(name, left, 2, count)[0][0] for name in names)
+        if "1f1b" in names:  # the least of all schedules with one stage per rank
+            return half_pairs("1f1b", left, 2, count)[0][0]
+        return min(half_pairs(name, left, 2, count)[0][0] for name in names)
 
     def solvers_on(self, rows: int, first: int, size: int) -> list[IntraOp]:
-        """A solver for each mesh on the submesh."""
+        """Return a solver for each mesh on the submesh."""
         found = []
         inner = inner_size(self.cluster, first, size)
         proposed = self.mesh_proposals.meshes(size, inner, rows)
@@ -240,15 +241,15 @@ class SearchContext:
         return found
 
     def _can_split(self, rows: int, parts: int) -> bool:
-        """Tells whether a micro-batch can be split into parts of the size that was asked for."""
+        """Return whether a micro-batch can be split into parts of the requested size."""
         size = self.request.microbatch_size
         return rows % parts == 0 and size in (None, rows // parts)
 
     def solver(
         self, rows: int, mesh: Mesh, first: int, *, free: bool = False, link: Link | None = None
     ) -> IntraOp:
-        """The solver of a mesh; ``free``: with its axes left to the solver. ``link``: what its
-        stages receive values over, if not over that from the devices before."""
+        """Return the solver of a mesh. ``free`` leaves its axes to the solver. Its stages receive
+        values over ``link``, by default from the devices before."""
         ranks, request = tuple(range(first, first + mesh.size)), self.request
         prices = self._prices(rows, mesh, ranks)
         if link is None:
@@ -274,7 +275,7 @@ class SearchContext:
         )  # fmt: skip
 
     def check_total_bytes(self) -> None:
-        """Raises InfeasibleError AP301 where the model is larger than all devices together."""
+        """Raise InfeasibleError AP301 if the model is larger than all devices together."""
         if len({host.device.kind for host in self.cluster.hosts}) > 1:
             return  # these hold a state in different numbers of bytes
         rows, ranks = min(self.microbatch_rows), range(self.cluster.num_devices)
@@ -286,14 +287,14 @@ class SearchContext:
             raise does_not_fit(excess, self.limits, self.request, self.cluster)
 
     def limits_on(self, ranks: Sequence[int]) -> Limits:
-        """A stage's limits: the memory of its own devices, unless the request has one."""
+        """A stage's limits: the memory of its own devices, unless the request has a limit."""
         if self.request.memory_limit_bytes is not None:
             return self.limits
         device = self.cluster.slowest_device(ranks)
         return replace(self.limits, memory_bytes=float(device.usable_memory_bytes))
 
     def table(self, rows: int) -> Table:
-        """Every stage's exact cost, priced as it is asked for: for small clusters."""
+        """Return every stage's exact cost, priced lazily: for small clusters."""
         return Table(
             len(self.structure.blocks.blocks),
             self.cluster.num_devices,
@@ -302,22 +303,23 @@ class SearchContext:
         )
 
     def is_late(self, share: float = 0.7) -> bool:
-        """Whether this share of the time has passed."""
+        """Return whether this share of the time has passed."""
         return self.budget.left_seconds < (1 - share) * self.request.time_limit_seconds
 
     def is_long(self, began: float) -> bool:
-        """Whether what was begun at some work has taken a third of all before it, and much."""
+        """Return whether an activity begun at ``began`` has taken much work, and a third of all
+        work before it."""
         spent = self.budget.work - began
         return spent > max(0.5 * LONG, (began - self.began_work) / 3)
 
     def spent(self) -> tuple[int, dict[str, float]]:
-        """How many problems were solved, and seconds by phase."""
+        """Return the number of solved problems, and seconds by phase."""
         seconds = {**self.budget.seconds, "total": self.budget.elapsed_seconds}
         return self.budget.num_problems, seconds
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Ctrl-C ends what is inside, is noted, and goes no further."""
+        """Context manager: end the body upon Ctrl-C, record it, and continue."""
         try:
             yield
         except KeyboardInterrupt:
@@ -325,29 +327,29 @@ class SearchContext:
 
     @property
     def ended_by(self) -> str:
-        """What ended the search before it was done; "" if nothing did."""
+        """Return the cause of an early end of the search; "" if there is none."""
         return self.stopped or ("its time limit" if self.budget.left_seconds <= 0 else "")
 
     def end(self) -> None:
-        """Ends the processes beside this one."""
+        """End the processes beside this process."""
         if "workers" in self.__dict__:
             self.workers.end()
 
     def interrupt(self) -> None:
-        """After Ctrl-C: ends them, and leaves little time for all that is still to be done."""
+        """End the other processes after Ctrl-C, and leave little time for the remaining work."""
         self.end()
         self.stopped = INTERRUPTED
         self.budget.end_in(GRACE_SECONDS)
 
     @property
     def excess_bytes(self) -> list[float]:
-        """By how much what does not fit is over the limit."""
+        """Return the excess of stages over the memory limit."""
         return [over for s in self.solvers.values() for over in s.excess_bytes.values()]
 
     def failure(self, *, is_proven: bool = False) -> AutoparallelError:
-        """Why there is no plan: no time, no memory and by how much, or no mesh.
+        """Return the error for a missing plan: no time, no memory with its excess, or no mesh.
 
-        ``is_proven``: bounds alone say that nothing fits, so more time would not help.
+        ``is_proven``: bounds alone prove that nothing fits, so more time would not help.
         """
         excess = [*self.excess_bytes, *self.beyond]
         if not excess and is_proven and not self.ended_by:
@@ -371,7 +373,7 @@ class _Exact:
     made: dict[object, Floats] = field(default_factory=dict)
 
     def matrix(self, left: int, first: int, size: int) -> Floats:
-        """t[k, i] of the stages with ``left`` stages to come, itself included."""
+        """Return t[k, i] of the stages with ``left`` stages to come, themselves included."""
         is_first, is_last = first == 0, left == 1
         place = self.costs.place(first, size)
         held = self.costs.in_flight(left, is_first)
@@ -393,7 +395,7 @@ class _Exact:
 
 
 def check_measured(basis: Basis, request: Request) -> None:
-    """Raises AP170 where the search asked for a time that was not measured."""
+    """Raise AP170 if the search queried a time that was not measured."""
     missing = basis.asked.unmeasured if basis.asked is not None else []
     if missing:
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if missing[8:] else "")
@@ -409,7 +411,7 @@ def check_measured(basis: Basis, request: Request) -> None:
 def does_not_fit(
     excess: float, limits: Limits, request: Request, cluster: Cluster
 ) -> InfeasibleError:
-    """AP301: the nearest plan needs ``excess`` bytes more than a device has."""
+    """Return error AP301: the nearest plan needs ``excess`` bytes more than a device has."""
     limit = limits.memory_bytes
     tries = []
     if limits.recompute == "none":

@@ -1,20 +1,18 @@
-"""What stages cost at one micro-batch size, priced only as far as the search looks at it.
+"""Costs of stages at one micro-batch size, priced lazily.
 
 In: solvers for the meshes of each submesh, the classes of runs. Out: for each place (a class of
-equal submeshes) and number of stages to come, what every class of runs takes: exactly where
-asked for, elsewhere at least. A stage with forward and backward c, messages r and end of step e
-takes
+equal submeshes) and number of stages to come, the cost of every class of runs: exact on request,
+otherwise a lower bound. A stage with forward and backward c, messages r and end of step e takes
 
     q = c + r   once, and as the slowest of B micro-batches   m = (B − 1)·c + e   more:
 
-messages go beside the compute of other micro-batches, and only one stage's end of step counts.
+messages overlap the compute of other micro-batches, and only one stage's end of step counts.
 
-Two bounds are cheap. Without the memory limit a run costs at least what the solver proves,
-which for long series is needed for some lengths only (``run_classes.chords``). And with it,
-never less than a shorter run of its series, nor than with fewer micro-batches in flight. So the
-pipeline that is best under these bounds can be found first, its stages priced, and so on until
-the best has no stage left to price: then no other one can be better. Only the lengths, places
-and numbers of stages that compete are priced.
+Two bounds are cheap. Without the memory limit, the solver's bound of a run, which long series need
+for some lengths only (``run_classes.chord_bounds``). With it, the cost of a shorter run of the
+series, or of fewer micro-batches in flight. So the best pipeline under these bounds is found first,
+its stages priced, and so on until the best has no stage left to price: then no other can be better.
+Only competitive lengths, places and numbers of stages are priced.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from ..budget import Budget
 from ..inter_op.cuts import Cuts
 from ..inter_op.inter_op import StageChoice
 from ..intra_op.intra_op import IntraOp, StageAnswer
-from ..pricing.assembly import reserve
+from ..pricing.assembly import context_bytes
 from ..pricing.run_classes import (
     NO_RUN,
     Floats,
@@ -37,8 +35,8 @@ from ..pricing.run_classes import (
     RunClasses,
     Series,
     at_least,
-    chords,
-    samples,
+    chord_bounds,
+    sampled_lengths,
 )
 from ..pricing.structure import Run, Structure
 from .least_bytes import LeastBytes
@@ -46,15 +44,15 @@ from .least_bytes import LeastBytes
 SAME = 1 + 1e-9
 
 FEW_MICROBATCHES = 16
-"""With more, the share of a stage's end of step in a micro-batch is too small to bound apart."""
+"""Micro-batches above which a stage's end of step is too small, per micro-batch, to be bounded."""
 
 MANY = 10**9
-"""Micro-batches among which the end of a step is nothing."""
+"""Number of micro-batches that makes the end of a step negligible."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """Of each class: the solver's objective, q and m; nan where not priced."""
+    """Exact costs of each class: the solver's objective, q and m; nan if not priced."""
 
     objective: Floats
     once: Floats
@@ -65,17 +63,17 @@ class Known:
         return Known(*(np.full(number, np.nan) for _ in range(3)))
 
     def take(self, number: int, found: StageAnswer | None, count: int) -> None:
-        """Notes what a class costs; infinite where it does not fit."""
+        """Record the cost of a class; infinite if it does not fit."""
         if found is None:
             self.objective[number] = self.once[number] = self.slowest[number] = np.inf
             return
         cost = found.cost
-        once, slowest = cost.once_and_slowest(count)
+        once, slowest = cost.warmup_and_steady(count)
         self.once[number], self.slowest[number] = once, slowest
         self.objective[number] = once + cost.step_seconds / count
 
     def copy(self, other: Known, numbers: Sequence[int]) -> None:
-        """Takes some classes from another."""
+        """Copy some classes from another."""
         for own, theirs in (
             (self.objective, other.objective), (self.once, other.once),
             (self.slowest, other.slowest),
@@ -103,14 +101,14 @@ class MeshCosts:
         self.lower, self.once, self.slowest = (np.full(number, np.nan) for _ in range(3))
 
     def bound(self, wanted: Iterable[Series]) -> None:
-        """Makes lower bounds for all classes of some series; infinite for what cannot fit."""
+        """Compute lower bounds for all classes of some series; infinite for runs that don't fit."""
         asked_for = [series for series in wanted if series not in self._bounded]
         self._bounded.update(asked_for)
         for series in asked_for:
             numbers = list(series.classes)
             self.lower[numbers] = self.once[numbers] = self.slowest[numbers] = np.inf
         new = [each for each in map(self._fitting, asked_for) if each.classes]
-        asked = {series: samples(series) for series in new}
+        asked = {series: sampled_lengths(series) for series in new}
         number = {
             (series, length): own
             for series in new
@@ -128,14 +126,14 @@ class MeshCosts:
             received = max(self._receive_seconds(run) for run in runs)
             lengths, known = np.array(series.lengths), np.array(asked[series])
             numbers = list(series.classes)
-            self.lower[numbers] = chords(lengths, known, own, series.regular)
-            self.once[numbers] = chords(lengths, known, once, series.regular)
+            self.lower[numbers] = chord_bounds(lengths, known, own, series.regular)
+            self.once[numbers] = chord_bounds(lengths, known, once, series.regular)
             least = np.maximum(self.lower[numbers] - received, 0.0)
             every = (self.runs.count - 1) * np.where(np.isfinite(least), least, 0.0)
             self.slowest[numbers] = np.where(np.isfinite(least), every, np.inf)
 
     def _fitting(self, series: Series) -> Series:
-        """A series without the lengths that no way to run them fits."""
+        """Drop the lengths of a series that cannot fit in any layouts."""
         excess = self.excess_bytes[list(series.classes)]
         number = int(np.argmax(excess > 0)) if (excess > 0).any() else len(excess)
         if number < len(excess):
@@ -144,10 +142,10 @@ class MeshCosts:
 
     @cached_property
     def excess_bytes(self) -> Floats:
-        """By class what it needs at least, less what a device has."""
+        """Return by class the least bytes it needs, less the bytes of a device."""
         model, limit = self.solver.model, self.solver.limits.memory_bytes
         least = self.runs.least_bytes.on(model.prices.mesh.size, model.prices)
-        found: Floats = least + reserve(model) - limit
+        found: Floats = least + context_bytes(model) - limit
         return found
 
     def _prepare(self, runs: Sequence[Run], count: int) -> None:
@@ -161,7 +159,7 @@ class MeshCosts:
         return np.array([self.solver.bound_seconds(run, count) for run in runs])
 
     def _receive_seconds(self, run: Run) -> float:
-        """The most that a run's messages take."""
+        """Return the most seconds of a run's messages."""
         model = self.solver.model
         return sum(
             float(boundary.seconds.sum(axis=1).max())
@@ -170,7 +168,7 @@ class MeshCosts:
         )
 
     def price(self, numbers: Sequence[int], in_flight: int) -> Known:
-        """The exact costs, made for some classes."""
+        """Return the exact costs, computed for the classes ``numbers``."""
         known = self.exact.setdefault(in_flight, Known.nothing(len(self.lower)))
         new = [number for number in numbers if np.isnan(known.objective[number])]
         self._prepare([self.runs.run(number) for number in new], self.runs.count)
@@ -182,7 +180,7 @@ class MeshCosts:
 
 @dataclass(frozen=True)
 class Bounds:
-    """For each class of a role at least what it takes, infinite for all others."""
+    """Lower bounds for each class of a role, infinite for all others."""
 
     lower: Floats
     once: Floats
@@ -204,7 +202,7 @@ class PlaceCosts:
     version: int = 0
 
     def bounds(self, first: bool, last: bool) -> Bounds:
-        """The least of the meshes' bounds."""
+        """Return the least of the meshes' bounds."""
         if (first, last) not in self._bounds:
             size = len(self.runs.classes.firsts)
             lower, once, slowest = (np.full(size, np.inf) for _ in range(3))
@@ -219,7 +217,7 @@ class PlaceCosts:
         return self._bounds[first, last]
 
     def seconds(self, in_flight: int, first: bool, last: bool) -> tuple[Floats, Floats]:
-        """The q and m of each class of a role: exact, or at least as much."""
+        """Return the q and m of each class of a role: exact, or lower bounds."""
         key = (in_flight, first, last)
         version, found = self._known.get(key, (-1, None))
         if found is None or version != self.version:
@@ -231,9 +229,9 @@ class PlaceCosts:
         return found
 
     def _raised(self, bounds: Bounds, in_flight: int) -> tuple[Floats, Floats]:
-        """The bounds with what is exact for as many micro-batches or fewer in flight.
+        """Raise the bounds to the exact costs with as many or fewer micro-batches in flight.
 
-        By what the objective is raised, so are q and, B − 1 times, m.
+        q rises by as much as the objective, m by B − 1 times as much.
         """
         lower = np.where(np.isfinite(bounds.lower), bounds.lower, -np.inf)
         found = lower
@@ -258,7 +256,7 @@ class PlaceCosts:
         return once, slowest
 
     def _block_seconds(self, series: Series) -> float:
-        """What one block more of a series takes at least, on any of the meshes."""
+        """Return the least seconds of a further block of a series, on any of the meshes."""
         if series not in self._per_block:
             least, most = (self.runs.run(series.classes[at]).counts for at in (0, -1))
             kinds = [kind for kind in most if most[kind] > least.get(kind, 0)]
@@ -270,7 +268,7 @@ class PlaceCosts:
         return self._per_block[series]
 
     def price(self, number: int, in_flight: int, first: bool, last: bool) -> tuple[float, float]:
-        """The exact q and m of a class; those next to it are made exact too."""
+        """Return the exact q and m of a class, and price its neighbours, too."""
         lower = self.bounds(first, last).lower
         known = self.exact.setdefault(in_flight, Known.nothing(len(lower)))
         if np.isnan(known.objective[number]):
@@ -286,7 +284,7 @@ class PlaceCosts:
         return float(known.once[number]), float(known.slowest[number])
 
     def _between(self, number: int, in_flight: int) -> None:
-        """Takes what a class costs with fewer and with more in flight, where that is the same."""
+        """Copy a class's cost from fewer and more micro-batches in flight, if these agree."""
         held = sorted(h for h, own in self.exact.items() if not np.isnan(own.objective[number]))
         fewer = [self.exact[h] for h in held if h < in_flight]
         more = [self.exact[h] for h in held if h > in_flight]
@@ -309,7 +307,7 @@ class PlaceCosts:
         self.version += 1
 
     def answers(self, number: int, in_flight: int) -> Iterator[tuple[IntraOp, StageAnswer]]:
-        """The meshes that can be the best for a class, and how to run it there."""
+        """Yield the answers of meshes that can be the best for a class."""
         run, count = self.runs.run(number), self.runs.count
         least = np.inf
         for mesh in sorted(self.meshes, key=lambda mesh: mesh.solver.bound_seconds(run, count)):
@@ -321,24 +319,24 @@ class PlaceCosts:
                 yield mesh.solver, found
 
     def answer(self, number: int, in_flight: int) -> tuple[IntraOp, StageAnswer] | None:
-        """The best of them."""
+        """Return the best of ``answers``."""
         every = list(self.answers(number, in_flight))
         count = self.runs.count
         return min(every, key=lambda each: answer_seconds(each[1], count), default=None)
 
 
 def answer_seconds(answer: StageAnswer, count: int) -> float:
-    """A stage's seconds per micro-batch with its share of the step's end."""
+    """Return a stage's seconds per micro-batch with its share of the step's end."""
     cost = answer.cost
-    return cost.once_and_slowest(count)[0] + cost.step_seconds / count
+    return cost.warmup_and_steady(count)[0] + cost.step_seconds / count
 
 
 @dataclass
 class Costs:
-    """All places at one micro-batch size, numbered as they are asked for.
+    """All places at one micro-batch size, numbered in the order of requests.
 
-    ``key`` is equal for submeshes that cost the same; ``solvers`` makes those of one;
-    ``held`` says how many micro-batches a stage holds, at least, by the number of stages to come.
+    ``key`` is equal for submeshes that cost the same; ``solvers`` makes the solvers of a submesh;
+    ``held`` is the least number of micro-batches of a stage, by stages to come.
     """
 
     runs: Runs
@@ -352,11 +350,11 @@ class Costs:
 
     @property
     def version(self) -> int:
-        """How often exact costs were found; never 0."""
+        """Return a number that grows with every exact cost; never 0."""
         return 1 + sum(place.version for place in self.places)
 
     def place(self, first_device: int, num_devices: int) -> int:
-        """The number of a submesh's place."""
+        """Return the number of a submesh's place."""
         key = self.key(first_device, num_devices)
         if key not in self._numbers:
             self._numbers[key] = len(self.places)
@@ -374,12 +372,12 @@ class Costs:
         return self._held[left]
 
     def seconds(self, left: int, place: int, first: bool) -> tuple[Floats, Floats]:
-        """``inter_op.cuts.Seconds``: of what is known."""
+        """Implement ``inter_op.cuts.Seconds`` by known costs."""
         self.budget.num_steps += 1
         return self.places[place].seconds(self.in_flight(left, first), first, left == 1)
 
     def known(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
-        """What is known of a stage's q and m: exact or bounds."""
+        """Return a stage's known q and m: exact or bounds."""
         place, number = self._of(stage)
         if number == NO_RUN:
             return float("inf"), float("inf")
@@ -387,7 +385,7 @@ class Costs:
         return float(once[number]), float(slowest[number])
 
     def price(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
-        """A stage's exact q and m; infinite where it does not fit."""
+        """Return a stage's exact q and m; infinite if it does not fit."""
         place, number = self._of(stage)
         return self.places[place].price(number, self.in_flight(left, first), first, left == 1)
 
@@ -397,11 +395,11 @@ class Costs:
 
 
 NEIGHBOURS = 2
-"""With a run, so many shorter and longer ones of its series are priced."""
+"""Shorter and longer runs of a series that are priced along with a run, on each side."""
 
 STEP = 0.03
-"""They are next to each other, or such a part of the run apart where that is more: of very long
-runs the next ones say little of where memory cuts them."""
+"""Distance between them as a part of the run, if that is more than a block: for very long runs
+close neighbours say little about the memory limit."""
 
 
 @dataclass(frozen=True)
@@ -413,7 +411,7 @@ class Runs:
     count: int
 
     def run(self, number: int) -> Run:
-        """A run of a class."""
+        """Return a run of a class."""
         return self.structure.run(*self.classes.firsts[number])
 
     @cached_property
@@ -422,23 +420,23 @@ class Runs:
 
     @cached_property
     def every(self) -> Cuts:
-        """The cuts between all blocks."""
+        """Return the cuts between all blocks."""
         return self.cuts(range(self.classes.num_blocks + 1))
 
     def cuts(self, at: Iterable[int]) -> Cuts:
-        """Cuts before some blocks, the first and the end among them."""
+        """Return cuts before some blocks, the first and the end among them."""
         places = np.fromiter(at, dtype=np.int64)
         numbers = self.classes.numbers[np.ix_(places, places)]
         none = len(self.classes.firsts)
         return Cuts(places, np.where(numbers == NO_RUN, none, numbers), self.classes.lengths)
 
     def role(self, first: bool, last: bool) -> Ints:
-        """The classes of the runs that may be a first, inner or last stage."""
+        """Return the classes of the runs that may be a first, inner or last stage."""
         return self.classes.roles[first, last]
 
     @cached_property
     def series_of(self) -> dict[int, tuple[Series, int]]:
-        """For each class its series and where in it the class is."""
+        """Map each class to its series and its position there."""
         return {
             number: (series, at)
             for series in self.classes.series
@@ -446,7 +444,7 @@ class Runs:
         }
 
     def near(self, number: int) -> tuple[int, ...]:
-        """A class with some shorter and longer ones of its series."""
+        """Return a class with some shorter and longer classes of its series."""
         series, at = self.series_of[number]
         step = max(1, int(series.lengths[at] * STEP))
         few = range(at - NEIGHBOURS * step, at + NEIGHBOURS * step + 1, step)

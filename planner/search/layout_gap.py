@@ -1,4 +1,4 @@
-"""Proof of the winner's layouts: how much faster others could make its stages.
+"""Proof of the winner's layouts: the possible gain of other layouts of its stages.
 
 In: the winner of a search. Out: the same with narrower gaps of its stages, or a faster candidate
 where the integer programs find better layouts. Other candidates are solved only until they are
@@ -14,23 +14,23 @@ from ..intra_op.closing import WINNERS_PROGRAMS
 from ..intra_op.pool import StageAnswer, gap_between
 from ..pricing.stage_model import StageModel
 from .branch_and_bound import PipelineProposal
-from .candidates import Candidate, candidate, completed, is_whole
+from .candidates import Candidate, candidate, complete_simulation, is_whole
 from .context import SearchContext
 
 TIME_SHARE = 0.5
-"""Of the time that is left, what this may take."""
+"""Share of the remaining time for this."""
 
 WORTH_IT = 1e-9
-"""A step that is shorter by less is so by rounding."""
+"""Relative gain of a step above rounding."""
 
 _Answer = tuple[StageModel, StageAnswer]
 
 
-def tightened(context: SearchContext, winner: Candidate) -> Candidate:
-    """The winner with ``layouts_gap`` as it was asked for, as far as that can be reached in time.
+def tighten_gap(context: SearchContext, winner: Candidate) -> Candidate:
+    """Tighten the winner's layout gap to ``request.gap``, as far as time allows.
 
-    Left as it is where its devices have unequal shares: then more than the layouts of its meshes
-    was searched; and after Ctrl-C. Of a candidate with a ``base`` the base's gap is tightened.
+    Unchanged after Ctrl-C, and for unequal shares, where more than the layouts of its meshes was
+    searched. For a candidate with a ``base`` the base's gap is tightened.
     """
     budget = context.budget
     if winner.layouts_gap <= context.request.gap or context.stopped or budget.left_seconds <= 0:
@@ -48,7 +48,7 @@ def tightened(context: SearchContext, winner: Candidate) -> Candidate:
 
 
 def _proven(context: SearchContext, best: Candidate) -> Candidate | None:
-    """The candidate solved again with more integer programs; None where another solver made it."""
+    """Solve the candidate again with more integer programs; None if another solver made it."""
     proposal = PipelineProposal(best.rows, Pipeline(best.stages, best.step_seconds))
     plain = candidate(context, proposal, best.schedule)
     if plain is None or not _is_like(best, plain):
@@ -57,16 +57,16 @@ def _proven(context: SearchContext, best: Candidate) -> Candidate | None:
 
 
 def _better_of(context: SearchContext, best: Candidate, proven: Candidate | None) -> Candidate:
-    """The proven candidate where it is faster; else the best with the bounds of the proven."""
+    """Return the proven candidate if it is faster; else the best with the proven bounds."""
     if proven is not None and proven.step_seconds < best.step_seconds * (1 - WORTH_IT):
-        whole = proven if is_whole(proven) else completed(context, proven)
+        whole = proven if is_whole(proven) else complete_simulation(context, proven)
         if whole.step_seconds < best.step_seconds:
             return whole
     return _with_gaps(best, proven)
 
 
 def _with_gaps(best: Candidate, proven: Candidate | None) -> Candidate:
-    """The candidate with the bounds of its stages that were proven."""
+    """Return the candidate with the proven bounds of its stages."""
     if proven is None or not _is_like(best, proven):
         return best
     pairs = zip(best.answers, proven.answers, strict=True)
@@ -74,7 +74,7 @@ def _with_gaps(best: Candidate, proven: Candidate | None) -> Candidate:
 
 
 def _is_like(best: Candidate, found: Candidate) -> bool:
-    """Whether the stages are on the same meshes, solved by the same solver."""
+    """Return whether the stages are on the same meshes, solved by the same solver."""
     return all(
         model is other and not answer.shares
         for (model, answer), (other, _) in zip(best.answers, found.answers, strict=True)
@@ -82,6 +82,6 @@ def _is_like(best: Candidate, found: Candidate) -> bool:
 
 
 def _with_gap(own: _Answer, other: _Answer) -> _Answer:
-    """A stage's answer with the bound that another one has."""
+    """Return a stage's answer with the bound of another answer."""
     (model, answer), bound = own, other[1].objective * (1 - other[1].gap)
     return model, replace(answer, gap=min(answer.gap, gap_between(bound, answer.objective)))

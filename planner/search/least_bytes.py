@@ -1,14 +1,14 @@
-"""At least how many bytes a stage of some blocks needs, whatever its mesh and layouts.
+"""Lower bounds of the bytes of a stage, over all meshes and layouts.
 
-In: the graph, the classes of runs, a number of devices D, what a parameter takes. Out: for every
-class bytes that no way to run it on D devices holds less than: each tensor is cut into at most
-D parts. A stage holds its states; of every block what autograd keeps or, if the block is
-recomputed, what it is the first to read of other blocks; in the backward of each block what
-autograd keeps of it in any case, made again or not; and what its largest op reads and writes. No
-table is made for this, so runs that cannot fit cost nothing.
+In: the graph, the classes of runs, a number of devices D, the bytes of a parameter. Out: for every
+class a lower bound on D devices: each tensor is cut into at most D parts. A stage holds its states;
+for every block, the values that autograd keeps or, if the block is recomputed, those that it is the
+first to read of other blocks; in the backward of each block all its saved values, recomputed or
+not; and the inputs and outputs of its largest op. No tables are needed, so runs that cannot fit
+cost nothing.
 
-And of the whole model what all devices together hold at least, however it is cut into stages: its
-states, and of every block what it keeps of one micro-batch.
+For the whole model, a lower bound over all devices, for any cut into stages: its states, and the
+saved values of every block for one micro-batch.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ..pricing.structure import Structure
 
 @dataclass(frozen=True, slots=True)
 class _BlockSizes:
-    """Tensors of a block by their bytes: saved, states; of its ops what each reads and writes.
+    """Bytes of a block's tensors: saved, states; and the inputs and outputs of its ops.
 
-    ``read``: of each block of the kind what it is the first to read of other blocks' values.
+    ``read``: for each block of the kind, the values that it is the first to read of other blocks.
     """
 
     saved: tuple[int, ...]
@@ -39,8 +39,8 @@ class _BlockSizes:
     ops: tuple[tuple[int, ...], ...]
 
     def on(self, num_devices: int) -> tuple[float, float, float]:
-        """On so many devices: what the block always holds, what besides while it runs
-        backward, its largest op."""
+        """Return bytes on so many devices: those that the block always holds, further ones during
+        its backward, its largest op."""
         saved = sum(n // num_devices for n in self.saved)
         read = min(sum(n // num_devices for n in own) for own in self.read)
         states = sum(numel // num_devices * size for numel, size in self.states)
@@ -51,7 +51,7 @@ class _BlockSizes:
 
 @dataclass
 class LeastBytes:
-    """The bounds at one micro-batch size; one micro-batch is in flight at least."""
+    """The bounds at one micro-batch size, with at least one micro-batch in flight."""
 
     structure: Structure
     classes: RunClasses
@@ -59,7 +59,7 @@ class LeastBytes:
     _found: dict[tuple[int, PrecisionPolicy], Floats] = field(default_factory=dict)
 
     def on(self, num_devices: int, prices: Prices) -> Floats:
-        """By class, without what a device gives to no tensor."""
+        """Return the bounds by class, without bytes that hold no tensor."""
         key = (num_devices, prices.policy)
         if key not in self._found:
             self._found[key] = self._least(num_devices, prices)
@@ -77,11 +77,11 @@ class LeastBytes:
         leaves = np.array(self.structure.leaf_bytes_of_blocks(num_devices), dtype=np.float64)
         found: Floats = always[stops] - always[starts]
         for column in (own[:, 1], own[:, 2], leaves):
-            found += most(column, starts, stops)
+            found += range_max(column, starts, stops)
         return found
 
     def total(self, prices: Prices) -> float:
-        """Of all devices together, for all blocks, at least."""
+        """Return a lower bound of the bytes of all devices together, for all blocks."""
         structure, shared = self.structure, dict[str, None]()
         sizes = {
             kind: self._of_block(block, prices).on(1)[0]
@@ -122,7 +122,7 @@ class LeastBytes:
 
     @cached_property
     def _first_read(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """By kind ``_BlockSizes.read``."""
+        """Return ``_BlockSizes.read`` by kind."""
         structure, found = self.structure, dict[str, dict[tuple[int, ...], None]]()
         for at, block in enumerate(structure.blocks.blocks):
             values = structure.first_values(at)
@@ -132,21 +132,21 @@ class LeastBytes:
 
 
 def _states(spec: TensorSpec, policy: PrecisionPolicy) -> tuple[int, int]:
-    """A parameter's numbers, and the bytes that each takes at least."""
+    """Return a parameter's number of elements, and the least bytes of each."""
     if not spec.requires_grad:
         return spec.numel, min(policy.parameter_bytes, policy.gathered_bytes)
     return spec.numel, policy.parameter_bytes + policy.gradient_bytes + policy.optimizer_bytes
 
 
-def most(values: Floats, starts: np.ndarray, stops: np.ndarray) -> Floats:
-    """The most of ``values[start:stop]`` for every start and stop.
+def range_max(values: Floats, starts: np.ndarray, stops: np.ndarray) -> Floats:
+    """Return the maximum of ``values[start:stop]`` for every start and stop.
 
     >>> most(np.array([3.0, 1.0, 2.0]), np.array([0, 1, 1]), np.array([1, 2, 3])).tolist()
     [3.0, 1.0, 2.0]
     """
     lengths = stops - starts
     found = np.zeros(len(starts))
-    doubled, length = values, 1  # the most of so many values from each on
+    doubled, length = values, 1  # maxima of so many values from each on
     while True:
         at = np.flatnonzero((lengths >= length) & (lengths < 2 * length))
         found[at] = np.maximum(doubled[starts[at]], doubled[stops[at] - length])

@@ -1,9 +1,9 @@
-"""The candidates that a search has found, and which of them is chosen.
+"""The candidates that a search has found, and the choice among them.
 
-In: candidates as proposers make them. Out: the step to beat, the pipelines that are worth
-refining, and at the end the winner with all others. A candidate that does not fit in memory is
-kept apart; one that the request does not allow as a plan (a pipeline of one stage per rank where
-several are forced) is kept, as others are made of it, but never wins.
+In: candidates as proposers make them. Out: the step to beat, the pipelines worth refining, and at
+the end the winner and the others. Candidates that do not fit in memory are listed separately; a
+candidate that the request does not allow as a plan (a pipeline of one stage per rank if several are
+forced) can be a base, but never wins.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from .branch_and_bound import PipelineProposal
-from .candidates import Candidate, candidates, completed, is_whole
+from .candidates import Candidate, candidates, complete_simulation, is_whole
 from .context import SearchContext
 
 
 class CandidatePool:
-    """Candidates: ``known`` fit in memory, ``rejected`` do not. ``proposals``: the pipelines of the
-    dynamic program that were simulated."""
+    """Candidates: ``known`` fit in memory, ``rejected`` do not. ``proposals``: the simulated
+    pipelines of the dynamic program."""
 
     def __init__(self, context: SearchContext) -> None:
         self.context = context
@@ -25,36 +25,36 @@ class CandidatePool:
         self.known: list[Candidate] = []
         self.rejected: list[Candidate] = []
         self.best: Candidate | None = None
-        self.is_open = False  # whether some stages may yet fit
+        self.is_open = False  # some stages may yet fit
 
     @property
     def step_seconds(self) -> float:
-        """Of the fastest candidate, whether it may win or not."""
+        """Return the step of the fastest candidate, allowed to win or not."""
         return self.best.step_seconds if self.best is not None else float("inf")
 
     @property
     def cutoff(self) -> float:
-        """Pipelines that take as long are not sought."""
+        """Return the least T of pipelines that are not sought."""
         return (
             self.step_seconds if len(self.proposals) >= self.context.request.top else float("inf")
         )
 
     @property
     def bar(self) -> float:
-        """The step of the fastest candidate that may win."""
+        """Return the step of the fastest candidate that may win."""
         return min((each.step_seconds for each in self.allowed), default=float("inf"))
 
     @property
     def allowed(self) -> list[Candidate]:
-        """The candidates that may win."""
+        """Return the candidates that may win."""
         return [each for each in self.known if self.is_allowed(each)]
 
     def is_allowed(self, candidate: Candidate) -> bool:
-        """Whether the request allows a candidate as a plan."""
+        """Return whether the request allows a candidate as a plan."""
         return self.context.request.allows_one_stage or not candidate.is_pipeline
 
     def add(self, candidate: Candidate) -> None:
-        """Takes in a candidate."""
+        """Add a candidate."""
         if not candidate.fits:
             self.rejected.append(candidate)
             return
@@ -63,27 +63,27 @@ class CandidatePool:
             self.best = candidate
 
     def add_all(self, candidates: Iterable[Candidate]) -> None:
-        """Takes in candidates as they are made: what is known says which are worth making."""
+        """Add candidates as they are made: the pool so far decides which are worth making."""
         for candidate in candidates:
             self.add(candidate)
 
     def simulate(self, proposal: PipelineProposal) -> Iterator[Candidate]:
-        """The candidates of a pipeline of the dynamic program that was not simulated before."""
+        """Yield the candidates of a pipeline of the dynamic program that is not yet simulated."""
         if proposal.seconds < float("inf") and proposal not in self.proposals:
             self.proposals.append(proposal)
             yield from candidates(self.context, proposal, below=self.step_seconds)
 
     def best_proposals(self) -> list[PipelineProposal]:
-        """The proposals, that of the least T first."""
+        """Return the proposals in the order of T."""
         return sorted(self.proposals, key=lambda proposal: proposal.seconds)
 
     def ranked(self) -> list[Candidate]:
-        """The candidates, the fastest first."""
+        """Return the candidates, the fastest first."""
         return sorted(self.known, key=_order)
 
     def hopeless_schedules(self, proposal: PipelineProposal) -> set[str] | None:
-        """The schedules under which a proposal cannot be the fastest, even if its layouts' gaps
-        were closed; None if it cannot be under any."""
+        """Return the schedules under which a proposal cannot be the fastest, even with optimal
+        layouts; None if it cannot be under any."""
         bar = self.step_seconds * (1 - self.context.request.gap)
         least: dict[str, float] = {}
         for each in self.known:
@@ -95,21 +95,21 @@ class CandidatePool:
         return None if len(hopeless) == len(least) else hopeless
 
     def settle(self) -> None:
-        """Simulates the whole step of the fastest candidate that may win, of the next if that is
-        then faster, and so on."""
+        """Simulate the whole step of the fastest candidate that may win, then of the next if that
+        is faster, and so on."""
         while True:
             first = min(self.allowed, key=_order, default=None)
             if first is None or is_whole(first) or first.is_complete:
                 return
-            self.replace(first, completed(self.context, first))
+            self.replace(first, complete_simulation(self.context, first))
 
     def replace(self, one: Candidate, other: Candidate) -> None:
-        """Puts a candidate in the place of another."""
+        """Replace a candidate by another."""
         self.known = [other if each is one else each for each in self.known]
         self.best = min(self.known, key=_order)
 
 
 def _order(candidate: Candidate) -> tuple[float, float, float]:
-    """The fastest first; of equally fast ones that which holds least, then the better proven."""
+    """Return the sort key: step, then bytes, then layout gap."""
     seconds = float(f"{candidate.step_seconds:.10g}")
     return seconds, candidate.peak_bytes, round(candidate.layouts_gap, 9)

@@ -1,9 +1,8 @@
-"""From the winning candidate to the plan file's content.
+"""The content of the plan file, from the winning candidate.
 
-In: the candidate's stages with their layouts and costs, and those that lost. Out: a
-``Plan``: every node's layout under its template's name, the layouts in which batch inputs
-and constants are held, predictions (``sources`` adds where they come from), and why the
-others lost.
+In: the candidate's stages with their layouts and costs, and the losers. Out: a ``Plan``: every
+node's layout under its template's name, the layouts of batch inputs and constants, predictions
+(``price_sources`` adds their sources), and the reasons against the losers.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from ..plan import (
     SolverInfo,
     StagePlan,
 )
-from ..pricing.branches import Places, stage_edges
-from ..pricing.choices import input_specs, undivided
+from ..pricing.branches import StagePlacement, stage_edges
+from ..pricing.choices import input_specs, unsharded_ops
 from ..pricing.prices import Prices, boundary_layout
 from ..pricing.stage_model import StageModel
 from ..pricing.step import prediction_of, send_seconds
@@ -35,7 +34,7 @@ from ..requests.request import Request
 from .candidates import Candidate
 
 LESS_SIMPLE = "about as fast, but more complex"
-"""Why a plan lost that takes less, by no more than the tolerance."""
+"""Reason against a faster plan within the tolerance."""
 
 
 def make_plan(
@@ -46,9 +45,10 @@ def make_plan(
     losers: Iterable[Candidate],
     spent: tuple[int, Mapping[str, float]],
 ) -> Plan:
-    """The plan of the winner. ``spent`` is the number of programs and seconds by phase.
+    """Build the plan of the winner. ``spent`` is the number of programs and seconds by phase.
+    ``spent`` is the number of programs and seconds by phase.
 
-    How good it is, is not known here.
+    Its gap is not known here.
     """
     graph = structure.graph
     num_problems, seconds = spent
@@ -88,13 +88,13 @@ def make_plan(
 
 
 def _unsharded_ops(structure: Structure, best: Candidate) -> tuple[str, ...]:
-    """What the stages' axes do not divide, each kind of block told once."""
+    """Describe the ops that the stages' axes do not divide, once for each kind of block."""
     found: dict[str, None] = {}
     for (model, answer), choice in zip(best.answers, best.stages, strict=True):
         run = structure.blocks.blocks[choice.start : choice.stop]
         kinds = {block.kind: structure.blocks.kinds[block.kind] for block in run}
         names = [name for block in kinds.values() for name in block.nodes]
-        lines = undivided(model.structure.graph, names, _layouts(model, answer), model.prices)
+        lines = unsharded_ops(model.structure.graph, names, _layouts(model, answer), model.prices)
         found.update(dict.fromkeys(lines))
     return tuple(found)
 
@@ -102,7 +102,7 @@ def _unsharded_ops(structure: Structure, best: Candidate) -> tuple[str, ...]:
 def _replicated_seconds(
     nodes: Iterable[Node], structure: Structure, best: Candidate, request: Request
 ) -> dict[str, float]:
-    """For each op without a rule the seconds of a step that every rank spends on all of it."""
+    """Map each op without a rule to the seconds of a step in which every rank runs all of it."""
     graph = structure.graph.with_batch_size(request.global_batch // best.num_microbatches)
     prices = best.answers[0][0].prices
     whole = (INVARIANT,) * len(prices.mesh.shape)
@@ -117,7 +117,7 @@ def _replicated_seconds(
 
 
 def alternatives(best: Candidate, losers: Iterable[Candidate]) -> tuple[Alternative, ...]:
-    """The losers, fastest first, each once, with the reason."""
+    """Return the losers, fastest first, each once, with the reason."""
     found: dict[str, Alternative] = {}
     for loser in sorted(losers, key=lambda candidate: candidate.step_seconds):
         found.setdefault(
@@ -131,10 +131,9 @@ def alternatives(best: Candidate, losers: Iterable[Candidate]) -> tuple[Alternat
 
 
 def reason(best: Candidate, loser: Candidate) -> str:
-    """What the loser spends more on than the winner, most first, in shares of the winner's step.
+    """Describe the larger costs of the loser, largest first, relative to the winner's step.
 
-    The winner's part counts on its own busiest stage, the loser's on its. One that takes less
-    lost to a simpler one.
+    Each plan counts on its own busiest stage. A faster loser lost to a simpler plan.
     """
     if not loser.fits:
         return "does not fit"
@@ -151,10 +150,10 @@ def reason(best: Candidate, loser: Candidate) -> str:
 
 
 def _sends(best: Candidate) -> list[float]:
-    """For each stage the seconds of a micro-batch's messages to later stages."""
+    """Return for each stage the seconds of a micro-batch's messages to later stages."""
     model = best.answers[0][0]
     ends = tuple((stage.devices[0], stage.devices[-1]) for stage in best.stages)
-    places = Places(model.prices.cluster, ends)
+    places = StagePlacement(model.prices.cluster, ends)
     edges = stage_edges(model.structure, [stage.start for stage in best.stages], places)
     return send_seconds(best.costs, edges)
 
@@ -182,7 +181,7 @@ def _stage(structure: Structure, best: Candidate, index: int, send: float) -> St
 def stage_layouts(
     structure: Structure, model: StageModel, answer: StageAnswer, blocks: tuple[int, int]
 ) -> dict[str, NodeLayout]:
-    """The layouts of a stage, those included in which inputs and constants are held."""
+    """Return the layouts of a stage, including inputs and constants."""
     layouts = _layouts(model, answer)
     _add_leaves(layouts, model, structure, blocks)
     return layouts
@@ -206,7 +205,7 @@ def _add_leaves(
     structure: Structure,
     blocks: tuple[int, int],
 ) -> None:
-    """Adds how batch inputs, constants and buffers are held."""
+    """Add the layouts of batch inputs, constants and buffers."""
     graph, template = structure.graph, structure.blocks.template
     wants: dict[str, dict[Layout, None]] = {}
     for block in structure.blocks.blocks[slice(*blocks)]:
@@ -222,10 +221,10 @@ def _add_leaves(
 
 
 def leaf_layout(wanted: Sequence[Layout], is_state: bool, whole: Sequence[int] = ()) -> Layout:
-    """How to hold a value that every use can take its part of: no use may have to gather.
+    """Choose a layout of a value from which every use can take its part without a gather.
 
-    As all want it, else as all want it on the first axis, else whole. A state is whole.
-    ``whole`` are axes on which it must not be split.
+    It is the layout that all uses want, else the common placement on the first axis, else whole. A
+    state is whole. ``whole`` are axes on which it must not be split.
     """
     num_axes = len(wanted[0])
     held = wanted[0] if len(set(wanted)) == 1 else (INVARIANT,) * num_axes
@@ -243,7 +242,7 @@ def _gathers(held: Layout, wanted: Layout) -> bool:
 
 def _prediction(best: Candidate, cluster: Cluster, request: Request) -> Prediction:
     structure, prices = best.answers[0][0].structure, best.answers[0][0].prices
-    rows = best.rows / structure.graph.batch_size  # of unequal shares the graph has others
+    rows = best.rows / structure.graph.batch_size  # unequal shares run the graph at other rows
     flops = model_flops(structure, prices)
     least = least_seconds(cluster, flops, prices.policy.compute_dtype)
     tokens = request.global_batch * (request.seq or 1)
@@ -258,7 +257,7 @@ def _prediction(best: Candidate, cluster: Cluster, request: Request) -> Predicti
 
 
 def model_flops(structure: Structure, prices: Prices) -> Mapping[str, float]:
-    """FLOPs forward and backward of one micro-batch by family, nothing recomputed."""
+    """The FLOPs, forward and backward, of one micro-batch by family, without recomputation."""
     graph, total = structure.graph, Counter[str]()
     counts = Counter(block.kind for block in structure.blocks.blocks)
     for kind, block in structure.blocks.kinds.items():

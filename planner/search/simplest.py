@@ -1,8 +1,7 @@
-"""Of plans that are equally fast, within what the model can tell, the simplest.
+"""Choice of the simplest plan among equally fast ones, within the accuracy of the cost model.
 
-In: candidates with their steps, a tolerance. Out: which is chosen. ``Shape`` is the order: its
-fields are compared one after the other, fewer or lower is simpler; of two alike in all of them
-the faster is chosen.
+In: candidates with their steps, a tolerance. Out: the chosen candidate. ``Shape`` defines the
+order: its fields are compared in turn, lower is simpler; ties go to the faster candidate.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..plan import Plan, Simplest
-from .candidates import Candidate, completed, is_whole
+from .candidates import Candidate, complete_simulation, is_whole
 from .context import SearchContext
 from .pool import CandidatePool
 
@@ -19,15 +18,15 @@ SCHEDULES = (
     "1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2",
     "interleaved", "bfs", "zbv", "dualpipev", "terapipe", "chimera",
 )  # fmt: skip
-"""The simplest first: whole backwards, backwards in two halves, several stages per rank or
+"""Schedules, the simplest first: whole backwards, split backwards, several stages per rank or
 micro-batches in parts."""
 
 MOST_TOLERANCE = 0.1
-"""However unsure the measurements are, slower plans than that are not taken for equal."""
+"""Maximum tolerance, however uncertain the measurements are."""
 
 
 class Shape(NamedTuple):
-    """What makes a plan simple, the weightiest first."""
+    """Measures of a plan's complexity, the most important first."""
 
     stages_per_rank: int
     pipeline_stages: int
@@ -38,7 +37,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(candidate: Candidate) -> Shape:
-    """The shape of a candidate."""
+    """Return the shape of a candidate."""
     settings = [answer.setting for _, answer in candidate.answers]
     return Shape(
         candidate.num_chunks,
@@ -57,10 +56,10 @@ def _schedule_number(name: str) -> int:
 def simplest_of(
     context: SearchContext, pool: CandidatePool, tolerance: float
 ) -> tuple[Candidate, Simplest | None]:
-    """The simplest candidate within the tolerance of the fastest that may win, and why it won if
-    it is not the fastest.
+    """Return the simplest candidate within the tolerance of the fastest that may win, with its
+    reason if it is not the fastest.
 
-    The whole step of one of very many micro-batches is simulated before it wins.
+    Steps of very many micro-batches are simulated in full before they win.
     """
     ranked = [each for each in pool.ranked() if pool.is_allowed(each)]
     fastest = ranked[0]
@@ -69,7 +68,7 @@ def simplest_of(
     most = fastest.step_seconds * (1 + tolerance)
     near = [each for each in ranked if each.step_seconds <= most]
     for each in sorted(near, key=lambda own: (shape_of(own), own.step_seconds)):
-        best = each if each is fastest or is_whole(each) else completed(context, each)
+        best = each if each is fastest or is_whole(each) else complete_simulation(context, each)
         if best is not each:
             pool.replace(each, best)
         if best.step_seconds <= most:
@@ -83,9 +82,8 @@ def simplest_of(
 def tolerance_of(
     asked: float, fastest: Callable[[], Plan], priced_by_source: Callable[[Plan], Plan]
 ) -> float:
-    """How much longer a step may be to count as equal: what was asked for, or as much as the
-    interpolated part of the fastest plan's times may be wrong, if that is more; 0 where the
-    fastest is asked for."""
+    """Return the relative difference of equally fast steps: the requested tolerance, or the error
+    of the fastest plan's interpolated times, if larger; 0 if the fastest is requested."""
     if not asked:
         return asked
     prediction = priced_by_source(fastest()).prediction

@@ -1,9 +1,8 @@
 """The integer program of one stage of a finished plan.
 
 In: a graph, its blocks, a plan, the number of a stage. Out: the program over all layouts of the
-stage's mesh, at its ZeRO stage, recomputation and micro-batches in flight, and what the plan's own
-layouts cost in it. Choices that were forced when the plan was made are not in a plan, so they are
-open here.
+stage's mesh, at its ZeRO stage, recomputation and micro-batches in flight, and the cost of the
+plan's own layouts in it. Plans do not record forced choices, so these are open here.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from ..inter_op.submesh import restriction
 from ..intra_op.named_program import MICROSECONDS, NamedProgram, named_program
 from ..layout import NodeLayout
 from ..plan import Plan, StagePlan
-from ..pricing.assembly import Assembly, Setting
+from ..pricing.assembly import StageOptions, StageProblem
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.branches import stage_starts
 from ..pricing.price_cache import PriceCache
 from ..pricing.prices import Prices, Rules
 from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy
-from ..pricing.stage_cost import BRIEF
+from ..pricing.stage_cost import TRANSIENT
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run, Structure
 from ..requests.request import Forced
 from ..schedules.held import most_held
 
 Minimized = Literal["time", "unlimited", "memory"]
-"""Microseconds of a micro-batch within the memory limit, or without one; or megabytes."""
+"""Objective: time under the memory limit, time without a limit, or memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class StageProgram:
     """A stage's program with its names.
 
     ``planned`` is the objective of the plan's own layouts, in microseconds or megabytes; None if
-    some of them are not among the choices, as of a plan with forced ones.
+    some of them are not among the choices, as for a plan with forced layouts.
     """
 
     named: NamedProgram
@@ -64,10 +63,10 @@ def stage_program(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> StageProgram:
-    """The program of stage ``index``; a limit of None is the memory of the stage's devices.
+    """Build the program of stage ``index``; by default with its devices' memory limit.
 
-    Raises UsageError AP332 for a stage that the plan has not, one with unequal shares of the batch
-    (whose ranks have a program each), or an unknown objective.
+    Raises UsageError AP332 for a missing stage, a stage with unequal shares of the batch (whose
+    ranks have a program each), or an unknown objective.
     """
     stage = _checked(plan, index, minimized)
     held = most_held(held_micro_batches(graph, blocks, plan, rules=rules)[index])
@@ -77,7 +76,7 @@ def stage_program(
     limit = memory_limit_bytes
     if limit is None:
         limit = float(plan.cluster.slowest_device(stage.devices).usable_memory_bytes)
-    setting = Setting(
+    setting = StageOptions(
         plan.num_microbatches, stage.zero, _policy(run, stage), held,
         None if minimized == "unlimited" else limit - _beside(plan, index),
     )  # fmt: skip
@@ -115,7 +114,7 @@ def _checked(plan: Plan, index: int, minimized: str) -> StagePlan:
 
 
 def _beside(plan: Plan, index: int) -> float:
-    """Bytes of the other stages on a stage's devices, what is transient left out."""
+    """Return the bytes of the other stages on a stage's devices, except transient bytes."""
     own = frozenset(plan.stages[index].devices)
     return float(
         sum(
@@ -123,13 +122,13 @@ def _beside(plan: Plan, index: int) -> float:
             for number, stage in enumerate(plan.stages)
             if number != index and own.intersection(stage.devices)
             for name, size in stage.prediction.memory_bytes.items()
-            if name not in BRIEF
+            if name not in TRANSIENT
         )
     )
 
 
 def _policy(run: Run, stage: StagePlan) -> RecomputePolicy:
-    """How many blocks of each class of a run a stage recomputes, the inverse of ``Run.modes``."""
+    """Count the recomputed blocks of each class of a stage's run, the inverse of ``Run.modes``."""
     modes = Counter(zip(run.classes[1], (block.recompute for block in stage.blocks), strict=True))
     numbers = range(len(run.block_classes))
     full, selective = (
@@ -145,20 +144,20 @@ def assembly_of(
     plan: Plan,
     rules: Rules,
     basis: Basis,
-) -> tuple[Assembly, tuple[int, ...] | None]:
-    """The decisions of a stage, and the plan's choices among them.
+) -> tuple[StageProblem, tuple[int, ...] | None]:
+    """Return the decisions of a stage, and the plan's choices among them.
 
-    Axes are for what they are for in the search, unless the plan uses them for more.
+    Axes have their uses in the search, unless the plan uses them for more.
     """
     prices = Prices(
         stage.mesh, plan.cluster, stage.devices, plan.model.precision, plan.model.optimizer,
         rules, PriceCache(), profile=basis.used, assumptions=basis.assumptions, states=plan.states,
     )  # fmt: skip
     link = plan.cluster.entry_link(stage.devices[0], stage.mesh.size)
-    found: list[Assembly] = []
+    found: list[StageProblem] = []
     for free in (False, True):
         limited = restriction(stage.mesh, Forced(), free=free)
-        found.append(Assembly(StageModel(structure, prices, limited, link), run))
+        found.append(StageProblem(StageModel(structure, prices, limited, link), run))
         planned = _planned_choices(found[-1], stage.layouts)
         if planned is not None:
             return found[-1], planned
@@ -166,9 +165,9 @@ def assembly_of(
 
 
 def _planned_choices(
-    assembly: Assembly, layouts: Mapping[str, NodeLayout]
+    assembly: StageProblem, layouts: Mapping[str, NodeLayout]
 ) -> tuple[int, ...] | None:
-    """The choices that have a plan's layouts; None if there are none."""
+    """Return the choices with a plan's layouts; None if there are none."""
     found = []
     for decision in assembly.decisions:
         own = (
@@ -184,7 +183,7 @@ def _planned_choices(
 
 
 def _of_memory(problem: Problem) -> Problem:
-    """The same with bytes as the objective, and no limit of them."""
+    """Return the same problem with bytes as the objective, and no limit."""
     assert problem.memory is not None
     return Problem(
         tuple(np.zeros(len(own)) for own in problem.costs),
@@ -194,7 +193,7 @@ def _of_memory(problem: Problem) -> Problem:
 
 
 def _objective(problem: Problem, choices: Sequence[int]) -> float:
-    """The objective of choices as the named program has it."""
+    """Return the objective of choices in the named program's unit."""
     seconds = cost(problem, choices)
     if problem.memory is not None:
         seconds += problem.memory_weight * memory_bytes(problem.memory, choices)

@@ -1,8 +1,8 @@
-"""What searches of one model share, whatever the cluster, its memory and what is allowed.
+"""Tables shared by searches of one model, for any cluster, memory and features.
 
 In: a graph with its blocks, a number format. Out: the graph in that format, its structure at every
-micro-batch size, and the cache of prices. Every table in these is found by all that it follows
-from, so that a search for other devices or with less memory makes only what it is first to ask for.
+micro-batch size, and the cache of prices. The key of every table contains all facts it depends on,
+so a search for other devices or less memory only makes new tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..pricing.structure import Structure
 
 @dataclass
 class GraphTables:
-    """Of a graph in one format. ``graphs`` is by micro-batch size."""
+    """Tables of a graph in one format. ``graphs`` is by micro-batch size."""
 
     structure: Structure
     graphs: dict[int, Structure] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class GraphTables:
 
 @dataclass
 class SharedTables:
-    """The tables of graphs that were met; a graph with its blocks counts by identity."""
+    """Tables of all graphs so far; a graph with its blocks is identified by its objects."""
 
     _known: dict[tuple[int, int, Precision], tuple[Graph, Blocks, GraphTables]] = field(
         default_factory=dict

@@ -1,4 +1,4 @@
-"""A solution of one mesh's model as another model of the same mesh shape counts its choices."""
+"""Conversion of a solution between models of the same mesh shape."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..pricing.decisions import Decision
 from ..pricing.stage_model import StageModel
 
 
-def translated(one: StageModel, other: StageModel, solution: Solution) -> Solution | None:
-    """A solution of a mesh's model as another one counts its choices; None where that has none.
+def reindex_solution(one: StageModel, other: StageModel, solution: Solution) -> Solution | None:
+    """Convert a solution to another model's numbers of choices; None if the other model lacks one.
 
     Splits divide some numbers of rows and not others, so the same layouts have other numbers.
     """
@@ -36,7 +36,7 @@ def translated(one: StageModel, other: StageModel, solution: Solution) -> Soluti
 
 
 def _number_of(layouts: Mapping[str, NodeLayout], decision: Decision, near: int) -> int | None:
-    """Which choice of a decision has these layouts; ``near`` is looked at first."""
+    """Return the number of a decision's choice with these layouts; try ``near`` first."""
     choices = decision.choices
     if near < len(choices) and choices[near].layouts == layouts:
         return near

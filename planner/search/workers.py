@@ -1,9 +1,9 @@
-"""The micro-batch sizes of a search in parts, and who searches each.
+"""Search of the micro-batch sizes in parts, by one or several workers.
 
-In: a context, functions of it and of some micro-batch sizes. Out: what they return, part by part.
-The parts are the same whoever searches them, and no part knows what another one found, so plans do
-not depend on the number of processes. The planner itself starts none: ``plan`` takes a function
-that makes ``Workers``, and ``serial`` is the one that searches all parts here.
+In: a context, functions of it and of some micro-batch sizes. Out: their results, part by part.
+The parts do not depend on the workers, and no part sees another's results, so plans do not depend
+on the number of processes. The planner itself starts none: ``plan`` takes a function that makes
+``Workers``; ``serial_workers`` makes workers in this process.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Result = TypeVar("Result")
 Sizes = tuple[int, ...]
 
 NUM_PARTS = 2
-"""Into which the micro-batch sizes are divided."""
+"""Number of parts that the micro-batch sizes are divided into."""
 
 
 class Workers(Protocol):
-    """Those who search the parts."""
+    """Workers that search the parts."""
 
     def map(
         self,
@@ -31,27 +31,27 @@ class Workers(Protocol):
         *args: object,
         first: Callable[[Sizes], Result] | None = None,
     ) -> list[Result]:
-        """``function(context, sizes, *args)`` of each part; of the first ``first(sizes)``."""
+        """Run ``function(context, sizes, *args)`` on each part, ``first(sizes)`` on the first."""
         ...
 
     def end(self) -> None:
-        """Ends them; what they have not answered is done here when it is asked for."""
+        """End the workers; unanswered parts are searched here on request."""
         ...
 
 
 StartWorkers = Callable[["SearchContext", Sizes], Workers]
-"""(context, micro-batch sizes) → the workers."""
+"""Function (context, micro-batch sizes) that starts workers."""
 
 
 def parts_of(context: SearchContext, sizes: Sizes) -> tuple[Sizes, ...]:
-    """The sizes in parts, dealt in turns. All are one part if asked prices are recorded."""
+    """Deal the sizes into parts. They form a single part if queries are recorded."""
     number = min(NUM_PARTS, len(sizes)) if context.basis.asked is None else 1
     return tuple(sizes[at::number] for at in range(number))
 
 
 @dataclass
 class SerialWorkers:
-    """Searches all parts in this process, one after the other."""
+    """Workers that search all parts in this process, in sequence."""
 
     context: SearchContext
     parts: tuple[Sizes, ...]
@@ -62,22 +62,22 @@ class SerialWorkers:
         *args: object,
         first: Callable[[Sizes], Result] | None = None,
     ) -> list[Result]:
-        """See ``Workers``."""
+        """Run a function on each part, as ``Workers`` does."""
         return [
             function(self.context, sizes, *args) if at or first is None else first(sizes)
             for at, sizes in enumerate(self.parts)
         ]
 
     def end(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is no process to end."""
 
 
-def serial(context: SearchContext, sizes: Sizes) -> Workers:
-    """Workers that are this process."""
+def serial_workers(context: SearchContext, sizes: Sizes) -> Workers:
+    """Return workers in this process."""
     return SerialWorkers(context, parts_of(context, sizes))
 
 
-def undivided(context: SearchContext, sizes: Sizes) -> Workers:
-    """This process, which searches all sizes as one part: what it finds with one of them ends
+def one_worker(context: SearchContext, sizes: Sizes) -> Workers:
+    """Return a worker in this process for all sizes as one part, so that results for one size end
     the search of others sooner."""
     return SerialWorkers(context, (sizes,))

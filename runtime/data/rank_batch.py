@@ -20,7 +20,7 @@ from ...planner.layout import Region, local_region
 from .share_batch import ShareBatch
 
 if TYPE_CHECKING:
-    from ...passes.local.stage_program import Held, StageProgram
+    from ...passes.local.stage_program import HeldValue, StageProgram
     from ..messages.device_queue import DeviceQueue
 
 
@@ -94,7 +94,7 @@ def batch_rows(
     return microbatch_rows(name, batch[name], spec, microbatch, num_microbatches)
 
 
-def _whole_and_part(program: StageProgram, held: Held) -> tuple[TensorSpec, Region]:
+def _whole_and_part(program: StageProgram, held: HeldValue) -> tuple[TensorSpec, Region]:
     """The spec of an input's micro-batch, and this rank's box of it."""
     spec, share = held.spec, program.share
     region = local_region(spec.shape, held.layout, program.mesh, program.coordinates)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...passes.local.live_numbers import LiveNumbers
-from ...passes.programs.batch import Batch, filled
+from ...passes.programs.batch import Batch, fill_batch
 from ...passes.programs.length_numbers import find_length_number
 from ...planner.errors import AutoparallelError
 from ...planner.padding import Padding, unpaddable
@@ -93,7 +93,7 @@ class BatchRunner:
                 for dim in padding.dims:
                     value = value.narrow(dim, 0, length)
                 made[place.path] = place.given(value)
-            return filled(batch, made)
+            return fill_batch(batch, made)
 
         found = program.recapture(self.batches.global_rows, shorter)
         node = find_length_number(program, found)

@@ -21,7 +21,7 @@ from autoparallel.planner.proposers import pipelines
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
-from autoparallel.planner.search.workers import serial
+from autoparallel.planner.search.workers import serial_workers
 from autoparallel.planning import search_worker as search_processes
 from autoparallel.planning.search_worker import Beside, two_processes
 
@@ -32,7 +32,7 @@ FORCED = Forced(zero=0, recompute="none")
 
 
 def planned(processes: int, **options: Any) -> Plan:
-    method = SearchMethod(ONE_STAGE_PER_RANK, two_processes if processes == 2 else serial)
+    method = SearchMethod(ONE_STAGE_PER_RANK, two_processes if processes == 2 else serial_workers)
     return plan(GRAPH, BLOCKS, CLUSTER, Request(8, forced=FORCED, **options), method=method)
 
 
@@ -65,7 +65,7 @@ def test_each_micro_batch_size_is_searched_once(monkeypatch: pytest.MonkeyPatch)
         return explore(job, pool, sizes)
 
     def asking(self: Beside, function: Any, *args: Any) -> None:
-        if function is pipelines.explored:
+        if function is pipelines.explore_sizes:
             asked.append(args[0])
         ask(self, function, *args)
 

@@ -19,8 +19,8 @@ from autoparallel.planner.inter_op.inter_op import StageChoice
 from autoparallel.planner.intra_op.intra_op import StageAnswer
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.assembly import Assembly, Setting
-from autoparallel.planner.pricing.basis import Asked, Basis
+from autoparallel.planner.pricing.assembly import StageOptions, StageProblem
+from autoparallel.planner.pricing.basis import Basis, CostQueries
 from autoparallel.planner.pricing.choices import Restriction
 from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.recompute_policy import RecomputePolicy, policies
@@ -49,8 +49,8 @@ def random_stage(
     structure = Structure(graph, blocks)
     model = StageModel(structure, prices, Restriction(), on.hosts[0].link)
     run = structure.run(0, len(blocks.blocks))
-    assembly = Assembly(model, run)
-    setting = Setting(
+    assembly = StageProblem(model, run)
+    setting = StageOptions(
         num_microbatches=rng.choice((1, 4)),
         zero=rng.randrange(4) if mesh.axes[0] == "dp" else 0,
         policy=random_policy(run, rng),
@@ -158,7 +158,7 @@ def test_blocks_that_are_walked_once_cost_what_each_costs_alone(seed: int) -> No
         replace(block, recompute="none") for block in first.stages[1].blocks
     ))  # fmt: skip
     for each in (first, replace(first, stages=(first.stages[0], bare)), first):
-        alone = evaluate(graph, blocks, each, cluster(8), basis=Basis(asked=Asked()))
+        alone = evaluate(graph, blocks, each, cluster(8), basis=Basis(asked=CostQueries()))
         found = shared.evaluation(each, cluster(8))
         assert found.step_seconds == pytest.approx(alone.step_seconds, rel=1e-12)
         assert found.peak_memory_bytes == alone.peak_memory_bytes

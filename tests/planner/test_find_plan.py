@@ -34,8 +34,8 @@ from autoparallel.planner.proposers.sliced import sliced
 from autoparallel.planner.proposers.uneven_shares import uneven_shares
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import (
-    ARRANGED_SCHEDULES,
     CHUNKED_SCHEDULES,
+    DERIVED_SCHEDULES,
     SCHEDULES,
     Forced,
     Request,
@@ -45,7 +45,7 @@ from autoparallel.planner.search.candidates import Candidate
 from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
 
-ALL = (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)
+ALL = (*SCHEDULES, *CHUNKED_SCHEDULES, *DERIVED_SCHEDULES)
 FREE = cluster(4, bytes_per_second=1e15, flops=1e6)
 """Compute so slow that messages take no time."""
 

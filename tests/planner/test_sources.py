@@ -18,9 +18,9 @@ from autoparallel.cost_model.profile.records import Measurement, Transfer
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.basis import Asked, Basis
+from autoparallel.planner.pricing.basis import Basis, CostQueries
 from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_kind
-from autoparallel.planner.profiling_targets import Wanted, asked_cases
+from autoparallel.planner.profiling_targets import ProfilingTargets, asked_cases
 from autoparallel.planner.requests.request import Forced, Request
 
 HERE = Environment("toy", "", "2.13.0", 1)
@@ -30,23 +30,23 @@ REQUEST = Request(4)
 
 
 @cache
-def wanted() -> Wanted:
+def wanted() -> ProfilingTargets:
     return wanted_beside(None)
 
 
-def wanted_beside(profile: Profile | None) -> Wanted:
+def wanted_beside(profile: Profile | None) -> ProfilingTargets:
     """What a search asks for that ``profile`` does not have."""
     return asked_cases(GRAPH, BLOCKS, ON, REQUEST, basis=Basis(profile))
 
 
-def measured(found: Wanted, *, ops: float = 1.0, links: bool = True) -> Profile:
+def measured(found: ProfilingTargets, *, ops: float = 1.0, links: bool = True) -> Profile:
     """A profile of a share of the ops, each a little slower than the last, and of transfers."""
     cases = [op.case for op in found.ops][: int(ops * len(found.ops))]
     times = {case: Measurement(1e-3 + i * 1e-5, 2e-3, 9, 0.02) for i, case in enumerate(cases)}
     return Profile(HERE, times, tuple(_transfers(found)) if links else ())
 
 
-def _transfers(found: Wanted) -> Iterator[Transfer]:
+def _transfers(found: ProfilingTargets) -> Iterator[Transfer]:
     for each in found.transfers:
         group = each.group
         for size in (1, 1 << 10, 1 << 24):
@@ -158,7 +158,7 @@ def test_what_was_measured_is_not_asked_for_again() -> None:
 
 def test_what_the_winner_spends_most_on_is_among_the_first() -> None:
     found = wanted()
-    own = Asked()
+    own = CostQueries()
     evaluate(GRAPH, BLOCKS, analytic(), ON, basis=Basis(asked=own))
     longest = max(own.ops.values(), key=lambda op: op.seconds)
     assert longest.case in {op.case for op in found.ops[: len(found.ops) // 4]}

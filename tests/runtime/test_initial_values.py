@@ -67,7 +67,7 @@ def _trained(texts: list[str], init: Init) -> list[int]:
         names = [name for name, _ in deferred.model.named_parameters()]
         materialize(deferred, names, lambda name, tensor: whole.update({name: tensor}))
     replays = []
-    real = deferred_init.seeded
+    real = deferred_init.cpu_seed
     for text in texts:
         told: list[str] = []
         count = 0
@@ -77,12 +77,12 @@ def _trained(texts: list[str], init: Init) -> list[int]:
             count += 1
             return real(seed)
 
-        deferred_init.seeded = counted  # type: ignore[assignment]
+        deferred_init.cpu_seed = counted  # type: ignore[assignment]
         trainer = Trainer(
             program, loads(text, "test"), deferred, device=torch.device("cpu"),
             progress=lambda what, *_, told=told: told.append(what),
         )  # fmt: skip
-        deferred_init.seeded = real
+        deferred_init.cpu_seed = real
         replays.append(count)
         assert told.count("making initial values") >= 4
         for stage in trainer.model.stages.values():

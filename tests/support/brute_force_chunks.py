@@ -22,15 +22,15 @@ from autoparallel.planner.evaluate import Evaluator
 from autoparallel.planner.plan import Plan, Recompute, StagePlan
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import (
-    ARRANGED_SCHEDULES,
     CHUNKED_SCHEDULES,
+    DERIVED_SCHEDULES,
     SCHEDULES,
     Forced,
     divisors,
 )
 from autoparallel.planner.schedules.schedules import can_have
 
-EVERY_SCHEDULE = (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)
+EVERY_SCHEDULE = (*SCHEDULES, *CHUNKED_SCHEDULES, *DERIVED_SCHEDULES)
 
 PIPELINES = features_of(("pp", *SCHEDULES, *CHUNKED_SCHEDULES), (), EVERY_SCHEDULE)
 """Pipelines of single devices, under the schedules that are gone through."""

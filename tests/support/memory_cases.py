@@ -14,10 +14,10 @@ from schedule_cases import Case, Models
 
 from autoparallel.passes.memory.stage_memory import with_stage_memory
 from autoparallel.passes.programs.inputs import random_batch
-from autoparallel.planner.evaluate import BRIEF
+from autoparallel.planner.evaluate import TRANSIENT
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import loads
-from autoparallel.planner.pricing.stage_cost import together
+from autoparallel.planner.pricing.stage_cost import combine_bytes
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.runtime.profile.memory_counter import measure_step
 from autoparallel.runtime.step.trainer import Trainer
@@ -52,7 +52,7 @@ def planned(case: Case, *, is_gpu: bool = False, runs: bool = True) -> Plan | No
 def predicted(plan: Plan) -> list[Mapping[str, int]]:
     """The bytes of each rank of the pipeline by category."""
     return [
-        together((plan.stages[stage].prediction.memory_bytes for stage in stages), BRIEF)
+        combine_bytes((plan.stages[stage].prediction.memory_bytes for stage in stages), TRANSIENT)
         for stages in stages_of_ranks(plan)
     ]
 

@@ -17,8 +17,8 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.proposers.refined import WORTH_IT
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import (
-    ARRANGED_SCHEDULES,
     CHUNKED_SCHEDULES,
+    DERIVED_SCHEDULES,
     SCHEDULES,
 )
 from autoparallel.planning.objectives import plan_for
@@ -28,7 +28,7 @@ SAME = 1e-9
 
 
 ONE_STAGE_PER_RANK = features_of(
-    SCHEDULES, (), (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)
+    SCHEDULES, (), (*SCHEDULES, *CHUNKED_SCHEDULES, *DERIVED_SCHEDULES)
 )
 """The schedules that brute force goes through."""
 

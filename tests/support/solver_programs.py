@@ -30,7 +30,7 @@ from autoparallel.planner.integer_programs.ilp import (
     optimize,
 )
 from autoparallel.planner.layout import Mesh
-from autoparallel.planner.pricing.assembly import Assembly, Setting
+from autoparallel.planner.pricing.assembly import StageOptions, StageProblem
 from autoparallel.planner.pricing.choices import Restriction
 from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.recompute_policy import NO_RECOMPUTE, uniform_policy
@@ -81,12 +81,12 @@ def tightened(problem: Problem, share: float) -> Problem:
 
 def assembly(
     graph: Graph, blocks: Blocks, mesh: Mesh, on: Cluster, *, merge: bool = True
-) -> Assembly:
+) -> StageProblem:
     prices = Prices(mesh, on, tuple(range(mesh.size)), "fp32", "adamw", rules)
     model = StageModel(
         Structure(graph, blocks), prices, Restriction(), on.hosts[0].link, merge=merge
     )
-    return Assembly(model, model.structure.run(0, len(blocks.blocks)))
+    return StageProblem(model, model.structure.run(0, len(blocks.blocks)))
 
 
 def random_problem(rng: random.Random, *, with_memory: bool) -> Problem:
@@ -178,7 +178,7 @@ def _of_graph(seed: int, graph: Graph, blocks: Blocks, meshes: tuple[Mesh, ...] 
     own = assembly(graph, blocks, mesh, on)
     policy = rng.choice((NO_RECOMPUTE, uniform_policy("full", own.run.class_counts[0])))
     zero = rng.choice((0, 1, 3)) if "dp" in mesh.axes else 0
-    setting = Setting(rng.choice((1, 4)), zero, policy, rng.choice((1, 3)), limit_bytes=np.inf)
+    setting = StageOptions(rng.choice((1, 4)), zero, policy, rng.choice((1, 3)), limit_bytes=np.inf)
     return own.problem(setting)
 
 

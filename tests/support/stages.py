@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from autoparallel.passes.local.stage_cut import Boundary
 from autoparallel.passes.local.stage_program import (
     BlockProgram,
-    Held,
+    HeldValue,
     ParameterProgram,
     StageProgram,
 )
@@ -274,7 +274,7 @@ def stage_program(
         blocks=tuple(programs),
         parameters=declared,
         inputs={
-            key: Held(TensorSpec((MICROBATCH, width), dtype), rows)
+            key: HeldValue(TensorSpec((MICROBATCH, width), dtype), rows)
             for key, width in (("x", 5), ("y", 3))
             if key in needed
         },

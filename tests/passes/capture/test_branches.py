@@ -6,7 +6,7 @@ import pytest
 
 from autoparallel.passes.initialization.deferred_init import record_build
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.pricing.branches import Section, sections
+from autoparallel.planner.pricing.branches import Section, find_sections
 from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planning.capture import capture_model
 from autoparallel.target.load import load_target
@@ -25,7 +25,7 @@ def test_the_end_of_a_tower_and_the_beginning_of_the_next_are_blocks_apart() -> 
         name: position
         for position, block in enumerate(program.blocks.blocks) for name in block.parameters
     }  # fmt: skip
-    found = sections(Structure(program.graph, program.blocks))
+    found = find_sections(Structure(program.graph, program.blocks))
     assert len(found) == 1
     (start, middle), (also_middle, stop) = found[0].branches
     assert middle == also_middle
@@ -41,7 +41,7 @@ def test_the_end_of_a_tower_and_the_beginning_of_the_next_are_blocks_apart() -> 
 
 def test_arms_of_a_wide_module_are_branches() -> None:
     program = captured("tests/models/three_arms.py", 4, None)
-    assert sections(Structure(program.graph, program.blocks)) == (Section((1, 2, 3, 4)),)
+    assert find_sections(Structure(program.graph, program.blocks)) == (Section((1, 2, 3, 4)),)
 
 
 @pytest.mark.parametrize("model", ["examples/gpt.py", "hf:tests/models/llama"])
@@ -51,4 +51,4 @@ def test_a_model_of_one_branch_is_cut_as_ever(model: str) -> None:
     assert names[0] == "embedding"
     assert names[-1] == "head"
     assert all("layers" in name for name in names[1:-1])
-    assert sections(Structure(program.graph, program.blocks)) == ()
+    assert find_sections(Structure(program.graph, program.blocks)) == ()

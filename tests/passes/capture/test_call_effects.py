@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from autoparallel.passes.capture.call_effects import call_key, call_result, state_of, watched
+from autoparallel.passes.capture.call_effects import call_key, call_result, state_of, watch_counts
 
 X = torch.ones(2, 3)
 
@@ -116,7 +116,7 @@ def test_a_layer_that_changes_a_setting_or_its_argument_has_another_state(change
 
 def test_reads_and_writes_of_a_number_are_noted_only_while_it_is_watched() -> None:
     layer = Counting()
-    with watched(layer, [("", "number")]) as reads:
+    with watch_counts(layer, [("", "number")]) as reads:
         layer(X)
         assert reads == []
         assert isinstance(layer, Counting)

@@ -32,7 +32,7 @@ from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
 from autoparallel.planner.errors import InfeasibleError
-from autoparallel.planner.evaluate import BRIEF
+from autoparallel.planner.evaluate import TRANSIENT
 from autoparallel.planner.find_plan import plan
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan, Precision
@@ -257,10 +257,12 @@ def test_the_peak_is_that_of_a_rank_with_all_of_its_stages() -> None:
     }
     assert [len(own) for own in of_ranks.values()] == [2, 2]
     lasting = [
-        sum(size for own in each for name, size in own.items() if name not in BRIEF)
+        sum(size for own in each for name, size in own.items() if name not in TRANSIENT)
         for each in of_ranks.values()
     ]
-    brief = [max(sum(own.get(n, 0) for n in BRIEF) for own in each) for each in of_ranks.values()]
+    brief = [
+        max(sum(own.get(n, 0) for n in TRANSIENT) for own in each) for each in of_ranks.values()
+    ]
     totals = [sum(pair) for pair in zip(lasting, brief, strict=True)]
     assert found.prediction.peak_memory_bytes == pytest.approx(max(totals), rel=0.01)
     assert found.prediction.peak_memory_bytes > max(

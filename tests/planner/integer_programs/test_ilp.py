@@ -23,10 +23,10 @@ from autoparallel.planner.integer_programs.ilp import (
     optimize,
 )
 from autoparallel.planner.layout import Mesh, NodeLayout, format_layout
-from autoparallel.planner.pricing.assembly import Assembly, Setting
+from autoparallel.planner.pricing.assembly import StageOptions, StageProblem
 
 
-def chosen(found: Assembly, choices: tuple[int, ...]) -> dict[str, NodeLayout]:
+def chosen(found: StageProblem, choices: tuple[int, ...]) -> dict[str, NodeLayout]:
     layouts: dict[str, NodeLayout] = {}
     for decision, choice in zip(found.decisions, choices, strict=True):
         layouts.update(decision.choices[choice].layouts)
@@ -56,7 +56,7 @@ def test_megatron_is_found_for_an_mlp() -> None:
     """
     graph, blocks = mlp(1, rows=64, width=256, inner=1024)
     found = assembly(graph, blocks, Mesh(("tp",), (2,)), cluster(flops=1e11))
-    answer = optimize(found.problem(Setting()))
+    answer = optimize(found.problem(StageOptions()))
     layouts = chosen(found, answer.choices)
     text = {
         name: [format_layout(each) for each in layout.outputs] for name, layout in layouts.items()
@@ -78,7 +78,7 @@ def test_rows_are_split_where_the_batch_is_large() -> None:
     """
     graph, blocks = mlp(1, rows=16384, width=16, inner=64)
     found = assembly(graph, blocks, Mesh(("tp",), (2,)), cluster(flops=1e11))
-    layouts = chosen(found, optimize(found.problem(Setting())).choices)
+    layouts = chosen(found, optimize(found.problem(StageOptions())).choices)
     assert format_layout(layouts["layers.0.up"].outputs[0]) == "S(0)"
     assert format_layout(layouts["layers.0.up"].inputs[1]) == "R"
 
@@ -93,7 +93,9 @@ def test_it_equals_every_assignment_of_a_random_graph(seed: int) -> None:
     while True:
         graph, blocks = random_graph(seed, num_ops, num_blocks=rng.choice((1, 2)))
         found = assembly(graph, blocks, mesh, on, merge=rng.random() < 0.5)
-        setting = Setting(rng.choice((1, 4)), rng.choice((0, 1, 3)) if "dp" in mesh.axes else 0)
+        setting = StageOptions(
+            rng.choice((1, 4)), rng.choice((0, 1, 3)) if "dp" in mesh.axes else 0
+        )
         problem = found.problem(setting)
         if prod(len(own) for own in problem.costs) <= 20_000 or num_ops == 1:
             break
@@ -126,7 +128,7 @@ def test_merged_nodes_are_fewer_and_cost_the_same_here() -> None:
         on = cluster(4, flops=1e8, bytes_per_second=1e8)
         merged = assembly(graph, blocks, Mesh(("tp",), (2,)), on)
         apart = assembly(graph, blocks, Mesh(("tp",), (2,)), on, merge=False)
-        objectives = [optimize(each.problem(Setting())).objective for each in (merged, apart)]
+        objectives = [optimize(each.problem(StageOptions())).objective for each in (merged, apart)]
         assert objectives[0] == pytest.approx(objectives[1], rel=1e-9)
         fewer += len(merged.decisions) < len(apart.decisions)
     assert fewer >= 5
@@ -135,7 +137,7 @@ def test_merged_nodes_are_fewer_and_cost_the_same_here() -> None:
 def test_the_same_arguments_give_the_same_choices() -> None:
     graph, blocks = mlp(2)
     answers = [
-        optimize(assembly(graph, blocks, Mesh(("tp",), (2,)), cluster()).problem(Setting()))
+        optimize(assembly(graph, blocks, Mesh(("tp",), (2,)), cluster()).problem(StageOptions()))
         for _ in range(2)
     ]
     assert answers[0].choices == answers[1].choices

@@ -12,16 +12,16 @@ import pytest
 from random_suites import seeds
 
 from autoparallel.planner.inter_op import sweep as sweep_module
-from autoparallel.planner.inter_op.cuts import Bands, Cuts, Floats, StageBand
+from autoparallel.planner.inter_op.cuts import CostTiles, Cuts, Floats, StageBand
 from autoparallel.planner.inter_op.sweep import (
     Combine,
     Move,
     Sweep,
     Tiling,
-    add,
-    larger,
     last_cuts,
-    turning,
+    max_cost,
+    sum_cost,
+    turnaround_seconds,
 )
 
 Stages = list[tuple[int, int, Move]]
@@ -92,9 +92,11 @@ def objective(case: Case, stages: Stages, combine: Combine, bound: float) -> flo
         if number == len(case.cuts.lengths) or not slowest[number] <= bound:
             return np.inf
         own, more = float(once[number]), float(slowest[number])
-        total = {add: own + total, larger: max(more, total), turning: own + max(more, total)}[
-            combine
-        ]
+        total = {
+            sum_cost: own + total,
+            max_cost: max(more, total),
+            turnaround_seconds: own + max(more, total),
+        }[combine]
     return total
 
 
@@ -102,9 +104,9 @@ def objective(case: Case, stages: Stages, combine: Combine, bound: float) -> flo
 def test_a_sweep_has_the_least_of_all_pipelines(seed: int) -> None:
     case = random_case(seed)
     rng = random.Random(seed)
-    for combine in (add, larger, turning):
+    for combine in (sum_cost, max_cost, turnaround_seconds):
         for bound in (np.inf, rng.uniform(3, 20), rng.uniform(1, 8)):
-            sweep = Sweep.of(case.tiling, Bands(case.cuts, case.seconds, bound), combine)
+            sweep = Sweep.of(case.tiling, CostTiles(case.cuts, case.seconds, bound), combine)
             numbers = (case.tiling.most,) if case.tiling.fixed else range(1, case.tiling.most + 1)
             for number in numbers:
                 every = [objective(case, s, combine, bound) for s in pipelines(case, number)]
@@ -120,16 +122,16 @@ def test_no_pipeline_within_the_bound_has_a_cut_after_the_last(seed: int) -> Non
     case = random_case(seed)
     bound = random.Random(seed).uniform(2, 10)
     most = case.tiling.most
-    last = last_cuts(case.tiling, Bands(case.cuts, case.seconds, bound), most)
+    last = last_cuts(case.tiling, CostTiles(case.cuts, case.seconds, bound), most)
     for number in (most,) if case.tiling.fixed else range(1, most + 1):
         for stages in pipelines(case, number):
-            if objective(case, stages, add, bound) < np.inf:
+            if objective(case, stages, sum_cost, bound) < np.inf:
                 assert all(cut <= last[move.start] for cut, _, move in stages)
 
 
 def test_equal_seconds_share_a_band() -> None:
     case = random_case(1)
-    bands = Bands(case.cuts, lambda left, place, first: case.seconds(1, 0, True))
+    bands = CostTiles(case.cuts, lambda left, place, first: case.seconds(1, 0, True))
     assert bands.stage(1, 0, True) is bands.stage(2, 0, False)
 
 
@@ -165,14 +167,14 @@ def test_strips_come_to_the_same_as_whole_arrays(
 ) -> None:
     case, rng = long_case(seed), random.Random(seed)
     in_strips = Sweep._in_strips
-    for combine in (add, larger, turning):
+    for combine in (sum_cost, max_cost, turnaround_seconds):
         for bound in (np.inf, rng.uniform(20, 80)):
             every = []
             for many, strip in ((10**9, 10**9), (0, 7), (0, 100)):
                 monkeypatch.setattr(sweep_module, "MANY_CELLS", many)
                 monkeypatch.setattr(sweep_module, "STRIP_CELLS", strip)
                 monkeypatch.setattr(Sweep, "_in_strips", in_strips if strip < 10**9 else by_rows)
-                bands = Bands(case.cuts, case.seconds, bound)
+                bands = CostTiles(case.cuts, case.seconds, bound)
                 every.append(Sweep.of(case.tiling, bands, combine).values)
             whole, *others = every
             for other in others:

@@ -18,7 +18,7 @@ from autoparallel.planner.intra_op.elimination import (
     eliminate,
     find_order,
 )
-from autoparallel.planner.intra_op.kind_tables import KindTables, Rates, lifted
+from autoparallel.planner.intra_op.kind_tables import KindTables, Rates, conversion_table
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.search.context import SearchContext
 
@@ -82,7 +82,9 @@ def test_several_uses_cost_each_distinct_target_once() -> None:
     classes = [generator.integers(0, 4, 5) for _ in range(3)]
     source = np.array([2, 0, 1])
     # the first and the last use are of one variable
-    scope, table = lifted(matrix, ((7, source), (3, classes[0]), (5, classes[1]), (3, classes[2])))
+    scope, table = conversion_table(
+        matrix, ((7, source), (3, classes[0]), (5, classes[1]), (3, classes[2]))
+    )
     assert scope == (7, 3, 5)
     for at, first, second in np.ndindex(table.shape):
         wanted = {classes[0][first], classes[1][second], classes[2][first]}

@@ -11,7 +11,7 @@ from small_graphs import cluster, mlp, random_graph
 from autoparallel.planner import rules
 from autoparallel.planner.intra_op.pool import Pool
 from autoparallel.planner.layout import Mesh
-from autoparallel.planner.pricing.assembly import Assembly, Setting, Solution
+from autoparallel.planner.pricing.assembly import Solution, StageOptions, StageProblem
 from autoparallel.planner.pricing.choices import Restriction
 from autoparallel.planner.pricing.decisions import ZEROS
 from autoparallel.planner.pricing.kind_model import KEPT, STATES
@@ -24,7 +24,7 @@ MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))
 
 
 def a_solution(model: StageModel, run: Run, rng: random.Random) -> Solution:
-    assembly = Assembly(model, run)
+    assembly = StageProblem(model, run)
     choices = tuple(rng.randrange(len(each.choices)) for each in assembly.decisions)
     return assembly.solution(choices)
 
@@ -51,7 +51,7 @@ def test_every_run_of_a_family_costs_what_each_solution_says(seed: int) -> None:
                     figures = pool.unrecomputed(run)
                     objectives, hidden = pool._objectives(run, figures, COUNT)
                     states, kept = figures[number, zero, [STATES, KEPT]]
-                    cost = entry.table.price(run, Setting(COUNT, zero))
+                    cost = entry.table.price(run, StageOptions(COUNT, zero))
                     held = cost.memory_bytes
                     total = held["parameters"] + held["gradients"] + held["optimizer"]
                     assert objectives[number, zero] == pytest.approx(cost.objective(COUNT))

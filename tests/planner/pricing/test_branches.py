@@ -15,11 +15,11 @@ from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
 from autoparallel.planner.inter_op.branches_search import BOUND_STEP, branch_pipelines
 from autoparallel.planner.inter_op.inter_op import Floats, StageChoice, Table
 from autoparallel.planner.pricing.branches import (
-    Places,
     Section,
+    StagePlacement,
+    find_sections,
     parallel_sections,
-    reduced,
-    sections,
+    reduce_edges,
     stage_depths,
     stage_edges,
 )
@@ -59,17 +59,17 @@ def fork(*, lengths: tuple[int, ...] = (2, 2)) -> Structure:
 
 def test_layers_in_a_row_have_no_branches() -> None:
     assert parallel_sections([(0, 1), (1, 2), (2, 3), (0, 3)], [1] * 4) == ()
-    assert sections(fork(lengths=(3, 0))) == ()
+    assert find_sections(fork(lengths=(3, 0))) == ()
 
 
 def test_arms_between_a_stem_and_a_join_are_branches() -> None:
     structure = fork(lengths=(2, 1))
-    assert sections(structure) == (Section((1, 3, 4)),)
-    assert sections(structure)[0].branches == ((1, 3), (3, 4))
+    assert find_sections(structure) == (Section((1, 3, 4)),)
+    assert find_sections(structure)[0].branches == ((1, 3), (3, 4))
 
 
 def test_three_arms_are_three_branches() -> None:
-    assert sections(fork(lengths=(2, 2, 2)))[0].bounds == (1, 3, 5, 7)
+    assert find_sections(fork(lengths=(2, 2, 2)))[0].bounds == (1, 3, 5, 7)
 
 
 def test_two_towers_need_no_stem() -> None:
@@ -100,7 +100,7 @@ def test_stages_cut_at_branches_do_not_need_each_other() -> None:
 def test_an_edge_over_a_slower_link_than_the_one_before_takes_longer() -> None:
     """Stages 0 and 1 on one host, 2 and 3 on the next: 3 is beside 2, and far from 1."""
     on = cluster(2, num_hosts=2, bytes_per_second=1e9)
-    places = Places(on, tuple((rank, rank) for rank in range(4)))
+    places = StagePlacement(on, tuple((rank, rank) for rank in range(4)))
     assert stage_edges(fork(lengths=(2, 2)), [0, 1, 3, 5], places) == (
         (0, 1, 1.0), (0, 2, 1.0), (1, 3, 0.5 * 10), (2, 3, 0.5),
     )  # fmt: skip
@@ -108,7 +108,7 @@ def test_an_edge_over_a_slower_link_than_the_one_before_takes_longer() -> None:
 
 def test_an_edge_that_others_imply_is_none() -> None:
     """Stage 3 reads of the stem too: by way of the arms it waits for it anyway."""
-    assert reduced([(0, 1), (0, 2), (1, 3), (2, 3), (0, 3)], 4) == (
+    assert reduce_edges([(0, 1), (0, 2), (1, 3), (2, 3), (0, 3)], 4) == (
         (0, 1), (0, 2), (1, 3), (2, 3),
     )  # fmt: skip
 

@@ -19,15 +19,15 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.slice_costs import carried_bytes
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import (
-    ARRANGED_SCHEDULES,
     CHUNKED_SCHEDULES,
+    DERIVED_SCHEDULES,
     SCHEDULES,
     Forced,
     Request,
 )
 
 SAME = 1e-9
-ALL = (*SCHEDULES, *CHUNKED_SCHEDULES, *ARRANGED_SCHEDULES)
+ALL = (*SCHEDULES, *CHUNKED_SCHEDULES, *DERIVED_SCHEDULES)
 SLOW = cluster(4, bytes_per_second=1e6, flops=1e6)
 """Compute and wires so slow that weights are better not copied: pipelines win."""
 

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from random_suites import seeds
 
-from autoparallel.planner.proposers.balanced import balanced, evened
+from autoparallel.planner.proposers.balanced import balanced, rebalance
 from autoparallel.planner.schedules.schedules import parts_of_ranks
 
 
@@ -66,7 +66,7 @@ def test_ranks_are_no_less_even_than_before(schedule: str, seed: int) -> None:
         return sum(sum(own[run] for run in part) ** 2 for part in parts)
 
     before = balanced(weights, 2 * num_ranks)
-    starts = evened(weights, before, parts)
+    starts = rebalance(weights, before, parts)
     assert sorted(set(starts)) == list(starts), "no run is empty"
     assert len(starts) == len(before)
     assert starts[0] == 0
@@ -79,6 +79,6 @@ def test_ranks_are_no_less_even_than_before(schedule: str, seed: int) -> None:
 def test_equal_blocks_are_shared_out_evenly_to_the_ranks_of_a_v() -> None:
     """Six layers between two light ends on two ranks: three each, where runs alike have 2 and 4."""
     weights = [0.1, *[1.0] * 6, 0.1]
-    starts = evened(weights, balanced(weights, 4), ((0, 3), (1, 2)))
+    starts = rebalance(weights, balanced(weights, 4), ((0, 3), (1, 2)))
     own = runs(weights, starts)
     assert own[0] + own[3] == pytest.approx(3.2)

@@ -22,7 +22,7 @@ from autoparallel.planner.proposers.interleaved import Interleaving, _options
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.search.bound import work_bound
-from autoparallel.planner.search.candidates import Candidate, completed, is_whole
+from autoparallel.planner.search.candidates import Candidate, complete_simulation, is_whole
 from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
 from autoparallel.planner.search.report_plan import make_plan
@@ -97,7 +97,7 @@ def test_steps_of_many_micro_batches_follow_from_those_of_few() -> None:
         candidate = option.candidate()
         if candidate is not None:
             assert not is_whole(candidate)
-            whole = completed(job, candidate)
+            whole = complete_simulation(job, candidate)
             errors.append(abs(candidate.step_seconds / whole.step_seconds - 1))
     assert sorted(errors)[len(errors) // 2] < 0.001
     assert max(errors) < 0.05

@@ -15,9 +15,9 @@ from autoparallel.planner.inter_op.inter_op import StageChoice
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.proposers.local_search import (
     MOST_FEW,
+    bounded_below,
     few_pipelines,
-    promising,
-    shifted,
+    shift_cuts,
 )
 from autoparallel.planner.search.candidates import candidates
 from autoparallel.planner.search.context import SearchContext
@@ -56,13 +56,13 @@ def test_of_many_pipelines_not_every_one_is_looked_at() -> None:
 
 def test_a_cut_moves_by_one_block_and_no_stage_is_left_without() -> None:
     stages = (StageChoice(0, 1, 0, 2), StageChoice(1, 3, 2, 1), StageChoice(3, 5, 3, 1))
-    cuts = [tuple(stage.stop for stage in each) for each in shifted(stages)]
+    cuts = [tuple(stage.stop for stage in each) for each in shift_cuts(stages)]
     assert cuts == [(2, 3, 5), (1, 2, 5), (1, 4, 5)]
-    for each in shifted(stages):
+    for each in shift_cuts(stages):
         assert [s.first_device for s in each] == [0, 2, 3]
         assert [s.num_devices for s in each] == [2, 1, 1]
         assert [s.start for s in each] == [0, *(s.stop for s in each[:-1])]
-    assert list(shifted((StageChoice(0, 4, 0, 2),))) == []
+    assert list(shift_cuts((StageChoice(0, 4, 0, 2),))) == []
 
 
 @pytest.mark.parametrize("issue_seconds", [1e-5, pytest.param(0.0, marks=pytest.mark.slow)])
@@ -73,7 +73,7 @@ def test_no_schedule_takes_less_than_a_pipeline_may(seed: int, issue_seconds: fl
     batch = job.request.global_batch
     every = few_pipelines(job, [batch, batch // 2], job.stage_numbers)
     assert every is not None
-    found = promising(job, every, float("inf"))
+    found = bounded_below(job, every, float("inf"))
     assert len(found) == len(every)
     assert [least for least, _ in found] == sorted(least for least, _ in found)
     for least, proposal in found:
@@ -89,6 +89,6 @@ def test_no_pipeline_of_few_beats_the_winner(seed: int) -> None:
     _, found = ranked(case.graph, case.blocks, job.cluster, case.request)
     every = few_pipelines(job, [case.request.global_batch], job.stage_numbers)
     assert every is not None
-    for _, proposal in promising(job, every, found[0].step_seconds):
+    for _, proposal in bounded_below(job, every, found[0].step_seconds):
         for each in candidates(job, proposal):
             assert each.step_seconds >= found[0].step_seconds * (1 - 1e-9)

@@ -14,13 +14,13 @@ from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, run_proposers
 from autoparallel.planner.plan import Recompute
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.pricing.recompute_policy import RecomputePolicy
-from autoparallel.planner.pricing.stage_cost import BRIEF, together
+from autoparallel.planner.pricing.stage_cost import TRANSIENT, combine_bytes
 from autoparallel.planner.proposers.alike import alike_pipelines
 from autoparallel.planner.proposers.interleaved import _options
 from autoparallel.planner.proposers.rank_memory import RankStage, recomputed_to_fit
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
-from autoparallel.planner.schedules.held import splits, stage_halves
+from autoparallel.planner.schedules.held import splits, stage_half_pairs
 from autoparallel.planner.search.context import SearchContext
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -44,7 +44,7 @@ def ranks_of(schedule: str, chunks: int = 2) -> list[list[RankStage]]:
         each for each in _options(job, alike_pipelines(job, pool))
         if each.schedule == schedule and each.chunks == chunks
     )  # fmt: skip
-    held = stage_halves(schedule, len(option.stages), COUNT, chunks)
+    held = stage_half_pairs(schedule, len(option.stages), COUNT, chunks)
     stages = [
         replace(stage, held=halves, splits=splits(schedule))
         for stage, halves in zip(option.priced, held, strict=True)
@@ -55,7 +55,7 @@ def ranks_of(schedule: str, chunks: int = 2) -> list[list[RankStage]]:
 def priced(stages: list[RankStage], policies: tuple[RecomputePolicy, ...]) -> tuple[float, float]:
     """Seconds of the rank's stages, and their bytes together."""
     costs = [stage.cost(policy) for stage, policy in zip(stages, policies, strict=True)]
-    size = sum(together([cost.memory_bytes for cost in costs], once=BRIEF).values())
+    size = sum(combine_bytes([cost.memory_bytes for cost in costs], once=TRANSIENT).values())
     return sum(cost.objective(COUNT) for cost in costs), size
 
 

@@ -25,7 +25,7 @@ from autoparallel.planner.pricing.choices import (
     Restriction,
     inner_collectives,
     input_specs,
-    ways,
+    node_strategies,
 )
 from autoparallel.planner.pricing.kept_bytes import saved_parts
 from autoparallel.planner.pricing.op_case import op_case
@@ -180,7 +180,7 @@ def test_what_it_copies_is_counted() -> None:
 
 def test_both_ways_are_offered_to_the_solver_with_their_own_collectives() -> None:
     graph, prices = attention(*CAUSAL), prices_on((2,))
-    offered = ways(graph["op"], graph, prices, Restriction())
+    offered = node_strategies(graph["op"], graph, prices, Restriction())
     queries = [way for way in offered if way.layout.inputs[0] == (shard(2),)]
     assert [(way.layout.labels, way.num_inner) for way in queries] == [
         (("q",), 0),

@@ -12,7 +12,7 @@ from autoparallel.planner import rules
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, run_proposers
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.candidates import Candidate, completed, is_whole
+from autoparallel.planner.search.candidates import Candidate, complete_simulation, is_whole
 from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
 
@@ -83,7 +83,7 @@ def test_of_equally_fast_candidates_the_one_that_holds_less_is_first() -> None:
 def test_the_fastest_is_settled_when_all_its_micro_batches_are_simulated() -> None:
     """One that is faster than it is as a whole loses to the next, whose step is then simulated."""
     first = pipelines()[0]
-    whole = completed(job_of(Forced()), first).step_seconds
+    whole = complete_simulation(job_of(Forced()), first).step_seconds
     pool = pool_of(0.5 * whole, 0.9 * whole, forced=Forced())
     pool.settle()
     assert pool.best is not None

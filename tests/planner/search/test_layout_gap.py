@@ -14,7 +14,7 @@ from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.find_plan import search
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search import layout_gap
-from autoparallel.planner.search.layout_gap import tightened
+from autoparallel.planner.search.layout_gap import tighten_gap
 from examples.gpt import GPT, example_batch
 
 
@@ -49,7 +49,7 @@ def test_the_winners_gap_is_narrowed_to_what_is_asked_for(
     )
     found = search(program.graph, program.blocks, on, request)
     before = found.pool.ranked()[0]
-    after = tightened(found.context, before)
+    after = tighten_gap(found.context, before)
     assert before.layouts_gap > request.gap >= after.layouts_gap
     assert after.step_seconds <= before.step_seconds
     assert after.peak_bytes <= limit
@@ -66,7 +66,7 @@ def test_a_gap_that_is_allowed_is_left_alone(program: Program) -> None:
     )  # fmt: skip
     found = search(program.graph, program.blocks, parse_cluster("2xV100-16GB"), request)
     best = found.pool.ranked()[0]
-    assert tightened(found.context, best) is best
+    assert tighten_gap(found.context, best) is best
 
 
 def test_ctrl_c_leaves_the_winner(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,5 +80,5 @@ def test_ctrl_c_leaves_the_winner(program: Program, monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(layout_gap, "candidate", interrupted)
-    assert tightened(asked, best) is best
+    assert tighten_gap(asked, best) is best
     assert asked.stopped == "Ctrl-C"

@@ -13,7 +13,7 @@ from autoparallel.planner import rules
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.find_plan import run_proposers
 from autoparallel.planner.intra_op.intra_op import IntraOp
-from autoparallel.planner.pricing.assembly import reserve
+from autoparallel.planner.pricing.assembly import context_bytes
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.pricing.structure import Run
 from autoparallel.planner.search.context import SearchContext
@@ -34,7 +34,7 @@ def test_every_solution_of_every_run_needs_as_much(seed: int) -> None:
     least = LeastBytes(job.at(rows), job.classes)
     for devices in range(1, size + 1):
         for solver in job.solvers_on(rows, 0, devices):
-            bounds = least.on(devices, solver.model.prices) + reserve(solver.model)
+            bounds = least.on(devices, solver.model.prices) + context_bytes(solver.model)
             for number, (start, stop) in enumerate(job.classes.firsts):
                 run = job.at(rows).run(start, stop)
                 found = solver.best(run, 2, 1)
@@ -62,7 +62,7 @@ def test_on_one_device_all_states_are_counted_and_something_of_the_activations(s
     )
     states = held["parameters"] + held["gradients"] + held["optimizer"] - shared
     least = bound[job.classes.firsts.index((0, number))]
-    assert states < least <= found.cost.total_bytes - reserve(solver.model)
+    assert states < least <= found.cost.total_bytes - context_bytes(solver.model)
 
 
 def least_held(solver: IntraOp, run: Run) -> float:

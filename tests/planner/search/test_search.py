@@ -17,7 +17,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search import candidates
-from autoparallel.planner.search.candidates import completed
+from autoparallel.planner.search.candidates import complete_simulation
 
 
 def degrees(found: Plan) -> list[dict[str, int]]:
@@ -251,6 +251,6 @@ def test_the_winner_is_the_fastest_by_whole_steps_where_they_were_continued(
     monkeypatch.setattr(candidates, "_simulated_numbers", lambda stages: (1, 2))
     job, found = ranked(graph, blocks, on, request)
     winner, *others = found
-    assert any(each.step_seconds != completed(job, each).step_seconds for each in others)
-    assert winner.step_seconds == completed(job, winner).step_seconds
+    assert any(each.step_seconds != complete_simulation(job, each).step_seconds for each in others)
+    assert winner.step_seconds == complete_simulation(job, winner).step_seconds
     assert all(each.step_seconds >= winner.step_seconds for each in others)
