@@ -1,6 +1,6 @@
 """Asynchronous schedules on real processes, held to one process that makes the same updates.
 
-The truth (``runtime.verify.async_reference``) takes the papers' rules, knows no action table, and
+The truth (``runtime.verify.reference``) takes the papers' rules, knows no action table, and
 runs the plain model; losses, the last gradients and the weights after three steps agree to 1e-9 in
 float64.
 """
@@ -28,10 +28,13 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import PlanOptions, plan_program
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.runtime.verify.async_reference import run_replay, update_rule
-from autoparallel.runtime.verify.comparison import Verification
-from autoparallel.runtime.verify.reference import Reference, reference_split
-from autoparallel.runtime.verify.verify import verify
+from autoparallel.runtime.verify.reference import (
+    Reference,
+    reference_split,
+    run_replay,
+    update_rule,
+)
+from autoparallel.runtime.verify.verify import Verification, verify
 
 SEQ, GLOBAL_BATCH, STEPS = 16, 16, 3
 SCHEDULES = ("pipedream", "pipedream-2bw", "ampnet")

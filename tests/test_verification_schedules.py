@@ -14,7 +14,7 @@ from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import PlanOptions, plan_program
-from autoparallel.runtime.verify.comparison import Verification
+from autoparallel.runtime.verify.verify import Verification
 
 TWO = (
     ("gpt-tied", "pp=2,schedule=interleaved-1f1b,chunks=2,microbatches=4"),

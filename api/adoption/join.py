@@ -47,8 +47,8 @@ from autoparallel.profiling.work_list import (
     measure_together,
     under_torchrun_here,
 )
-from autoparallel.runtime.launch.init_method import meeting_at_agent
 from autoparallel.runtime.launch.membership import check_none_idle, join
+from autoparallel.runtime.launch.process import meeting_at_agent
 from autoparallel.runtime.messages.shared_objects import (
     gather_values,
     on_first,

@@ -27,7 +27,7 @@ from autoparallel.calls.methods import check_methods, has_forward, whole_method
 from autoparallel.options.environment import as_launched
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
-from autoparallel.runtime.parameters.whole_states import are_whole
+from autoparallel.runtime.parameters.global_values import are_whole
 from autoparallel.target.load import LossFn
 
 if TYPE_CHECKING:

@@ -34,15 +34,15 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan import PlanOptions
 from autoparallel.runtime.data.batches import marked
-from autoparallel.runtime.data.share_batch import ShareBatch
+from autoparallel.runtime.data.rank_batch import ShareBatch
 from autoparallel.runtime.messages.shared_objects import share_in_place
 from autoparallel.runtime.parameters.global_values import (
+    draw_whole_values,
     read_whole_values,
     take_norms_of_empty_shards,
     whole,
 )
 from autoparallel.runtime.parameters.parameters import COMPUTE_DTYPES, get_by_path
-from autoparallel.runtime.parameters.spread_draws import draw_whole_values
 from autoparallel.runtime.step.training_call import TrainingCall
 from autoparallel.runtime.step.whole_weights import WholeWeights
 from autoparallel.runtime.update.chosen_gradients import differentiate_chosen

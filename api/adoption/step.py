@@ -23,8 +23,7 @@ from autoparallel.passes.programs.batch import leaves
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.parameter_servers import check_not_served
 from autoparallel.planner.plan import Plan
-from autoparallel.runtime.step.plain_trainer import PlainTrainer
-from autoparallel.runtime.step.training_step import TrainingStep
+from autoparallel.runtime.step.training_step import PlainTrainer, TrainingStep
 from autoparallel.runtime.update.optimizer import BuildOptimizer, built, default_optimizer
 from autoparallel.runtime.update.update import BuildScheduler, OnNan, UpdateOptions
 from autoparallel.target.load import Batch, LossFn

@@ -22,9 +22,13 @@ from autoparallel.passes.capture.tie import find_tied
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning.plan import record_target
 from autoparallel.planning.plan_files import PLAN, load_plan
-from autoparallel.runtime.checkpoint.dcp_weights import find_checkpoint
-from autoparallel.runtime.checkpoint.weight_files import WeightFiles, open_weights, whole_region
-from autoparallel.runtime.checkpoint.weight_shards import write_shards
+from autoparallel.runtime.checkpoint.weight_files import (
+    WeightFiles,
+    find_checkpoint,
+    open_weights,
+    whole_region,
+    write_shards,
+)
 from autoparallel.target.load import Target, load_target
 from autoparallel.target.lora import Lora, is_transposed, merged, parse_lora
 from autoparallel.target.trust import check_trusted

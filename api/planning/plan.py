@@ -337,7 +337,7 @@ def own_update(target: Target) -> str:
     """The name of the target's own optimizer in a profile; "" where it has none."""
     if target.build_optimizer is None:
         return ""
-    from autoparallel.runtime.profile.update import own_name
+    from autoparallel.runtime.profile.ops import own_name
 
     return own_name(target.build_optimizer)
 

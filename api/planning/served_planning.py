@@ -23,7 +23,7 @@ def can_be_served(program: Program, target: Target, cluster: Cluster) -> bool:
         return True
     import torch
 
-    from autoparallel.runtime.servers.served_piece import served_optimizer
+    from autoparallel.runtime.servers.server import served_optimizer
 
     trained = [node for node in program.graph.parameters if node.spec.requires_grad]
     shapes = {node.name: torch.Size(node.spec.shape) for node in trained}

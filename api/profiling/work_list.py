@@ -49,7 +49,7 @@ from autoparallel.runtime.profile.links import (
     measure_links,
     partition_of,
 )
-from autoparallel.runtime.profile.update import SIZES, measure_updates
+from autoparallel.runtime.profile.ops import SIZES, measure_updates
 from autoparallel.runtime.update.optimizer import BuildOptimizer
 from autoparallel.target.load import Target
 

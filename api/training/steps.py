@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from autoparallel.planner.errors import MachineError
 from autoparallel.runtime.checkpoint.folder import checkpoint_path
 from autoparallel.runtime.data.batches import RankInputs
+from autoparallel.runtime.launch.membership import Stop
 from autoparallel.runtime.launch.process import CONNECTION_LOST, Worker
-from autoparallel.runtime.launch.stopping import Stop
 from autoparallel.runtime.messages.device_queue import queue_of
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.training.callbacks import Callback

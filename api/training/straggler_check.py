@@ -10,7 +10,7 @@ import torch
 from autoparallel.planner.plan import Plan
 from autoparallel.report.facts import rank_seconds
 from autoparallel.runtime.launch.process import Worker
-from autoparallel.runtime.messages.process_mesh import stages_of_rank
+from autoparallel.runtime.messages.groups import stages_of_rank
 from autoparallel.runtime.profile.stragglers import (
     CHECK_STEPS,
     FIRST_STEP,

@@ -41,12 +41,18 @@ from autoparallel.runtime.messages.shared_objects import Pulse
 from autoparallel.runtime.parameters.pretrained import Pretrained, pretrained
 from autoparallel.runtime.profile.memory_counter import held_by
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
-from autoparallel.runtime.step.streamed_ops import streamed
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.update.optimizer import default_optimizer
-from autoparallel.runtime.verify.async_reference import UpdateRule, run_replay, update_rule
-from autoparallel.runtime.verify.comparison import Quantity
-from autoparallel.runtime.verify.reference import Reference, reference_split, run_reference
+from autoparallel.runtime.verify.reference import (
+    Reference,
+    UpdateRule,
+    reference_split,
+    run_reference,
+    run_replay,
+    streamed,
+    update_rule,
+)
+from autoparallel.runtime.verify.verify import Quantity
 from autoparallel.runtime.verify.verify import verify as run_verification
 from autoparallel.target.load import Target, load_target
 from autoparallel.target.trust import target_name

@@ -4,7 +4,7 @@ In: a plan, and what crosses its stages. Out: their number by device. A communic
 its own (``cost_model.ops.memory``). There is one of all devices (the loss, the gradient's norm,
 tied weights); one for each axis of a stage's mesh that has more than one device; one for each lane,
 the messages from one device to another; and one of the devices whose stages swap parts of values
-that they lay out unlike. The counterpart of ``runtime.messages.process_mesh``,
+that they lay out unlike. The counterpart of ``runtime.messages.groups``,
 ``runtime.messages.ordered_channels``, ``runtime.messages.local_transfer``.
 """
 

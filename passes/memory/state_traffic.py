@@ -57,7 +57,7 @@ class Owner:
 
 def is_sharded(declared: ParameterProgram, mesh: Mesh, zero: int) -> bool:
     """Whether ZeRO shards a parameter over axis "dp"
-    (``runtime.parameters.shards.is_fully_sharded``)."""
+    (``runtime.parameters.parameters.is_fully_sharded``)."""
     return (
         zero > 0
         and mesh.axes[0] == "dp"

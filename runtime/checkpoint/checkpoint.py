@@ -26,12 +26,10 @@ from torch.optim import Optimizer
 
 from ...planner.errors import UsageError
 from ..messages.shared_objects import gather_values
-from .damage import choose_checkpoint
-from .folder import STATE
+from .folder import STATE, choose_checkpoint
 from .metadata import SafeFileSystemReader, missing_files, read_tensors, stored_tensors
-from .optimizer_state import PREFIX, NamedOptimizer, empty_state
+from .optimizer_state import PREFIX, NamedOptimizer, decode, empty_state
 from .parts import GENERATORS, Stateful, load_part, merge_groups, part_tensors, save_parts
-from .values import decode
 from .writer import CheckpointWriter, PendingSave, Snapshot
 
 FORMAT = 1

@@ -22,8 +22,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...planner.errors import UsageError
 from ..messages.shared_objects import gather_values
-from .optimizer_state import NamedOptimizer, Path, put_group_values, take_group_values
-from .values import decode, encode
+from .optimizer_state import (
+    NamedOptimizer,
+    Path,
+    decode,
+    encode,
+    put_group_values,
+    take_group_values,
+)
 
 PREFIX = "part."
 GENERATORS = "generators"

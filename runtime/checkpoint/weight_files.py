@@ -1,26 +1,163 @@
-"""Tensors in files, by name, of which any box can be read alone.
+"""Weights in files, by name: any box of a tensor is read alone, and tensors are written in shards.
 
 In: the path of a safetensors file, of a file of ``torch.save``, of a folder that Hugging Face
-wrote (whole or in shards with an index), or of a checkpoint folder. Out: ``WeightFiles``.
+wrote (whole or in shards with an index), or of a checkpoint folder of
+``torch.distributed.checkpoint`` (ours, with keys ``model.<name>`` beside the optimizer's, or any
+state dict). Out: ``WeightFiles``; no process group is needed. Files are written as
+``model.safetensors`` or ``model.pt``, or as shards and an index, named as Hugging Face names them,
+with one shard in memory at a time.
 Format of safetensors: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ...planner.errors import UsageError
+from ...planner.errors import AutoparallelError, UsageError
 from ...planner.layout import Region
-from .dcp_weights import CheckpointWeights, find_checkpoint
-from .file_errors import reading
+from .folder import STATE, complete_checkpoints
+from .metadata import SafeFileSystemReader
+
+
+@contextmanager
+def reading(path: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Inside, an error of ``kinds`` becomes a UsageError AP861 that names the file."""
+    try:
+        yield
+    except AutoparallelError:
+        raise
+    except kinds as error:
+        lines = str(error).strip().splitlines()
+        raise UsageError(
+            "AP861",
+            f"the weights in {path} cannot be read",
+            why=f"{type(error).__name__}: {lines[0] if lines else ''}",
+            where=str(path.resolve()),
+            fix="write the file again; a .pt file may contain only tensors by name",
+        ) from error
+
+
+INDEX = ".metadata"
+"""The file in which torch says what a checkpoint holds."""
+
+MODEL = "model."
+OTHERS = ("optimizer.", "optim.")
+"""Keys that tell a checkpoint of a whole training from one of weights alone."""
+
+
+def find_checkpoint(path: str | Path) -> Path | None:
+    """``path`` itself, or the newest of the checkpoints in it; None where there is none."""
+    if (Path(path) / INDEX).exists():
+        return Path(path)
+    found = complete_checkpoints(Path(path))
+    return found[-1] if found else None
+
+
+class CheckpointWeights:
+    """The weights of a checkpoint, by the model's own names.
+
+    A read takes from the files the stored pieces that meet the box, one after the other.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises UsageError AP861 where the folder is damaged."""
+        self.place = str(path)
+        self._reader = SafeFileSystemReader(path)
+        with reading(path, OSError, EOFError, pickle.UnpicklingError, AttributeError):
+            self._metadata: Metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._keys = _weights_in(self._metadata, is_training=(path / STATE).exists())
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._keys)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._stored(name).size)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._stored(name).properties.dtype
+
+    def read(self, name: str, region: Region) -> Tensor:
+        stored = self._stored(name)
+        box = ChunkStorageMetadata(
+            offsets=torch.Size(start for start, _ in region),
+            sizes=torch.Size(stop - start for start, stop in region),
+        )
+        part = torch.empty(tuple(box.sizes), dtype=stored.properties.dtype)
+        items = create_read_items_for_chunk_list(self._keys[name], stored, [box])
+        with reading(Path(self.place), OSError, EOFError, pickle.UnpicklingError, RuntimeError):
+            self._reader.read_data(LoadPlan(items), _IntoTensor(part)).wait()
+        return part
+
+    def _stored(self, name: str) -> TensorStorageMetadata:
+        stored = self._metadata.state_dict_metadata[self._keys[name]]
+        assert isinstance(stored, TensorStorageMetadata)
+        return stored
+
+
+def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
+    """The keys of the weights, by their names without what a training puts before them."""
+    tensors = [
+        key
+        for key, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    ]
+    if not is_training and "step" not in tensors and not any(k.startswith(OTHERS) for k in tensors):
+        return {key: key for key in tensors}
+    return {key.removeprefix(MODEL): key for key in tensors if key.startswith(MODEL)}
+
+
+class _IntoTensor(LoadPlanner):
+    """Puts what is read of one tensor where its box in ``part`` is."""
+
+    def __init__(self, part: Tensor) -> None:
+        self._part = part
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        part = self._part
+        bounds = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        for dim, (start, length) in enumerate(bounds):
+            part = part.narrow(dim, start, length)
+        return part
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise UsageError(
+            "AP861", f"{read_item.storage_index.fqn} of the checkpoint is not a tensor"
+        )
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
 
 TORCH_ENDINGS = (".pt", ".pth", ".bin")
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin", "model.pt")
@@ -218,3 +355,60 @@ class ShardedFiles:
                 where=self.place,
             )  # fmt: skip
         return opened
+
+
+ENDINGS = {"safetensors": ".safetensors", "pt": ".pt"}
+
+
+def shards(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:
+    """The names cut, in their order, into lists of at most ``most_bytes``, or one name.
+
+    >>> shards({"a": 3, "b": 2, "c": 9, "d": 1}, most_bytes=5)
+    [['a', 'b'], ['c'], ['d']]
+    """
+    found: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if found[-1] and held + size > most_bytes:
+            found.append([])
+            held = 0
+        found[-1].append(name)
+        held += size
+    return found
+
+
+def write_shards(
+    folder: Path,
+    sizes: Mapping[str, int],
+    tensor: Callable[[str], Tensor],
+    *,
+    kind: str,
+    most_bytes: int,
+) -> list[Path]:
+    """Writes the tensors, ``kind`` safetensors or pt; returns the files with tensors."""
+    ending = ENDINGS[kind]
+    parts = shards(sizes, most_bytes)
+    files = [folder / _file_name(number, len(parts), ending) for number in range(len(parts))]
+    for file, names in zip(files, parts, strict=True):
+        _write_shard(file, names, tensor, kind)
+    if len(parts) > 1:
+        places = {
+            name: file.name for file, names in zip(files, parts, strict=True) for name in names
+        }
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (folder / f"model{ending}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return files
+
+
+def _file_name(number: int, count: int, ending: str) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}{ending}" if count > 1 else f"model{ending}"
+
+
+def _write_shard(
+    file: Path, names: Sequence[str], tensor: Callable[[str], Tensor], kind: str
+) -> None:
+    tensors = {name: tensor(name).contiguous() for name in names}
+    if kind == "safetensors":
+        save_file(tensors, file, metadata={"format": "pt"})
+    else:
+        torch.save(tensors, file)

@@ -39,11 +39,17 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ...planner.errors import AutoparallelError, MachineError, UsageError, WorkerError
 from ..messages.failure_store import StoreBoard
-from .launch import Workers, signals_raise
+from .launch import Workers, can_mend, signals_raise, tell_restart
 from .process import RESULT, Job
-from .rendezvous import Hosts, interface_of, make_handler, open_store, own_address, parse_endpoint
-from .restarts import can_mend, tell_restart
-from .store_watch import StoreWatch
+from .rendezvous import (
+    Hosts,
+    StoreWatch,
+    interface_of,
+    make_handler,
+    open_store,
+    own_address,
+    parse_endpoint,
+)
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 15.0

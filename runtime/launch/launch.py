@@ -1,10 +1,13 @@
 """Launching: one process per device on this machine, or joining the ones torchrun started.
 
-In: a function by name and its arguments. Out: what it returns on rank 0; or, when a worker
+In: a function by name and its arguments. Out: its value on rank 0; or, when a worker
 fails, hangs or runs out of memory, the others are ended at once and its error is raised
 here. Workers find each other by a file of the job's folder, which only this user can open; no
 port is. RANK, WORLD_SIZE and LOCAL_RANK are as under torchrun, where the same function runs on
 many hosts.
+
+A rank that died, hangs or lost another one may do better when all are started again. A wrong
+option, plan or model, too little memory or a loss that is not finite would only come again.
 """
 
 from __future__ import annotations
@@ -29,9 +32,8 @@ from typing import IO, Any
 from ...cost_model.cluster.detect import threads_per_device
 from ...planner.errors import AutoparallelError, HangError, UsageError, WorkerError
 from ..messages.failure_store import Board, FolderBoard, Note, blame
-from ..messages.termination import on_termination
+from ..messages.watchdog import on_termination
 from .process import RESULT, Job, call, current_worker, read_failure
-from .restarts import can_mend, tell_restart
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 10.0
@@ -366,3 +368,26 @@ def signals_raise(ask: Callable[[], bool] | None = None) -> Iterator[None]:
     finally:
         for sign, handler in previous.items():
             signal.signal(sign, handler)
+
+
+MENDABLE = ("AP801", "AP802", "AP820", "AP821", "AP826")
+"""The codes of a rank that failed or died, one that hangs, those that lost another one, and hosts
+that lost one."""
+
+
+def can_mend(error: AutoparallelError) -> bool:
+    """Whether the same run may go on after ``error``.
+
+    >>> from ...planner.errors import DeviceMemoryError, WorkerError
+    >>> can_mend(WorkerError("AP801", "rank 1 of 2 died"))
+    True
+    >>> can_mend(DeviceMemoryError("AP803", "rank 1 of 2 ran out of memory"))
+    False
+    """
+    return error.code in MENDABLE
+
+
+def tell_restart(error: AutoparallelError, number: int, most: int) -> None:
+    """Says on stderr why the ranks are started again, for the ``number``-th time."""
+    sys.stderr.write(f"{error}\nautoparallel: restart {number} of {most}\n")
+    sys.stderr.flush()

@@ -3,8 +3,14 @@
 ``python -m autoparallel.runtime.launch.process JOB.json`` is how the launcher starts a worker; the
 rank comes from the environment, as under torchrun (RANK, WORLD_SIZE, LOCAL_RANK). The
 function is named ``"module:function"`` and is called with a ``Worker`` and the job's
-arguments by name. What it returns on the first rank of a machine, or the error of any rank, goes
+arguments by name. Its value on the first rank of a machine, or the error of any rank, goes
 into a file of the job's folder for the launcher to read.
+
+The ranks of a process group meet at a file, or at the store of a launcher's agent. An agent keeps
+its store over restarts, and with it the addresses and communicators of processes that have ended,
+which a rank may read before the new ones are there: it then connects to nobody. So the ranks first
+agree on a prefix that no earlier process has used. Each asks under a token of its own, and rank 0
+answers every token that it sees until all ranks have heard its answer.
 """
 
 from __future__ import annotations
@@ -17,9 +23,11 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +36,65 @@ from ...planner import errors
 from ...planner.errors import AutoparallelError, DeviceMemoryError, HangError, WorkerError
 from ..messages.failure_store import Board, FolderBoard, Note, Ranks, StoreBoard
 from ..messages.watchdog import Watchdog, show
-from .init_method import meeting_at_agent, meeting_at_file
+
+POLL_SECONDS = 0.02
+MEETING_SECONDS = 300.0
+"""How long the ranks of an agent wait for each other."""
+ROOM = "autoparallel/meeting"
+
+
+def meeting_at_file(path: str, rank: int, world_size: int) -> dict[str, Any]:
+    """A file that all ranks see and no earlier process group has used."""
+    from torch._C._distributed_c10d import FileStore
+
+    return {"store": FileStore(path, world_size), "rank": rank, "world_size": world_size}
+
+
+def meeting_at_agent(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The store of torchrun's agent, at a place that is new; empty where there is no agent.
+
+    Collective over all ranks.
+    """
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    store = TCPStore(
+        environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False,
+        timeout=timedelta(seconds=MEETING_SECONDS),
+    )  # fmt: skip
+    name = agree_on_name(store, rank, world_size)
+    return {"store": PrefixStore(name, store), "rank": rank, "world_size": world_size}
+
+
+def agree_on_name(store: Any, rank: int, world_size: int) -> str:
+    """A name of rank 0's that all ranks of now have heard, whatever ``store`` holds of earlier."""
+    token = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"{ROOM}/asks/{rank}", token)
+        name: str = store.get(f"{ROOM}/answers/{token}").decode()
+        store.set(f"{name}/heard/{rank}", "")
+        return name
+    name = f"{ROOM}/{token}"
+    missing = set(range(1, world_size))
+    answered: set[str] = set()
+    deadline = time.monotonic() + MEETING_SECONDS
+    while missing:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"ranks {sorted(missing)} did not come to the store")
+        for other in sorted(missing):
+            if store.check([f"{name}/heard/{other}"]):
+                missing.discard(other)
+            elif store.check([f"{ROOM}/asks/{other}"]):
+                asked = store.get(f"{ROOM}/asks/{other}").decode()
+                if asked not in answered:
+                    store.set(f"{ROOM}/answers/{asked}", name)
+                    answered.add(asked)
+        if missing:
+            time.sleep(POLL_SECONDS)
+    return name
+
 
 RESULT, STORE = "result-{}.json", "store"
 """In the job's folder: what a rank's function returns, and the file that the process group meets

@@ -1,4 +1,4 @@
-"""The watchdog of a user's own script under torchrun: what ``launch`` gives to our entries.
+"""The watchdog of a user's own script under torchrun, as ``launch`` gives it to our entries.
 
 In: the environment and a timeout. Out: a worker, whose ``watchdog.progress`` the trainer tells
 what it is about to do. While a step is under way a rank has the timeout to go on; between
@@ -16,10 +16,9 @@ from contextlib import ExitStack
 from functools import cache
 from types import TracebackType
 
-from ..messages.termination import LAST_WORDS_SECONDS, on_termination
-from ..messages.watchdog import BETWEEN_STEPS, STARTING
+from ...planner.errors import UsageError
+from ..messages.watchdog import BETWEEN_STEPS, END_SECONDS, STARTING, on_termination
 from .process import Worker, current_worker, describe, lost_rank
-from .script_advice import advice_for
 
 TIMEOUT_SECONDS = 600.0
 """How long a rank may make no progress in a step, unless the script says so."""
@@ -82,8 +81,34 @@ def _say_at_errors(worker: Worker, say: Callable[[Exception], None]) -> None:
             # first the words: the launcher's SIGTERM may come at any moment
             say(ours)
             worker.watchdog.__exit__(kind, error, trace)
-            end = threading.Timer(LAST_WORDS_SECONDS, os._exit, (ours.exit_code,))
+            end = threading.Timer(END_SECONDS, os._exit, (ours.exit_code,))
             end.daemon = True
             end.start()
 
     sys.excepthook = hook
+
+
+_PAGE = "docs/weights.md has these lines for averages, penalties, norms and other optimizers"
+_WHOLE = (
+    "autoparallel.whole(tensor) gives the whole of it, on every rank; methods beside forward are "
+    f"named to parallelize: methods=[...]; {_PAGE}"
+)
+_ADVICE = (
+    ("mixed torch.Tensor and DTensor", "a plain tensor meets a weight that is spread", _WHOLE),
+    ("reshape sharded dimension", "a weight that is spread cannot be given this shape", _WHOLE),
+    ("Sharding propagation failed", "this op has no form for weights that are spread", _WHOLE),
+    ("sharding strategy registered", "this op has no form for weights that are spread", _WHOLE),
+    ("in-place operations", "this op cannot write to a weight that is spread", _WHOLE),
+)
+
+
+def advice_for(error: BaseException) -> UsageError | None:
+    """Return AP944 with the line to write, for an error of torch about tensors that are spread."""
+    text = str(error)
+    if not isinstance(error, RuntimeError | NotImplementedError | TypeError):
+        return None
+    for sign, what, fix in _ADVICE:
+        if sign in text:
+            why = text.strip().splitlines()[0][:200]
+            return UsageError("AP944", what, why=f"torch: {why}", fix=fix)
+    return None

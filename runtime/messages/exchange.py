@@ -34,9 +34,8 @@ from ...planner.errors import WorkerError
 from ...planner.layout import Layout, Mesh, local_region, local_shape
 from ...planner.pricing.transfer import relative, transfers
 from ...planner.schedules.held import sends_kept
-from .ordered_channels import Lane, Lanes
+from .ordered_channels import Lane, Lanes, Outbox
 from .pending_results import Progress, shared_sum
-from .pending_sends import Outbox
 
 if TYPE_CHECKING:
     from ...passes.local.stage_cut import Boundary

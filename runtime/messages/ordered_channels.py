@@ -7,11 +7,18 @@ first message would else wait for its peer inside the send).
 
 Both sides of each lane must know the same messages in the same order (``check_lanes``): a
 difference would be a hang, or, between messages of one size, a wrong gradient.
+
+Messages that may not have gone yet are kept alive (``Outbox``), the latest few of each receiver: a
+send waits for an earlier one to the same rank once so many are kept. On a GPU the device waits and
+the host goes on: it may run far ahead, and memory that it frees is used again in its own order. On
+gloo the host waits, as its works only know after a wait whether they are done. So the memory
+follows from the schedule (``planner.schedules.messages_held``), however fast the receivers are.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -23,6 +30,7 @@ from torch import Tensor
 
 from ...planner.errors import PlanError
 from .groups import new_group
+from .pending_results import Progress
 from .shared_objects import control_group, gather_values
 
 TAG = 2**30 - 1
@@ -127,3 +135,43 @@ def _gathered(own: tuple[T, T]) -> list[tuple[T, ...]]:
 def _merged(parts: Sequence[Mapping[Lane, T]]) -> dict[Lane, T]:
     """Each lane's is of one rank."""
     return {lane: value for part in parts for lane, value in part.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    works: Sequence[dist.Work]
+    tensors: tuple[Tensor, ...]
+    what: str
+
+
+@dataclass(slots=True)
+class Outbox:
+    """The messages of one rank that are on their way. ``most``: how many to one rank are kept."""
+
+    most: int
+    tell: Progress | None = None
+    _held: dict[int, deque[_Sent]] = field(default_factory=dict)
+
+    def add(
+        self, peer: int, works: Sequence[dist.Work], tensors: tuple[Tensor, ...], what: str
+    ) -> None:
+        """Keeps ``tensors``, sent at once, until ``works`` are done; ``what`` names the message.
+
+        Raises RuntimeError if a receiver is lost.
+        """
+        self._end_all_but(self.most - 1, peer)
+        self._held[peer].append(_Sent(works, tensors, what))
+
+    def finish(self) -> None:
+        """Wait until everything has gone. Raises RuntimeError if a receiver is lost."""
+        for peer in self._held:
+            self._end_all_but(0, peer)
+
+    def _end_all_but(self, count: int, peer: int) -> None:
+        held = self._held.setdefault(peer, deque())
+        while len(held) > count:
+            sent = held.popleft()
+            if self.tell is not None:
+                self.tell(f"{sent.what}: waiting for rank {peer} to receive", (peer,))
+            for work in sent.works:
+                work.wait()

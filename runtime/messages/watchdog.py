@@ -1,12 +1,15 @@
 """The watchdog: ends a process that makes no progress, and says what it was doing.
 
-In: what the process is about to do and whom it waits for, told again and again. Out:
-nothing while it goes on; after ``timeout_seconds`` without progress, or when another rank has
-failed, a HangError with what the process was at, where the main thread is and which rank failed
-to come, and the process ends with its exit code. A wait inside a collective cannot be
-interrupted from Python, so ending the process is the only way out.
+In: the process' next action and the ranks it waits for, told again and again. Out: nothing while it
+goes on; after ``timeout_seconds`` without progress, or when another rank has failed, a HangError
+with the current action, the line of the main thread and the rank that failed to come, and the
+process ends with its exit code. A wait inside a collective cannot be interrupted from Python, so
+ending the process is the only way out. A GPU is behind its host: there the current action is the
+GPU's, not the one that the host told last.
 
-A GPU is behind its host: there a process is at what its GPU is at, not at what the host told last.
+A SIGTERM is heard even while a message is waited for (``on_termination``). torchrun ends all ranks
+so when one of them has failed, a scheduler when the time is up. Python runs handlers in the main
+thread alone, which may sit in a collective and never return; so another thread acts on it.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
@@ -28,6 +33,7 @@ from .failure_store import ANSWER_SECONDS, Note, Ranks
 
 if TYPE_CHECKING:
     from .device_queue import DeviceQueue, Event
+
 
 POLL_SECONDS = 0.5
 """How often the watchdog looks whether another rank has failed."""
@@ -229,7 +235,7 @@ class Watchdog:
         The latter is that of a host, and says nothing where a device is behind it.
         """
         frame = sys._current_frames().get(self._watched or 0)
-        module = sys.modules.get(f"{__package__}.stack_location")  # with torch; not imported here
+        module = sys.modules.get(f"{__package__}.communicator")  # with torch; not imported here
         if module is None or self._position.is_behind:
             return place_of(frame), ""
         return place_of(frame), module.whereabouts(frame)
@@ -240,3 +246,60 @@ def place_of(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+END_SECONDS = 10.0
+"""How long a process that has failed may take to say so, from when it is told to end."""
+
+
+@contextmanager
+def on_termination(act: Callable[[], None]) -> Iterator[None]:
+    """Calls ``act`` in another thread when SIGTERM comes while the block runs.
+
+    Leaves a program alone that handles SIGTERM itself, also from later on, and the processes
+    that it forks; does nothing outside the main thread. After an error in the block the process
+    is about to say so and to end: from then on the signal ends it only ``END_SECONDS``
+    later.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    listening, told = os.pipe()
+    os.set_blocking(told, False)
+
+    def ours(number: int, frame: FrameType | None) -> None:
+        """Nothing: the thread that listens has heard of it."""
+
+    def listen() -> None:
+        while number := os.read(listening, 1):
+            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is ours:
+                act()
+        os.close(listening)
+
+    signal.signal(signal.SIGTERM, ours)
+    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: _forget(ours))
+    threading.Thread(target=listen, name="termination", daemon=True).start()
+    has_failed = True
+    try:
+        yield
+        has_failed = False
+    finally:
+        signal.set_wakeup_fd(before)
+        if signal.getsignal(signal.SIGTERM) is ours:
+            signal.signal(signal.SIGTERM, _end_later if has_failed else signal.SIG_DFL)
+        os.close(told)
+
+
+def _forget(handler: Callable[[int, FrameType | None], None]) -> None:
+    """In a forked process, which shares the pipe but has no thread that listens."""
+    if signal.getsignal(signal.SIGTERM) is handler:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end_later(number: int, frame: FrameType | None) -> None:
+    end = threading.Timer(END_SECONDS, os._exit, (128 + number,))
+    end.daemon = True
+    end.start()

@@ -25,9 +25,8 @@ from ...passes.local.weight_gradients import WeightGradients, defer
 from ...passes.ops.collectives import local_tensor
 from ...planner.layout import Region, local_region
 from ...planner.plan import Precision, Recompute
-from ..messages.stack_location import BackwardPosition
-from .parameters import Formats, StageParameter, get_by_path, make_parameter
-from .shards import placements
+from ..messages.communicator import BackwardPosition
+from .parameters import Formats, StageParameter, get_by_path, make_parameter, placements
 from .zero import apply_zero
 
 if TYPE_CHECKING:

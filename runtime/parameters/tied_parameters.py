@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ...planner.layout import Region
 from ..messages.shared_objects import gather_values
-from .parameters import StageParameter
-from .shards import intersection, within
+from .parameters import StageParameter, intersection, within
 
 TAG = 2**30
 """Apart from the tags of the values that cross stages."""

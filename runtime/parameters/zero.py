@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from ...passes.ops.collectives import local_tensor
 from ..messages.communicator import reduce_scatter
-from ..messages.process_mesh import DATA_AXIS
+from ..messages.groups import DATA_AXIS
 from .parameters import Formats, StageParameter, on_host
 
 if TYPE_CHECKING:

@@ -19,15 +19,13 @@ from ...passes.programs.program import Program
 from ...planner.plan import Plan, ServerPlan
 from ...planner.server_shards import Shard, shards_of
 from ..data.variants import variant_of
-from ..messages.process_mesh import DATA_AXIS
+from ..messages.groups import DATA_AXIS
 from ..parameters.initial_values import Weights
 from ..step.rank_model import RankModel
 from ..step.training_step import StepResult
 from ..update.optimizer import BuildOptimizer
-from .channels import Channel, LocalChannel, PeerChannel
-from .links import Key, Link, Traffic
-from .served_piece import ServedPiece
-from .server import Server
+from .channels import Channel, Key, Link, LocalChannel, PeerChannel, Traffic
+from .server import ServedPiece, Server
 from .server_worker import SHARED, ServerWorker
 
 

@@ -19,8 +19,7 @@ from ...planner.server_shards import Shard
 from ..data.rank_batch import microbatch_rows
 from ..parameters.parameters import StageParameter, attach_gradient_hook
 from ..step.executor import StageExecutor
-from .channels import GRADIENT, LOSS, PULL, PUSH, READ_LOSS, Request
-from .links import Key, Traffic
+from .channels import GRADIENT, LOSS, PULL, PUSH, READ_LOSS, Key, Request, Traffic
 
 SHARED = -1
 """The block of parameters that several blocks use."""

@@ -25,9 +25,8 @@ from ...planner.errors import AutoparallelError
 from ...planner.padding import Padding, unpaddable
 from ...planner.replicas import placed_stages
 from ..data.batches import StepBatches
-from ..data.padded_batches import SequencePadding
-from ..data.share_batch import ShareBatch, gather_whole
-from ..data.variants import BatchShape, Variant, bucket_of, variant_of
+from ..data.rank_batch import ShareBatch, gather_whole
+from ..data.variants import BatchShape, SequencePadding, Variant, bucket_of, variant_of
 from ..messages.communicator import ProcessCommunicator
 from ..messages.exchange import Exchange
 from ..messages.local_transfer import Handover, split_boundaries

@@ -28,8 +28,7 @@ from ...cost_model.simulator.actions import BACKWARD, FORWARD
 from ...passes.ops.random_ops import step_key
 from ...planner.graph import Node
 from ...planner.layout import local_region
-from ..data.rank_batch import batch_rows, local_part, step_inputs
-from ..data.share_batch import ShareBatch
+from ..data.rank_batch import ShareBatch, batch_rows, local_part, step_inputs
 from ..messages.device_queue import queue_of
 from ..parameters.stage import StageModule
 from ..parameters.weight_versions import WeightVersions

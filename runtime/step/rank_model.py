@@ -21,10 +21,9 @@ from ...passes.programs.program import Program
 from ...planner.plan import Plan
 from ...planner.plan_schedule import splits_backward
 from ...planner.replicas import placed_stages
-from ..data.small_batches import refused_batch
-from ..data.variants import Variant, stage_programs
+from ..data.variants import Variant, refused_batch, stage_programs
 from ..messages.communicator import ProcessCommunicator
-from ..messages.process_mesh import build_meshes, stages_of_rank
+from ..messages.groups import build_meshes, stages_of_rank
 from ..parameters.compiling import BlockCompiler
 from ..parameters.initial_values import Weights, constants_of, fill_stages, whole_tensors
 from ..parameters.parameters import StageParameter

@@ -27,8 +27,13 @@ from ..launch.membership import check_plan
 from ..parameters.initial_values import Weights
 from ..update.deferred_update import why_not_deferred
 from ..update.optimizer import BuildOptimizer, build_optimizer
-from ..update.parted_update import PartedUpdate
-from ..update.update import BuildScheduler, Update, UpdateOptions, check_updates_itself
+from ..update.update import (
+    BuildScheduler,
+    PartedUpdate,
+    Update,
+    UpdateOptions,
+    check_updates_itself,
+)
 from .batch_runner import BatchRunner
 from .checkpoint_state import rank_state
 from .rank_model import RankModel

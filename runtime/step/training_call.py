@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from ...passes.ops.collectives import convert, local_tensor
 from ...planner.errors import UsageError
 from ...planner.layout import INVARIANT, conversion_steps
-from ..data.share_batch import ShareBatch
+from ..data.rank_batch import ShareBatch
 from ..messages.communicator import ProcessCommunicator
+from ..messages.groups import DATA_AXIS
 from ..messages.pending_results import shared_sum
-from ..messages.process_mesh import DATA_AXIS
 from ..messages.shared_objects import group_for
 from ..messages.watchdog import BETWEEN_STEPS
 from ..parameters.parameters import StageParameter

@@ -26,9 +26,8 @@ from ..parameters.parameters import StageParameter
 from ..parameters.stage import StageModule
 from ..step.trainer import Trainer
 from ..step.whole_weights import WholeWeights
-from .comparison import Piece
 from .reference import reference_split
-from .verify import collect, collect_buffers
+from .verify import Piece, collect, collect_buffers
 
 MOST_SECONDS = 10.0
 """A plain step that is estimated at more is not run unless it is asked for."""

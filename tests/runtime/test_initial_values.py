@@ -25,7 +25,7 @@ from autoparallel.passes.initialization.deferred_init import (
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import PlanOptions, plan_program
-from autoparallel.runtime.parameters.materialize import box_of, tensor_names
+from autoparallel.runtime.parameters.initial_values import box_of, tensor_names
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.target.load import Target, load_target
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autoparallel.runtime.messages.pending_sends import Outbox
+from autoparallel.runtime.messages.ordered_channels import Outbox
 
 
 class Sent:

@@ -27,7 +27,7 @@ from autoparallel.planner.layout import Mesh
 from autoparallel.runtime.data.rank_batch import microbatch_rows
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
 from autoparallel.runtime.messages.shared_objects import gather_values
-from autoparallel.runtime.parameters.materialize import materialize
+from autoparallel.runtime.parameters.initial_values import materialize
 from autoparallel.runtime.parameters.stage import StageModule
 from autoparallel.runtime.parameters.tied_parameters import find_tied
 from autoparallel.runtime.step.executor import StageExecutor, StageVariant

@@ -15,8 +15,7 @@ from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.inputs import random_batch
-from autoparallel.runtime.step.streamed_ops import streamed
-from autoparallel.runtime.verify.reference import Batch, Reference, run_reference
+from autoparallel.runtime.verify.reference import Batch, Reference, run_reference, streamed
 from autoparallel.target.load import load_target
 
 CPU = torch.device("cpu")

@@ -12,8 +12,11 @@ from script_ranks import group_of_one
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoparallel.runtime.messages.communicator import ProcessCommunicator
-from autoparallel.runtime.messages.stack_location import BackwardPosition, whereabouts
+from autoparallel.runtime.messages.communicator import (
+    BackwardPosition,
+    ProcessCommunicator,
+    whereabouts,
+)
 
 
 def here() -> str:
