@@ -186,9 +186,7 @@ class StageWalk:
 
     def _number(self, name: str) -> int:
         """That of a node's layout: under its own name, or its template's."""
-        found = self.numbers.get(name)
-        if found is None:
-            found = self.numbers.get(self.walked.forms.blocks.template.get(name, name))
+        found = self.walked.forms.blocks.entry(self.numbers, name)
         if found is None:
             raise PlanError("AP525", f"the plan has no layout for {name}", fix="plan again")
         return found

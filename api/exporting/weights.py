@@ -20,13 +20,13 @@ from autoparallel.exporting.plans import CHECKPOINT_FORMATS
 from autoparallel.options.parse import did_you_mean, parse_size
 from autoparallel.passes.capture.tie import find_tied
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.layout import whole_region
 from autoparallel.planning.plan import record_target
 from autoparallel.planning.plan_files import PLAN, load_plan
 from autoparallel.runtime.checkpoint.weight_files import (
     WeightFiles,
     find_checkpoint,
     open_weights,
-    whole_region,
     write_shards,
 )
 from autoparallel.target.load import Target, load_target

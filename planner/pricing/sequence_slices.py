@@ -89,8 +89,7 @@ class _StageLayouts:
     carried: list[Carried] = field(default_factory=list)
 
     def of(self, name: str) -> NodeLayout | None:
-        found = self.stage.layouts.get(name)
-        return found or self.stage.layouts.get(self.blocks.template.get(name, name))
+        return self.stage.layout_of(name, self.blocks)
 
 
 def _leaf_layouts(graph: Graph, stage: _StageLayouts) -> Layouts:

@@ -170,8 +170,11 @@ def load_checkpoint(path: str | Path, state: TrainingState) -> Loaded:
     document = _read_document(path)
     reader = SafeFileSystemReader(path, tuple(document["hosts"]))
     stored = stored_tensors(reader.read_metadata())
-    _check_model(path, state, {k.removeprefix("model."): v.size for k, v in stored.items()
-                               if k.startswith("model.")})  # fmt: skip
+    _check_model(
+        path,
+        state,
+        {k.removeprefix("model."): v.size for k, v in stored.items() if k.startswith("model.")},
+    )
     found_parts = {
         name: part_tensors(name, document["parts"][name])
         for name in _parts_to_load(path, state, document)
@@ -190,8 +193,9 @@ def load_checkpoint(path: str | Path, state: TrainingState) -> Loaded:
             key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in keys
         }
         read_tensors(reader, tensors)
-        load_part(state.parts[name], document["parts"][name], rank, list(tensors.values()),
-                  state.names())  # fmt: skip
+        load_part(
+            state.parts[name], document["parts"][name], rank, list(tensors.values()), state.names()
+        )
     return Loaded(int(document["step"]), document["facts"])
 
 

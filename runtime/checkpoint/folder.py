@@ -92,9 +92,11 @@ def newest_checkpoint(path: str | Path) -> Path:
 
 def _none(path: Path, why: str) -> UsageError:
     return UsageError(
-        "AP132", f"{path} contains no checkpoint", why=why,
+        "AP132",
+        f"{path} contains no checkpoint",
+        why=why,
         fix="use the folder of --save (or autoparallel.save), or a step-N folder in it",
-    )  # fmt: skip
+    )
 
 
 def publish(temporary: Path, path: Path) -> None:

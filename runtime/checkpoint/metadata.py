@@ -33,8 +33,14 @@ METADATA = ".metadata"
 
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": (
-        "Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata",
-        "BytesStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        "Metadata",
+        "MetadataIndex",
+        "ChunkStorageMetadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch": ("Size",),
@@ -42,7 +48,7 @@ ALLOWED = {
     "pathlib": ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "pathlib._local": ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "collections": ("OrderedDict",),
-}  # fmt: skip
+}
 """The classes, by module, that an index may name; the torch dtypes come on top."""
 
 
@@ -166,9 +172,12 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 def damaged(file: Path, why: str) -> UsageError:
     """The error about a file of a checkpoint that is not as it was written."""
     return UsageError(
-        "AP880", f"the file {file.name} of the checkpoint is damaged", why=why, where=str(file),
+        "AP880",
+        f"the file {file.name} of the checkpoint is damaged",
+        why=why,
+        where=str(file),
         fix="use another checkpoint: --resume DIR/step-N; --resume DIR takes the newest whole one",
-    )  # fmt: skip
+    )
 
 
 def missing_files(folder: Path, missing: list[str], hosts: tuple[str, ...]) -> UsageError:

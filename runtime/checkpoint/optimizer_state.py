@@ -254,8 +254,9 @@ def take_group_values(scheduler: LRScheduler, named: NamedOptimizer) -> tuple[An
     return taken(scheduler.state_dict(), ()), found
 
 
-def put_group_values(state: Any, path: Sequence[str | int], values: ByNames,
-                     named: NamedOptimizer) -> None:  # fmt: skip
+def put_group_values(
+    state: Any, path: Sequence[str | int], values: ByNames, named: NamedOptimizer
+) -> None:
     """Put a list with a value for each group of ``named`` back into a scheduler's state."""
     by_name = {name: value for value, names in values for name in names}
     found = []

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ...planner.errors import AutoparallelError, UsageError
-from ...planner.layout import Region
+from ...planner.layout import Region, region_shape, region_slices
 from .folder import STATE, complete_checkpoints
 from .metadata import SafeFileSystemReader
 
@@ -99,7 +99,7 @@ class CheckpointWeights:
         stored = self._stored(name)
         box = ChunkStorageMetadata(
             offsets=torch.Size(start for start, _ in region),
-            sizes=torch.Size(stop - start for start, stop in region),
+            sizes=torch.Size(region_shape(region)),
         )
         part = torch.empty(tuple(box.sizes), dtype=stored.properties.dtype)
         items = create_read_items_for_chunk_list(self._keys[name], stored, [box])
@@ -184,11 +184,6 @@ class WeightFiles(Protocol):
 
     def read(self, name: str, region: Region) -> Tensor:
         """The box ``region`` of a tensor, on the CPU, in the dtype that it is stored in."""
-
-
-def whole_region(shape: tuple[int, ...]) -> Region:
-    """The box that is all of a tensor of ``shape``."""
-    return tuple((0, size) for size in shape)
 
 
 def open_weights(path: str | Path) -> WeightFiles:
@@ -278,7 +273,7 @@ class SafetensorsFile:
             if not region:
                 scalar: Tensor = self._file.get_tensor(name)
                 return scalar
-            part: Tensor = self._file.get_slice(name)[tuple(slice(*bounds) for bounds in region)]
+            part: Tensor = self._file.get_slice(name)[region_slices(region)]
             return part
 
 
@@ -302,7 +297,7 @@ class TorchFile:
         return self._tensors[name].dtype
 
     def read(self, name: str, region: Region) -> Tensor:
-        return self._tensors[name][tuple(slice(*bounds) for bounds in region)]
+        return self._tensors[name][region_slices(region)]
 
 
 def _load_mapped(path: Path) -> Any:
@@ -351,9 +346,10 @@ class ShardedFiles:
         opened = self._opened[file]
         if name not in opened.names():
             raise UsageError(
-                "AP861", f"{file} has no tensor {name!r}, where the index says it is",
+                "AP861",
+                f"{file} has no tensor {name!r}, where the index says it is",
                 where=self.place,
-            )  # fmt: skip
+            )
         return opened
 
 

@@ -19,7 +19,7 @@ from ...passes.local.input_rows import HeldRows, StageRows
 from ...passes.ops.collectives import Communicator
 from ...planner.errors import UsageError
 from ...planner.graph import TensorSpec
-from ...planner.layout import Region, local_region
+from ...planner.layout import Region, local_region, region_slices, whole_region
 
 if TYPE_CHECKING:
     from ...passes.local.stage_program import Held, StageProgram
@@ -250,13 +250,13 @@ def microbatch_rows(
 
 def local_part(
     tensor: Tensor,
-    region: tuple[tuple[int, int], ...],
+    region: Region,
     dtype: str,
     device: torch.device | None = None,
 ) -> Tensor:
     """The box ``region`` of ``tensor``, contiguous, in ``dtype`` if it is floating."""
     part = tensor
-    if any((0, size) != bounds for size, bounds in zip(tensor.shape, region, strict=True)):
-        part = tensor[tuple(slice(start, stop) for start, stop in region)]
+    if region != whole_region(tensor.shape):
+        part = tensor[region_slices(region)]
     target = getattr(torch, dtype) if part.is_floating_point() else part.dtype
     return part.to(device=device, dtype=target).contiguous()

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ...cost_model.simulator.actions import Schedule
 from ...passes.local.input_rows import StageRows, rows_of_stages
-from ...passes.local.stage_cut import Boundary, boundaries, node_layout, with_replicas
+from ...passes.local.stage_cut import Boundary, boundaries, with_replicas
 from ...passes.local.stage_program import OfSlice, StageProgram, build_stage
 from ...passes.ops.collectives import Communicator
 from ...passes.ops.random_ops import Draws
@@ -173,10 +173,15 @@ def stage_programs(
         carried = each.carried[index]
         of_slice = OfSlice(variant.program.graph, tuple(c.made for c in carried), draws)
         program = build_stage(
-            each.graph, each.blocks, each.plan, stage_index=index, coordinates=coordinates,
-            communicator=communicator, of_slice=None if is_first else of_slice,
+            each.graph,
+            each.blocks,
+            each.plan,
+            stage_index=index,
+            coordinates=coordinates,
+            communicator=communicator,
+            of_slice=None if is_first else of_slice,
             outputs=variant.program.returned,
-        )  # fmt: skip
+        )
         earlier = {c.earlier for c in carried}
         inputs = {name: held for name, held in program.inputs.items() if name not in earlier}
         found.append(replace(program, inputs=inputs))
@@ -185,9 +190,11 @@ def stage_programs(
 
 def _refused(what: str, why: str) -> UsageError:
     return UsageError(
-        "AP561", f"{what} are not possible", why=why,
+        "AP561",
+        f"{what} are not possible",
+        why=why,
         fix="use lengths in ascending order, all below the planned one",
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +260,7 @@ def _even(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
 def _divides(program: Program, graph: Graph, stage: StagePlan) -> bool:
     """Whether a stage's mesh divides all values at the graph's batch size as the plan asks."""
     for node in graph:
-        layout = node_layout(stage, program.blocks, node.name)
+        layout = stage.layout_of(node.name, program.blocks)
         if layout is None or node.kind not in ("op", "input"):
             continue
         specs = (*map(graph.spec, node.inputs), *node.outputs)
@@ -272,7 +279,7 @@ def _why_not_uneven(program: Program, plan: Plan) -> str:
     return why_not(
         graph,
         [*graph.by_name],
-        lambda name: None if name in leaves else node_layout(stage, program.blocks, name),
+        lambda name: None if name in leaves else stage.layout_of(name, program.blocks),
     )
 
 

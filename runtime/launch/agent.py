@@ -87,9 +87,13 @@ def launch_on_hosts(
     watch = StoreWatch(LOST_SECONDS, lambda: agent.end_without_store(hosts))
     handler = make_handler(hosts, store, endpoint, watch.asking)
     spec = WorkerSpec(
-        role="ranks", local_world_size=num_local, rdzv_handler=handler, entrypoint=sys.executable,
-        max_restarts=max_restarts, monitor_interval=0.1,
-    )  # fmt: skip
+        role="ranks",
+        local_world_size=num_local,
+        rdzv_handler=handler,
+        entrypoint=sys.executable,
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+    )
     with tempfile.TemporaryDirectory(prefix="autoparallel-") as folder:
         alone = replace(job, folder=folder, is_alone=False)
         agent = HostAgent(spec, alone, shared, store, watch.asking)
@@ -113,10 +117,11 @@ def _run(agent: HostAgent, hosts: Hosts) -> Any:
         result = agent.run()
     except RendezvousTimeoutError as error:
         raise MachineError(
-            "AP415", f"fewer than {hosts.least} hosts came to {hosts.endpoint}",
+            "AP415",
+            f"fewer than {hosts.least} hosts came to {hosts.endpoint}",
             why=f"this host waited {hosts.join_seconds:g} s",
             fix=f"start the same command on {hosts.least} hosts; --join-timeout waits longer",
-        ) from error  # fmt: skip
+        ) from error
     except RendezvousClosedError:
         result = None
     except (RendezvousError, DistError) as error:
@@ -132,9 +137,11 @@ def _run(agent: HostAgent, hosts: Hosts) -> Any:
 
 def _without_store(hosts: Hosts, why: str) -> MachineError:
     return MachineError(
-        "AP416", f"the host of the rendezvous endpoint {hosts.endpoint} is gone", why=why,
+        "AP416",
+        f"the host of the rendezvous endpoint {hosts.endpoint} is gone",
+        why=why,
         fix="start the run again on all hosts with --resume, or with an endpoint that stays",
-    )  # fmt: skip
+    )
 
 
 def _check_same_job(store: Any, job: Job, hosts: Hosts) -> None:
@@ -154,9 +161,11 @@ def _check_same_job(store: Any, job: Job, hosts: Hosts) -> None:
         names = [name for name in one["run"] if one["run"][name] != other["run"].get(name)]
         why = f"{', '.join(names) or 'the command'} differ"
     raise UsageError(
-        "AP157", "this host was given another run than the first one", why=why,
+        "AP157",
+        "this host was given another run than the first one",
+        why=why,
         fix="give every host the same command, and the same plan at the same path",
-    )  # fmt: skip
+    )
 
 
 class HostAgent(SimpleElasticAgent):
@@ -241,9 +250,12 @@ class HostAgent(SimpleElasticAgent):
             "PYTHONUNBUFFERED": "1",
         }
         self._workers = Workers(
-            path, environment, spec.local_world_size,
-            first_rank=worker_group.workers[0].global_rank, board=StoreBoard(environment),
-        )  # fmt: skip
+            path,
+            environment,
+            spec.local_world_size,
+            first_rank=worker_group.workers[0].global_rank,
+            board=StoreBoard(environment),
+        )
         return self._workers.start()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -337,6 +349,7 @@ def _failed(codes: Mapping[int, int]) -> RunResult:
 def _lost_hosts(lost: tuple[int, ...]) -> WorkerError:
     names = ", ".join(map(str, lost))
     return WorkerError(
-        "AP826", f"host {names} of the run is lost",
+        "AP826",
+        f"host {names} of the run is lost",
         why=f"its agent has not been heard for {LOST_SECONDS:g} s",
-    )  # fmt: skip
+    )

@@ -76,9 +76,11 @@ def launch(
         started = int(environment["WORLD_SIZE"])
         if started != num_processes:
             raise UsageError(
-                "AP152", f"the plan needs {num_processes} processes, torchrun started {started}",
-                where="torchrun", fix="start as many as the plan has devices, or plan again",
-            )  # fmt: skip
+                "AP152",
+                f"the plan needs {num_processes} processes, torchrun started {started}",
+                where="torchrun",
+                fix="start as many as the plan has devices, or plan again",
+            )
         worker = current_worker(environment, timeout_seconds)
         with on_termination(worker.watchdog.terminate):
             return call(entry, worker, arguments)
@@ -236,9 +238,10 @@ class Workers:
             if first_end is not None and time.monotonic() - first_end > timeout_seconds:
                 late = [rank for rank, code in codes.items() if code is None]
                 raise HangError(
-                    "AP802", f"rank {late[0]} has not ended although other ranks have",
+                    "AP802",
+                    f"rank {late[0]} has not ended although other ranks have",
                     fix="check what it does after its last step",
-                )  # fmt: skip
+                )
             time.sleep(POLL_SECONDS)
 
     def others(self, failed: dict[int, int]) -> dict[int, int]:

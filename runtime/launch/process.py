@@ -61,9 +61,11 @@ def meeting_at_agent(environment: Mapping[str, str]) -> dict[str, Any]:
         return {}
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     store = TCPStore(
-        environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False,
+        environment["MASTER_ADDR"],
+        int(environment["MASTER_PORT"]),
+        is_master=False,
         timeout=timedelta(seconds=MEETING_SECONDS),
-    )  # fmt: skip
+    )
     name = agree_on_name(store, rank, world_size)
     return {"store": PrefixStore(name, store), "rank": rank, "world_size": world_size}
 
@@ -100,14 +102,23 @@ RESULT, STORE = "result-{}.json", "store"
 """In the job's folder: what a rank's function returns, and the file that the process group meets
 at."""
 OUT_OF_MEMORY = (
-    "can't allocate memory", "CUDA out of memory", "Unable to allocate",
-    "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
-    "Cuda failure 2 'out of memory'", "Cuda failure 'out of memory'",  # as NCCL says it
-)  # fmt: skip
+    "can't allocate memory",
+    "CUDA out of memory",
+    "Unable to allocate",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",
+    "Cuda failure 'out of memory'",  # as NCCL says it
+)
 CONNECTION_LOST = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout",
-    "remote process exited", "Connection was likely closed", "recvValue failed",
-)  # fmt: skip
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket Timeout",
+    "remote process exited",
+    "Connection was likely closed",
+    "recvValue failed",
+)
 
 
 # A rank that is lost while a checkpoint is written makes that fail (AP886) as any other message.
@@ -213,9 +224,12 @@ def lost_rank(error: AutoparallelError, worker: Worker) -> AutoparallelError:
         return error
     who = ranks.blame(Note(worker.rank, doing.what, doing.waits_for))
     return WorkerError(
-        "AP820", f"rank {worker.rank} of {worker.world_size} has lost another rank",
-        why=f"{doing.what}; {who}", where=error.where, fix="check why that rank ended",
-    )  # fmt: skip
+        "AP820",
+        f"rank {worker.rank} of {worker.world_size} has lost another rank",
+        why=f"{doing.what}; {who}",
+        where=error.where,
+        fix="check why that rank ended",
+    )
 
 
 def current_worker(
@@ -236,9 +250,12 @@ def current_worker(
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     ranks = Ranks(rank, world_size, StoreBoard(environment) if board is None else board)
     watchdog = Watchdog(
-        timeout_seconds, name=f"rank {rank} of {world_size}", ranks=ranks, resting=resting,
+        timeout_seconds,
+        name=f"rank {rank} of {world_size}",
+        ranks=ranks,
+        resting=resting,
         report=report,
-    )  # fmt: skip
+    )
     local_rank = int(environment.get("LOCAL_RANK", rank))
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if store_path is not None:
@@ -284,9 +301,16 @@ def read_failure(folder: Path, rank: int) -> Failure | None:
 def write_failure(folder: Path, rank: int, error: AutoparallelError) -> None:
     """Leaves a rank's error for the launcher, which shows it."""
     failure = Failure(
-        rank, time.time(), type(error).__name__, error.code, error.what, error.why, error.where,
-        error.fix, is_consequence=error.code in CONSEQUENCES,
-    )  # fmt: skip
+        rank,
+        time.time(),
+        type(error).__name__,
+        error.code,
+        error.what,
+        error.why,
+        error.where,
+        error.fix,
+        is_consequence=error.code in CONSEQUENCES,
+    )
     _write(folder / f"failure-{rank}.json", asdict(failure))
 
 

@@ -65,16 +65,19 @@ def parse_endpoint(text: str) -> tuple[str, int]:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except OSError as error:
         raise MachineError(
-            "AP414", f"the rendezvous endpoint {text} cannot be found", why=str(error),
+            "AP414",
+            f"the rendezvous endpoint {text} cannot be found",
+            why=str(error),
             fix="give the address of one of the hosts, the same on every host",
-        ) from error  # fmt: skip
+        ) from error
     address = str(found[0][4][0])
     if address in ("0.0.0.0", "::"):
         raise UsageError(
-            "AP156", f"--rdzv-endpoint {text} is no address of a host",
+            "AP156",
+            f"--rdzv-endpoint {text} is no address of a host",
             why="others would reach a store that listens on every interface",
             fix="give the address at which the other hosts reach this one",
-        )  # fmt: skip
+        )
     return address, int(port)
 
 
@@ -111,9 +114,13 @@ def open_store(endpoint: tuple[str, int], join_seconds: float) -> tuple[Any, boo
     host, port = endpoint
     if listening is not None:
         store = TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=timeout,
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
             master_listen_fd=listening.detach(),
-        )  # fmt: skip
+        )
         return store, True
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=join_seconds))
@@ -142,9 +149,11 @@ def _listen(endpoint: tuple[str, int]) -> socket.socket | None:
 
 def _unreachable(endpoint: tuple[str, int], why: str) -> MachineError:
     return MachineError(
-        "AP414", f"the rendezvous endpoint {endpoint[0]}:{endpoint[1]} cannot be reached", why=why,
+        "AP414",
+        f"the rendezvous endpoint {endpoint[0]}:{endpoint[1]} cannot be reached",
+        why=why,
         fix="start the run on the host that has this address, and let the port through",
-    )  # fmt: skip
+    )
 
 
 def make_handler(
@@ -189,13 +198,17 @@ def make_handler(
                 return super().set_state(state, token)
 
     return Handler.from_backend(
-        RUN, store, Backend(store, RUN), hosts.least, hosts.most,
+        RUN,
+        store,
+        Backend(store, RUN),
+        hosts.least,
+        hosts.most,
         local_addr=own_address(endpoint),
         timeout=RendezvousTimeout(
             join=timedelta(seconds=hosts.join_seconds),
             last_call=timedelta(seconds=LAST_CALL_SECONDS),
         ),
-    )  # fmt: skip
+    )
 
 
 POLL_SECONDS = 0.5

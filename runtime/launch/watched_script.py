@@ -23,9 +23,14 @@ from .process import Worker, current_worker, describe, lost_rank
 TIMEOUT_SECONDS = 600.0
 """How long a rank may make no progress in a step, unless the script says so."""
 _OF_JOB = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
-    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE",
-)  # fmt: skip
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 
 
 def watch_script(environment: Mapping[str, str], timeout_seconds: float | None = None) -> Worker:

@@ -31,8 +31,8 @@ from ...cost_model.simulator.actions import (
     Schedule,
 )
 from ...planner.errors import WorkerError
-from ...planner.layout import Layout, Mesh, local_region, local_shape
-from ...planner.pricing.transfer import relative, transfers
+from ...planner.layout import Layout, Mesh, local_region, local_shape, region_slices
+from ...planner.pricing.transfer import transfers
 from ...planner.schedules.held import sends_kept
 from .ordered_channels import Lane, Lanes, Outbox
 from .pending_results import Progress, shared_sum
@@ -140,8 +140,9 @@ class Exchange:
             messages.sort(key=lambda message: (message[0].taker, message[0].key))
         self._order = {
             peer: [sent for sent in sends_of(schedule, stages, peer) if self._from(peer, sent)]
-            for peer, target in sorted(lanes_of_rank) if target == rank
-        }  # fmt: skip
+            for peer, target in sorted(lanes_of_rank)
+            if target == rank
+        }
         self._lanes.join(rank, lanes_of_rank)
         self.begin_step()
 
@@ -240,8 +241,9 @@ class Exchange:
                 lane = taken.setdefault((peer, self._rank), [])
                 lane += [
                     _words(port, piece, own[2], len(self._ports))
-                    for own in self._up_to(peer, each) for port, piece in self._from(peer, own)
-                ]  # fmt: skip
+                    for own in self._up_to(peer, each)
+                    for port, piece in self._from(peer, own)
+                ]
                 if (peer, each) not in self._taken:
                     lane.append(f"{_send(*each, len(self._ports))}, which is not sent,")
         self.begin_step()
@@ -306,13 +308,15 @@ def _units(
     directions: Mapping[ActionKind, Direction],
 ) -> list[Sent]:
     rows = (
-        schedule.table[row] for row, place in zip(schedule.stage_rank, stages, strict=True)
+        schedule.table[row]
+        for row, place in zip(schedule.stage_rank, stages, strict=True)
         if rank in place.devices
-    )  # fmt: skip
+    )
     return [
         (directions[kind], stage, m * schedule.num_slices + part)
-        for kind, stage, m, part in next(rows, ()) if kind in directions
-    ]  # fmt: skip
+        for kind, stage, m, part in next(rows, ())
+        if kind in directions
+    ]
 
 
 _PortTable = dict[tuple[Direction, int], tuple[_Port, ...]]
@@ -373,7 +377,7 @@ def _port(
     pieces = tuple(
         _Piece(
             target.devices[message.target] if is_sender else source.devices[message.source],
-            () if message.box == frame else relative(message.box, frame),
+            () if message.box == frame else region_slices(message.box, frame),
         )
         for message in messages
         if mine == (message.source if is_sender else message.target)

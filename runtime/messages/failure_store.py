@@ -169,9 +169,12 @@ class StoreBoard:
 
         host, port = self._address
         return dist.TCPStore(  # type: ignore[attr-defined]
-            str(host), int(str(port)), is_master=False, wait_for_workers=False,
+            str(host),
+            int(str(port)),
+            is_master=False,
+            wait_for_workers=False,
             timeout=timedelta(seconds=ANSWER_SECONDS),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.layout import Layout, local_region, local_shape
-from ...planner.pricing.transfer import Transfer, relative, transfers
+from ...planner.layout import Layout, local_region, local_shape, region_slices
+from ...planner.pricing.transfer import Transfer, transfers
 from .groups import new_group
 
 if TYPE_CHECKING:
@@ -191,16 +191,16 @@ def _boxes(
     rank: int,
     is_sender: bool,
 ) -> tuple[tuple[int, tuple[slice, ...]], ...]:
-    """What a rank sends or receives: the other rank, and the slices of its part."""
+    """Return the messages that a rank sends or receives: the other rank, and the slices of each."""
     end = 0 if is_sender else 1
     mine, mesh = places[end].devices.index(rank), places[end].mesh
     frame = local_region(shape, layouts[end], mesh, mesh.coordinates(mine))
-    found = []
-    for message in messages:
-        ends = (message.source, message.target)
-        if ends[end] == mine:
-            found.append((places[1 - end].devices[ends[1 - end]], relative(message.box, frame)))
-    return tuple(found)
+    ends = [(message.source, message.target, message.box) for message in messages]
+    return tuple(
+        (places[1 - end].devices[pair[1 - end]], region_slices(box, frame))
+        for *pair, box in ends
+        if pair[end] == mine
+    )
 
 
 def _wire(tensor: Tensor) -> Tensor:

@@ -119,8 +119,9 @@ def check_lanes(sent: Messages, taken: Messages) -> None:
 def _digests(found: Messages) -> dict[Lane, str]:
     return {
         lane: hashlib.sha256("\n".join(messages).encode()).hexdigest()
-        for lane, messages in found.items() if messages
-    }  # fmt: skip
+        for lane, messages in found.items()
+        if messages
+    }
 
 
 def _only(found: Messages, lane: Lane) -> Messages:

@@ -94,14 +94,22 @@ class _WithGraph:
 
 _PROPERTIES = ("device", "dtype", "grad_fn", "ndim", "requires_grad", "shape")
 NEEDS_NO_VALUE = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
-    Tensor.backward, Tensor.dim, Tensor.numel, Tensor.size, Tensor.is_floating_point,
-}  # fmt: skip
+    Tensor.backward,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.size,
+    Tensor.is_floating_point,
+}
 """What a tensor may be asked, as its first argument, while its value is on its way."""
 
 READ_BY_HOST = {
-    Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__format__,
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__bool__,
+    Tensor.__float__,
+    Tensor.__format__,
     Tensor.__int__,
-}  # fmt: skip
+}
 """What gives a number of a tensor to Python."""
 
 
@@ -183,9 +191,11 @@ def arrival_of(
     if progress is None:
         return Arrival(tensor, work)
     return Arrival(
-        tensor, work,
-        tell=partial(progress, words, tuple(others)), told=partial(progress, BETWEEN_STEPS, ()),
-    )  # fmt: skip
+        tensor,
+        work,
+        tell=partial(progress, words, tuple(others)),
+        told=partial(progress, BETWEEN_STEPS, ()),
+    )
 
 
 def figure(tensor: Tensor) -> Pending:

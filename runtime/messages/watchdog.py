@@ -220,10 +220,13 @@ class Watchdog:
         if self.ranks is not None:
             why += f"; {self.ranks.blame(Note(self.ranks.rank, why, doing.waits_for))}"
         error = HangError(
-            code, f"{self._name} {what}", why=why, where=place,
+            code,
+            f"{self._name} {what}",
+            why=why,
+            where=place,
             fix="check which rank is late, and why"
             + ("; raise --timeout if it was only slow" if code == "AP802" else ""),
-        )  # fmt: skip
+        )
         if self._stopped.is_set():
             return
         self._report(error)

@@ -121,10 +121,20 @@ def _norm(tensor: Tensor, order: float) -> Tensor:
 
 _aten = torch.ops.aten
 _DRAWS = (
-    _aten.normal_, _aten.uniform_, _aten.bernoulli_, _aten.exponential_, _aten.log_normal_,
-    _aten.cauchy_, _aten.geometric_, _aten.random_, _aten.rand_like, _aten.randn_like,
-    _aten.randint_like, _aten.bernoulli, _aten.native_dropout,
-)  # fmt: skip
+    _aten.normal_,
+    _aten.uniform_,
+    _aten.bernoulli_,
+    _aten.exponential_,
+    _aten.log_normal_,
+    _aten.cauchy_,
+    _aten.geometric_,
+    _aten.random_,
+    _aten.rand_like,
+    _aten.randn_like,
+    _aten.randint_like,
+    _aten.bernoulli,
+    _aten.native_dropout,
+)
 _READING = (_aten.bernoulli.default, _aten.native_dropout.default)
 """Those that read the tensor; the others take its shape and dtype alone."""
 
@@ -155,9 +165,13 @@ def _drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spread, *others = args
     if not isinstance(spread, DTensor) or spread.device_mesh not in _MESHES:
         return _left_to_torch(op, args, kwargs)
-    base = whole(spread) if op in _READING else torch.empty_strided(
-        spread.shape, spread.stride(), dtype=spread.dtype, device=local_tensor(spread).device
-    )  # fmt: skip
+    base = (
+        whole(spread)
+        if op in _READING
+        else torch.empty_strided(
+            spread.shape, spread.stride(), dtype=spread.dtype, device=local_tensor(spread).device
+        )
+    )
     others, kwargs = tree_map_only(DTensor, whole, (others, kwargs))
     made = tree_map_only(Tensor, lambda each: _placed(each, spread), op(base, *others, **kwargs))
     if not op._schema.is_mutable:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ...passes.initialization import deferred_init
-from ...passes.initialization.sharded_replay import full_box
 from ...passes.local.stage_program import StageProgram
 from ...passes.programs.constants import ancestors, evaluate
 from ...passes.programs.program import Program
 from ...planner.errors import UsageError
-from ...planner.layout import Region
+from ...planner.layout import Region, region_slices, whole_region
 from .pretrained import Pretrained
 from .stage import StageModule
 
@@ -43,8 +42,7 @@ def fill(stage: StageModule, name: str, whole: Tensor) -> None:
             f"{name!r} has shape {tuple(whole.shape)}",
             why=f"the plan was made for {shape}",
         )
-    box = box_of(stage, name)
-    fill_box(stage, name, whole.detach()[tuple(slice(start, stop) for start, stop in box)])
+    fill_box(stage, name, whole.detach()[region_slices(box_of(stage, name))])
 
 
 def box_of(stage: StageModule, name: str) -> Region:
@@ -114,7 +112,7 @@ def fill_stages(
         return buffers
     boxes, takers = _boxes(stages, weights.without(weights.given | filled), program)
     for name in needed:
-        whole = full_box(weights.shape(name))
+        whole = whole_region(weights.shape(name))
         boxes.setdefault(name, []).append(whole)
         takers.setdefault((name, whole), []).append(keep)
 
@@ -184,8 +182,10 @@ def whole_tensors(names: Sequence[str], weights: Weights) -> dict[str, Tensor]:
     if isinstance(weights, Pretrained):
         stored = [name for name in names if name in weights.sources]
         rest = [name for name in names if name not in weights.sources]
-        return {**{name: weights.whole(name) for name in stored},
-                **whole_tensors(rest, weights.rest)}  # fmt: skip
+        return {
+            **{name: weights.whole(name) for name in stored},
+            **whole_tensors(rest, weights.rest),
+        }
     if isinstance(weights, deferred_init.Deferred):
         deferred_init.materialize(weights, names, found.__setitem__)
         return found

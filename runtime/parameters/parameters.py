@@ -15,8 +15,8 @@ With the optimizer's states in host memory the master is there too, and ``fully_
 
 A parameter is held split or whole on each mesh axis (its layout). If it is whole on axis ``dp`` and
 the stage's ZeRO stage is at least 1, ``fully_shard`` cuts the rank's part once more, along
-dimension 0, as ``torch.chunk`` does: chunks of ``ceil(rows / ranks)`` rows, the last ones shorter or
-empty. A rank's part is always one box.
+dimension 0, as ``torch.chunk`` does: chunks of ``ceil(rows / ranks)`` rows, the last ones shorter
+or empty. A rank's part is always one box.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.distributed.tensor.placement_types import Placement as DTensorPlaceme
 from ...cost_model.ops.memory import DEFAULT, StateOptions
 from ...passes.ops.collectives import local_tensor
 from ...planner.graph import TensorSpec
-from ...planner.layout import Layout, Mesh, Region, local_region, local_shape
+from ...planner.layout import Layout, Mesh, Region, local_region, local_shape, region_shape
 from ...planner.plan import Precision
 from ..messages.groups import DATA_AXIS
 
@@ -77,24 +77,6 @@ def shard_region(
     return ((first, min(first + rows, stop)), *box[1:])
 
 
-def intersection(first: Region, second: Region) -> Region | None:
-    """The box common to both, or None.
-
-    >>> intersection(((0, 4), (0, 2)), ((2, 6), (0, 2)))
-    ((2, 4), (0, 2))
-    """
-    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
-    return box if all(start < stop for start, stop in box) else None
-
-
-def within(box: Region, frame: Region) -> tuple[slice, ...]:
-    """The slices that cut ``box`` out of a tensor that holds ``frame``."""
-    return tuple(
-        slice(start - origin, stop - origin)
-        for (start, stop), (origin, _) in zip(box, frame, strict=True)
-    )
-
-
 def placements(layout: Layout) -> tuple[DTensorPlacement, ...]:
     """The DTensor placements of a parameter's layout: split or replicated on each axis."""
     return tuple(
@@ -103,9 +85,12 @@ def placements(layout: Layout) -> tuple[DTensorPlacement, ...]:
 
 
 COMPUTE_DTYPES: dict[Precision, torch.dtype] = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
     "fp8": torch.bfloat16,
-}  # fmt: skip
+}
 MASTER_DTYPES = COMPUTE_DTYPES | dict.fromkeys(("bf16", "fp16", "fp8"), torch.float32)
 
 
@@ -173,8 +158,7 @@ class StageParameter:
         is_other = formats.offloads or formats.compute != formats.master
         self.has_copy = self.leaf is not None and is_other
         self.is_stale = formats.offloads
-        sizes = (stop - start for start, stop in self.region)
-        self.local_bytes = math.prod(sizes) * formats.gradient.itemsize
+        self.local_bytes = math.prod(region_shape(self.region)) * formats.gradient.itemsize
 
     @property
     def local(self) -> Tensor:

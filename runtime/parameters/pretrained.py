@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from ...passes.capture.tie import find_tied
 from ...passes.initialization.deferred_init import Deferred
 from ...planner.errors import UsageError
-from ..checkpoint.weight_files import WeightFiles, open_weights, whole_region
+from ...planner.layout import whole_region
+from ..checkpoint.weight_files import WeightFiles, open_weights
 from .stage import StageModule
 
 WRAPPERS = frozenset(
@@ -197,9 +198,12 @@ def pretrained(
     files = open_weights(path)
     shapes, optional = _tensors(model)
     matched = match_names(
-        shapes, files.names(), tied=find_tied(model), optional=optional,
+        shapes,
+        files.names(),
+        tied=find_tied(model),
+        optional=optional,
         ignored=getattr(model, "_keys_to_ignore_on_load_unexpected", None) or (),
-    )  # fmt: skip
+    )
     _check(matched, shapes, files, model, partial=partial)
     return Pretrained(files, matched.sources, rest, matched.missing, matched.unexpected)
 

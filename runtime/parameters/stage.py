@@ -23,7 +23,7 @@ from ...passes.local.localize import held_path
 from ...passes.local.recomputing import Recomputing
 from ...passes.local.weight_gradients import WeightGradients, defer
 from ...passes.ops.collectives import local_tensor
-from ...planner.layout import Region, local_region
+from ...planner.layout import Region, local_region, region_shape
 from ...planner.plan import Precision, Recompute
 from ..messages.communicator import BackwardPosition
 from .parameters import Formats, StageParameter, get_by_path, make_parameter, placements
@@ -103,8 +103,7 @@ class StageBlock(nn.Module):
             return tuple(graph(*inputs))
         outputs = graph(*inputs) if self.recompute == "none" else self._recomputed(graph, *inputs)
         # fully_shard hooks a block's outputs and warns of views, which may be written to.
-        outputs = tuple(_own(o) if o._base is not None and o.requires_grad else o
-                        for o in outputs)  # fmt: skip
+        outputs = tuple(_own(o) if o._base is not None and o.requires_grad else o for o in outputs)
         for output in outputs:
             if output.requires_grad:
                 output.register_hook(self._begin_backward)
@@ -283,8 +282,8 @@ class StageModule(nn.Module):
             region = local_region(
                 held.spec.shape, held.layout, self.program.mesh, self.program.coordinates
             )
-            shape = [stop - start for start, stop in region]
-            memory = torch.zeros(shape, dtype=getattr(torch, held.spec.dtype), device=self.device)
+            dtype = getattr(torch, held.spec.dtype)
+            memory = torch.zeros(region_shape(region), dtype=dtype, device=self.device)
             if name in owners:
                 holder, attribute = get_by_path(owners[name].module, held_path(name))
                 holder.register_buffer(attribute, memory)

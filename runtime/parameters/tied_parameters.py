@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.layout import Region
+from ...planner.layout import Region, intersect, region_shape, region_slices
 from ..messages.shared_objects import gather_values
-from .parameters import StageParameter, intersection, within
+from .parameters import StageParameter
 
 TAG = 2**30
 """Apart from the tags of the values that cross stages."""
@@ -77,7 +77,7 @@ def _pieces(
     pieces: list[Piece] = []
     for region, targets in wanted.items():
         for held, sources in offered.items():
-            common = intersection(region, held)
+            common = intersect(region, held)
             if common is not None:
                 pieces.extend(
                     Piece(name, _source(sources, position, target), target, *stages, common)
@@ -107,8 +107,11 @@ class TiedParameters:
     @property
     def held(self) -> tuple[Held, ...]:
         """This rank's stages and the tied parameters that each holds."""
-        shared = {(piece.name, stage) for piece in self.pieces
-                  for stage in (piece.source_stage, piece.target_stage)}  # fmt: skip
+        shared = {
+            (piece.name, stage)
+            for piece in self.pieces
+            for stage in (piece.source_stage, piece.target_stage)
+        }
         return tuple(
             (stage, name)
             for stage, regions in sorted(self.regions.items())
@@ -122,8 +125,11 @@ class TiedParameters:
         ``parameters`` are this rank's, by stage and name.
         """
         for name in dict.fromkeys(name for _, name in sorted(self.held, key=lambda held: held[1])):
-            own = {held: _gradient_or_zeros(parameters[held[0]][name])
-                   for held in self.held if held[1] == name}  # fmt: skip
+            own = {
+                held: _gradient_or_zeros(parameters[held[0]][name])
+                for held in self.held
+                if held[1] == name
+            }
             self._sum_one(own, parameters)
 
     def _sum_one(
@@ -138,7 +144,7 @@ class TiedParameters:
         for piece, values in self._exchange(own):
             held = (piece.target_stage, piece.name)
             term = terms[held].setdefault(piece.source_stage, torch.zeros_like(own[held]))
-            term[within(piece.region, self.regions[held[0]][piece.name])] = values
+            term[region_slices(piece.region, self.regions[held[0]][piece.name])] = values
         for (stage, name), by_stage in terms.items():
             ordered = [by_stage[each] for each in sorted(by_stage)]
             total = ordered[0].clone()
@@ -157,10 +163,10 @@ class TiedParameters:
             if piece.source == self.rank:
                 frame = self.regions[piece.source_stage][piece.name]
                 whole = gradients[piece.source_stage, piece.name]
-                part = whole[within(piece.region, frame)].contiguous()
+                part = whole[region_slices(piece.region, frame)].contiguous()
             if piece.target == self.rank:
-                shape = [stop - start for start, stop in piece.region]
-                buffer = gradients[piece.target_stage, piece.name].new_empty(shape)
+                like = gradients[piece.target_stage, piece.name]
+                buffer = like.new_empty(region_shape(piece.region))
                 received.append((piece, buffer if part is None else part))
             if part is not None and buffer is None:
                 operations.append(dist.P2POp(dist.isend, part, piece.target, tag=TAG))
@@ -198,7 +204,9 @@ def find_tied(parameters: Mapping[int, Mapping[str, StageParameter]]) -> TiedPar
         regions=regions,
         pieces=tuple(p for p in plan_pieces(holdings) if rank in (p.source, p.target)),
         elsewhere=frozenset(
-            (stage, name) for stage, names in regions.items() for name in names
+            (stage, name)
+            for stage, names in regions.items()
+            for name in names
             if first[name] != stage
         ),
-    )  # fmt: skip
+    )

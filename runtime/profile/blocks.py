@@ -197,9 +197,11 @@ def _module(
         {value_key(ref): whole for ref in used},
     )
     module = localize_block(
-        graph, interface,
-        layouts=reference_layouts(graph, 1), rank=Rank(ONE_DEVICE, (0,), Alone()),
-    )  # fmt: skip
+        graph,
+        interface,
+        layouts=reference_layouts(graph, 1),
+        rank=Rank(ONE_DEVICE, (0,), Alone()),
+    )
     return module, [(ref.name, ref.index) for ref in taken], [graph.spec(ref) for ref in used]
 
 

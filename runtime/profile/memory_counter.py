@@ -94,8 +94,12 @@ def _mark(live: LiveBytes, held: Tensors) -> None:
 def held_by(trainer: Trainer) -> Tensors:
     """What a rank's trainer holds from step to step, and its gradients."""
     found: dict[str, list[Tensor]] = {
-        "parameters": [], "master": [], "gradients": [], "optimizer": [], "buffers": []
-    }  # fmt: skip
+        "parameters": [],
+        "master": [],
+        "gradients": [],
+        "optimizer": [],
+        "buffers": [],
+    }
     for parameter in trainer.model.all_parameters():
         is_own = parameter.leaf is None or parameter.has_copy
         found["master" if is_own else "parameters"].append(parameter.local)

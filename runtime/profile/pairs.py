@@ -67,10 +67,13 @@ def rounds_of(cluster: Cluster) -> tuple[Round, ...]:
     starts = cluster.first_ranks
     rounds: list[Round] = []
     for odd in (0, 1):
-        rounds.append(tuple(
-            (start + at, start + at + 1)
-            for start, size in zip(starts, sizes, strict=True) for at in range(odd, size - 1, 2)
-        ))  # fmt: skip
+        rounds.append(
+            tuple(
+                (start + at, start + at + 1)
+                for start, size in zip(starts, sizes, strict=True)
+                for at in range(odd, size - 1, 2)
+            )
+        )
     count = len(sizes)
     ring = [(host, (host + 1) % count) for host in range(count if count > 2 else count - 1)]
     for group in (
@@ -78,10 +81,13 @@ def rounds_of(cluster: Cluster) -> tuple[Round, ...]:
         ring[1::2],
         ring[count - 1 :] if count % 2 else [],
     ):
-        rounds.append(tuple(
-            (starts[one] + at, starts[other] + at)
-            for one, other in group for at in range(min(sizes[one], sizes[other]))
-        ))  # fmt: skip
+        rounds.append(
+            tuple(
+                (starts[one] + at, starts[other] + at)
+                for one, other in group
+                for at in range(min(sizes[one], sizes[other]))
+            )
+        )
     return tuple(each for each in rounds if each)
 
 

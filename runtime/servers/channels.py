@@ -141,7 +141,7 @@ class Link:
             "AP958",
             f"parameter server {self._home} is lost, and no replica of its weights is left",
             fix="run again from the last checkpoint; replicas need two servers or more",
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         for target in self._targets:
@@ -247,10 +247,14 @@ class Traffic:
         """Wait until all that was pushed has been acknowledged."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._error is not None
-                or not (any(self._to_push.values()) or
-                        any(self._busy["push", home] for home in self._pushes))
-            )  # fmt: skip
+                lambda: (
+                    self._error is not None
+                    or not (
+                        any(self._to_push.values())
+                        or any(self._busy["push", home] for home in self._pushes)
+                    )
+                )
+            )
             if self._error is not None:
                 raise self._error
 

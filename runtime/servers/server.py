@@ -139,11 +139,13 @@ def served_optimizer(
     if type(optimizer) not in ELEMENTWISE:
         kinds = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
         raise UsageError(
-            "AP955", f"parameter servers cannot run the optimizer {type(optimizer).__name__}",
+            "AP955",
+            f"parameter servers cannot run the optimizer {type(optimizer).__name__}",
             why="a server holds parts of parameters, and only optimizers that step each element "
             "by itself do the same with parts as with whole parameters",
-            where="build_optimizer", fix=f"one of {kinds}; or a plan without servers",
-        )  # fmt: skip
+            where="build_optimizer",
+            fix=f"one of {kinds}; or a plan without servers",
+        )
     names = {id(parameter): each for each, parameter in stand_ins.items()}
     for group in optimizer.param_groups:
         held: Iterable[str] = [names[id(parameter)] for parameter in group["params"]]

@@ -50,9 +50,11 @@ class ServerTrainer:
         own = plan_of_worker(plan, dist.get_rank())
         planned = variant_of(program, own)
         mesh = DeviceMesh(
-            device.type, torch.tensor([dist.get_rank()]), mesh_dim_names=(DATA_AXIS,),
+            device.type,
+            torch.tensor([dist.get_rank()]),
+            mesh_dim_names=(DATA_AXIS,),
             _init_backend=False,
-        )  # fmt: skip
+        )
         self.model = RankModel(planned, weights, device=device, progress=progress, meshes={0: mesh})
         self.program = planned.program
         self._pieces = pieces_of(self.model, len(self.servers.servers))
@@ -93,16 +95,22 @@ class ServerTrainer:
         servers = self.servers
         count = len(servers.servers)
         homes = {index, *([(index - 1) % count] if has_replicas(servers) else [])}
-        shapes = {n: p.local.shape for n, p in self.model.parameters.items()
-                  if p.spec.requires_grad}  # fmt: skip
+        shapes = {
+            n: p.local.shape for n, p in self.model.parameters.items() if p.spec.requires_grad
+        }
         bound = bound_of(servers.consistency, servers.staleness)
         pieces = {
             key: ServedPiece(
-                self._values(shards), shards, Clocks(range(len(servers.workers)), bound),
-                shapes=shapes, build=build, optimizer=self.plan.model.optimizer,
+                self._values(shards),
+                shards,
+                Clocks(range(len(servers.workers)), bound),
+                shapes=shapes,
+                build=build,
+                optimizer=self.plan.model.optimizer,
             )
-            for key, shards in self._pieces.items() if key[0] in homes
-        }  # fmt: skip
+            for key, shards in self._pieces.items()
+            if key[0] in homes
+        }
         channels = self._channels
         replica = channels.get(f"servers/copy/{index}")
         server = Server(index, pieces, len(servers.workers), replica)
@@ -116,10 +124,12 @@ class ServerTrainer:
 
     def _values(self, shards: tuple[Shard, ...]) -> Tensor:
         parameters = self.model.parameters
-        return torch.cat([
-            parameters[shard.parameter].local.reshape(-1)[shard.start : shard.stop]
-            for shard in shards
-        ])  # fmt: skip
+        return torch.cat(
+            [
+                parameters[shard.parameter].local.reshape(-1)[shard.start : shard.stop]
+                for shard in shards
+            ]
+        )
 
     def _make_worker(self, index: int, program: Program, seed: int) -> ServerWorker:
         servers = self.servers

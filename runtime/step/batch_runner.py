@@ -118,9 +118,14 @@ class BatchRunner:
         model, stages = self.model, placed_stages(variant.plan)
         crossing = [split_boundaries(each, stages) for each in variant.crossing()]
         exchange = Exchange(
-            [sent for sent, _ in crossing], schedule=variant.schedule, stages=stages,
-            rank=model.rank, device=model.device, lanes=self._lanes, progress=self.progress,
-        )  # fmt: skip
+            [sent for sent, _ in crossing],
+            schedule=variant.schedule,
+            stages=stages,
+            rank=model.rank,
+            device=model.device,
+            lanes=self._lanes,
+            progress=self.progress,
+        )
         check_lanes(*exchange.sequences())
         handed = crossing[0][1]  # no schedule of slices has two stages on one rank
         return PipelineRunner(

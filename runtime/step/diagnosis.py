@@ -67,8 +67,9 @@ def not_finite(found: Iterable[Place]) -> AutoparallelError:
             fix=ADVICE,
         )
     first = places[0]
-    return RunError("AP910", f"{first.what} is not finite", why=WHY[first.kind],
-                    where=first.where, fix=ADVICE)  # fmt: skip
+    return RunError(
+        "AP910", f"{first.what} is not finite", why=WHY[first.kind], where=first.where, fix=ADVICE
+    )
 
 
 WHY = {

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from ...cost_model.simulator.actions import BACKWARD, FORWARD
 from ...passes.ops.random_ops import step_key
 from ...planner.graph import Node
-from ...planner.layout import local_region
+from ...planner.layout import local_region, whole_region
 from ..data.rank_batch import ShareBatch, batch_rows, local_part, step_inputs
 from ..messages.device_queue import queue_of
 from ..parameters.stage import StageModule
@@ -247,7 +247,7 @@ class StageExecutor:
         parts = []
         for node, microbatch in units:
             rows = batch_rows(self._batch, node.name, node.spec, microbatch, count)
-            whole = tuple((0, size) for size in node.spec.shape)
+            whole = whole_region(node.spec.shape)
             parts.append(local_part(rows, whole, node.spec.dtype))
         copies = self._queue.to_device(parts)
         return {(node.name, m): copy for (node, m), copy in zip(units, copies, strict=True)}
@@ -290,8 +290,9 @@ class StageExecutor:
 
     def _kept(self, leaves: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> _InFlight:
         edges = {key: get_gradient_edge(o) for key, o in outputs.items() if o.requires_grad}
-        return _InFlight(leaves, edges, None if self.program.loss is None
-                         else outputs[self.program.loss])  # fmt: skip
+        return _InFlight(
+            leaves, edges, None if self.program.loss is None else outputs[self.program.loss]
+        )
 
     def backward(
         self, unit: int, gradients: Mapping[str, Tensor], *, last: bool

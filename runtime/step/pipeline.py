@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...cost_model.simulator.actions import (  # fmt: skip
+from ...cost_model.simulator.actions import (
     BACKWARD,
     COMPUTE,
     FORWARD,
@@ -147,10 +147,11 @@ class PipelineRunner:
             return ()
         began = self.moments.began
         return tuple(
-            ActionTiming(action, start - began, (start if ready is None else ready) - began,
-                         end - began)
+            ActionTiming(
+                action, start - began, (start if ready is None else ready) - began, end - began
+            )
             for action, start, ready, end in self.moments.actions
-        )  # fmt: skip
+        )
 
     def step(self, batch: Values, *, reduces: bool = True) -> Tensor:
         """Run one step on the global ``batch``: the true loss on every rank (float64 scalar).

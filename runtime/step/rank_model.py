@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...passes.local.live_numbers import LiveNumbers, make_live
 from ...passes.local.stage_program import StageProgram
 from ...passes.programs.program import Program
+from ...planner.layout import region_slices
 from ...planner.plan import Plan
 from ...planner.plan_schedule import splits_backward
 from ...planner.replicas import placed_stages
@@ -81,14 +82,21 @@ class RankModel:
         """A stage's module, without values; its ops are compiled if there is a ``compiler``."""
         own = placed_stages(self.plan)[index]
         first, *others = stage_programs(
-            self.planned, index, communicator=communicator,
+            self.planned,
+            index,
+            communicator=communicator,
             coordinates=own.mesh.coordinates(own.devices.index(self.rank)),
-        )  # fmt: skip
+        )
         stage = StageModule(
-            first, communicator.device_mesh, zero=own.zero, device=self.device,
-            precision=self.plan.model.precision, states=self.plan.states, compiler=compiler,
+            first,
+            communicator.device_mesh,
+            zero=own.zero,
+            device=self.device,
+            precision=self.plan.model.precision,
+            states=self.plan.states,
+            compiler=compiler,
             splits_backward=splits_backward(self.planned.schedule, index),
-        )  # fmt: skip
+        )
         for program in others:
             stage.add_program(program)
         return stage
@@ -103,9 +111,12 @@ class RankModel:
         """
         stage = self.stages[index]
         programs = stage_programs(
-            variant, index, communicator=ProcessCommunicator(stage.device_mesh),
-            coordinates=stage.program.coordinates, draws=stage.program.draws,
-        )  # fmt: skip
+            variant,
+            index,
+            communicator=ProcessCommunicator(stage.device_mesh),
+            coordinates=stage.program.coordinates,
+            draws=stage.program.draws,
+        )
         if not all(_is_over_same(stage.program, each) for each in programs):
             return None
         if numbers is not None and not make_live(programs, variant.program.graph, numbers):
@@ -121,9 +132,13 @@ class RankModel:
         parts = tuple(range(len(self.planned.slices)))
         sums = PlannedSums.of(self.plan, placed_stages(self.plan)[index])
         return StageExecutor(
-            stage, _stage_variant(self.planned, index, parts), self._constants,
-            seed=seed, versions=versions, sums=sums,
-        )  # fmt: skip
+            stage,
+            _stage_variant(self.planned, index, parts),
+            self._constants,
+            seed=seed,
+            versions=versions,
+            sums=sums,
+        )
 
     def program_of(self, rows: int, capture: int = 0) -> Program:
         """Return the program of a global batch of ``rows``, which is captured once.
@@ -204,7 +219,7 @@ class RankModel:
             self.leaves[name].copy_(buffers[name].detach())
         for stage in self.stages.values():
             for name in stage.program.buffers.keys() & buffers.keys():
-                box = tuple(slice(start, stop) for start, stop in stage.buffer_regions[name])
+                box = region_slices(stage.buffer_regions[name])
                 stage.buffer(name).copy_(buffers[name].detach()[box])
 
 
@@ -225,6 +240,10 @@ def _is_over_same(one: StageProgram, other: StageProgram) -> bool:
 def _stage_variant(variant: Variant, index: int, parts: tuple[int, ...]) -> StageVariant:
     count, schedule = variant.plan.num_microbatches, variant.schedule
     return StageVariant(
-        count, parts, variant.slices[-1].carried[schedule.part(index)], variant.shape.rows,
-        variant.shape.capture, count // schedule.per_update,
-    )  # fmt: skip
+        count,
+        parts,
+        variant.slices[-1].carried[schedule.part(index)],
+        variant.shape.rows,
+        variant.shape.capture,
+        count // schedule.per_update,
+    )

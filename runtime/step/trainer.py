@@ -122,9 +122,11 @@ class Trainer:
         """
         self.settle()
         self.optimizer: Optimizer = build_optimizer(
-            self.model.all_parameters(), build, name=self.plan.model.optimizer,
+            self.model.all_parameters(),
+            build,
+            name=self.plan.model.optimizer,
             stand_ins=self.model.stand_ins(),
-        )  # fmt: skip
+        )
         self.use_update(UpdateOptions())
 
     def use_update(
@@ -148,9 +150,12 @@ class Trainer:
         defers = defers and not why_not_deferred(options, self.optimizer)
         self.runner.defer_updates(self.optimizer if defers else None)
         update = Update(
-            options, self.optimizer, device=self.device, build_scheduler=build_scheduler,
+            options,
+            self.optimizer,
+            device=self.device,
+            build_scheduler=build_scheduler,
             parted=parted,
-        )  # fmt: skip
+        )
         self.steps = TrainingStep(self.runner, update)
 
     def save(

@@ -386,9 +386,12 @@ class _Delivered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, loss: Tensor, gradients: dict[str, Tensor],
+        ctx: Any,
+        anchor: Tensor,
+        loss: Tensor,
+        gradients: dict[str, Tensor],
         deliver: Callable[[Mapping[str, Tensor]], None],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.gradients, ctx.deliver = gradients, deliver
         return loss.clone()
 

@@ -119,11 +119,12 @@ class StepResult:
         return Figures(
             loss=float(mean([loss.host_value() for loss in self._losses])),
             gradient_norm=None if self.norm is None else float(self.norm.host_value()),
-            learning_rate=rate if rate is None or isinstance(rate, float)
+            learning_rate=rate
+            if rate is None or isinstance(rate, float)
             else float(rate.host_value()),
             skipped=0 if self.skipped is None else int(self.skipped.host_value()),
             loss_scale=None if self.loss_scale is None else float(self.loss_scale.host_value()),
-        )  # fmt: skip
+        )
 
 
 class TrainingStep:
@@ -156,9 +157,12 @@ class TrainingStep:
         self._losses, self._used = [], []
         norm = self._updated(losses)
         result = StepResult(
-            losses, norm, rates, self._skipped(),
+            losses,
+            norm,
+            rates,
+            self._skipped(),
             None if scale is None else figure(scale),
-        )  # fmt: skip
+        )
         self.last_norm = norm.value
         if self.update.options.on_nan == "stop":
             self._check((result, used))

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from ...passes.local.stage_cut import stage_ranges
 from ...passes.ops.collectives import local_tensor
 from ...planner.errors import UsageError
+from ...planner.layout import region_slices
 from ...planner.replicas import placed_stages
 from ..messages.pending_results import arriving
 from ..messages.shared_objects import group_for, occasion_group
@@ -128,9 +129,13 @@ class WholeWeights:
         if not isinstance(held, DTensor):
             return whole.detach().to(held)
         return DTensor.from_local(
-            whole.detach()[self._box(name)].to(held.to_local()), held.device_mesh, held.placements,
-            run_check=False, shape=held.shape, stride=held.stride(),
-        )  # fmt: skip
+            whole.detach()[self._box(name)].to(held.to_local()),
+            held.device_mesh,
+            held.placements,
+            run_check=False,
+            shape=held.shape,
+            stride=held.stride(),
+        )
 
     def is_current(self, name: str, whole: Tensor) -> bool:
         """Whether a whole tensor is what this rank's part of ``name``, if it has one, is of."""
@@ -154,7 +159,7 @@ class WholeWeights:
         stage = self._model.stages[self._stage_of[name]]
         parameter = stage.by_name.get(name)
         region = stage.buffer_regions[name] if parameter is None else parameter.region
-        return tuple(slice(start, stop) for start, stop in region)
+        return region_slices(region)
 
     def _held(self, index: int, name: str) -> Tensor | None:
         """This rank's part of a tensor of stage ``index``, if it works for that."""
@@ -183,8 +188,11 @@ def _stage_of(model: RankModel) -> dict[str, int]:
     ranges = stage_ranges(plan)
     of_block = {at: index for index, positions in enumerate(ranges) for at in positions}
     position = program.blocks.of_node
-    found = {name: of_block[position[name]] for name in position
-             if program.graph[name].kind == "parameter"}  # fmt: skip
+    found = {
+        name: of_block[position[name]]
+        for name in position
+        if program.graph[name].kind == "parameter"
+    }
     for name, ref in program.graph.updates.items():
         found[name] = of_block[position[ref.name]]
     return found

@@ -119,8 +119,9 @@ class Bucket:
         first = self.parameters[0]
         self.flat = torch.empty(
             sum(local.numel() for local in locals_),
-            dtype=first.formats.gradient, device=first.held.device,
-        )  # fmt: skip
+            dtype=first.formats.gradient,
+            device=first.held.device,
+        )
         views = _unflatten_dense_tensors(self.flat, locals_)  # type: ignore[no-untyped-call]
         names = (parameter.name for parameter in self.parameters)
         self.slots = dict(zip(names, views, strict=True))

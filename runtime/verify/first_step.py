@@ -20,6 +20,7 @@ from ...passes.capture.counter_random import batch_dims, counter_random
 from ...passes.ops.collectives import local_tensor
 from ...passes.ops.random_ops import step_key
 from ...planner.errors import UsageError
+from ...planner.layout import region_slices
 from ...planner.plan import Plan, Precision
 from ..messages.shared_objects import on_first, share_value
 from ..parameters.parameters import StageParameter
@@ -135,7 +136,7 @@ def _norm(pieces: Sequence[Piece]) -> float:
     shape = [max(stop for _, stop in bounds) for bounds in zip(*regions, strict=True)]
     whole = pieces[0][1].new_zeros(shape)
     for region, value in pieces:
-        whole[tuple(slice(*bounds) for bounds in region)] = value
+        whole[region_slices(region)] = value
     return float(whole.abs().double().norm())
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...planner.graph import Graph
-from ...planner.layout import Region
+from ...planner.layout import Region, region_slices
 from ..messages.shared_objects import Pulse, gather_on_first
 from ..parameters.parameters import StageParameter
 from ..parameters.stage import StageModule
@@ -110,7 +110,7 @@ def _largest_error(expected: torch.Tensor, pieces: Sequence[Piece], scale: torch
     covered = torch.zeros(expected.shape, dtype=torch.bool)
     errors = []
     for region, values in pieces:
-        box = tuple(slice(start, stop) for start, stop in region)
+        box = region_slices(region)
         if values.shape != expected[box].shape:
             return float("inf")
         covered[box] = True
