@@ -18,10 +18,10 @@ from ..cost_model.ops.memory import reserve_bytes
 from .block_walk import BlockCost, BlockForms, Layouts, Reads, Setting, block_cost
 from .errors import PlanError
 from .graph import Block, Blocks, Graph, Ref
-from .layout import INVARIANT, Layout, NodeLayout
+from .layout import INVARIANT, Layout, NodeLayout, boundary_layout
 from .plan import Plan, Recompute
 from .pricing.price_cache import PriceCache
-from .pricing.prices import Prices, Rules, Seconds, StateBytes, boundary_layout
+from .pricing.prices import Prices, Rules, Seconds, StateBytes
 from .pricing.seconds import Groups
 from .pricing.stage_cost import StageCost
 from .pricing.structure import Structure, leaf_bytes

@@ -105,7 +105,7 @@ def verified(case: Case, text: str, weights: str = "") -> Verification:
     build = OPTIMIZERS[case.optimizer]
     trainer = Trainer(program, plan, deferred, device=torch.device("cpu"), build=build)
     found = target(case.model)
-    rule = update_rule(trainer)
+    rule = update_rule(trainer.model.planned)
     assert rule is not None
     if weights:
         rule = replace(rule, weights=weights)

@@ -108,7 +108,7 @@ class Step:
             self.plan = trainer.plan
             self.loss_fn = loss_of(model)
             self._trainer: Any = trainer
-            self._inputs: Callable[[Batch], Any] = trainer.inputs
+            self._inputs: Callable[[Batch], Any] = trainer.batches.named
             return
         if under_torchrun():
             raise UsageError(

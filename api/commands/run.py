@@ -234,8 +234,7 @@ def run(
         from autoparallel.training.start import check_weights
 
         check_weights(weights, resume)
-    from autoparallel.planning.served_planning import without_servers
-    from autoparallel.training.server_run import what_servers_lack
+    from autoparallel.planning.served_planning import what_servers_lack, without_servers
 
     if what_servers_lack(asked, {"saving": save, "resume": resume}):
         options = without_servers(options)

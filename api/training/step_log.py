@@ -7,6 +7,7 @@ for a loss in order to print it while there is work to do.
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Iterator
@@ -66,7 +67,7 @@ class Figures:
 
 
 class StepLog:
-    """The records of a run's steps, printed where they have ``predicted_seconds`` each.
+    """The records of a run's steps, printed beside ``predicted_seconds`` while ``prints`` is set.
 
     ``callback`` is told of each. ``done`` is what a step's throughput counts, and how many of
     that it does.
@@ -82,11 +83,12 @@ class StepLog:
         memory: MemoryMeter,
         callback: Callback,
         *,
-        predicted_seconds: float | None = None,
+        predicted_seconds: float = math.nan,
     ) -> None:
         self._callback, self._done = callback, done
         self.figures = Figures()
         self._memory, self._predicted = memory, predicted_seconds
+        self.prints = False
         self._running: tuple[int, StepResult, float] | None = None
         self._began = time.perf_counter()
 
@@ -110,10 +112,6 @@ class StepLog:
         if self._running is not None:
             self._read(*self._running)
             self._running = None
-
-    def begin_printing(self, predicted_seconds: float) -> None:
-        """Print from here on, in the place of a rank that is lost."""
-        self._predicted = predicted_seconds
 
     def skip(self) -> None:
         """Leave the time and memory since the last step out of the figures."""
@@ -141,7 +139,7 @@ class StepLog:
             unit=unit, throughput=count / seconds,
         )  # fmt: skip
         self.figures.add(record)
-        if self._predicted is not None:
+        if self.prints:
             print(step_line(record, self._predicted), flush=True)
         self._callback.on_step(record)
 

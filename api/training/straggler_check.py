@@ -28,7 +28,7 @@ WORK = ("compute", "optimizer")
 class StragglerCheck(ExitStack):
     """Compares how long ranks work; a context manager around the steps.
 
-    Does nothing for one process, and on GPUs, whose hosts run ahead of them.
+    Does nothing for one process, with parameter servers, and on GPUs, whose hosts run ahead.
     """
 
     def __init__(self, plan: Plan, worker: Worker, device: torch.device) -> None:
@@ -36,7 +36,8 @@ class StragglerCheck(ExitStack):
         self._worker, self._num_steps, self._first = worker, 0, FIRST_STEP
         stages = [stages_of_rank(plan, rank) for rank in range(worker.world_size)]
         self._watch = StragglerWatch([planned_work(plan, each) for each in stages], stages)
-        is_sampled = worker.world_size > 1 and device.type == "cpu"
+        has_peers = worker.world_size > 1 and plan.servers is None
+        is_sampled = has_peers and device.type == "cpu"
         self._sampler = self.enter_context(WorkSampler()) if is_sampled else None
 
     def check(self, step: int) -> None:

@@ -31,9 +31,11 @@ from autoparallel.passes.initialization.deferred_init import Deferred, Init, pla
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.asynchronous import described
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.parameter_servers import served
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning.plan import capture_program, record_target
 from autoparallel.planning.plan_files import PLAN, load_plan, save_plan
+from autoparallel.planning.served_planning import check_served_run
 from autoparallel.planning.tf32 import set_as_planned
 from autoparallel.runtime.launch.membership import join_as
 from autoparallel.runtime.launch.process import Worker
@@ -41,7 +43,7 @@ from autoparallel.runtime.messages.shared_objects import Pulse
 from autoparallel.runtime.parameters.pretrained import Pretrained, pretrained
 from autoparallel.runtime.profile.memory_counter import held_by
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
-from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.step.trainer import RankTrainer, Trainer
 from autoparallel.runtime.update.optimizer import default_optimizer
 from autoparallel.runtime.verify.reference import (
     Reference,
@@ -61,7 +63,6 @@ from autoparallel.training.elastic_plan import plan_for_ranks
 from autoparallel.training.measurement import keep_measurement
 from autoparallel.training.memory_error import explained_memory_errors
 from autoparallel.training.restart import begin_attempt
-from autoparallel.training.server_run import check_served_run, train_served
 from autoparallel.training.step_log import MemoryMeter, StepLog, outcome, samples_or_tokens, summary
 from autoparallel.training.steps import RunSaves, Saving, take_steps
 from autoparallel.training.text_data import with_text
@@ -95,8 +96,7 @@ def train(
     asked = RunOptions(**(options or {}))
     plan, target = load_job(plan_path)
     given = {} if sources is None else sources
-    if plan.servers is not None:
-        check_served_run(asked, {"saving": saving, "resume": resume}, target)
+    check_served_run(plan, asked, {"saving": saving, "resume": resume}, target)
     if given.get("data") is not None:
         target = with_text(target, given["data"], worker)
     device = join_as(worker, plan.cluster)
@@ -116,55 +116,100 @@ def train(
     set_as_planned(plan, worker.rank)
     if worker.rank == 0:
         print(verification_text(plan), flush=True)
-    if isinstance(trainer, ServerTrainer):
-        return train_served(
-            worker, plan, target, (trainer, memory), steps=steps, seed=seed, options=asked
-        )
-    trainer.overlaps_steps = True
-    trainer.use_update(asked.update(device.type), target.build_scheduler)
-    if worker.rank == 0 and (meaning := described(plan)):
-        print(f"{plan.schedule}: {meaning}", flush=True)
-    captures = trainer.runner.captures
-    if isinstance(captures, Following):
-        compare_first_step(
-            trainer, captures, lambda: plain_build(target.build_model, seed).to(device),
-            asked=asked.check_first_step, done=lambda: log.skip(),
-        )  # fmt: skip
+    if not trainer.trains:
+        trainer.finish(worker.watchdog.progress)
+        return {}
+    if worker.rank == 0 and (meaning := described(plan) or served(plan)):
+        name = plan.schedule if plan.servers is None else plan.servers.consistency
+        print(f"{name}: {meaning}", flush=True)
     data = TrainingData(
-        trainer, target, seed=seed, progress=worker.watchdog.progress,
+        trainer,
+        target,
+        seed=seed,
+        progress=worker.watchdog.progress,
         tell=partial(print, flush=True) if worker.rank == 0 else lambda line: None,
-    )  # fmt: skip
-    trainer.parts.update(data=data, update=trainer.steps.update)
+    )
     done = 0
-    if resume is not None:
-        worker.watchdog.progress("reading the checkpoint")
-        done = trainer.load(resume, optimizer=trainer.optimizer, optional=("data", "update"))
-        data.go_on_from(done * asked.accumulate)
+    if isinstance(trainer, Trainer):
+        done = begin_run(
+            trainer,
+            target,
+            data,
+            worker,
+            asked,
+            seed=seed,
+            resume=resume,
+            compared=lambda: log.skip(),
+        )
     last = attempt.started(done, steps, rank=worker.rank)
     if worker.rank == 0 and how is not None:
         keep_plan(plan, how.folder)
     watched = explained_memory_errors(plan, worker, partial(held_by, trainer), memory.peak_bytes)
     telling = told(asked, plan, target, rank=worker.rank, kept=attempt.kept(done))
-    trace = RunTrace(asked.trace_steps, asked.trace, first=done + 1, last=last)
+    num_traced = 0 if plan.servers is not None else asked.trace_steps
+    trace = RunTrace(num_traced, asked.trace, first=done + 1, last=last)
     with telling as callback, watched:
-        predicted = plan.prediction.step_seconds * asked.accumulate
         log = StepLog(
-            samples_or_tokens(plan, asked.accumulate), memory, callback,
-            predicted_seconds=predicted if worker.rank == 0 else None,
-        )  # fmt: skip
-        saves = None if how is None else RunSaves(how, trainer, worker, log, callback)
+            samples_or_tokens(plan, asked.accumulate),
+            memory,
+            callback,
+            predicted_seconds=plan.prediction.step_seconds * asked.accumulate,
+        )
+        saves = None
+        if how is not None and isinstance(trainer, Trainer):
+            saves = RunSaves(how, trainer, worker, log, callback)
         take_steps(
-            trainer, data, worker, log, saves,
-            steps=range(done + 1, last + 1), num_batches=asked.accumulate, trace=trace,
-        )  # fmt: skip
-        trace.write(plan, trainer.schedule, rank=worker.rank)
+            trainer,
+            data,
+            worker,
+            log,
+            saves,
+            steps=range(done + 1, last + 1),
+            num_batches=asked.accumulate,
+            trace=trace,
+        )
+        trace.write(plan, trainer.model.planned.schedule, rank=worker.rank)
         callback.on_end()
-    found = outcome(log.figures, plan, asked.accumulate)
-    if worker.rank == 0 and log.figures.seconds:
+    if trainer.reports and log.figures.seconds:
         print(summary(log.figures, plan, asked.accumulate), flush=True)
         saved = [Path(how.folder) / PLAN] if how is not None else []
         keep_measurement(plan, log.figures, asked.accumulate, [Path(plan_path), *saved])
-    return found
+    return outcome(log.figures, plan, asked.accumulate)
+
+
+def begin_run(
+    trainer: Trainer,
+    target: Target,
+    data: TrainingData,
+    worker: Worker,
+    asked: RunOptions,
+    *,
+    seed: int,
+    resume: str | None,
+    compared: Callable[[], None],
+) -> int:
+    """Set up updates, the comparison of the first step and the state of a checkpoint.
+
+    ``compared`` is called after the comparison. Return the number of steps that are done.
+    """
+    trainer.overlaps_steps = True
+    trainer.use_update(asked.update(trainer.device.type), target.build_scheduler)
+    captures = trainer.runner.captures
+    if isinstance(captures, Following):
+        compare_first_step(
+            trainer,
+            captures,
+            lambda: plain_build(target.build_model, seed).to(trainer.device),
+            asked=asked.check_first_step,
+            done=compared,
+        )
+    trainer.parts.update(data=data, update=trainer.steps.update)
+    if resume is None:
+        return 0
+    worker.watchdog.progress("reading the checkpoint")
+    done = trainer.load(resume, optimizer=trainer.optimizer, optional=("data", "update"))
+    data.go_on_from(done * asked.accumulate)
+    return done
 
 
 def keep_plan(plan: Plan, folder: str) -> None:
@@ -211,7 +256,7 @@ def verify(
 
 
 def one_device(
-    trainer: Trainer | ServerTrainer,
+    trainer: RankTrainer,
     target: Target,
     batches: Sequence[Mapping[str, Tensor]],
     seed: int,
@@ -224,7 +269,7 @@ def one_device(
     that cannot be the whole model is, which is printed. For an asynchronous schedule with the
     updates that it makes.
     """
-    rule = None if isinstance(trainer, ServerTrainer) else update_rule(trainer)
+    rule = update_rule(trainer.model.planned)
     device = trainer.device
     run = partial(_run_plain, trainer, target, batches, seed, rule=rule, tell=tell)
     if device.type == "cpu":
@@ -242,7 +287,7 @@ def one_device(
 
 
 def _run_plain(
-    trainer: Trainer | ServerTrainer,
+    trainer: RankTrainer,
     target: Target,
     batches: Sequence[Mapping[str, Tensor]],
     seed: int,
@@ -298,7 +343,7 @@ def make_trainer(
     init: Init = "exact",
     is_given: bool = False,
     start: Callable[[nn.Module, Deferred], Pretrained] | None = None,
-) -> tuple[Trainer | ServerTrainer, MemoryMeter]:
+) -> tuple[RankTrainer, MemoryMeter]:
     """The trainer of this rank, and what it needs of memory from here. Collective.
 
     ``start`` gives the initial weights of the model, which are else those of its build. With
@@ -326,7 +371,7 @@ def make_trainer(
     gc.collect()
     memory = MemoryMeter(device)
     kind = Trainer if plan.servers is None else ServerTrainer
-    trainer = kind(
+    trainer: RankTrainer = kind(
         program, plan, weights, device=device, build=target.build_optimizer, progress=tell,
         seed=seed,
     )  # fmt: skip

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..graph import Block, Blocks, Graph, Node, Ref, TensorSpec, map_refs
-from ..layout import INVARIANT, Layout, NodeLayout, shard
+from ..layout import INVARIANT, Layout, NodeLayout, boundary_layout, shard
 from ..plan import Plan, StagePlan
 from ..sequence_places import COUNTED, Place, Places
 from ..written_attention import WrittenAttention
-from .prices import boundary_layout
 
 Layouts = dict[str, NodeLayout]
 

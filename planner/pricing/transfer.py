@@ -16,16 +16,7 @@ from math import prod
 
 import numpy as np
 
-from ..layout import (
-    Layout,
-    Mesh,
-    Region,
-    divides,
-    format_layout,
-    intersect,
-    local_region,
-    region_shape,
-)
+from ..layout import Layout, Mesh, Region, divides, format_layout, intersect, local_region
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +32,7 @@ class Transfer:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return region_shape(self.box)
+        return tuple(stop - start for start, stop in self.box)
 
     @property
     def numel(self) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -240,6 +240,21 @@ def _lacking(path: LeafPath) -> Iterator[None]:
         ) from error
 
 
+class DataSource(Protocol):
+    """The batches of a run on one rank.
+
+    ``place`` is the ``(rank, world)`` that its data is asked for, None where it needs none;
+    ``teller`` the rank that tells the others the rows of each batch, None where all read.
+    """
+
+    place: tuple[int, int] | None
+
+    @property
+    def teller(self) -> int | None: ...
+    def rows_of(self, inputs: Mapping[str, Tensor]) -> int: ...
+    def named(self, batch: Any) -> RankInputs: ...
+
+
 class StepBatches:
     """The batches of a run on one rank, in the order of its steps.
 
@@ -285,9 +300,10 @@ class StepBatches:
         return tuple(r for r in ranks if rows_of_rank(found, self._plan, r) is not None)
 
     @property
-    def is_for_all(self) -> bool:
-        """Whether every rank reads data, or none does."""
-        return len(self.sources) in (0, dist.get_world_size())
+    def teller(self) -> int | None:
+        """The first rank that reads data, where some ranks read none; else None."""
+        sources = self.sources
+        return sources[0] if len(sources) not in (0, dist.get_world_size()) else None
 
     def rows_of(self, inputs: Mapping[str, Tensor]) -> int:
         """The rows of the global batch that a rank's inputs are or belong to."""

@@ -178,7 +178,7 @@ class SharedCount:
     """
 
     def __init__(self, source: int) -> None:
-        self._source = source
+        self.source = source
         self._running: tuple[dist.Work | None, Tensor] | None = None
 
     def __call__(self, count: int | None) -> int:
@@ -186,7 +186,7 @@ class SharedCount:
         if self._running is not None and self._running[0] is not None:
             self._running[0].wait()
         box = torch.tensor(0 if count is None else count)
-        work = dist.broadcast(box, src=self._source, group=group_for(box), async_op=True)
+        work = dist.broadcast(box, src=self.source, group=group_for(box), async_op=True)
         self._running = (work, box)
         if count is not None:
             return count

@@ -25,7 +25,7 @@ from ..parameters.zero import unsharded
 
 if TYPE_CHECKING:
     from ..parameters.stage import StageModule
-    from ..step.trainer import Trainer
+    from ..step.trainer import RankTrainer, Trainer
 
 Tensors = Mapping[str, Iterable[Tensor]]
 """Tensors by category."""
@@ -91,7 +91,7 @@ def _mark(live: LiveBytes, held: Tensors) -> None:
         live.mark(tensors, category)
 
 
-def held_by(trainer: Trainer) -> Tensors:
+def held_by(trainer: RankTrainer) -> Tensors:
     """What a rank's trainer holds from step to step, and its gradients."""
     found: dict[str, list[Tensor]] = {
         "parameters": [],
@@ -110,7 +110,8 @@ def held_by(trainer: Trainer) -> Tensors:
             None if parameter.held.grad is None else local_tensor(parameter.held.grad),
         ]
         found["gradients"] += [each for each in gradients if each is not None]
-    for states in trainer.optimizer.state.values():
+    optimizer = trainer.optimizer
+    for states in () if optimizer is None else optimizer.state.values():
         found["optimizer"] += [each for each in states.values() if isinstance(each, Tensor)]
     for stage in trainer.model.stages.values():
         found["buffers"] += list(stage.buffers())

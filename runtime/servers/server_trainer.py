@@ -7,7 +7,7 @@ In: the captured program, a plan with ``servers``, initial weights. Out: ``step(
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from ...cost_model.simulator.consistency import Clocks, bound_of
 from ...passes.programs.program import Program
 from ...planner.plan import Plan, ServerPlan
 from ...planner.server_shards import Shard, shards_of
+from ..data.batches import DataSource, RankInputs, marked, named_inputs
 from ..data.variants import variant_of
 from ..messages.groups import DATA_AXIS
 from ..parameters.initial_values import Weights
@@ -29,9 +30,28 @@ from .server import ServedPiece, Server
 from .server_worker import SHARED, ServerWorker
 
 
+@dataclass(slots=True)
+class WholeBatches:
+    """The batches of a worker: all rows, as it may have to compute a lost worker's part."""
+
+    plan: Plan
+    program: Program
+    place: tuple[int, int] | None = (0, 1)
+    teller: int | None = None
+
+    def rows_of(self, inputs: Mapping[str, Tensor]) -> int:
+        """Return the planned rows of a global batch."""
+        return self.plan.model.global_batch
+
+    def named(self, batch: object) -> RankInputs:
+        """Return a batch's tensors by the names that the plan has for them."""
+        return marked(named_inputs(batch, self.program), batch)
+
+
 class ServerTrainer:
-    """``model`` is what a worker computes with; ``worker`` and ``server`` are None where the rank
-    is no such."""
+    """One rank's part in a run: a worker that computes with ``model``, a server, or both."""
+
+    optimizer = None
 
     def __init__(
         self,
@@ -69,8 +89,24 @@ class ServerTrainer:
             self.model.stages.clear()
             self.model.parameters.clear()
 
-    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
-        """One iteration of this rank's worker, if it has one."""
+    @property
+    def batches(self) -> DataSource:
+        """The batches of this rank's worker."""
+        return WholeBatches(self.plan, self.program)
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank has a worker."""
+        return self.worker is not None
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank has the first worker that is left, which prints the steps."""
+        return self.worker is not None and self.worker.is_first
+
+    def step(self, *batches: Mapping[str, Tensor]) -> StepResult:
+        """Take one iteration of this rank's worker, if it has one."""
+        (batch,) = batches
         loss = float("nan") if self.worker is None else self.worker.step(batch)
         return StepResult((torch.tensor(loss, dtype=torch.float64),), None)
 

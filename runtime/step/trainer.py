@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ...planner.plan import Plan
 from ..checkpoint.checkpoint import TrainingState, load_checkpoint, save_checkpoint
 from ..checkpoint.parts import Stateful
 from ..checkpoint.writer import CheckpointWriter, PendingSave
-from ..data.batches import RankInputs
+from ..data.batches import DataSource
 from ..data.variants import bucket_variants, variant_of
 from ..launch.membership import check_plan
 from ..parameters.initial_values import Weights
@@ -40,6 +41,32 @@ from .rank_model import RankModel
 from .training_step import StepResult, TrainingStep
 
 
+class RankTrainer(Protocol):
+    """One rank's training by a plan, alone with the other ranks or with parameter servers.
+
+    ``trains``: the rank takes steps; a rank that only serves weights does so in ``finish``.
+    ``reports``: the rank prints the steps. ``optimizer`` is None where servers step the weights.
+    """
+
+    plan: Plan
+    program: Program
+    model: RankModel
+    device: torch.device
+
+    @property
+    def trains(self) -> bool: ...
+    @property
+    def optimizer(self) -> Optimizer | None: ...
+    @property
+    def batches(self) -> DataSource: ...
+    @property
+    def reports(self) -> bool: ...
+
+    def step(self, *batches: Mapping[str, Tensor]) -> StepResult: ...
+    def settle(self) -> None: ...
+    def finish(self, progress: Callable[[str], None] | None = None) -> None: ...
+
+
 class Trainer:
     """Trains on this rank: ``model`` is what it holds, ``runner`` what runs batches.
 
@@ -47,6 +74,8 @@ class Trainer:
     their names. ``overlaps_steps``, read by ``use_update``: where the plan says so, a step's update
     is left to the next one's forward. Who then reads weights between steps calls ``settle`` first.
     """
+
+    trains = True
 
     def __init__(
         self,
@@ -78,14 +107,16 @@ class Trainer:
         self.checkpoints = CheckpointWriter()
         self.overlaps_steps = False
         self.model = RankModel(planned, weights, device=device, progress=progress)
+        self.reports = self.model.rank == 0
         self.runner = BatchRunner(
             self.model, shorter, step_optimizer=self._step_optimizer, seed=seed, progress=progress
         )
         self.use_optimizer(build)
 
-    def inputs(self, batch: object) -> RankInputs:
-        """A batch's tensors by the names that the plan has for them."""
-        return self.runner.batches.named(batch)
+    @property
+    def batches(self) -> DataSource:
+        """The batches of the run on this rank."""
+        return self.runner.batches
 
     def step(self, *batches: Mapping[str, Tensor]) -> StepResult:
         """One step on the global batch: forward, backward, gradient sums, the update.
@@ -99,8 +130,9 @@ class Trainer:
             self.steps.accumulate(batch)
         return self.steps.step(last)
 
-    def finish(self) -> None:
-        """End a run: nothing is left to do."""
+    def finish(self, progress: Callable[[str], None] | None = None) -> None:
+        """Read the numbers of the last step."""
+        self.steps.finish()
 
     def _step_optimizer(self) -> None:
         self.optimizer.step()

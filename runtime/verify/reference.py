@@ -28,7 +28,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,6 @@ from ...passes.ops.random_ops import step_key
 from ..data.rank_batch import microbatch_rows
 from ..data.variants import Variant
 from ..update.optimizer import BuildOptimizer, built
-
-if TYPE_CHECKING:
-    from ..step.trainer import Trainer
-
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -149,12 +145,12 @@ class UpdateRule:
         return update if self.weights == "latest" else self.forward_version(name, update)
 
 
-def update_rule(trainer: Trainer) -> UpdateRule | None:
-    """What the asynchronous schedule of a trainer does to the weights; None for others."""
-    schedule, plan = trainer.schedule, trainer.plan
+def update_rule(planned: Variant) -> UpdateRule | None:
+    """Return the updates of a plan's asynchronous schedule; None for synchronous schedules."""
+    schedule, plan = planned.schedule, planned.plan
     if not schedule.is_asynchronous:
         return None
-    blocks = iter(trainer.program.blocks.blocks)
+    blocks = iter(planned.program.blocks.blocks)
     stage_of: dict[str, int] = {}
     for index, stage in enumerate(plan.stages):
         for block in itertools.islice(blocks, len(stage.blocks)):

@@ -25,8 +25,7 @@ from ...planner.layout import Region, region_slices
 from ..messages.shared_objects import Pulse, gather_on_first
 from ..parameters.parameters import StageParameter
 from ..parameters.stage import StageModule
-from ..servers.server_trainer import ServerTrainer
-from ..step.trainer import Trainer
+from ..step.trainer import RankTrainer
 from .reference import Reference
 
 NOISE = 1e-6
@@ -132,7 +131,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def verify(
-    trainer: Trainer | ServerTrainer,
+    trainer: RankTrainer,
     batches: Sequence[Mapping[str, Tensor]],
     reference: Callable[[], Reference],
     pulse: Pulse | None = None,
@@ -161,7 +160,7 @@ def verify(
 
 
 def _compared(
-    trainer: Trainer | ServerTrainer,
+    trainer: RankTrainer,
     truth: Reference,
     losses: Sequence[float],
     gradients: Mapping[str, Sequence[Piece]],
@@ -194,7 +193,7 @@ def _in_order(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, 
     return {name: tensors[name] for name in names if name in tensors}
 
 
-def _block_names(trainer: Trainer | ServerTrainer) -> dict[str, str]:
+def _block_names(trainer: RankTrainer) -> dict[str, str]:
     """For each parameter of the graph its block, in the order of the blocks."""
     return {name: b.name for b in trainer.program.blocks.blocks for name in b.parameters}
 
@@ -224,7 +223,7 @@ def collect(
 
 
 def collect_buffers(
-    trainer: Trainer | ServerTrainer,
+    trainer: RankTrainer,
     read: Callable[[StageModule, str], Tensor] = StageModule.buffer,
 ) -> dict[str, list[Piece]]:
     """Every rank's pieces of the buffers that training changes, on rank 0. Collective."""
