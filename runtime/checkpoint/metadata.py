@@ -130,7 +130,7 @@ class SafeFileSystemReader(FileSystemReader):
         return name
 
 
-class _TensorsOnly(DefaultLoadPlanner):
+class TensorsOnly(DefaultLoadPlanner):
     """Reads no pickled objects: the default planner would run them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -146,7 +146,7 @@ def read_tensors(reader: SafeFileSystemReader, state: Mapping[str, Tensor]) -> N
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(dict(state), storage_reader=reader, planner=_TensorsOnly(), no_dist=True)
+            load(dict(state), storage_reader=reader, planner=TensorsOnly(), no_dist=True)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         if isinstance(cause, AutoparallelError):

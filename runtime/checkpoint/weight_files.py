@@ -11,7 +11,6 @@ Format of safetensors: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,13 +27,13 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ...planner.errors import AutoparallelError, UsageError
 from ...planner.layout import Region, region_shape, region_slices
 from .folder import STATE, complete_checkpoints
-from .metadata import SafeFileSystemReader
+from .metadata import SafeFileSystemReader, TensorsOnly, stored_tensors
 
 
 @contextmanager
@@ -115,48 +114,26 @@ class CheckpointWeights:
 
 def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
     """The keys of the weights, by their names without what a training puts before them."""
-    tensors = [
-        key
-        for key, stored in metadata.state_dict_metadata.items()
-        if isinstance(stored, TensorStorageMetadata)
-    ]
+    tensors = tuple(stored_tensors(metadata))
     if not is_training and "step" not in tensors and not any(k.startswith(OTHERS) for k in tensors):
         return {key: key for key in tensors}
     return {key.removeprefix(MODEL): key for key in tensors if key.startswith(MODEL)}
 
 
-class _IntoTensor(LoadPlanner):
+class _IntoTensor(TensorsOnly):
     """Puts what is read of one tensor where its box in ``part`` is."""
 
     def __init__(self, part: Tensor) -> None:
+        super().__init__()
         self._part = part
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part = self._part
-        bounds = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        for dim, (start, length) in enumerate(bounds):
-            part = part.narrow(dim, start, length)
-        return part
+        starts = read_item.dest_offsets
+        bounds = zip(starts, read_item.lengths, strict=True)
+        return self._part[tuple(slice(start, start + length) for start, length in bounds)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise UsageError(
-            "AP861", f"{read_item.storage_index.fqn} of the checkpoint is not a tensor"
-        )
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
+        """Do nothing: the tensor was read into its place."""
 
 
 TORCH_ENDINGS = (".pt", ".pth", ".bin")

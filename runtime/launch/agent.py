@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ...planner.errors import AutoparallelError, MachineError, UsageError, WorkerError
-from ..messages.failure_store import StoreBoard
+from ..messages.failure_store import SharedStore
 from .launch import Workers, can_mend, signals_raise, tell_restart
 from .process import RESULT, Job
 from .rendezvous import (
@@ -254,7 +254,7 @@ class HostAgent(SimpleElasticAgent):
             environment,
             spec.local_world_size,
             first_rank=worker_group.workers[0].global_rank,
-            board=StoreBoard(environment),
+            failures=SharedStore(environment),
         )
         return self._workers.start()
 

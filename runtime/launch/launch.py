@@ -31,9 +31,9 @@ from typing import IO, Any
 
 from ...cost_model.cluster.detect import threads_per_device
 from ...planner.errors import AutoparallelError, HangError, UsageError, WorkerError
-from ..messages.failure_store import Board, FolderBoard, Note, blame
+from ..messages.failure_store import FailureReport, FailureStore, FolderStore, blame
 from ..messages.watchdog import on_termination
-from .process import RESULT, Job, call, current_worker, read_failure
+from .process import FAILURE, RESULT, Job, call, current_worker
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 10.0
@@ -135,7 +135,7 @@ def _loopback(environment: Mapping[str, str]) -> dict[str, str]:
 class Workers:
     """The worker processes of one launch on this machine, with the ranks from ``first_rank`` on.
 
-    Notes of those that failed are on ``board``, by default in the folder of the job.
+    Reports of those that failed are in ``failures``, by default in the folder of the job.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Workers:
         num_processes: int,
         *,
         first_rank: int = 0,
-        board: Board | None = None,
+        failures: FailureStore | None = None,
         survives: bool = False,
     ) -> None:
         self._survives, self._lost = survives, set[int]()
@@ -154,7 +154,8 @@ class Workers:
         self._environment = environment
         self._ranks = range(first_rank, first_rank + num_processes)
         self._world_size = int(environment["WORLD_SIZE"])
-        self._board = board or FolderBoard(self._folder)
+        self._failures = failures or FolderStore(self._folder)
+        self._told = FolderStore(self._folder, FAILURE)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
         self._is_asked = False
@@ -251,10 +252,9 @@ class Workers:
         """
         first = set(failed)
         deadline = time.monotonic() + GRACE_SECONDS
-        known = self._board.read()
-        for rank, code in failed.items():
-            if rank not in known and read_failure(self._folder, rank) is None:
-                self._board.tell(Note(rank, "", cause=_ending(code)))
+        known = {**self._failures.read(), **self._told.read()}
+        for rank in failed.keys() - known:
+            self._failures.tell(FailureReport(rank, cause=_ending(failed[rank])))
         while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
             time.sleep(POLL_SECONDS)
         later = {rank: code for rank, code in self.codes().items() if code and rank not in first}
@@ -283,10 +283,9 @@ class Workers:
 
         The workers do not write it themselves: lines of several at once would mix.
         """
-        for rank in sorted(failed):
-            report = read_failure(self._folder, rank)
-            if report is not None and (report.is_consequence or report.kind == "HangError"):
-                _write_lines(str(report.error()).splitlines(), rank)
+        for rank, report in sorted(self._told.read().items()):
+            if rank in failed and (report.is_consequence or report.error["kind"] == "HangError"):
+                _write_lines(str(report.exception()).splitlines(), rank)
 
     def error(self, failed: Mapping[int, int]) -> AutoparallelError:
         """The error to raise for the ranks that failed by themselves, the first one first.
@@ -294,10 +293,10 @@ class Workers:
         What the others waited for goes to stderr.
         """
         self._show_waits(failed)
-        reports = {rank: read_failure(self._folder, rank) for rank in failed}
-        silent = [rank for rank in failed if reports[rank] is None]
+        reports = self._told.read()
+        silent = [rank for rank in failed if rank not in reports]
         told = sorted(
-            (report for report in reports.values() if report is not None),
+            (reports[rank] for rank in failed if rank in reports),
             key=lambda report: (report.is_consequence, report.seconds),
         )
         waits = self._waits()
@@ -305,17 +304,17 @@ class Workers:
             error: AutoparallelError = self._silent_error(silent[0], failed[silent[0]])
             error.why = "; ".join(part for part in (error.why, waits) if part)
             return error
-        error = told[0].error()
+        error = told[0].exception()
         if isinstance(error, HangError) or told[0].is_consequence:
-            error.why = f"{waits}; {blame(self._board.read(), self._world_size)}"
+            error.why = f"{waits}; {blame(self._failures.read(), self._world_size)}"
         return error
 
     def _waits(self) -> str:
         """What each rank that has no error of its own was doing."""
         return "; ".join(
-            f"rank {rank}: {note.doing}"
-            for rank, note in sorted(self._board.read().items())
-            if not note.cause
+            f"rank {rank}: {report.doing}"
+            for rank, report in sorted(self._failures.read().items())
+            if not report.cause
         )
 
     def _silent_error(self, rank: int, code: int) -> WorkerError:

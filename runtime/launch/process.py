@@ -26,15 +26,21 @@ import traceback
 import uuid
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...planner import errors
 from ...planner.errors import AutoparallelError, DeviceMemoryError, HangError, WorkerError
-from ..messages.failure_store import Board, FolderBoard, Note, Ranks, StoreBoard
+from ..messages.failure_store import (
+    FailureReport,
+    FailureStore,
+    FolderStore,
+    Ranks,
+    SharedStore,
+    write_whole,
+)
 from ..messages.watchdog import Watchdog, show
 
 POLL_SECONDS = 0.02
@@ -98,9 +104,9 @@ def agree_on_name(store: Any, rank: int, world_size: int) -> str:
     return name
 
 
-RESULT, STORE = "result-{}.json", "store"
-"""In the job's folder: what a rank's function returns, and the file that the process group meets
-at."""
+RESULT, FAILURE, STORE = "result-{}.json", "failure", "store"
+"""Files of the job's folder: the value of a rank's function, the reports of ranks to the launcher,
+and the store that the process group meets at."""
 OUT_OF_MEMORY = (
     "can't allocate memory",
     "CUDA out of memory",
@@ -119,11 +125,6 @@ CONNECTION_LOST = (
     "Connection was likely closed",
     "recvValue failed",
 )
-
-
-# A rank that is lost while a checkpoint is written makes that fail (AP886) as any other message.
-CONSEQUENCES = ("AP820", "AP821")
-"""The codes of a rank that ends because another one has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,29 +159,6 @@ class Job:
     sys_path: tuple[str, ...] = field(default_factory=lambda: tuple(map(os.path.abspath, sys.path)))
     is_alone: bool = True
     survives: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An error of a rank as it crosses the process boundary.
-
-    ``is_consequence``: the rank only ended because another one has failed.
-    """
-
-    rank: int
-    seconds: float
-    kind: str
-    code: str
-    what: str
-    why: str
-    where: str
-    fix: str
-    is_consequence: bool
-
-    def error(self) -> AutoparallelError:
-        """The error that the rank raised."""
-        kind: type[AutoparallelError] = getattr(errors, self.kind)
-        return kind(self.code, self.what, why=self.why, where=self.where, fix=self.fix)
 
 
 def describe(error: BaseException, rank: int, world_size: int) -> AutoparallelError:
@@ -220,9 +198,9 @@ def lost_rank(error: AutoparallelError, worker: Worker) -> AutoparallelError:
     if ranks is None:
         return error
     if not is_consequence:
-        ranks.board.tell(Note(worker.rank, doing.what, cause=error.what))
+        ranks.store.tell(FailureReport(worker.rank, doing.what, cause=error.what))
         return error
-    who = ranks.blame(Note(worker.rank, doing.what, doing.waits_for))
+    who = ranks.blame(FailureReport(worker.rank, doing.what, doing.waits_for))
     return WorkerError(
         "AP820",
         f"rank {worker.rank} of {worker.world_size} has lost another rank",
@@ -238,17 +216,17 @@ def current_worker(
     *,
     resting: Container[str] = (),
     report: Callable[[HangError], None] = show,
-    board: Board | None = None,
+    failures: FailureStore | None = None,
     store_path: str | None = None,
 ) -> Worker:
     """The worker that the environment says this process is.
 
-    Notes of failed ranks go to ``board``, by default in the store of the environment;
+    Reports of failed ranks go to ``failures``, by default in the store of the environment;
     ``resting``: see ``Watchdog``. Ranks of one machine meet at the file ``store_path``, others at
     the store of the environment.
     """
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    ranks = Ranks(rank, world_size, StoreBoard(environment) if board is None else board)
+    ranks = Ranks(rank, world_size, failures or SharedStore(environment))
     watchdog = Watchdog(
         timeout_seconds,
         name=f"rank {rank} of {world_size}",
@@ -292,34 +270,6 @@ def _leave() -> None:
         distributed.destroy_process_group()
 
 
-def read_failure(folder: Path, rank: int) -> Failure | None:
-    """What a rank reported, if it failed and could tell."""
-    path = folder / f"failure-{rank}.json"
-    return Failure(**json.loads(path.read_text())) if path.exists() else None
-
-
-def write_failure(folder: Path, rank: int, error: AutoparallelError) -> None:
-    """Leaves a rank's error for the launcher, which shows it."""
-    failure = Failure(
-        rank,
-        time.time(),
-        type(error).__name__,
-        error.code,
-        error.what,
-        error.why,
-        error.where,
-        error.fix,
-        is_consequence=error.code in CONSEQUENCES,
-    )
-    _write(folder / f"failure-{rank}.json", asdict(failure))
-
-
-def _write(path: Path, value: Any) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value))
-    partial.rename(path)
-
-
 def _end_with_launcher() -> None:
     """Ends this process and its children when the launcher is gone: its pipe then closes."""
 
@@ -337,20 +287,20 @@ def main(job_path: str) -> None:
     folder = Path(job.folder)
     sys.path.extend(path for path in job.sys_path if path not in sys.path)
     _end_with_launcher()
-    rank = int(os.environ["RANK"])
+    rank, launcher = int(os.environ["RANK"]), FolderStore(folder, FAILURE)
     worker = current_worker(
         os.environ,
         job.timeout_seconds,
-        report=lambda error: write_failure(folder, rank, error),
-        board=FolderBoard(folder) if job.is_alone else None,
+        report=lambda error: launcher.tell(FailureReport.of(rank, error)),
+        failures=FolderStore(folder) if job.is_alone else None,
         store_path=str(folder / STORE) if job.is_alone else None,
     )
     try:
         value = call(job.entry, worker, job.arguments)
         if worker.local_rank == 0 or job.survives:
-            _write(folder / RESULT.format(rank), value)
+            write_whole(folder / RESULT.format(rank), json.dumps(value))
     except AutoparallelError as error:
-        write_failure(folder, rank, error)
+        launcher.tell(FailureReport.of(rank, error))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(error.exit_code)

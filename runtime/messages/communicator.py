@@ -93,7 +93,7 @@ class ProcessCommunicator:
             # A sum of bytes could leave 2 in a boolean; the sum of booleans is their maximum.
             is_sum = op == "sum" and result.dtype != torch.bool
             operation = dist.ReduceOp.SUM if is_sum else dist.ReduceOp.MAX
-            dist.all_reduce(_as_bytes(result), op=operation, group=self.device_mesh.get_group(axis))
+            dist.all_reduce(as_bytes(result), op=operation, group=self.device_mesh.get_group(axis))
         return result
 
     def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
@@ -103,8 +103,8 @@ class ProcessCommunicator:
             return tensor.detach()
         parts = tensor.new_empty((size, *tensor.shape))
         all_gather(
-            _as_bytes(parts),
-            _as_bytes(tensor.detach().contiguous()).unsqueeze(0),
+            as_bytes(parts),
+            as_bytes(tensor.detach().contiguous()).unsqueeze(0),
             group=self.device_mesh.get_group(axis),
         )
         return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
@@ -131,7 +131,7 @@ class ProcessCommunicator:
         parts = _stacked_chunks(tensor.detach(), size, split_dim)
         received = torch.empty_like(parts)
         dist.all_to_all_single(
-            _as_bytes(received), _as_bytes(parts), group=self.device_mesh.get_group(axis)
+            as_bytes(received), as_bytes(parts), group=self.device_mesh.get_group(axis)
         )
         return torch.cat(received.unbind(0), concat_dim)
 
@@ -143,7 +143,7 @@ class ProcessCommunicator:
         size = self.size(axis)
         if size == 1:
             return tensor.detach()
-        given = _as_bytes(tensor.detach().contiguous()).flatten()
+        given = as_bytes(tensor.detach().contiguous()).flatten()
         counts = [0] * size
         counts[size - 1 - self.coordinate(axis)] = given.numel()
         received = torch.empty_like(given)
@@ -160,8 +160,8 @@ def _stacked_chunks(tensor: Tensor, size: int, dim: int) -> Tensor:
     return torch.stack(tensor.chunk(size, dim))
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes if it is boolean (gloo and NCCL know no booleans)."""
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a boolean tensor as bytes, which gloo and NCCL know."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 

@@ -34,6 +34,7 @@ from ...planner.errors import WorkerError
 from ...planner.layout import Layout, Mesh, local_region, local_shape, region_slices
 from ...planner.pricing.transfer import transfers
 from ...planner.schedules.held import sends_kept
+from .communicator import as_bytes
 from .ordered_channels import Lane, Lanes, Outbox
 from .pending_results import Progress, shared_sum
 
@@ -58,7 +59,7 @@ class StagePlace(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """One message: ``slices`` of this rank's part of a boundary's value, to or from ``peer``.
 
     No slices are the whole part.
@@ -81,7 +82,7 @@ class _Port:
     taker: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(slots=True)
@@ -128,7 +129,7 @@ class Exchange:
         self._posted: dict[Sent, dict[tuple[str, int], _Arriving]] = {}
         self._lanes = Lanes(device) if lanes is None else lanes
         self._outbox = Outbox(sends_kept(schedule, is_gpu=bool(self._lanes.has_groups)), progress)
-        self._messages: dict[tuple[int, Direction, int, int], list[tuple[_Port, _Piece]]] = {}
+        self._messages: dict[tuple[int, Direction, int, int], list[tuple[_Port, Piece]]] = {}
         lanes_of_rank: set[Lane] = set()
         for part, (sends, receives) in enumerate(self._ports):
             lanes_of_rank.update((rank, piece.peer) for _, piece in _pieces(sends))
@@ -202,7 +203,7 @@ class Exchange:
             value = value.detach()
             for piece in port.pieces:
                 packed = (value[piece.slices] if piece.slices else value).contiguous()
-                messages.setdefault(piece.peer, []).append(_wire(packed))
+                messages.setdefault(piece.peer, []).append(as_bytes(packed))
         for peer, tensors in messages.items():
             works = self._lanes.send(tensors, self._rank, peer)
             self._outbox.add(peer, works, tuple(tensors), what)
@@ -279,13 +280,13 @@ class Exchange:
             if not place.is_contiguous():
                 place = torch.empty_like(place, memory_format=torch.contiguous_format)
                 arriving.copies.append((piece.slices, place))
-            tensors.append(_wire(place))
+            tensors.append(as_bytes(place))
             filled.append(arriving)
         works = self._lanes.receive(tensors, peer, self._rank)
         for index, arriving in enumerate(filled):
             arriving.works.append((peer, works[min(index, len(works) - 1)]))
 
-    def _from(self, peer: int, sent: Sent) -> Sequence[tuple[_Port, _Piece]]:
+    def _from(self, peer: int, sent: Sent) -> Sequence[tuple[_Port, Piece]]:
         """What ``peer`` sends this rank at once, in its order."""
         direction, stage, microbatch = sent
         return self._messages.get((peer, direction, stage, microbatch % len(self._ports)), ())
@@ -322,7 +323,7 @@ def _units(
 _PortTable = dict[tuple[Direction, int], tuple[_Port, ...]]
 
 
-def _pieces(table: _PortTable) -> Iterator[tuple[_Port, _Piece]]:
+def _pieces(table: _PortTable) -> Iterator[tuple[_Port, Piece]]:
     return ((port, piece) for ports in table.values() for port in ports for piece in port.pieces)
 
 
@@ -338,7 +339,7 @@ def _make_ports(
     for boundary in sorted(boundaries, key=lambda boundary: boundary.key):
         between.setdefault((boundary.source_stage, boundary.target_stage), []).append(boundary)
     for pair, crossing in sorted(between.items()):
-        for boundary, direction in ((b, way) for b in crossing for way in _directions(b)):
+        for boundary, direction in ((b, way) for b in crossing for way in directions_of(b)):
             source, target = pair if direction == "forward" else pair[::-1]
             for table, stage, is_sender in ((sends, source, True), (receives, target, False)):
                 if rank in stages[stage].devices:
@@ -347,7 +348,8 @@ def _make_ports(
     return sends, receives
 
 
-def _directions(boundary: Boundary) -> tuple[Direction, ...]:
+def directions_of(boundary: Boundary) -> tuple[Direction, ...]:
+    """Return the directions in which a boundary's value or gradient goes."""
     return ("forward", "backward") if boundary.spec.requires_grad else ("forward",)
 
 
@@ -368,32 +370,45 @@ def _port(
     if direction == "backward":
         ends.reverse()
         sender, taker = taker, sender
-    (source, source_layout), (target, target_layout) = ends
+    end = 0 if is_sender else 1
+    places, layouts = [place for place, _ in ends], [layout for _, layout in ends]
     shape = boundary.spec.shape
+    return _Port(
+        boundary.key,
+        direction,
+        sender,
+        taker,
+        local_shape(shape, layouts[end], places[end].mesh.shape),
+        getattr(torch, boundary.spec.dtype),
+        find_pieces(shape, places, layouts, rank=rank, is_sender=is_sender),
+    )
+
+
+def find_pieces(
+    shape: tuple[int, ...],
+    places: Sequence[StagePlace],
+    layouts: Sequence[Layout],
+    *,
+    rank: int,
+    is_sender: bool,
+) -> tuple[Piece, ...]:
+    """Return the messages that bring a value from one stage to another, as one rank has them."""
+    (source, target), (source_layout, target_layout) = places, layouts
     messages = transfers(shape, source_layout, source.mesh, target_layout, target.mesh)
-    place, layout = ends[0] if is_sender else ends[1]
+    place, layout = (source, source_layout) if is_sender else (target, target_layout)
     mine = place.devices.index(rank)
     frame = local_region(shape, layout, place.mesh, place.mesh.coordinates(mine))
-    pieces = tuple(
-        _Piece(
+    return tuple(
+        Piece(
             target.devices[message.target] if is_sender else source.devices[message.source],
             () if message.box == frame else region_slices(message.box, frame),
         )
         for message in messages
         if mine == (message.source if is_sender else message.target)
     )
-    return _Port(
-        boundary.key,
-        direction,
-        sender,
-        taker,
-        local_shape(shape, layout, place.mesh.shape),
-        getattr(torch, boundary.spec.dtype),
-        pieces,
-    )
 
 
-def _words(port: _Port, piece: _Piece, unit: int, num_slices: int) -> str:
+def _words(port: _Port, piece: Piece, unit: int, num_slices: int) -> str:
     """A message in words, the same on both sides."""
     send = _send(port.direction, port.sender, unit, num_slices)
     shape = tuple(
@@ -429,11 +444,6 @@ def _waiting(direction: Direction, stage: int, microbatch: str, *, sender: int) 
         f"{stage}RECV_{letter}{microbatch}: stage {stage} waits in micro-batch {microbatch}"
         f" for {sender}SEND_{letter}{microbatch}"
     )
-
-
-def _wire(tensor: Tensor) -> Tensor:
-    """The same memory as bytes if it is boolean, which backends do not know."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def _mismatch(port: _Port, value: Tensor | None, stage: int) -> WorkerError:

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.layout import Layout, local_region, local_shape, region_slices
-from ...planner.pricing.transfer import Transfer, transfers
+from ...planner.layout import Layout, local_region, local_shape
+from .communicator import as_bytes
+from .exchange import Direction, Piece, StagePlace, directions_of, find_pieces
 from .groups import new_group
 
 if TYPE_CHECKING:
     from ...passes.local.stage_cut import Boundary
-    from .exchange import Direction, StagePlace
 
-Key = tuple["Direction", int, int]
+Key = tuple[Direction, int, int]
 """The direction, the stage that takes, the micro-batch."""
 
 
@@ -45,8 +45,8 @@ class _Swap:
     """A value whose layout changes: this rank's part afterwards, and who sends which box."""
 
     shape: tuple[int, ...]
-    sends: tuple[tuple[int, tuple[slice, ...]], ...]
-    receives: tuple[tuple[int, tuple[slice, ...]], ...]
+    sends: tuple[Piece, ...]
+    receives: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Handover:
     ) -> None:
         layouts = boundary.source_layout, boundary.target_layout
         ends = (boundary.source_stage, boundary.target_stage)
-        for direction in _directions(boundary):
+        for direction in directions_of(boundary):
             order = 1 if direction == "forward" else -1
             maker, taker = ends[::order]
             shape, dtype = boundary.spec.shape, getattr(torch, boundary.spec.dtype)
@@ -109,12 +109,10 @@ class Handover:
     def _swap(
         self, shape: tuple[int, ...], places: Sequence[StagePlace], layouts: Sequence[Layout]
     ) -> _Swap:
-        maker, taker = places
-        messages = transfers(shape, layouts[0], maker.mesh, layouts[1], taker.mesh)
         return _Swap(
-            local_shape(shape, layouts[1], taker.mesh.shape),
-            _boxes(messages, shape, places, layouts, rank=self._rank, is_sender=True),
-            _boxes(messages, shape, places, layouts, rank=self._rank, is_sender=False),
+            local_shape(shape, layouts[1], places[1].mesh.shape),
+            find_pieces(shape, places, layouts, rank=self._rank, is_sender=True),
+            find_pieces(shape, places, layouts, rank=self._rank, is_sender=False),
         )
 
     def give(
@@ -145,28 +143,26 @@ class Handover:
         """This rank's part in the other layout. Collective over the ranks of the stages."""
         result = value.new_empty(swap.shape)
         operations: list[dist.P2POp] = []
-        copies: list[tuple[tuple[slice, ...], Tensor]] = []
-        own = [slices for peer, slices in swap.sends if peer == self._rank]
-        for peer, slices in swap.receives:
-            if peer == self._rank:
-                result[slices] = value[own.pop(0)]
+        copies: list[tuple[Tensor, Tensor]] = []
+        own = [piece.slices for piece in swap.sends if piece.peer == self._rank]
+        for piece in swap.receives:
+            part = result[piece.slices]
+            if piece.peer == self._rank:
+                part.copy_(value[own.pop(0)])
                 continue
-            buffer = torch.empty_like(result[slices], memory_format=torch.contiguous_format)
-            copies.append((slices, buffer))
-            operations.append(dist.P2POp(dist.irecv, _wire(buffer), peer, group=self._group))
-        for peer, slices in swap.sends:
-            if peer != self._rank:
-                packed = _wire(value[slices].contiguous())
-                operations.append(dist.P2POp(dist.isend, packed, peer, group=self._group))
+            buffer = torch.empty_like(part, memory_format=torch.contiguous_format)
+            copies.append((part, buffer))
+            receive = dist.P2POp(dist.irecv, as_bytes(buffer), piece.peer, group=self._group)
+            operations.append(receive)
+        for piece in swap.sends:
+            if piece.peer != self._rank:
+                packed = as_bytes(value[piece.slices].contiguous())
+                operations.append(dist.P2POp(dist.isend, packed, piece.peer, group=self._group))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
-        for slices, buffer in copies:
-            result[slices] = buffer
+        for part, buffer in copies:
+            part.copy_(buffer)
         return result
-
-
-def _directions(boundary: Boundary) -> tuple[Direction, ...]:
-    return ("forward", "backward") if boundary.spec.requires_grad else ("forward",)
 
 
 def _is_alike(boundary: Boundary, places: tuple[StagePlace, StagePlace]) -> bool:
@@ -180,29 +176,3 @@ def _is_alike(boundary: Boundary, places: tuple[StagePlace, StagePlace]) -> bool
         for layout, place in zip(layouts, places, strict=True)
     )
     return source == target
-
-
-def _boxes(
-    messages: Sequence[Transfer],
-    shape: tuple[int, ...],
-    places: Sequence[StagePlace],
-    layouts: Sequence[Layout],
-    *,
-    rank: int,
-    is_sender: bool,
-) -> tuple[tuple[int, tuple[slice, ...]], ...]:
-    """Return the messages that a rank sends or receives: the other rank, and the slices of each."""
-    end = 0 if is_sender else 1
-    mine, mesh = places[end].devices.index(rank), places[end].mesh
-    frame = local_region(shape, layouts[end], mesh, mesh.coordinates(mine))
-    ends = [(message.source, message.target, message.box) for message in messages]
-    return tuple(
-        (places[1 - end].devices[pair[1 - end]], region_slices(box, frame))
-        for *pair, box in ends
-        if pair[end] == mine
-    )
-
-
-def _wire(tensor: Tensor) -> Tensor:
-    """The same memory as bytes if it is boolean, which backends do not know."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

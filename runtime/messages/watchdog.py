@@ -29,7 +29,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from ...planner.errors import HangError
-from .failure_store import ANSWER_SECONDS, Note, Ranks
+from .failure_store import ANSWER_SECONDS, FailureReport, Ranks
 
 if TYPE_CHECKING:
     from .device_queue import DeviceQueue, Event
@@ -190,7 +190,7 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * ANSWER_SECONDS)
         if self.ranks is not None:
-            self.ranks.board.finish()
+            self.ranks.store.finish()
 
     def _watch(self) -> None:
         while True:
@@ -218,7 +218,8 @@ class Watchdog:
         doing, place, where = self.last, *self._place()
         why = ", ".join(part for part in (doing.what, where) if part)
         if self.ranks is not None:
-            why += f"; {self.ranks.blame(Note(self.ranks.rank, why, doing.waits_for))}"
+            report = FailureReport(self.ranks.rank, why, doing.waits_for)
+            why += f"; {self.ranks.blame(report)}"
         error = HangError(
             code,
             f"{self._name} {what}",
