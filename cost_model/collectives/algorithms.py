@@ -2,7 +2,7 @@
 
 In: a kind, an algorithm's name and the number of ranks on each host. Out: a ``Table`` of messages,
 and what follows from it: the rounds and bytes that ``collectives`` puts into formulas, and what
-every rank holds at the end. ``runtime.messages.collective_algorithms`` executes the same tables
+every rank holds at the end. ``runtime.messages.all_reduces`` executes the same tables
 over point-to-point messages.
 
 A tensor is cut into ``num_parts`` equal parts. Part ids are positions in the tensor, except

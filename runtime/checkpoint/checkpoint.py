@@ -37,7 +37,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What one stage on this process holds, by the model's names; filled in place by a load."""
+    """The tensors of one stage on this process, by the model's names; filled in place by a load."""
 
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What a checkpoint holds, as one process has it.
+    """The content of a checkpoint, as one process has it.
 
     ``shapes`` is of every entry of the whole model's ``state_dict``; ``aliases`` maps further
     names of tied tensors to the first. ``slots`` is what the process has in memory, and
@@ -80,7 +80,7 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load found besides what it filled in: the step and the ``facts``."""
+    """The step of a checkpoint that was loaded, and its ``facts``."""
 
     step: int
     facts: Mapping[str, Any]
@@ -145,7 +145,7 @@ def _model_tensors(state: TrainingState) -> dict[str, Tensor]:
 
 
 def _optimizer_entry(ranks: list[Any]) -> dict[str, Any] | None:
-    """What all ranks' optimizers are together; those of ranks that train nothing say nothing."""
+    """Merge the entries of all ranks' optimizers; ranks that train nothing do not count."""
     saved = [each for each in ranks if each is not None]
     if not saved:
         return None
@@ -221,7 +221,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _check_model(path: Path, state: TrainingState, stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises UsageError (AP885) unless the checkpoint is of a model with these names and shapes."""
+    """Raise UsageError (AP885) unless the checkpoint is of a model with these names and shapes."""
     lacking = [name for name in state.shapes if name not in stored]
     unknown = [name for name in stored if name not in state.shapes]
     other = [
@@ -305,7 +305,7 @@ def _fill(
     stored: Mapping[str, Any],
     document: Mapping[str, Any],
 ) -> None:
-    """Read what ``slot`` holds, and its parameters' optimizer state."""
+    """Read the tensors of ``slot``, and its parameters' optimizer state."""
     wanted = {
         f"model.{name}": tensor.detach()
         for name, tensor in {**slot.parameters, **slot.buffers}.items()
@@ -340,7 +340,7 @@ def _fill(
 
 
 def _optimizer_keys(stored: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """By parameter and state, the key of each stored tensor of an optimizer."""
+    """Return the key of each stored tensor of an optimizer, by parameter and state."""
     found: dict[str, dict[str, str]] = {}
     for entry in stored:
         if entry.startswith(PREFIX):

@@ -17,13 +17,13 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from ...planner.errors import AutoparallelError, UsageError
-from ..messages.shared_objects import gather_values, share_value
+from ...planner.errors import UsageError
+from ..messages.shared_objects import gather_values, on_first, share_value
 from .metadata import SafeFileSystemReader, damaged
 
 INDEX, STATE = ".metadata", "checkpoint.json"
@@ -34,7 +34,7 @@ TEMPORARY = re.compile(r"step-\d{8,}\.tmp-\w+")
 
 
 def checkpoint_path(folder: str | Path, step: int) -> Path:
-    """Where the checkpoint of a step goes; names sort by step.
+    """Return the path of a step's checkpoint; names sort by step.
 
     >>> str(checkpoint_path("run", 12))
     'run/step-00000012'
@@ -43,12 +43,12 @@ def checkpoint_path(folder: str | Path, step: int) -> Path:
 
 
 def temporary_path(path: Path, identifier: str) -> Path:
-    """Where the checkpoint ``path`` is written until it is complete."""
+    """Return the path at which the checkpoint ``path`` is written until it is complete."""
     return path.with_name(f"{path.name}.tmp-{identifier}")
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a folder has what every checkpoint has."""
+    """Tell whether a folder has the files of a complete checkpoint."""
     return (path / INDEX).is_file() and (path / STATE).is_file()
 
 
@@ -112,7 +112,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what saves left that were cut off; a replaced checkpoint gets its name back.
+    """Remove the rest of saves that were cut off; a replaced checkpoint gets its name back.
 
     Only while no save is under way in ``folder``.
     """
@@ -151,7 +151,8 @@ def choose_checkpoint(path: str | Path) -> Path:
     Rank 0 says which there are. Raises UsageError: AP132 where there is none, AP880 where
     ``path`` is a checkpoint that is damaged, or all in the folder are.
     """
-    found = _on_rank_0(path)
+    found = share_value(on_first(partial(_candidates, path)))
+    assert found is not None
     for position, checkpoint in enumerate(found):
         damages = [each for each in gather_values(damage(checkpoint)) if each is not None]
         if not damages:
@@ -168,8 +169,8 @@ def choose_checkpoint(path: str | Path) -> Path:
 
 
 def damage(checkpoint: Path) -> UsageError | None:
-    """What is wrong with a checkpoint's files on this host, by their length; their content is
-    checked where it is read."""
+    """Return the error for files of a checkpoint that are too short on this host; None if it is
+    whole. Their content is checked where it is read."""
     try:
         metadata = SafeFileSystemReader(checkpoint).read_metadata()
         json.loads((checkpoint / STATE).read_text())
@@ -190,17 +191,8 @@ def damage(checkpoint: Path) -> UsageError | None:
     return None
 
 
-def _on_rank_0(path: str | Path) -> list[Path]:
-    """The checkpoints to try by rank 0, newest first, or its error, on every rank."""
-    found: Any = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            newest = newest_checkpoint(path)
-            is_named = is_complete(Path(path)) or newest not in complete_checkpoints(path)
-            found = [newest] if is_named else complete_checkpoints(path)[::-1]
-        except AutoparallelError as error:
-            found = error
-    found = share_value(found)
-    if isinstance(found, AutoparallelError):
-        raise found
-    return [Path(each) for each in found]
+def _candidates(path: str | Path) -> list[Path]:
+    """Return the checkpoints to try, newest first."""
+    newest = newest_checkpoint(path)
+    is_named = is_complete(Path(path)) or newest not in complete_checkpoints(path)
+    return [newest] if is_named else complete_checkpoints(path)[::-1]

@@ -53,7 +53,7 @@ ALLOWED = {
 
 
 def _member(owner: Any, name: Any) -> Any:
-    """A member of an enumeration: what ``getattr`` in an index is for.
+    """Return a member of an enumeration, the only use of ``getattr`` in an index.
 
     Python 3.11.0 to 3.11.3 pickle members so. Raises ``UnpicklingError`` for anything else.
     """
@@ -76,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafeFileSystemReader(FileSystemReader):
-    """A ``FileSystemReader`` that runs nothing of what it reads.
+    """A ``FileSystemReader`` that runs no code from its files.
 
     ``hosts`` are the hosts that the ranks ran on when the checkpoint was written; an error about
     a missing file names the one that wrote it.
@@ -110,7 +110,7 @@ class SafeFileSystemReader(FileSystemReader):
         return metadata  # type: ignore[no-any-return]
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Reads what ``plan`` needs. Raises UsageError (AP881) where a file is missing."""
+        """Read the items of ``plan``. Raise UsageError (AP881) where a file is missing."""
         needed = {self._file_of(item) for item in plan.items}
         missing = sorted(name for name in needed if not (self.folder / name).exists())
         if missing:
@@ -161,7 +161,7 @@ def read_tensors(reader: SafeFileSystemReader, state: Mapping[str, Tensor]) -> N
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """What the index says of each tensor, by key."""
+    """Return the index's entry for each tensor, by key."""
     return {
         key: value
         for key, value in metadata.state_dict_metadata.items()
@@ -198,7 +198,7 @@ def missing_files(folder: Path, missing: list[str], hosts: tuple[str, ...]) -> U
 
 
 def _check(metadata: Any) -> None:
-    """Refuses an index of the wrong types, or with files outside of its folder."""
+    """Refuse an index of the wrong types, or with files outside of its folder."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise pickle.UnpicklingError(f"the index is a {type(metadata).__name__}")
     for info in metadata.storage_data.values():

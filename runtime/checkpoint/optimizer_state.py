@@ -30,7 +30,7 @@ TAG = "!"
 
 
 def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
-    """``value`` as what ``json.dumps`` takes; its tensors are appended to ``tensors``.
+    """Encode ``value`` for ``json.dumps``; its tensors are appended to ``tensors``.
 
     ``where`` names the value in errors. Raises UsageError (AP882) for any other type.
 
@@ -70,7 +70,7 @@ def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
 
 
 def decode(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """What ``encode`` was given.
+    """Return the value that ``encode`` was given.
 
     >>> decode(encode({"epochs": (1, 2), 3: None}, [], "data"), [])
     {'epochs': (1, 2), 3: None}
@@ -132,7 +132,7 @@ class NamedOptimizer:
     names: Mapping[int, str]
 
     def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """Each group's options, encoded for JSON, and its parameters' names."""
+        """Return each group's options, encoded for JSON, and its parameters' names."""
         return [
             (
                 {
@@ -181,7 +181,7 @@ class NamedOptimizer:
                 yield name, key, value
 
     def options_to_load(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """For each group, the options that it takes of the saved groups, by name.
+        """Return for each group the options that it takes of the saved groups, by name.
 
         Raises UsageError (AP884) where one group holds parameters that were saved with
         different options.

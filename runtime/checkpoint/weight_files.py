@@ -77,7 +77,7 @@ class CheckpointWeights:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises UsageError AP861 where the folder is damaged."""
+        """Raise UsageError AP861 where the folder is damaged."""
         self.place = str(path)
         self._reader = SafeFileSystemReader(path)
         with reading(path, OSError, EOFError, pickle.UnpicklingError, AttributeError):
@@ -113,7 +113,8 @@ class CheckpointWeights:
 
 
 def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
-    """The keys of the weights, by their names without what a training puts before them."""
+    """Return the keys of the weights by their names, without the prefix of a training's
+    checkpoint."""
     tensors = tuple(stored_tensors(metadata))
     if not is_training and "step" not in tensors and not any(k.startswith(OTHERS) for k in tensors):
         return {key: key for key in tensors}
@@ -121,7 +122,7 @@ def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
 
 
 class _IntoTensor(TensorsOnly):
-    """Puts what is read of one tensor where its box in ``part`` is."""
+    """A planner that puts pieces of one tensor into their boxes of ``part``."""
 
     def __init__(self, part: Tensor) -> None:
         super().__init__()
@@ -278,7 +279,7 @@ class TorchFile:
 
 
 def _load_mapped(path: Path) -> Any:
-    """What the file holds; only torch's format since 1.6, a zip file, can be mapped."""
+    """Load a file of ``torch.save``; only torch's format since 1.6, a zip file, can be mapped."""
     with path.open("rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"
     return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -358,7 +359,7 @@ def write_shards(
     kind: str,
     most_bytes: int,
 ) -> list[Path]:
-    """Writes the tensors, ``kind`` safetensors or pt; returns the files with tensors."""
+    """Write the tensors, ``kind`` safetensors or pt; return the files with tensors."""
     ending = ENDINGS[kind]
     parts = shards(sizes, most_bytes)
     files = [folder / _file_name(number, len(parts), ending) for number in range(len(parts))]

@@ -35,7 +35,8 @@ from .folder import STATE, checkpoint_path, clean_up, keep_newest, publish, temp
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank writes. ``document`` is rank 0's JSON, None elsewhere."""
+    """The part of a checkpoint that one rank writes. ``document`` is rank 0's JSON, None
+    elsewhere."""
 
     folder: Path
     step: int
@@ -65,11 +66,11 @@ class PendingSave:
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
+        """Tell whether ``wait`` would return, or raise, at once."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Returns when the checkpoint is complete.
+        """Wait until the checkpoint is complete.
 
         Raises what has gone wrong with it, once: MachineError (AP886).
         """
@@ -114,12 +115,12 @@ class CheckpointWriter:
         return pending
 
     def check(self) -> None:
-        """Raise what went wrong in the background; waits for nothing."""
+        """Raise the error of a save in the background; wait for nothing."""
         if self._pending is not None and self._pending.is_done():
             self._pending.wait()
 
     def wait(self) -> None:
-        """Wait for the save that is under way, and raise what went wrong with it."""
+        """Wait for the save that is under way, and raise its error."""
         if self._pending is not None:
             self._pending.wait()
 
@@ -132,7 +133,7 @@ class CheckpointWriter:
         return self._group
 
     def _end(self) -> None:
-        """At the end of the process, where an exception would not change the exit code."""
+        """Wait at the end of the process, where an exception would not change the exit code."""
         try:
             self.wait()
         except AutoparallelError as error:

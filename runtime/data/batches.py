@@ -66,7 +66,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a rank was given for one step: how, of how many rows in all, and the inputs."""
+    """A rank's batch of one step: how it was given, of how many rows in all, and the inputs."""
 
     how: int
     global_rows: int
@@ -114,7 +114,7 @@ class BatchCheck:
         self._num_steps -= 1
 
     def read(self) -> None:
-        """Waits for the comparison that is under way, if any, and says what it found."""
+        """Wait for the comparison that is under way, if any, and raise its error."""
         if self._running is None:
             return
         (arrival, step), self._running = self._running, None
@@ -310,7 +310,7 @@ class StepBatches:
         return self._recognize(inputs)[1]
 
     def batch(self, rows: int) -> SmallerBatch:
-        """What a global batch of ``rows`` runs.
+        """Return the plan and rows of a global batch of ``rows``.
 
         Raises UsageError AP836 where the plan cannot run it.
         """
@@ -320,14 +320,14 @@ class StepBatches:
         return self._batches[rows]
 
     def held(self, rows: int) -> HeldRows | None:
-        """What this rank reads of a global batch of ``rows``; None if nothing."""
+        """Return the rows that this rank reads of a global batch of ``rows``; None if none."""
         if rows not in self._held:
             found = self.batch(rows)
             self._held[rows] = rows_of_rank(found.rows, found.plan, self._rank)
         return self._held[rows]
 
     def announce(self, rows: int) -> None:
-        """Says that the next batch of rows of their own is one of ``rows`` in all."""
+        """Say that the next batch of rows of their own is one of ``rows`` in all."""
         self._last = rows
         self._announced[rows] = None
 
@@ -385,7 +385,7 @@ class StepBatches:
         self._is_share = self._was_share
 
     def check_shapes(self, batch: Mapping[str, Tensor], rows: int) -> None:
-        """Raises UsageError AP130 unless a batch has the shapes of one of ``rows`` in all."""
+        """Raise UsageError AP130 unless a batch has the shapes of one of ``rows`` in all."""
         if not batch and self.held(rows) is None:
             return
         if rows not in self._specs:
@@ -401,7 +401,7 @@ class StepBatches:
         return {name: dim for name, dim in dims.items() if dim is not None}
 
     def _recognize(self, inputs: Mapping[str, Tensor]) -> tuple[bool, int]:
-        """Whether a rank's inputs are its share of a batch, and of how many rows in all."""
+        """Tell whether a rank's inputs are its share of a batch, and of how many rows in all."""
         told = getattr(inputs, "global_rows", None)
         if told is not None or not inputs:
             return True, self._last if told is None else told
@@ -427,7 +427,7 @@ class StepBatches:
         return None
 
     def _told_before(self, given: int) -> int:
-        """The rows in all of a smaller batch whose share has lost what said so."""
+        """Return the rows in all of a smaller batch whose share does not say them any more."""
         planned = self.held(self.global_rows)
         assert planned is not None
         fitting = []

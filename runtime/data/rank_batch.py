@@ -74,7 +74,7 @@ def gather_whole(
     communicator: Communicator,
     device: torch.device,
 ) -> None:
-    """Completes those inputs of a stage of which each of its ranks needs all rows.
+    """Complete those inputs of a stage of which each of its ranks needs all rows.
 
     Collective over the stage. ``part`` is this rank's of the stage's rows.
     """
@@ -88,7 +88,7 @@ def gather_whole(
 
 
 def _of_part(tensor: Tensor, dim: int, held: HeldRows, own: HeldRows) -> Tensor:
-    """One part's rows, as (micro-batch, rows) at ``dim``, of what a rank holds."""
+    """Return one part's rows, as (micro-batch, rows) at ``dim``, of the rows that a rank holds."""
     count = held.num_microbatches
     per_row = tensor.shape[dim] // held.size
     by_microbatch = _unflattened(tensor, dim, (count, held.rows * per_row))
@@ -98,7 +98,8 @@ def _of_part(tensor: Tensor, dim: int, held: HeldRows, own: HeldRows) -> Tensor:
 def _gathered(
     tensor: Tensor, dim: int, rows: StageRows, per_row: int, communicator: Communicator
 ) -> Tensor:
-    """All parts of (…, micro-batch, rows, …) side by side, and the micro-batches in order."""
+    """Gather the parts of (…, micro-batch, rows, …) side by side, with the micro-batches in
+    order."""
     sizes, most = rows.sizes, max(rows.sizes)
     missing = most * per_row - tensor.shape[dim + 1]
     if missing:
@@ -205,7 +206,7 @@ def _whole_and_part(program: StageProgram, held: Held) -> tuple[TensorSpec, Regi
 def check_batch(
     batch: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], num_microbatches: int
 ) -> None:
-    """Raises UsageError (AP130) unless the batch is of the plan's shapes.
+    """Raise UsageError (AP130) unless the batch is of the plan's shapes.
 
     ``specs`` are those of one micro-batch, of all inputs of the model: every rank looks at all
     of them, so that all refuse a batch before any of them has sent a message.

@@ -162,7 +162,8 @@ def stage_programs(
     communicator: Communicator,
     draws: Draws | None = None,
 ) -> tuple[StageProgram, ...]:
-    """What the rank at ``coordinates`` of a stage runs of each slice, without what is carried.
+    """Return the programs of a rank of a stage, one for each slice, without carried values as
+    inputs.
 
     ``draws`` are those of the stage's programs of another variant, if it has one.
     """
@@ -206,7 +207,7 @@ class SmallerBatch:
 
 
 def smaller_batch(program: Program, plan: Plan, rows: int) -> SmallerBatch:
-    """What a batch of ``rows`` runs.
+    """Return the plan and rows of a batch of ``rows``.
 
     Raises UsageError AP836 where the plan cannot run such a batch.
     """
@@ -258,7 +259,7 @@ def _even(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
 
 
 def _divides(program: Program, graph: Graph, stage: StagePlan) -> bool:
-    """Whether a stage's mesh divides all values at the graph's batch size as the plan asks."""
+    """Tell whether a stage's mesh divides all values at the graph's batch size as the plan asks."""
     for node in graph:
         layout = stage.layout_of(node.name, program.blocks)
         if layout is None or node.kind not in ("op", "input"):
@@ -337,7 +338,7 @@ class SequencePadding:
         return self._found[0]
 
     def length(self, batch: Mapping[str, Tensor]) -> int | None:
-        """How many positions a batch has that is shorter than planned; None for others.
+        """Return the length of a batch that is shorter than planned; None for others.
 
         Raises as a call does.
         """
@@ -377,7 +378,7 @@ class SequencePadding:
         }
 
     def _is_shorter(self, name: str, tensor: Tensor) -> bool:
-        """Whether a dimension has fewer entries than planned that counts no rows."""
+        """Tell whether a dimension that does not count rows is shorter than planned."""
         known = self._graph.by_name.get(name)
         if known is None or tensor.dim() != len(known.spec.shape):
             return False

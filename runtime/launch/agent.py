@@ -68,7 +68,7 @@ def launch_on_hosts(
     max_restarts: int,
     finishes: bool = False,
 ) -> Any:
-    """Runs ``job`` on ``num_local`` ranks of this host, and as many of each other.
+    """Run ``job`` on ``num_local`` ranks of this host, and as many of each other.
 
     With ``finishes`` a first SIGTERM to one of the hosts ends the ranks of all when they have
     finished what they are at.
@@ -112,7 +112,7 @@ def launch_on_hosts(
 
 
 def _run(agent: HostAgent, hosts: Hosts) -> Any:
-    """What this host's first rank returns."""
+    """Run the agent, and return the value of this host's first rank."""
     try:
         result = agent.run()
     except RendezvousTimeoutError as error:
@@ -145,7 +145,7 @@ def _without_store(hosts: Hosts, why: str) -> MachineError:
 
 
 def _check_same_job(store: Any, job: Job, hosts: Hosts) -> None:
-    """Raises UsageError AP157 where another host was given another run, or another --nnodes."""
+    """Raise UsageError AP157 where another host was given another run, or another --nnodes."""
     own = json.dumps(
         {"hosts": [hosts.least, hosts.most], "entry": job.entry, "run": job.arguments},
         sort_keys=True,
@@ -179,7 +179,7 @@ class HostAgent(SimpleElasticAgent):
         store: Any,
         asking: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Answers of ``store`` are waited for inside of ``asking()``."""
+        """Answer of ``store`` are waited for inside of ``asking()``."""
         super().__init__(spec)
         self._asking = asking
         self.error: AutoparallelError | None = None
@@ -191,16 +191,16 @@ class HostAgent(SimpleElasticAgent):
         self._peers: Peers | None = None
 
     def value(self) -> Any:
-        """What the function returned on this host's first rank."""
+        """Return the value of the function on this host's first rank."""
         first = self._worker_group.workers[0].global_rank
         return json.loads((self._folder() / RESULT.format(first)).read_text())
 
     def ask(self) -> bool:
-        """At a SIGTERM: passes the first one on to the ranks; whether that was the first."""
+        """Pass the first SIGTERM on to the ranks; tell whether it was the first."""
         return self._workers is not None and self._workers.ask()
 
     def end_without_store(self, hosts: Hosts) -> None:
-        """Ends the ranks and this process, whose main thread waits for the store for ever.
+        """End the ranks and this process, whose main thread waits for the store for ever.
 
         A rank that has failed by itself says why; else MachineError AP416.
         """
@@ -276,7 +276,7 @@ class HostAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _fail(self, error: AutoparallelError, *, counts: bool = True) -> None:
-        """Keeps ``error``, and decides whether torch's agent starts all ranks again."""
+        """Keep ``error``, and decides whether torch's agent starts all ranks again."""
         self.error = error
         most = self._worker_group.spec.max_restarts
         if not can_mend(error):
@@ -288,7 +288,7 @@ class HostAgent(SimpleElasticAgent):
             tell_restart(error, most - self._remaining_restarts + 1, most)
 
     def _has_lost_a_host(self) -> bool:
-        """Whether ranks failed because a host is gone, which is known after a while."""
+        """Tell whether ranks failed because a host is gone, which is known after a while."""
         assert self._peers is not None
         is_consequence = self.error is not None and self.error.code in ("AP820", "AP821")
         deadline = time.monotonic() + LOST_SECONDS + 2 * BEAT_SECONDS

@@ -41,7 +41,7 @@ GRACE_SECONDS = 10.0
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun (or this launcher) has started this process."""
+    """Tell whether torchrun (or this launcher) has started this process."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
@@ -56,7 +56,7 @@ def launch(
     finishes: bool = False,
     survives: bool = False,
 ) -> Any:
-    """Runs ``entry`` (``"module:function"``) on every rank; returns rank 0's value.
+    """Run ``entry`` (``"module:function"``) on every rank; return rank 0's value.
 
     The function is called as ``function(worker, **arguments)``; arguments and value pass
     through JSON. Each rank computes with its share of the cores. Rank 0 writes to this process'
@@ -100,7 +100,7 @@ def launch(
 def _restarting(
     start: Callable[[Mapping[str, str]], Any], shared: Mapping[str, str], max_restarts: int
 ) -> Any:
-    """Calls ``start`` until no error comes that a restart can mend, or too many have come."""
+    """Call ``start`` until no error comes that a restart can mend, or too many have come."""
     for restarts in range(max_restarts + 1):
         try:
             return start({**shared, "TORCHELASTIC_RESTART_COUNT": str(restarts)})
@@ -112,7 +112,7 @@ def _restarting(
 
 
 def _attempt(job: Job, shared: Mapping[str, str], *, finishes: bool) -> Any:
-    """Starts all ranks once, in a folder of their own; what the first rank returns."""
+    """Start all ranks once, in a folder of their own; return the value of the first rank."""
     with tempfile.TemporaryDirectory(prefix="autoparallel-") as folder:
         job_path = Path(folder) / "job.json"
         job_path.write_text(json.dumps(asdict(replace(job, folder=folder))))
@@ -161,7 +161,7 @@ class Workers:
         self._is_asked = False
 
     def run(self, timeout_seconds: float, *, finishes: bool) -> None:
-        """Starts all and waits for all; raises the error of the first that failed."""
+        """Start all and waits for all; raise the error of the first that failed."""
         with signals_raise(self.ask if finishes else None):
             try:
                 self.start()
@@ -174,7 +174,7 @@ class Workers:
             raise self.error(failed)
 
     def start(self) -> dict[int, int]:
-        """Starts all; their process ids by local rank."""
+        """Start all; their process ids by local rank."""
         for rank in self._ranks:
             self._processes.append(self._start(rank))
         return {number: process.pid for number, process in enumerate(self._processes)}
@@ -192,7 +192,7 @@ class Workers:
         return {**codes, **dict.fromkeys(lost, 0)}
 
     def ask(self) -> bool:
-        """At a SIGTERM: passes the first one on; whether that was the first."""
+        """Pass the first SIGTERM on to the workers; tell whether it was the first."""
         is_first, self._is_asked = not self._is_asked, True
         if is_first:
             for process in self._processes:
@@ -225,7 +225,8 @@ class Workers:
         return process
 
     def _wait(self, timeout_seconds: float) -> dict[int, int]:
-        """Until all have ended well, or one has failed: the failed ranks and their codes."""
+        """Wait until all have ended well, or one has failed; return the failed ranks and their
+        codes."""
         first_end: float | None = None
         while True:
             codes = self.codes()
@@ -246,7 +247,7 @@ class Workers:
             time.sleep(POLL_SECONDS)
 
     def others(self, failed: dict[int, int]) -> dict[int, int]:
-        """Gives the others a moment to fail by themselves: they may know more.
+        """Give the others a moment to fail by themselves: they may know more.
 
         For those that ended without a word the others are told here.
         """
@@ -261,7 +262,7 @@ class Workers:
         return {**failed, **later}
 
     def end(self) -> None:
-        """Ends what still runs, with its children, politely and then for good."""
+        """End the processes that still run, with their children: politely, then for good."""
         for sign, seconds in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
             for process in self._processes:
                 if process.poll() is None:
@@ -279,7 +280,7 @@ class Workers:
                 process.stdin.close()
 
     def _show_waits(self, failed: Mapping[int, int]) -> None:
-        """What each rank has said that waited for another, one after the other.
+        """Show the errors of ranks that waited for another, one after the other.
 
         The workers do not write it themselves: lines of several at once would mix.
         """
@@ -288,7 +289,7 @@ class Workers:
                 _write_lines(str(report.exception()).splitlines(), rank)
 
     def error(self, failed: Mapping[int, int]) -> AutoparallelError:
-        """The error to raise for the ranks that failed by themselves, the first one first.
+        """Return the error to raise for the ranks that failed by themselves, the first one first.
 
         What the others waited for goes to stderr.
         """
@@ -310,7 +311,7 @@ class Workers:
         return error
 
     def _waits(self) -> str:
-        """What each rank that has no error of its own was doing."""
+        """Return the last action of each rank that has no error of its own."""
         return "; ".join(
             f"rank {rank}: {report.doing}"
             for rank, report in sorted(self._failures.read().items())
@@ -328,12 +329,12 @@ class Workers:
 
 
 def _ending(code: int) -> str:
-    """How a process ended that left no error."""
+    """Say how a process ended that left no error."""
     return f"{signal.Signals(-code).name} ended it" if code < 0 else f"it exited with code {code}"
 
 
 def _signal_group(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:
-    """To the worker and the processes it has started."""
+    """Send a signal to a worker and the processes that it has started."""
     try:
         os.killpg(process.pid, sign)
     except (ProcessLookupError, PermissionError):
@@ -352,7 +353,7 @@ def _write_lines(lines: Iterable[str], rank: int) -> None:
 
 @contextmanager
 def signals_raise(ask: Callable[[], bool] | None = None) -> Iterator[None]:
-    """While workers run, the signals that end this process raise SystemExit, so they end too.
+    """Have the signals that end this process raise SystemExit while workers run, so they end too.
 
     Not a SIGTERM for which ``ask`` says that workers end by themselves.
     """
@@ -378,7 +379,7 @@ that lost one."""
 
 
 def can_mend(error: AutoparallelError) -> bool:
-    """Whether the same run may go on after ``error``.
+    """Tell whether the same run may go on after ``error``.
 
     >>> from ...planner.errors import DeviceMemoryError, WorkerError
     >>> can_mend(WorkerError("AP801", "rank 1 of 2 died"))
@@ -390,6 +391,6 @@ def can_mend(error: AutoparallelError) -> bool:
 
 
 def tell_restart(error: AutoparallelError, number: int, most: int) -> None:
-    """Says on stderr why the ranks are started again, for the ``number``-th time."""
+    """Say on stderr why the ranks are started again, for the ``number``-th time."""
     sys.stderr.write(f"{error}\nautoparallel: restart {number} of {most}\n")
     sys.stderr.flush()

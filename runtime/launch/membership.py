@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ EIGHT_BIT_CAPABILITY = (8, 9)
 
 
 def join_as(worker: Worker, cluster: Cluster) -> torch.device:
-    """Joins the process group as a launched worker of ``cluster``, whose watchdog then follows its
+    """Join the process group as a launched worker of ``cluster``, whose watchdog then follows its
     device. Raises as ``join`` does."""
     kind = cluster.device(worker.rank).kind
     device = join(kind, worker.local_rank, worker.watchdog.timeout_seconds, worker.meet)
@@ -56,7 +55,7 @@ def join(
     timeout_seconds: float | None = None,
     meet: Callable[[], Mapping[str, Any]] = dict,
 ) -> torch.device:
-    """Joins the process group, unless the caller has; this rank's device.
+    """Join the process group, unless the caller has; return this rank's device.
 
     It meets where ``meet`` (see ``Worker``) or else the environment says.
 
@@ -95,7 +94,7 @@ def join(
 
 @cache
 def _end_after_gloo() -> None:
-    """Delays the end of the process until gloo's threads are idle.
+    """Delay the end of the process until gloo's threads are idle.
 
     After a collective a thread of gloo still frees its tensors, for which it takes the lock of the
     interpreter. While the interpreter ends, that aborts the process
@@ -105,7 +104,7 @@ def _end_after_gloo() -> None:
 
 
 def check_none_idle(plan: Plan) -> None:
-    """Raises MachineError AP412 where some of the processes would have nothing to do."""
+    """Raise MachineError AP412 where some of the processes would have nothing to do."""
     needed, found = num_processes(plan), dist.get_world_size()
     if found > needed:
         raise MachineError(
@@ -118,12 +117,12 @@ def check_none_idle(plan: Plan) -> None:
 
 
 def num_processes(plan: Plan) -> int:
-    """How many processes the plan is for."""
+    """Return the number of processes that the plan is for."""
     return 1 + max(rank for stage in plan.stages for rank in stage.devices)
 
 
 def check_device(device: torch.device, precision: Precision) -> None:
-    """Raises MachineError AP413 where ``device`` is a GPU that only emulates bf16, and for fp8
+    """Raise MachineError AP413 where ``device`` is a GPU that only emulates bf16, and for fp8
     where it has no units for it or torchao is not installed."""
     if precision == "fp8":
         _check_eight_bits(device)
@@ -142,7 +141,7 @@ def check_device(device: torch.device, precision: Precision) -> None:
 
 
 def check_host_memory(program: Program, plan: Plan, available_bytes: int) -> None:
-    """Raises MachineError AP420 where this host's memory is too small for what is offloaded."""
+    """Raise MachineError AP420 where this host's memory is too small for the offloaded states."""
     needed = host_bytes(plan, program.graph, program.blocks)
     own = needed.get(plan.cluster.host_of[dist.get_rank()], 0.0)
     if own > available_bytes:
@@ -156,7 +155,7 @@ def check_host_memory(program: Program, plan: Plan, available_bytes: int) -> Non
 
 
 def _check_eight_bits(device: torch.device) -> None:
-    """Raises MachineError AP413 where ``device`` has no units for 8-bit products."""
+    """Raise MachineError AP413 where ``device`` has no units for 8-bit products."""
     name, why = f"a device of type {device.type}", "it has no units for 8-bit products"
     if device.type == "cuda":
         major, minor = capability = torch.cuda.get_device_capability(device)
@@ -170,7 +169,7 @@ def _check_eight_bits(device: torch.device) -> None:
 
 
 def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
-    """Raises where ``plan`` is not of this model, there are too few processes, or ``device``
+    """Raise where ``plan`` is not of this model, there are too few processes, or ``device``
     only emulates the plan's precision."""
     check_device(device, plan.model.precision)
     check_model(program, plan)
@@ -186,7 +185,7 @@ def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
 
 
 def check_model(program: Program, plan: Plan) -> None:
-    """Raises PlanError AP550 where ``plan`` is not of this model."""
+    """Raise PlanError AP550 where ``plan`` is not of this model."""
     found = program.graph.fingerprint
     if plan.model.fingerprint != found:
         raise PlanError(
@@ -222,24 +221,19 @@ class Stop:
         self._termination.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._watchdog.before_ending = None
-        self._termination.__exit__(kind, error, trace)
+        self._termination.__exit__(*error)
 
     def ask(self) -> bool:
-        """At a SIGTERM: whether the run goes on to the end of its step."""
+        """Take a SIGTERM; tell whether the run goes on to the end of its step."""
         now = time.monotonic()
         if self._asked_seconds is None:
             self._asked_seconds = now
         return now - self._asked_seconds < SAME_SECONDS
 
     def is_agreed(self) -> bool:
-        """Whether the run ends here, after a step. Collective over all ranks."""
+        """Tell whether the run ends here, after a step. Collective over all ranks."""
         mine = torch.tensor(int(self._asked_seconds is not None))
         if not dist.is_initialized():
             return bool(mine)

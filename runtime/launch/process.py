@@ -129,7 +129,7 @@ CONNECTION_LOST = (
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Which rank this process is; ``watchdog.progress`` keeps it alive in long work.
+    """This process among the ranks; ``watchdog.progress`` keeps it alive in long work.
 
     ``meet`` is called where the process group is made, by all ranks at once: the arguments of
     ``init_process_group``. ``restarts``: how often all ranks were started again.
@@ -145,8 +145,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every worker of a launch runs. ``folder`` is where they leave their reports;
-    ``sys_path``, where they import from, is the launcher's unless given.
+    """The function that every worker of a launch runs. ``folder`` is where they leave their
+    reports; ``sys_path``, where they import from, is the launcher's unless given.
 
     ``is_alone``: all ranks are on this machine, and meet in the folder too. It ``survives`` that
     a signal ends one of them.
@@ -182,13 +182,14 @@ def describe(error: BaseException, rank: int, world_size: int) -> AutoparallelEr
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that a device or the host has no memory left."""
+    """Tell whether ``error`` says that a device or the host has no memory left."""
     is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return is_memory or any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
 def lost_rank(error: AutoparallelError, worker: Worker) -> AutoparallelError:
-    """``error``, or if it only says that another rank is gone, what this one waited for.
+    """Return ``error``, or, if it only says that another rank is gone, an error with this rank's
+    wait.
 
     Either way the other ranks are told.
     """
@@ -244,7 +245,7 @@ def current_worker(
 
 
 def call(entry: str, worker: Worker, arguments: Mapping[str, Any]) -> Any:
-    """Calls ``"module:function"`` with the worker and the arguments, under its watchdog.
+    """Call ``"module:function"`` with the worker and the arguments, under its watchdog.
 
     Errors come out as AutoparallelErrors. The process group that it leaves is destroyed.
     """
@@ -271,7 +272,7 @@ def _leave() -> None:
 
 
 def _end_with_launcher() -> None:
-    """Ends this process and its children when the launcher is gone: its pipe then closes."""
+    """End this process and its children when the launcher is gone: its pipe then closes."""
 
     def wait() -> None:
         while os.read(0, 1):

@@ -33,8 +33,8 @@ BACKLOG = 2048
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """How many hosts a run has, at least and at most, where they meet, and for how long one waits
-    for the others."""
+    """The least and largest number of a run's hosts, the endpoint at which they meet, and for how
+    long one waits for the others."""
 
     least: int
     most: int
@@ -43,7 +43,7 @@ class Hosts:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the run goes on with fewer hosts."""
+        """Tell whether the run goes on with fewer hosts."""
         return self.least < self.most
 
 
@@ -249,7 +249,7 @@ class StoreWatch:
                 del self._open[question]
 
     def _watch(self) -> None:
-        """Counts how often it finds a question open, not the time, in which this process may have
+        """Count how often it finds a question open, not the time, in which this process may have
         been stopped."""
         while not self._stopped.wait(POLL_SECONDS):
             with self._lock:

@@ -34,7 +34,7 @@ _OF_JOB = (
 
 
 def watch_script(environment: Mapping[str, str], timeout_seconds: float | None = None) -> Worker:
-    """This process as a worker, watched from the first call to its end.
+    """Return this process as a worker, watched from the first call to its end.
 
     ``timeout_seconds`` replaces the one of an earlier call; None leaves it.
     """
@@ -50,8 +50,8 @@ def _watched(job: tuple[tuple[str, str], ...]) -> Worker:
     stderr = sys.stderr
 
     def say(error: Exception) -> None:
-        """Where stderr is now: while torch's own hook runs, ``sys.stderr`` is a buffer of it,
-        which is lost when another thread ends the process."""
+        """Write to the stderr of now: while torch's own hook runs, ``sys.stderr`` is a buffer of
+        it, which is lost when another thread ends the process."""
         stderr.write(f"{error}\n")
         stderr.flush()
 
@@ -67,7 +67,7 @@ _KEPT = ExitStack()
 
 
 def _say_at_errors(worker: Worker, say: Callable[[Exception], None]) -> None:
-    """An error that ends the script is told to the other ranks.
+    """Have an error that ends the script told to the other ranks.
 
     Where it only says that another rank is gone, what this one waited for is shown after it.
     Then nothing may wait for that rank at exit, so the process ends soon.

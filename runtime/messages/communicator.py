@@ -52,7 +52,7 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """This rank's part of the sum of ``whole`` over a group, the parts along dimension 0.
+    """Sum ``whole`` over a group into each rank's part, the parts along dimension 0.
 
     On a CPU each rank sends every other its part and sums what it gets. gloo's own reduce-scatter
     is an all-reduce of a copy, which sends twice as much
@@ -83,7 +83,7 @@ class ProcessCommunicator:
         return self.device_mesh.size(axis)
 
     def coordinate(self, axis: int) -> int:
-        """This rank's position along ``axis``."""
+        """Return this rank's position along ``axis``."""
         return self.device_mesh.get_local_rank(axis)
 
     def all_reduce(self, tensor: Tensor, axis: int, op: Literal["sum", "max"] = "sum") -> Tensor:
@@ -110,7 +110,7 @@ class ProcessCommunicator:
         return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
 
     def reduce_scatter(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
-        """This rank's part along ``dim`` of the sum over the ranks of ``axis``."""
+        """Return this rank's part along ``dim`` of the sum over the ranks of ``axis``."""
         size = self.size(axis)
         if size == 1:
             return tensor.detach()
@@ -120,7 +120,7 @@ class ProcessCommunicator:
         return result
 
     def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
-        """From split along ``concat_dim`` to split along ``split_dim``.
+        """Split along ``split_dim`` a tensor that is split along ``concat_dim``.
 
         Rank ``i``'s result is the ``i``-th chunk along ``split_dim`` of every rank's tensor,
         in rank order, side by side along ``concat_dim``.

@@ -50,7 +50,7 @@ the slice of one)."""
 
 
 class StagePlace(Protocol):
-    """Where a stage is: its mesh and the global ranks of its devices, in row-major order."""
+    """The place of a stage: its mesh and the global ranks of its devices, in row-major order."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -148,7 +148,7 @@ class Exchange:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Every lane begins anew, with the first message of the schedule."""
+        """Begin every lane anew, with the first message of the schedule."""
         self._expected = {peer: deque(order) for peer, order in self._order.items()}
         self._taken: set[tuple[int, Sent]] = set()
 
@@ -157,13 +157,13 @@ class Exchange:
         return self._peers[stage]
 
     def post(self, direction: Direction, stage: int, microbatch: int) -> None:
-        """Post the receives of what ``stage`` needs from other stages."""
+        """Post the receives of values that ``stage`` needs from other stages."""
         for peer, sent in self._wanted(direction, stage, microbatch):
             for each in self._up_to(peer, sent):
                 self._post_all(peer, each)
 
     def receive(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
-        """Wait for what was posted; this rank's part of every value, by key.
+        """Wait for the posted receives; return this rank's part of every value, by key.
 
         Gradients of a value that went to several stages are summed.
         """
@@ -186,7 +186,8 @@ class Exchange:
     def send(
         self, direction: Direction, stage: int, microbatch: int, values: Mapping[str, Tensor]
     ) -> None:
-        """Send this rank's share of what ``stage`` has computed; waits only if too much is kept.
+        """Send this rank's share of the values that ``stage`` has computed; wait only if too much
+        is kept.
 
         ``values`` holds the rank's part of every value by key; a gradient that is missing is
         zero. They must not be written to afterwards.
@@ -228,7 +229,8 @@ class Exchange:
         return shared_sum(own, others=others, progress=self._progress)
 
     def sequences(self) -> tuple[dict[Lane, list[str]], dict[Lane, list[str]]]:
-        """By lane, in words, the messages of a step that this rank sends, and that it takes."""
+        """Return by lane, in words, the messages of a step that this rank sends, and that it
+        takes."""
         sent: dict[Lane, list[str]] = {}
         taken: dict[Lane, list[str]] = {}
         for direction, stage, unit in sends_of(self._schedule, self._stages, self._rank):
@@ -251,21 +253,21 @@ class Exchange:
         return sent, taken
 
     def _wanted(self, direction: Direction, stage: int, unit: int) -> Iterator[tuple[int, Sent]]:
-        """What a stage needs of other ranks: whose, and of which send."""
+        """Yield the ranks and the sends from which a stage needs values."""
         receives = self._ports[unit % len(self._ports)][1]
         for port in receives.get((direction, stage), ()):
             for piece in port.pieces:
                 yield piece.peer, (direction, port.sender, unit)
 
     def _up_to(self, peer: int, wanted: Sent) -> Iterator[Sent]:
-        """What comes next in a lane up to ``wanted``, or to its end; nothing if that was taken."""
+        """Take the next sends of a lane up to ``wanted``, or to its end; none if that was taken."""
         expected = self._expected[peer]
         while (peer, wanted) not in self._taken and expected:
             self._taken.add((peer, expected[0]))
             yield expected.popleft()
 
     def _post_all(self, peer: int, sent: Sent) -> None:
-        """Posts everything that ``peer`` sends this rank at once."""
+        """Post everything that ``peer`` sends this rank at once."""
         direction, _, microbatch = sent
         tensors: list[Tensor] = []
         filled: list[_Arriving] = []
@@ -287,18 +289,18 @@ class Exchange:
             arriving.works.append((peer, works[min(index, len(works) - 1)]))
 
     def _from(self, peer: int, sent: Sent) -> Sequence[tuple[_Port, Piece]]:
-        """What ``peer`` sends this rank at once, in its order."""
+        """Return the messages that ``peer`` sends this rank at once, in its order."""
         direction, stage, microbatch = sent
         return self._messages.get((peer, direction, stage, microbatch % len(self._ports)), ())
 
 
 def sends_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> list[Sent]:
-    """What a rank sends in a step, in its order."""
+    """Return the sends of a rank in a step, in its order."""
     return _units(schedule, stages, rank, {SEND_FORWARD: "forward", SEND_BACKWARD: "backward"})
 
 
 def receives_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> list[Sent]:
-    """What a rank's stages receive in a step, in the order in which it posts that."""
+    """Return the receives of a rank's stages in a step, in the order in which they are posted."""
     return _units(schedule, stages, rank, {RECV_FORWARD: "forward", RECV_BACKWARD: "backward"})
 
 
@@ -332,7 +334,7 @@ def _make_ports(
     stages: Sequence[StagePlace],
     rank: int,
 ) -> tuple[_PortTable, _PortTable]:
-    """What the rank sends and what it receives, by direction and stage."""
+    """Return the ports at which the rank sends and receives, by direction and stage."""
     sends: _PortTable = {}
     receives: _PortTable = {}
     between: dict[tuple[int, int], list[Boundary]] = {}

@@ -69,7 +69,7 @@ class FailureReport:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the rank only ended because another one has failed."""
+        """Tell whether the rank only ended because another one has failed."""
         return self.error["code"] in CONSEQUENCES
 
     def exception(self) -> AutoparallelError:
@@ -93,7 +93,7 @@ class FailureStore(Protocol):
     def read(self) -> dict[int, FailureReport]: ...
     def is_empty(self) -> bool: ...
     def finish(self) -> None:
-        """Wait for what is still asked, before the interpreter ends."""
+        """Wait for the question that is open, before the interpreter ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class FolderStore:
         return self.folder.glob(f"{self.prefix}-*.json")
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Return at once: no question is open."""
 
 
 class SharedStore:
@@ -213,18 +213,18 @@ class SharedStore:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One rank among all: what it tells the others at its end, and learns from them."""
+    """One rank among all: its reports to the others, and their reports."""
 
     rank: int
     world_size: int
     store: FailureStore
 
     def has_failure(self) -> bool:
-        """Whether any rank has left a report."""
+        """Tell whether any rank has left a report."""
         return not self.store.is_empty()
 
     def blame(self, report: FailureReport) -> str:
-        """Leaves ``report``, waits for those of the others, and says who has failed."""
+        """Leave ``report``, waits for those of the others, and says who has failed."""
         self.store.tell(report)
         deadline = time.monotonic() + GATHER_SECONDS
         reports = self.store.read()
@@ -237,7 +237,7 @@ class Ranks:
 
 
 def blame(reports: Mapping[int, FailureReport], world_size: int) -> str:
-    """Who has failed, by the reports that ``world_size`` ranks have left.
+    """Name the ranks that have failed, by the reports that ``world_size`` ranks have left.
 
     First those with an error of their own; else those that left no report, for they are dead,
     stopped or out of reach; else those that wait for nobody, for the others wait for them. Where

@@ -58,7 +58,7 @@ def gloo_group_beside(group: dist.ProcessGroup) -> Any:
 
 
 def share_limit(group: dist.ProcessGroup) -> None:
-    """Gives ``group`` the limit of the default group, if that is longer."""
+    """Give ``group`` the limit of the default group, if that is longer."""
     world = dist.group.WORLD
     limits = [] if world is None else [each.options._timeout for each in _backends(world)]
     if limits:
@@ -66,7 +66,7 @@ def share_limit(group: dist.ProcessGroup) -> None:
 
 
 def allow_seconds(timeout_seconds: float) -> None:
-    """Gives the groups of this process at least the limit of ``time_limit``."""
+    """Give the groups of this process at least the limit of ``time_limit``."""
     limit = time_limit(timeout_seconds)
     assert limit is not None
     for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():

@@ -61,7 +61,8 @@ class _Way:
 
 
 class Handover:
-    """What one rank's stages make for each other. Every rank of the world makes its own."""
+    """The values that one rank's stages make for each other. Every rank of the world makes its
+    own."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class Handover:
     def give(
         self, direction: Direction, stage: int, microbatch: int, values: Mapping[str, Tensor]
     ) -> None:
-        """Keep what ``stage`` has computed for the other stages of this rank.
+        """Keep the values that ``stage`` has computed for the other stages of this rank.
 
         A gradient that is missing is zero. The values must not be written to afterwards.
         """
@@ -133,14 +134,14 @@ class Handover:
             kept[way.key] = kept[way.key] + value if way.key in kept else value
 
     def take(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
-        """What the other stages of this rank have made for ``stage``, by key.
+        """Return the values that the other stages of this rank have made for ``stage``, by key.
 
         Gradients of a value that went to several stages are summed.
         """
         return self._kept.pop((direction, stage, microbatch), {})
 
     def _swapped(self, value: Tensor, swap: _Swap) -> Tensor:
-        """This rank's part in the other layout. Collective over the ranks of the stages."""
+        """Return this rank's part in the other layout. Collective over the ranks of the stages."""
         result = value.new_empty(swap.shape)
         operations: list[dist.P2POp] = []
         copies: list[tuple[Tensor, Tensor]] = []
@@ -166,7 +167,7 @@ class Handover:
 
 
 def _is_alike(boundary: Boundary, places: tuple[StagePlace, StagePlace]) -> bool:
-    """Whether every rank holds the same part at both ends."""
+    """Tell whether every rank holds the same part at both ends."""
     layouts = boundary.source_layout, boundary.target_layout
     source, target = (
         {

@@ -57,7 +57,7 @@ class Lanes:
             self.has_groups = self.device.type != "cpu" or control_group() is not None
 
     def join(self, rank: int, lanes: Set[Lane]) -> None:
-        """Makes the ``lanes`` of ``rank``, and those of others. Collective over all ranks."""
+        """Make the ``lanes`` of ``rank``, and those of others. Collective over all ranks."""
         if not self.has_groups:
             return
         for lane in sorted(set[Lane]().union(*gather_values(lanes - self._known)) - self._known):
@@ -71,11 +71,11 @@ class Lanes:
                     work.wait()
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> Sequence[dist.Work]:
-        """Starts to send ``tensors``; a work for each, or one for all."""
+        """Start to send ``tensors``; a work for each, or one for all."""
         return self._start(dist.isend, tensors, (source, target), target)
 
     def receive(self, tensors: Sequence[Tensor], source: int, target: int) -> Sequence[dist.Work]:
-        """Starts to fill ``tensors`` with what is sent at once; works as of ``send``."""
+        """Start to fill ``tensors`` with a message; works as of ``send``."""
         return self._start(dist.irecv, tensors, (source, target), source)
 
     def _start(
@@ -95,7 +95,7 @@ Messages = Mapping[Lane, Sequence[str]]
 
 
 def check_lanes(sent: Messages, taken: Messages) -> None:
-    """Raises PlanError AP542 on every rank where two sides differ. Collective over all ranks."""
+    """Raise PlanError AP542 on every rank where two sides differ. Collective over all ranks."""
     if dist.get_world_size() == 1:
         return
     digests = [_merged(found) for found in _gathered((_digests(sent), _digests(taken)))]
@@ -129,12 +129,12 @@ def _only(found: Messages, lane: Lane) -> Messages:
 
 
 def _gathered(own: tuple[T, T]) -> list[tuple[T, ...]]:
-    """Of every rank, in the order of ranks: the first of the two, and the second."""
+    """Gather two values of every rank: the first of each in the order of ranks, then the second."""
     return list(zip(*gather_values(own), strict=True))
 
 
 def _merged(parts: Sequence[Mapping[Lane, T]]) -> dict[Lane, T]:
-    """Each lane's is of one rank."""
+    """Merge tables of lanes, each lane of which is of one rank."""
     return {lane: value for part in parts for lane, value in part.items()}
 
 
@@ -156,7 +156,7 @@ class Outbox:
     def add(
         self, peer: int, works: Sequence[dist.Work], tensors: tuple[Tensor, ...], what: str
     ) -> None:
-        """Keeps ``tensors``, sent at once, until ``works`` are done; ``what`` names the message.
+        """Keep ``tensors``, sent at once, until ``works`` are done; ``what`` names the message.
 
         Raises RuntimeError if a receiver is lost.
         """

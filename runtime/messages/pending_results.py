@@ -67,7 +67,7 @@ class Arrival:
         return copy.tensor
 
     def end(self) -> None:
-        """Waits until it has arrived, whoever reads it."""
+        """Wait until it has arrived, whoever reads it."""
         work = self._work  # another thread may read it too
         if work is None:
             return
@@ -114,8 +114,8 @@ READ_BY_HOST = {
 
 
 class ArrivingTensor(Tensor):
-    """A tensor whose value comes later: the first use of any kind waits for it, but for those
-    that ``NEEDS_NO_VALUE``.
+    """A tensor whose value comes later: the first use of any kind waits for it, but for uses in
+    ``NEEDS_NO_VALUE``.
 
     What is made of it is an ordinary tensor.
     """
@@ -146,7 +146,8 @@ class ArrivingTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What reaches the tensor by no function of Python's: collectives of a script, for one."""
+        """Run ops that reach the tensor by no function of Python's: collectives of a script, for
+        one."""
         given = tree_map_only(ArrivingTensor, lambda t: t.arrival.value().detach(), (args, kwargs))
         return function(*given[0], **(given[1] or {}))
 
@@ -221,7 +222,8 @@ def _arrived(value: Any) -> Any:
 
 
 def end_before_exit(kind: str, arrival: Arrival) -> None:
-    """A collective that nobody waits for until the end would abort the process, in gloo's threads.
+    """End an earlier collective that nobody waited for: at the end of the process it would abort
+    it, in gloo's threads.
 
     The one of the same ``kind`` before is ended here: by now every rank that this one exchanges
     messages with has begun it, as it has sent what belongs to a later step.

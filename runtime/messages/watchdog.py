@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from ...planner.errors import HangError
@@ -51,7 +51,7 @@ STARTING, BETWEEN_STEPS = "starting", "between steps"
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a process is about to do, and the ranks whose message it waits for."""
+    """An action that a process is about to do, and the ranks whose message it waits for."""
 
     what: str
     waits_for: tuple[int, ...]
@@ -59,7 +59,7 @@ class Doing:
 
 
 class Position:
-    """What a process is at: the last thing told that its device has come to.
+    """The current action of a process: the last one told that its device has come to.
 
     Each thing told is marked in the device's queue by an event, which is done when all is that was
     told before. Events are used again.
@@ -73,16 +73,16 @@ class Position:
         self._lock = threading.Lock()
 
     def follow(self, queue: DeviceQueue) -> None:
-        """From now on the process is where this device is; by default it is where its host is."""
+        """Have the process be where this device is; by default it is where its host is."""
         self._queue = queue if queue.runs_behind else None
 
     @property
     def is_behind(self) -> bool:
-        """Whether the process is not where its host is."""
+        """Tell whether the process is not where its host is."""
         return self._queue is not None
 
     def tell(self, doing: Doing) -> None:
-        """``doing`` is what the host is about to do, or to give to the device."""
+        """Take the next action of the host, or the next that it gives to the device."""
         if self._queue is None:
             self._at = doing
             return
@@ -94,7 +94,7 @@ class Position:
         self._ahead.append((doing, event))
 
     def now(self) -> Doing:
-        """What the process is at, since when it was seen to be."""
+        """Return the current action of the process, since when it was seen."""
         self._advance()
         return self._at
 
@@ -129,7 +129,8 @@ class Watchdog:
         report: Callable[[HangError], None] = show,
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        """``resting`` are things told that may take any time: what is not ours to judge."""
+        """Watch a process; ``resting`` are actions that may take any time, as they are not ours to
+        judge."""
         self.timeout_seconds = timeout_seconds
         self.ranks = ranks
         self._name = name
@@ -144,23 +145,23 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def progress(self, what: str, waits_for: tuple[int, ...] = ()) -> None:
-        """What the process is about to do; it has then ``timeout_seconds`` to do it and tell more.
+        """Take the next action; the process has then ``timeout_seconds`` to do it and tell more.
 
         ``waits_for`` are the ranks whose message it waits for.
         """
         self._position.tell(Doing(what, waits_for, time.monotonic()))
 
     def follow(self, queue: DeviceQueue) -> None:
-        """From now on what is told is done by the device of ``queue``."""
+        """Have actions count as done by the device of ``queue``."""
         self._position.follow(queue)
 
     @property
     def last(self) -> Doing:
-        """What the process is at: the last thing told, or where its device is."""
+        """The current action: the last one told, or the device's."""
         return self._position.now()
 
     def terminate(self) -> None:
-        """Ends the process as its launcher wants it, and says what it was doing and why.
+        """End the process as its launcher wants it, with a report of its action and of the reason.
 
         Not if ``before_ending`` says that it goes on, unless another rank has failed.
         """
@@ -175,17 +176,12 @@ class Watchdog:
         atexit.register(self._finish)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         atexit.unregister(self._finish)
         self._finish()
 
     def _finish(self) -> None:
-        """Ends the thread: one that asks the store when the interpreter ends aborts the process."""
+        """End the thread: one that asks the store when the interpreter ends aborts the process."""
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * ANSWER_SECONDS)
@@ -205,14 +201,15 @@ class Watchdog:
                 return self._give_up("AP821", "stops because another rank has failed")
 
     def _left_seconds(self) -> float:
-        """Until it counts as hanging."""
+        """Return the seconds until it counts as hanging."""
         last = self.last
         if last.what in self._resting:
             return math.inf
         return last.since_seconds + self.timeout_seconds - time.monotonic()
 
     def _give_up(self, code: str, what: str) -> None:
-        """Reports what the process was doing and who failed to come, and ends it; only once."""
+        """Report the current action and the ranks that failed to come, and end the process; only
+        once."""
         if not self._giving_up.acquire(blocking=False):
             return
         doing, place, where = self.last, *self._place()
@@ -234,7 +231,8 @@ class Watchdog:
         self._end(HangError.exit_code)
 
     def _place(self) -> tuple[str, str]:
-        """Where the main thread is: ``file:line in function``, and in which block and collective.
+        """Return the place of the main thread: ``file:line in function``, and its block and
+        collective.
 
         The latter is that of a host, and says nothing where a device is behind it.
         """
@@ -258,7 +256,7 @@ END_SECONDS = 10.0
 
 @contextmanager
 def on_termination(act: Callable[[], None]) -> Iterator[None]:
-    """Calls ``act`` in another thread when SIGTERM comes while the block runs.
+    """Call ``act`` in another thread when SIGTERM comes while the block runs.
 
     Leaves a program alone that handles SIGTERM itself, also from later on, and the processes
     that it forks; does nothing outside the main thread. After an error in the block the process
@@ -273,7 +271,7 @@ def on_termination(act: Callable[[], None]) -> Iterator[None]:
     os.set_blocking(told, False)
 
     def ours(number: int, frame: FrameType | None) -> None:
-        """Nothing: the thread that listens has heard of it."""
+        """Do nothing: the thread that listens has heard of it."""
 
     def listen() -> None:
         while number := os.read(listening, 1):
@@ -297,7 +295,7 @@ def on_termination(act: Callable[[], None]) -> Iterator[None]:
 
 
 def _forget(handler: Callable[[int, FrameType | None], None]) -> None:
-    """In a forked process, which shares the pipe but has no thread that listens."""
+    """Restore signals in a forked process, which shares the pipe but has no thread that listens."""
     if signal.getsignal(signal.SIGTERM) is handler:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

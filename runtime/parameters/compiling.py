@@ -31,7 +31,7 @@ class BlockCompiler:
     compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
 
     def compile(self, graph: fx.GraphModule, block: str, *, in_parts: bool) -> None:
-        """Replaces the runs of a block's graph by functions compiled at their first call, in place.
+        """Replace the runs of a block's graph by functions compiled at their first call, in place.
 
         ``in_parts``: see ``compile_runs``.
         """
@@ -40,7 +40,7 @@ class BlockCompiler:
 
 @dataclass(eq=False)
 class _CompiledRun:
-    """A run of one block. What it compiles is shared through ``compiler``."""
+    """A run of one block, whose compiled form is shared through ``compiler``."""
 
     compiler: BlockCompiler
     run: Run
@@ -55,7 +55,7 @@ class _CompiledRun:
         return found(*inputs)
 
     def _compile(self, inputs: tuple[Tensor, ...]) -> Compiled:
-        """Raises RunError AP823 where inductor fails."""
+        """Raise RunError AP823 where inductor fails."""
         import torch._inductor as inductor
 
         try:

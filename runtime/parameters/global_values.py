@@ -181,7 +181,7 @@ def _drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _placed(drawn: Tensor, like: DTensor) -> DTensor:
-    """Spread what the mesh's first rank has drawn as another tensor is."""
+    """Spread the numbers that the mesh's first rank has drawn as another tensor is."""
     mesh = like.device_mesh
     for dimension in range(mesh.ndim):
         flat = drawn.view(torch.uint8) if drawn.dtype == torch.bool else drawn
@@ -210,7 +210,7 @@ def are_whole() -> bool:
 
 @contextmanager
 def whole_states() -> Iterator[None]:
-    """While inside, state dicts of optimizers have whole tensors. Collective over all ranks."""
+    """Have state dicts of optimizers hold whole tensors while inside. Collective over all ranks."""
     global _depth
     get, put = Optimizer.state_dict, Optimizer.load_state_dict
 

@@ -24,11 +24,6 @@ from .stage import StageModule
 Source = Callable[[str], Tensor] | Mapping[str, Tensor]
 
 
-def tensor_names(stage: StageModule) -> tuple[str, ...]:
-    """The names of the parameters and buffers that the stage holds."""
-    return (*stage.by_name, *stage.buffer_regions)
-
-
 def fill(stage: StageModule, name: str, whole: Tensor) -> None:
     """Copy this rank's box of ``whole`` into the stage's parameter or buffer ``name``.
 
@@ -42,30 +37,13 @@ def fill(stage: StageModule, name: str, whole: Tensor) -> None:
             f"{name!r} has shape {tuple(whole.shape)}",
             why=f"the plan was made for {shape}",
         )
-    fill_box(stage, name, whole.detach()[region_slices(box_of(stage, name))])
-
-
-def box_of(stage: StageModule, name: str) -> Region:
-    """The box of the whole parameter or buffer ``name`` that this rank holds."""
-    parameter = stage.by_name.get(name)
-    return stage.buffer_regions[name] if parameter is None else parameter.region
-
-
-def fill_box(stage: StageModule, name: str, part: Tensor) -> None:
-    """Copy ``part``, this rank's box, into the stage's parameter or buffer ``name``."""
-    parameter = stage.by_name.get(name)
-    with torch.no_grad():
-        if parameter is None:
-            stage.buffer(name).copy_(part)
-        else:
-            parameter.local.copy_(part)
-            parameter.refresh()
+    stage.fill(name, whole.detach()[region_slices(stage.region_of(name))])
 
 
 def materialize(stage: StageModule, source: Source) -> None:
     """Fill everything from ``source``, which gives the whole tensor of a name."""
     get = source if callable(source) else source.__getitem__
-    for name in tensor_names(stage):
+    for name in stage.held_names():
         fill(stage, name, get(name))
 
 
@@ -79,7 +57,7 @@ def fill_stages(
     program: Program,
     progress: Callable[[str], object] | None = None,
 ) -> dict[str, Tensor]:
-    """Gives the stages' parameters and buffers their initial values, this rank's part.
+    """Give the stages' parameters and buffers their initial values, this rank's part.
 
     All are made together: a recorded build is replayed once. Tensors that the build says are
     ``given`` stay as they are. ``progress`` is told again and again that values are made.
@@ -101,7 +79,7 @@ def fill_stages(
         needed -= weights.sources.keys()
         weights = weights.rest
     for stage in stages:
-        for name in tensor_names(stage):
+        for name in stage.held_names():
             if name in program.literals:
                 fill(stage, name, program.literals[name])
             elif isinstance(weights, Mapping) and name not in filled:
@@ -134,24 +112,17 @@ Take = Callable[[str, Tensor], None]
 def _boxes(
     stages: Collection[StageModule], weights: deferred_init.Deferred, program: Program
 ) -> tuple[dict[str, list[Region]], dict[tuple[str, Region], list[Take]]]:
-    """The boxes that the stages hold, by name, and what takes each."""
+    """Return the boxes that the stages hold, by name, and the functions that take each."""
     boxes: dict[str, list[Region]] = {}
     takers: dict[tuple[str, Region], list[Take]] = {}
     for stage in stages:
-        for name in tensor_names(stage):
+        for name in stage.held_names():
             if name in program.literals or name in weights.given:
                 continue
-            box = box_of(stage, name)
+            box = stage.region_of(name)
             boxes.setdefault(name, []).append(box)
-            takers.setdefault((name, box), []).append(_taker(stage))
+            takers.setdefault((name, box), []).append(stage.fill)
     return boxes, takers
-
-
-def _taker(stage: StageModule) -> Take:
-    def take(name: str, part: Tensor) -> None:
-        fill_box(stage, name, part)
-
-    return take
 
 
 def buffers_read(program: Program, stage: StageProgram) -> set[str]:
@@ -177,7 +148,7 @@ def _constants(stage: StageProgram) -> tuple[str, ...]:
 
 
 def whole_tensors(names: Sequence[str], weights: Weights) -> dict[str, Tensor]:
-    """Copies of the initial values of ``names``."""
+    """Copy of the initial values of ``names``."""
     found: dict[str, Tensor] = {}
     if isinstance(weights, Pretrained):
         stored = [name for name in names if name in weights.sources]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def is_fully_sharded(shape: Sequence[int], layout: Layout, mesh: Mesh, zero: int) -> bool:
-    """Whether ZeRO shards this parameter over axis ``dp``.
+    """Tell whether ZeRO shards this parameter over axis ``dp``.
 
     >>> from autoparallel.planner.layout import REPLICATE, shard
     >>> is_fully_sharded((4, 4), (REPLICATE, shard(0)), Mesh(("dp", "tp"), (2, 2)), zero=3)
@@ -108,7 +108,8 @@ def precision_of(dtype: torch.dtype) -> Precision | None:
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """In what a stage holds its states; ``offloads``: masters are in the host's memory."""
+    """The dtypes in which a stage holds its states; ``offloads``: masters are in the host's
+    memory."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -117,7 +118,7 @@ class Formats:
 
     @staticmethod
     def of(precision: Precision, states: StateOptions = DEFAULT) -> Formats:
-        """Those of a plan."""
+        """Return the formats of a plan."""
         compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
         gradient = compute if states.gradient_dtype == "compute" else master
         return Formats(compute, master, gradient, states.offload)
@@ -168,19 +169,20 @@ class StageParameter:
 
     @property
     def held(self) -> nn.Parameter:
-        """What is on the stage's device, and gets its gradient there."""
+        """The parameter on the stage's device, which gets its gradient there."""
         if self.leaf is not None:
             return self.leaf
         return self.master if self.shard is None else self.shard
 
     @property
     def sums_apart(self) -> bool:
-        """Whether gradients are summed in another dtype than autograd or ``fully_shard`` has."""
+        """Tell whether gradients are summed in another dtype than autograd or ``fully_shard``
+        has."""
         return self.held.dtype != self.formats.gradient
 
     @property
     def casts_gradient(self) -> bool:
-        """Whether the optimizer gets a cast or moved copy of the gradient."""
+        """Tell whether the optimizer gets a cast or moved copy of the gradient."""
         return self.formats.offloads or self.formats.gradient != self.formats.master
 
     @property
@@ -260,11 +262,7 @@ def make_parameter(
     device: torch.device,
     is_plain: bool,
 ) -> StageParameter:
-    """The parameter ``name``: empty memory on ``device``, or meta where ZeRO will shard it.
-    Complex parameters are in the dtype that they are computed in, and ZeRO leaves them whole:
-    ``fully_shard`` takes parameters of one dtype. Masters are in the host's memory where
-    ``formats`` say so; of a sharded parameter, it is made when ZeRO has sharded what is on the
-    device.
+    """Make the parameter ``name``: empty memory on ``device``, or meta where ZeRO will shard it.
 
     ``is_plain``: the stage splits nothing, its parameters are ordinary tensors.
     """

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...passes.capture.tie import find_tied
-from ...passes.initialization.deferred_init import Deferred
+from ...passes.initialization.deferred_init import Deferred, named_tensors
 from ...planner.errors import UsageError
 from ...planner.layout import whole_region
 from ..checkpoint.weight_files import WeightFiles, open_weights
@@ -101,7 +101,8 @@ def _plain(name: str) -> str:
 
 
 def _prefix(stored: Collection[str], wanted: Collection[str]) -> tuple[str, str]:
-    """What to take from the stored names' front, and what to put there; one of them is empty.
+    """Return the prefix to remove from the stored names, and the prefix to add; one of them is
+    empty.
 
     Every prefix is counted by how many names it makes equal; of equal counts the shortest.
     """
@@ -122,7 +123,7 @@ def _ends(name: str) -> Iterator[str]:
 
 
 def _candidates(name: str, removed: str, added: str) -> Iterator[str]:
-    """What a stored name may be called in the model, the likeliest first."""
+    """Yield the names that a stored name may have in the model, the likeliest first."""
     if removed and name.startswith(removed):
         yield name[len(removed) :]
     if added:
@@ -146,31 +147,22 @@ class Pretrained:
     unexpected: tuple[str, ...] = ()
 
     def fill(self, stage: StageModule) -> frozenset[str]:
-        """Fills what the files have of the stage's tensors, cast to the stage's dtypes.
+        """Fill the stage's tensors that the files have, cast to the stage's dtypes.
 
         Returns the names that were filled.
         """
-        filled = []
-        for name in (*stage.by_name, *stage.buffer_regions):
-            if name not in self.sources:
-                continue
-            filled.append(name)
-            parameter = stage.by_name.get(name)
-            region = stage.buffer_regions[name] if parameter is None else parameter.region
-            target = stage.buffer(name) if parameter is None else parameter.local
-            with torch.no_grad():
-                target.copy_(self.files.read(self.sources[name], region))
-            if parameter is not None:
-                parameter.refresh()
+        filled = [name for name in stage.held_names() if name in self.sources]
+        for name in filled:
+            stage.fill(name, self.files.read(self.sources[name], stage.region_of(name)))
         return frozenset(filled)
 
     def whole(self, name: str) -> Tensor:
-        """All of a tensor, in the dtype that it is stored in."""
+        """Read a whole tensor, in the dtype that it is stored in."""
         source = self.sources[name]
         return self.files.read(source, whole_region(self.files.shape(source)))
 
     def summary(self) -> str:
-        """What was taken from where, in a line or a few."""
+        """Return a line on the file and its tensors, and one on the names of either side alone."""
         lines = [f"weights: {len(self.sources)} tensors from {self.files.place}"]
         if self.missing:
             lines.append(f"not in the file, so newly initialized: {_few(self.missing)}")
@@ -186,7 +178,7 @@ def pretrained(
     *,
     partial: bool = False,
 ) -> Pretrained:
-    """The weights at ``path`` for ``model``, which may be on ``meta``.
+    """Return the weights at ``path`` for ``model``, which may be on ``meta``.
 
     All names must be in both and all shapes equal; with ``partial`` names may be in one only,
     and what the file lacks comes from ``rest``. What the model's attributes
@@ -196,12 +188,12 @@ def pretrained(
     Raises UsageError: AP860 and AP861 as ``open_weights``, AP862 where names or shapes differ.
     """
     files = open_weights(path)
-    shapes, optional = _tensors(model)
+    shapes = {name: tuple(each.shape) for name, each in persistent_tensors(model).items()}
     matched = match_names(
         shapes,
         files.names(),
         tied=find_tied(model),
-        optional=optional,
+        optional=passing_names(model),
         ignored=getattr(model, "_keys_to_ignore_on_load_unexpected", None) or (),
     )
     _check(matched, shapes, files, model, partial=partial)
@@ -209,8 +201,8 @@ def pretrained(
 
 
 def load_pretrained(path: str | Path, model: nn.Module, *, partial: bool = False) -> Pretrained:
-    """Fills a model in this process's memory from ``path``. Raises as ``pretrained`` does."""
-    tensors = {**dict(_named(model, "parameters")), **dict(_named(model, "buffers"))}
+    """Fill a model in this process's memory from ``path``. Raises as ``pretrained`` does."""
+    tensors = dict(named_tensors(model))
     found = pretrained(path, model, tensors, partial=partial)
     with torch.no_grad():
         for name in found.sources:
@@ -218,21 +210,19 @@ def load_pretrained(path: str | Path, model: nn.Module, *, partial: bool = False
     return found
 
 
-def _named(model: nn.Module, kind: str) -> list[tuple[str, Tensor]]:
-    named: list[tuple[str, Tensor]] = list(getattr(model, f"named_{kind}")(remove_duplicate=False))
-    return named
+def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the entries of a model's ``state_dict``, tied tensors under each of their names."""
+    passing = frozenset(passing_names(model))
+    return {name: each for name, each in named_tensors(model) if name not in passing}
 
 
-def _tensors(model: nn.Module) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
-    """The shapes of what a state dict of the model holds, and the names of other buffers."""
-    passing = {
+def passing_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the buffers that a model's ``state_dict`` lacks."""
+    return tuple(
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
-    }
-    named = [*_named(model, "parameters"), *_named(model, "buffers")]
-    shapes = {name: tuple(tensor.shape) for name, tensor in named if name not in passing}
-    return shapes, tuple(passing)
+    )
 
 
 def _check(
@@ -243,7 +233,7 @@ def _check(
     *,
     partial: bool,
 ) -> None:
-    """Raises UsageError AP862, with all that differs, where the weights are not the model's."""
+    """Raise UsageError AP862, with all that differs, where the weights are not the model's."""
     initialized = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     kinds = {
         "missing in the file": () if partial else without(matched.missing, initialized),

@@ -71,7 +71,8 @@ class StageBlock(nn.Module):
         self._compile(program.module)
 
     def _find_recomputing(self) -> Recomputing | None:
-        """What runs the block again, where that is not all of it until nothing is wanted.
+        """Return the partial recomputation of the block; None where it runs again as a whole, or
+        not.
 
         An op that puts off its weights' gradients keeps what it reads after it has run: it
         would not be the end of what ``checkpoint`` runs again.
@@ -88,7 +89,8 @@ class StageBlock(nn.Module):
             self._compiler.compile(graph, self.name, in_parts=in_parts)
 
     def _defer(self, program: BlockProgram) -> frozenset[str]:
-        """Has a program of this block put off the gradients of weights; whose these are."""
+        """Have a program of this block put off the gradients of weights; return the names of
+        these."""
         if self._deferring is None:
             return frozenset()
         nodes = [node for node in program.module.graph.nodes if node.op == "placeholder"]
@@ -165,7 +167,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _is_random(module: nn.Module) -> bool:
-    """Whether the block draws from the global random generator."""
+    """Tell whether the block draws from the global random generator."""
     if not isinstance(module, fx.GraphModule):
         return True
     return any(
@@ -242,7 +244,7 @@ class StageModule(nn.Module):
 
     @property
     def is_fully_sharded(self) -> bool:
-        """Whether ``fully_shard`` holds parameters of the stage (ZeRO 1 to 3)."""
+        """Tell whether ``fully_shard`` holds parameters of the stage (ZeRO 1 to 3)."""
         return self.reductions is not None
 
     @property
@@ -294,11 +296,28 @@ class StageModule(nn.Module):
         return regions
 
     def buffer(self, name: str) -> Tensor:
-        """This rank's part of buffer ``name``."""
+        """Return this rank's part of buffer ``name``."""
         if name in self._shared:
             return self.get_buffer(self._shared[name])
         owner = next(block for block in self.program.blocks if name in block.buffers)
         return owner.module.get_buffer(held_path(name))
+
+    def region_of(self, name: str) -> Region:
+        """Return the box of a whole parameter or buffer that this rank holds."""
+        parameter = self.by_name.get(name)
+        return self.buffer_regions[name] if parameter is None else parameter.region
+
+    def held_names(self) -> tuple[str, ...]:
+        """Return the names of the parameters and buffers that the stage holds."""
+        return (*self.by_name, *self.buffer_regions)
+
+    def fill(self, name: str, part: Tensor) -> None:
+        """Copy this rank's box of a parameter or buffer into its memory, cast to its dtype."""
+        parameter = self.by_name.get(name)
+        with torch.no_grad():
+            (self.buffer(name) if parameter is None else parameter.local).copy_(part)
+            if parameter is not None:
+                parameter.refresh()
 
     def keep_buffers(self) -> None:
         """Write the buffers' new values, when no backward needs the old ones any more."""
@@ -379,7 +398,7 @@ def _registered(parameter: StageParameter) -> nn.Parameter:
 
 
 def _is_split(program: StageProgram) -> bool:
-    """Whether any rank holds a part of a parameter or buffer only."""
+    """Tell whether any rank holds a part of a parameter or buffer only."""
     held = (*program.parameters.values(), *program.buffers.values())
     return any(placement.is_shard for each in held for placement in each.layout)
 
@@ -391,7 +410,7 @@ def _leaving(program: StageProgram) -> tuple[str, ...]:
 
 
 def _last_uses(program: StageProgram) -> dict[int, list[str]]:
-    """For each block position the keys that nobody needs after it, but those to be kept."""
+    """Map each block position to the keys that nobody needs after it, but for kept ones."""
     kept = {*_leaving(program), *program.updates.values()}
     last = {
         key: position

@@ -44,7 +44,7 @@ class Piece:
 
 
 def plan_pieces(holdings: Sequence[Holding]) -> tuple[Piece, ...]:
-    """Every transfer that the sum over stages needs, in one order for all ranks.
+    """Return every transfer that the sum over stages needs, in one order for all ranks.
 
     ``holdings`` is indexed by rank.
 
@@ -137,7 +137,7 @@ class TiedParameters:
         own: Mapping[Held, Tensor],
         parameters: Mapping[int, Mapping[str, StageParameter]],
     ) -> None:
-        """Of one parameter, so that no others' sums take memory meanwhile."""
+        """Sum one parameter, so that no others' sums take memory meanwhile."""
         terms: dict[Held, dict[int, Tensor]] = {
             (stage, name): {stage: gradient} for (stage, name), gradient in own.items()
         }
@@ -154,7 +154,7 @@ class TiedParameters:
             parameters[stage][name].publish()
 
     def _exchange(self, gradients: Mapping[Held, Tensor]) -> list[tuple[Piece, Tensor]]:
-        """What the other stages hold of this rank's boxes of a parameter."""
+        """Exchange the stages' parts of this rank's boxes of a parameter."""
         operations: list[dist.P2POp] = []
         received: list[tuple[Piece, Tensor]] = []
         names = {name for _, name in gradients}

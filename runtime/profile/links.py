@@ -46,7 +46,7 @@ Timed = tuple[Callable[[], object], Callable[[], object] | None, int]
 
 
 class _Block(nn.Module):
-    """As many parameters as one block may have, used once each."""
+    """A block of several parameters, used once each."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _Block(nn.Module):
 
 
 def state_calls(kind: str, num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Timed:
-    """For "zero_gather" or "zero_scatter" of about ``num_bytes``: what to time.
+    """Return the calls to time for "zero_gather" or "zero_scatter" of about ``num_bytes``.
 
     ``mesh`` has one axis, whose ranks are the group.
     """
@@ -112,8 +112,8 @@ CALIBRATION_CALLS = 5
 def overlap_calls(
     kind: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Timed:
-    """What to time for a collective of about ``num_bytes`` beside matrix products, what to take off
-    (the products alone), and the bytes it really has.
+    """Return the calls to time for a collective of about ``num_bytes`` beside matrix products: with
+    it, the products alone, and the bytes it really has.
 
     ``kind``: "all_reduce", "all_gather" or "reduce_scatter"; the bytes are those of the whole
     tensor. All ranks of ``group`` call it together, and compute as long as the slowest of them
@@ -205,7 +205,7 @@ class Meshes:
         return self._made[key]
 
     def close(self) -> None:
-        """Destroys the communicators that were made. Collective over all ranks."""
+        """Destroy the communicators that were made. Collective over all ranks."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         dist.barrier(group=control_group())
@@ -280,7 +280,7 @@ def _collective(links: Links, mesh: DeviceMesh, device: torch.device) -> Prepare
 
 
 def message_call(links: Links, device: torch.device) -> Prepared:
-    """For a size: a message of each pair there and back, at the same time."""
+    """Return for each size a message of each pair there and back, at the same time."""
     rank = dist.get_rank()
     pair = next((pair for pair in links.partition if rank in pair), None)
 
@@ -332,7 +332,7 @@ def _slowest(seconds: float, device: torch.device) -> float:
 
 
 def agree(wanted: bool, device: torch.device) -> bool:
-    """What rank 0 wants, on every rank. Collective."""
+    """Return rank 0's value on every rank. Collective."""
     return bool(share_tensor(torch.tensor(wanted, device=device).float()))
 
 

@@ -53,7 +53,7 @@ def measure_peak(
     watch: Callable[[LiveBytes], AbstractContextManager[object]] = nullcontext,
     resizes: bool = True,
 ) -> MemoryReport:
-    """Runs ``step`` once and says what it took.
+    """Run ``step`` once and report its memory.
 
     ``held`` names the tensors there are, before and after the step: what it gives counts
     even where no op of the step touches it. ``watch`` is entered around the step and may
@@ -92,7 +92,7 @@ def _mark(live: LiveBytes, held: Tensors) -> None:
 
 
 def held_by(trainer: RankTrainer) -> Tensors:
-    """What a rank's trainer holds from step to step, and its gradients."""
+    """Return the tensors that a rank's trainer holds from step to step, and its gradients."""
     found: dict[str, list[Tensor]] = {
         "parameters": [],
         "master": [],
@@ -167,7 +167,7 @@ def states_before_last_backward(trainer: Trainer, inputs: Mapping[str, Tensor]) 
 
 @contextmanager
 def _gathered(stages: Iterable[StageModule], live: LiveBytes) -> Iterator[None]:
-    """While inside, what ZeRO gathers of a block's parameters is told from activations."""
+    """Tell parameters that ZeRO gathers from activations while inside."""
 
     def mark(block: nn.Module, _: object) -> None:
         live.mark((each for each in block.parameters()), "gathered", over=False)

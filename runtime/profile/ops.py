@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -24,13 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from ...cost_model.profile.case import OpCase, ProfileError
 from ...cost_model.profile.measure import Budget, measure
 from ...cost_model.profile.records import Measurement
 from ..messages.shared_objects import gather_values
-from ..update.optimizer import BuildOptimizer, built, sum_of_all_squares
+from ..update.optimizer import BuildOptimizer, built, default_optimizer, sum_of_all_squares
+from .blocks import median_of_ranks
 from .links import LinkTime, Meshes, agree, median_seconds
 
 
@@ -75,15 +75,7 @@ def _joined(case: OpCase, answers: Sequence[Any]) -> OpTime:
     if len(found) < len(answers):
         reasons = [answer for answer in answers if isinstance(answer, str)]
         return OpTime(case, None, reasons[0] if reasons else "not measured")
-    return OpTime(
-        case,
-        Measurement(
-            forward_seconds=median(each.forward_seconds for each in found),
-            backward_seconds=median(each.backward_seconds for each in found),
-            repeats=min(each.repeats for each in found),
-            spread=max(each.spread for each in found),
-        ),
-    )
+    return OpTime(case, median_of_ranks(found))
 
 
 TOTAL_BYTES = 1 << 26
@@ -101,7 +93,7 @@ def measure_updates(
     until: Callable[[], bool],
     build: BuildOptimizer | None = None,
 ) -> Iterator[LinkTime]:
-    """For each size in bytes the seconds per parameter. Collective over all ranks.
+    """Measure for each size in bytes the seconds per parameter. Collective over all ranks.
 
     ``build``, the model's own, goes before the name.
     """
@@ -112,7 +104,9 @@ def measure_updates(
             break
         count = max(1, min(MOST_TENSORS, TOTAL_BYTES // size))
         masters = [_master(max(1, size // _ITEM_BYTES), mesh, device) for _ in range(count)]
-        made = _own(build, masters) or _optimizer(optimizer, masters)
+        made = _own(build, masters) or default_optimizer(
+            masters, optimizer, fused=True, learning_rate=1e-6
+        )
         step = _update(made, masters, device)
         seconds, repeats = median_seconds(step, device=device, case_seconds=case_seconds)
         yield LinkTime(size, seconds / count, repeats)
@@ -120,7 +114,7 @@ def measure_updates(
 
 
 def own_name(build: BuildOptimizer) -> str:
-    """A model's own optimizer by what its step's time depends on: its class and its switches.
+    """Name a model's own optimizer by its class and its switches, which decide its step's time.
 
     "" where it cannot be made of other parameters than the model's.
 
@@ -160,13 +154,6 @@ def _master(numel: int, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
     master = nn.Parameter(held())
     master.grad = held()
     return master
-
-
-def _optimizer(name: str, masters: list[nn.Parameter]) -> Optimizer:
-    if name.startswith("sgd"):
-        return SGD(masters, lr=1e-6, momentum=0.9 if name == "sgd-momentum" else 0.0)
-    kind = Adam if name == "adam" else AdamW
-    return kind(masters, lr=1e-6, fused=True)
 
 
 def _update(

@@ -35,7 +35,7 @@ Round = tuple[Pair, ...]
 
 @dataclass(frozen=True, slots=True)
 class PairTime:
-    """What a message of ``num_bytes`` took from one rank of ``pair`` to the other."""
+    """The time of a message of ``num_bytes`` from one rank of ``pair`` to the other."""
 
     pair: Pair
     num_bytes: int
@@ -44,7 +44,7 @@ class PairTime:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """Where a rank runs, and the seconds of the same product of matrices on each."""
+    """The place of a rank, and the seconds of the same product of matrices on each."""
 
     host: str
     device: str

@@ -53,7 +53,7 @@ _waiting_places: dict[tuple[CodeType, int], bool] = {}
 
 
 def is_waiting(frame: FrameType) -> bool:
-    """Whether a thread whose innermost Python frame is ``frame`` waits for other ranks.
+    """Tell whether a thread whose innermost Python frame is ``frame`` waits for other ranks.
 
     It does inside of the collectives of ``torch.distributed``, and on a line that calls ``wait``
     of a collective's work.
@@ -139,7 +139,7 @@ class Straggler:
 def find_straggler(
     works: Sequence[float], planned: Sequence[float], stages: Sequence[Hashable]
 ) -> Straggler | None:
-    """The rank that the others wait for, if there is one.
+    """Return the rank that the others wait for, if there is one.
 
     ``works`` and ``planned`` are the share of the time in which each rank does not wait for
     others, measured and predicted; ``stages`` are what each rank works for. Ranks that the plan

@@ -131,7 +131,7 @@ class Link:
         self._home, self._targets = home, targets
 
     def call(self, request: Request, payload: Tensor | None, into: Tensor | None) -> Reply:
-        """Raises RunError AP958 where no server with these pieces is left."""
+        """Raise RunError AP958 where no server with these pieces is left."""
         while self._targets:
             try:
                 return self._targets[0].call(request, payload, into)
@@ -209,7 +209,8 @@ class Traffic:
             self._changed.notify_all()
 
     def wait(self, is_there: Callable[[], bool], known: int) -> bool:
-        """Until something is there; False where workers beyond ``known`` were lost before."""
+        """Wait until something is there; return False where workers beyond ``known`` were lost
+        before."""
         with self._changed:
             self._changed.wait_for(
                 lambda: is_there() or self._error is not None or bool(self.lost & ~known)
@@ -231,7 +232,7 @@ class Traffic:
         return self._loss.get(clock)
 
     def forget_pulls(self) -> None:
-        """Drop what is still to be asked for, and wait for what is being asked."""
+        """Drop the pulls that are queued, and wait for the pull that is under way."""
         with self._changed:
             for queue in self._to_pull.values():
                 queue.clear()

@@ -97,7 +97,7 @@ class ServedPiece:
         self.version += 1
 
     def is_ready(self, clock: int, worker: int) -> bool:
-        """Whether a worker may begin iteration ``clock`` with these weights.
+        """Tell whether a worker may begin iteration ``clock`` with these weights.
 
         Pulls and pushes come by channels of their own: the worker's last push is waited for, as
         its clock is late until then.

@@ -64,7 +64,7 @@ class ServerTrainer:
         progress: Callable[..., None] | None = None,
         seed: int = 0,
     ) -> None:
-        """Collective over all ranks; what comes after is not."""
+        """Make this rank's part. Collective over all ranks; later calls are not."""
         assert plan.servers is not None
         self.plan, self.device, self.servers = plan, device, plan.servers
         own = plan_of_worker(plan, dist.get_rank())
@@ -96,12 +96,12 @@ class ServerTrainer:
 
     @property
     def trains(self) -> bool:
-        """Whether this rank has a worker."""
+        """Tell whether this rank has a worker."""
         return self.worker is not None
 
     @property
     def reports(self) -> bool:
-        """Whether this rank has the first worker that is left, which prints the steps."""
+        """Tell whether this rank has the first worker that is left, which prints the steps."""
         return self.worker is not None and self.worker.is_first
 
     def step(self, *batches: Mapping[str, Tensor]) -> StepResult:
@@ -192,8 +192,8 @@ class ServerTrainer:
 
 
 def plan_of_worker(plan: Plan, rank: int) -> Plan:
-    """What a worker runs: all micro-batches of a step under bsp, of which it then takes its
-    part; else a batch of its own."""
+    """Return the plan of a worker: all micro-batches of a step under bsp, of which it then takes
+    its part; else a batch of its own."""
     assert plan.servers is not None
     (stage,) = plan.stages
     own = replace(plan, stages=(replace(stage, devices=(rank,)),))
@@ -221,8 +221,8 @@ def channel_names(servers: ServerPlan, worker: int) -> list[tuple[str, int]]:
 
 
 def make_channels(servers: ServerPlan, rank: int) -> dict[str, PeerChannel]:
-    """This rank's end of each of its channels. All ranks make them in one order: each end waits
-    for the other."""
+    """Make this rank's end of each of its channels. All ranks make them in one order: each end
+    waits for the other."""
     count, made = len(servers.servers), nth_of_run(rank)
     ends = [
         (name, servers.workers[worker], servers.servers[target])
@@ -240,7 +240,8 @@ def make_channels(servers: ServerPlan, rank: int) -> dict[str, PeerChannel]:
 
 
 def nth_of_run(rank: int) -> int:
-    """How many trainers a rank has made: names of channels must not be those of another one."""
+    """Count the trainers that a rank has made: names of channels must not be those of another
+    one."""
     store = dist.distributed_c10d._get_default_store()
     return int(store.add(f"servers/made/{rank}", 1))
 

@@ -85,7 +85,8 @@ ADVICE = (
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value has no element, or only finite ones; what holds no numbers is."""
+    """Tell whether a value has no element, or only finite ones; a value without numbers is
+    finite."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return True
     return bool(torch.isfinite(value.detach()).all())
@@ -102,7 +103,7 @@ def bad_inputs(batch: Mapping[Any, Any]) -> Iterator[Place]:
 
 @contextmanager
 def watching(modules: Mapping[str, nn.Module], found: Callable[[str, Any], None]) -> Iterator[None]:
-    """While inside, ``found(name, outputs)`` is told of every forward of these modules."""
+    """Tell ``found(name, outputs)`` of every forward of these modules while inside."""
     with ExitStack() as stack:
         for name, module in modules.items():
             handle = module.register_forward_hook(
@@ -113,7 +114,8 @@ def watching(modules: Mapping[str, nn.Module], found: Callable[[str, Any], None]
 
 
 def bad_outputs(outputs: Any) -> bool:
-    """Whether one of a module's outputs has a NaN, or, if a gradient flows through it, infinity.
+    """Tell whether one of a module's outputs has a NaN, or, if a gradient flows through it,
+    infinity.
 
     Masks hold infinities by right.
     """
@@ -192,7 +194,7 @@ def _op_check(stage: StageModule) -> OpCheck:
 
 @contextmanager
 def op_by_op(stage: StageModule, check: OpCheck) -> Iterator[None]:
-    """While inside, the blocks of ``stage`` run op by op and ``check`` sees each."""
+    """Run the blocks of ``stage`` op by op while inside, with ``check`` seeing each."""
     kept = [(block, list(block.graphs)) for block in stage.blocks if isinstance(block, StageBlock)]
     for block, graphs in kept:
         block.graphs[:] = map(check.checked, graphs)  # type: ignore[arg-type]
@@ -225,7 +227,8 @@ class Found(NamedTuple):
 
 
 class OpCheck:
-    """What was found in one stage's blocks; ``forward`` by the number of the run of a block."""
+    """The first ops of one stage's blocks whose values are not finite; ``forward`` by the number of
+    the run of a block."""
 
     def __init__(self, microbatch: Callable[[], int]) -> None:
         self._microbatch = microbatch
@@ -233,11 +236,11 @@ class OpCheck:
         self.backward: Found | None = None
 
     def begin(self) -> None:
-        """Forget what was found in the forward: the next block begins."""
+        """Forget the op of the forward: the next block begins."""
         self.forward = None
 
     def checked(self, graph: fx.GraphModule) -> Callable[..., tuple[Tensor, ...]]:
-        """What runs ``graph`` op by op."""
+        """Return a function that runs ``graph`` op by op."""
 
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:
             outputs: tuple[Tensor, ...] = _Checking(graph, self).run(*inputs)
@@ -246,7 +249,7 @@ class OpCheck:
         return run
 
     def see(self, node: fx.Node, read: tuple[Any, ...], made: Any) -> None:
-        """An op has run: what it read, and what it made."""
+        """Check an op that has run, by the values that it read and made."""
         microbatch = self._microbatch()
         is_bad = self.forward is None and not all(map(_is_finite, values_of(made)))
         if is_bad and all(map(_is_finite, values_of(read))):

@@ -62,7 +62,7 @@ def no_constants(variant: StageVariant, program: StageProgram) -> Constants:
 
 @dataclass(frozen=True, slots=True)
 class StageVariant:
-    """What a stage runs in one variant of the step (``runtime.data.variants``).
+    """The programs of a stage in one variant of the step (``runtime.data.variants``).
 
     ``parts`` are the numbers of the stage's programs that run a micro-batch, one after another;
     ``carried`` goes from each to the next. ``rows`` are those of the global batch and ``capture``
@@ -79,13 +79,13 @@ class StageVariant:
 
     @property
     def per_update(self) -> int:
-        """How many micro-batches make an update."""
+        """The number of micro-batches that make an update."""
         return self.num_microbatches // self.num_updates
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """What a micro-batch keeps from its forward to its backward.
+    """The values that a micro-batch keeps from its forward to its backward.
 
     Of what it made only the place in autograd's graph, so that what was sent is freed.
     """
@@ -97,7 +97,8 @@ class _InFlight:
 
 @dataclass(slots=True)
 class _Sequence:
-    """What passes from slice to slice of a micro-batch: keys and values, and their gradients."""
+    """The values that pass from slice to slice of a micro-batch: keys and values, and their
+    gradients."""
 
     made: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -121,7 +122,7 @@ class StageExecutor:
         versions: WeightVersions | None = None,
         sums: PlannedSums = PlannedSums(),  # noqa: B008 - frozen
     ) -> None:
-        """Steps run ``planned`` until ``use`` chooses another variant.
+        """Step run ``planned`` until ``use`` chooses another variant.
 
         ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues
         another one sets ``steps_begun`` to that one's. Asynchronous schedules update the
@@ -220,7 +221,7 @@ class StageExecutor:
             self.versions.begin()
 
     def _counted(self) -> Iterator[Mapping[str, Tensor | None]]:
-        """For each update, what its micro-batches must know of each other.
+        """Yield for each update the counts that its micro-batches must know of each other.
 
         None for a count that takes rows of other ranks: the loss sums it over them.
         """
@@ -241,7 +242,7 @@ class StageExecutor:
             yield {} if counting is None else counting.evaluate(value_of, first)
 
     def _counted_inputs(self, nodes: Iterable[Node]) -> dict[tuple[str, int], Tensor]:
-        """Every micro-batch's whole value of the inputs that the stage's counting reads."""
+        """Return every micro-batch's whole value of the inputs that the stage's counting reads."""
         count = self.num_microbatches
         units = [(node, m) for node in nodes if node.kind == "input" for m in range(count)]
         parts = []
@@ -278,7 +279,7 @@ class StageExecutor:
         return {boundary.key: outputs[boundary.key].detach() for boundary in program.sends}
 
     def run(self, unit: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All that leaves the stage in a unit's forward, by key, with its graph."""
+        """Return the values that leave the stage in a unit's forward, by key, with their graph."""
         microbatch, at = divmod(unit, len(self.variant.parts))
         self.program.draws.microbatch = microbatch
         if self.versions is not None:
@@ -315,7 +316,7 @@ class StageExecutor:
         return self._run_backward(unit, gradients)
 
     def backward_inputs(self, unit: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The half of ``backward`` that others wait for; ``backward_weights`` is the other.
+        """Run the half of ``backward`` that others wait for; ``backward_weights`` is the other.
 
         The stage must have been made with ``splits_backward``.
         """
@@ -361,7 +362,7 @@ class StageExecutor:
         return received
 
     def loss(self, microbatch: int) -> Tensor | None:
-        """This rank's part of a micro-batch's loss, or None where another stage computes it.
+        """Return this rank's part of a micro-batch's loss, or None where another stage computes it.
 
         The parts of a stage's ranks add up to the loss, and so do those of slices.
         """
@@ -371,7 +372,7 @@ class StageExecutor:
         return sum(parts[1:], parts[0]) if parts else None
 
     def loss_part(self, loss: Tensor) -> Tensor:
-        """This rank's part of a loss that it holds: 0 where another rank counts for it."""
+        """Return this rank's part of a loss that it holds: 0 where another rank counts for it."""
         assert self.program.loss is not None
         layout = self.program.layouts[self.program.loss]
         counts = all(
@@ -381,17 +382,18 @@ class StageExecutor:
         return loss if counts else torch.zeros_like(loss)
 
     def mean_loss(self) -> Tensor | None:
-        """This rank's part of the step's loss: the mean over the micro-batches run so far."""
+        """Return this rank's part of the step's loss: the mean over the micro-batches run so
+        far."""
         losses = map(self.loss, range(self.num_microbatches))
         found = [loss for loss in losses if loss is not None]
         return torch.stack(found).mean() if found else None
 
     def begin_reduction(self) -> None:
-        """Before a step's only backward, where autograd starts it: sums begin as it goes."""
+        """Begin sums as a step's only backward goes, which autograd starts."""
         self._reducer.begin_backward(last=True)
 
     def finish_step(self) -> None:
-        """After the last backward: complete the gradient sums and hand them to the optimizer.
+        """Complete the gradient sums after the last backward, and hand them to the optimizer.
 
         Collective over the stage; a stage that ``defers`` its update only begins the sums. What
         several stages hold is yet to be summed over these (``runtime.parameters.tied_parameters``).
@@ -412,8 +414,8 @@ class StageExecutor:
     def deferred_update(
         self, optimizer: Optimizer, tell: Callable[[], None]
     ) -> DeferredUpdate | None:
-        """What updates the stage's parameters as the next forward comes to them; None where the
-        plan sums gradients in backward order."""
+        """Return the update of the stage's parameters as the next forward comes to them; None where
+        the plan sums gradients in backward order."""
         self.stage.before_block = lambda block: None
         if not self._reducer.can_defer:
             return None

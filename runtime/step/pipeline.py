@@ -69,8 +69,8 @@ class Executor(Protocol):
 
 
 class StepMoments(NamedTuple):
-    """When a step began and ended, and each action: at its start, when its messages were there
-    (None where it takes none) and at its end. Moments are what ``Hooks.clock`` returns."""
+    """The moments of a step: its begin and end, and each action: its start, the arrival of its
+    messages (None where it takes none) and its end. Moments are made by ``Hooks.clock``."""
 
     began: Any
     actions: tuple[tuple[Action, Any, Any | None, Any], ...]
@@ -91,7 +91,7 @@ class ActionTiming(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What a runner calls besides its executors.
+    """The functions that a runner calls besides its executors.
 
     ``complete`` when all of them have reduced their gradients, ``update`` at each STEP.
     ``progress`` is told what the rank is about to do, and which ranks do it with this one, for a
@@ -187,7 +187,7 @@ class PipelineRunner:
         return loss
 
     def _perform(self, prepared: Prepared) -> Any | None:
-        """Does one action; the moment when its messages were there, if there is a clock."""
+        """Do one action; return the moment when its messages were there, if there is a clock."""
         kind = prepared.action.kind
         if kind in RECEIVES:
             self._exchange.post(*prepared.key)
@@ -211,7 +211,8 @@ class PipelineRunner:
         return ready
 
     def _compute(self, prepared: Prepared, received: Values) -> None:
-        """Hands what was computed to this rank's stages, and keeps it until it is sent."""
+        """Compute an action; hand its values to this rank's stages, and keep them until they are
+        sent."""
         kind, (_, stage, unit) = prepared.action.kind, prepared.key
         executor = self._executors[stage]
         if kind == WEIGHT_BACKWARD:
@@ -229,7 +230,7 @@ class PipelineRunner:
             self._outputs[prepared.key] = values
 
     def _received(self, prepared: Prepared) -> Values:
-        """Waits for what a compute action needs from other stages.
+        """Wait for the values that a compute action needs from other stages.
 
         Gradients of a value that went to several stages are summed.
         """
@@ -245,7 +246,8 @@ class PipelineRunner:
         return received
 
     def _mean_loss(self) -> Tensor | None:
-        """This rank's part of the mean over all micro-batches; None where it makes no loss."""
+        """Return this rank's part of the mean over all micro-batches; None where it makes no
+        loss."""
         found = [
             loss.detach().to(torch.float64)
             for executor in self._executors.values()
@@ -261,8 +263,8 @@ class PipelineRunner:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An action of this rank, with what would else be worked out anew in every step: in a
-    pipeline of small stages that is as much work as sending the messages.
+    """An action of this rank, with facts that would else be found anew in every step: in a pipeline
+    of small stages that is as much work as sending the messages.
 
     ``key`` names the values that it takes, makes or sends. ``is_last``: it gives its stage's
     weights gradients last before they are reduced; or, of REDUCE, no other follows.
@@ -307,7 +309,7 @@ _DONE: Mapping[ActionKind, str] = {
 
 
 def _sender(action: Action) -> ActionKind:
-    """The kind of action that sends what this one computes; STEP where none does."""
+    """Return the kind of action that sends the values of this one; STEP where none does."""
     if action.kind in (BACKWARD, INPUT_BACKWARD):
         return SEND_BACKWARD
     return SEND_FORWARD if action.kind == FORWARD else STEP

@@ -124,7 +124,7 @@ class RankModel:
         return _stage_variant(variant, index, tuple(map(stage.add_program, programs)))
 
     def executor(self, index: int, seed: int) -> StageExecutor:
-        """What runs a stage, at first its planned variant."""
+        """Make the executor of a stage, at first of its planned variant."""
         stage, schedule = self.stages[index], self.planned.schedule
         versions = None
         if schedule.is_asynchronous:
@@ -167,7 +167,7 @@ class RankModel:
         self._programs[rows, capture] = program
 
     def _constants(self, variant: StageVariant, stage: StageProgram) -> Constants:
-        """The constants of a stage's program: for its blocks, and for what it counts."""
+        """Return the constants of a stage's program: for its blocks, and for its counting."""
         size = variant.rows // variant.num_microbatches
         program = self.program_of(variant.rows, variant.capture).with_batch_size(size)
         counted = constants_of(program, stage, self.leaves, str(self.device))
@@ -181,7 +181,7 @@ class RankModel:
         self.tied.sum({index: stage.by_name for index, stage in self.stages.items()})
 
     def all_parameters(self) -> list[StageParameter]:
-        """What this rank's stages hold, one stage after the other."""
+        """Return the parameters of this rank's stages, one stage after the other."""
         return [p for stage in self.stages.values() for p in stage.by_name.values()]
 
     def own_parameters(self) -> list[StageParameter]:

@@ -68,7 +68,7 @@ class RankTrainer(Protocol):
 
 
 class Trainer:
-    """Trains on this rank: ``model`` is what it holds, ``runner`` what runs batches.
+    """Training on this rank: ``model`` is its part of the model, ``runner`` runs batches.
 
     ``parts`` are objects with ``state_dict`` and ``load_state_dict`` that checkpoints hold under
     their names. ``overlaps_steps``, read by ``use_update``: where the plan says so, a step's update
@@ -138,7 +138,7 @@ class Trainer:
         self.optimizer.step()
 
     def settle(self) -> None:
-        """Make what is left of the last update, so that weights and states can be read."""
+        """Finish the last update, so that weights and states can be read."""
         self.runner.settle()
 
     def take_buffers(self, buffers: Mapping[str, Tensor]) -> None:

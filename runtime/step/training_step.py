@@ -49,7 +49,7 @@ class Used(NamedTuple):
 
 
 class Trainable(Protocol):
-    """What computes gradients.
+    """Something that computes gradients.
 
     ``backward`` adds those of a batch, times ``scale``, to what is there if ``accumulates``;
     after the last one (``is_last``) they are complete. ``updates_itself``: it has stepped the
@@ -169,8 +169,8 @@ class TrainingStep:
         return result
 
     def finish(self) -> None:
-        """Read what is left of the last step, which waits for it, and for its update. Raises as
-        ``step`` does."""
+        """Read the numbers of the last step, waiting for it and for its update. Raises as ``step``
+        does."""
         self.trainable.settle()
         self._read(self._unread)
         self._unread = None
@@ -186,7 +186,7 @@ class TrainingStep:
         return self._losses[-1]
 
     def _updated(self, losses: tuple[Tensor, ...]) -> Pending:
-        """Updates the weights; the gradient's norm."""
+        """Update the weights; the gradient's norm."""
         trainable, update = self.trainable, self.update
         norm = trainable.norm()
         if trainable.updates_itself:
@@ -203,7 +203,7 @@ class TrainingStep:
         return figure(self.update.skipped.clone()) if self.update.options.decides else None
 
     def _check(self, made: tuple[StepResult, list[Used]]) -> None:
-        """Reads the numbers of a step at once where the host waits for nothing, else one later."""
+        """Read the numbers of a step at once where the host waits for nothing, else one later."""
         update = self.update
         is_read = update.options.decides and update.decides_on_host
         if is_read or not queue_of(self.trainable.device).runs_behind:
@@ -265,7 +265,7 @@ class PlainTrainer:
         return loss.detach()
 
     def settle(self) -> None:
-        """Every update is made in its own step."""
+        """Do nothing: every update is made in its own step."""
 
     def norm(self) -> GradientNorm:
         """The 2-norm of all gradients, in float64."""
@@ -279,7 +279,7 @@ class PlainTrainer:
         return [p.grad for p in self._model.parameters() if p.grad is not None]
 
     def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
-        """Runs the batches again; the error that names the first module or parameter.
+        """Run the batches again; the error that names the first module or parameter.
 
         Buffers get their values back.
         """

@@ -61,7 +61,7 @@ class WholeWeights:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that is spread: parameters and the buffers that training changes."""
+        """The names of parameters and of the buffers that training changes."""
         return tuple(self._stage_of)
 
     def meet(self, tell: Callable[[str], None]) -> None:
@@ -109,7 +109,7 @@ class WholeWeights:
         return whole
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether ``name`` is spread over other ranks only."""
+        """Tell whether ``name`` is spread over other ranks only."""
         return name in self._stage_of and self._held(self._stage_of[name], name) is None
 
     def stand_in(self, name: str) -> Tensor:
@@ -121,8 +121,8 @@ class WholeWeights:
         return arriving(_Elsewhere(name, shaped), shaped)
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, laid out like that; a part, and a tensor of another
-        shape than the plan's, as it is."""
+        """Return this rank's part of a whole tensor, laid out like that; a part, and a tensor of
+        another shape than the plan's, as it is."""
         held = self._held(self._stage_of[name], name)
         if isinstance(whole, DTensor) or held is None or held.shape != whole.shape:
             return whole
@@ -138,7 +138,7 @@ class WholeWeights:
         )
 
     def is_current(self, name: str, whole: Tensor) -> bool:
-        """Whether a whole tensor is what this rank's part of ``name``, if it has one, is of."""
+        """Tell whether this rank's part of ``name``, if it has one, is of a whole tensor."""
         held = self._held(self._stage_of[name], name)
         if held is None:
             return True
@@ -155,14 +155,12 @@ class WholeWeights:
                 local_tensor(held).copy_(whole[self._box(name)])
 
     def _box(self, name: str) -> tuple[slice, ...]:
-        """This rank's part of ``name``."""
+        """Return this rank's part of ``name``."""
         stage = self._model.stages[self._stage_of[name]]
-        parameter = stage.by_name.get(name)
-        region = stage.buffer_regions[name] if parameter is None else parameter.region
-        return region_slices(region)
+        return region_slices(stage.region_of(name))
 
     def _held(self, index: int, name: str) -> Tensor | None:
-        """This rank's part of a tensor of stage ``index``, if it works for that."""
+        """Return this rank's part of a tensor of stage ``index``, if it works for that."""
         stage = self._model.stages.get(index)
         if stage is None:
             return None
@@ -183,7 +181,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _stage_of(model: RankModel) -> dict[str, int]:
-    """For each parameter and changing buffer the first stage that holds it, in graph order."""
+    """Map each parameter and changing buffer to the first stage that holds it, in graph order."""
     program, plan = model.program, model.plan
     ranges = stage_ranges(plan)
     of_block = {at: index for index, positions in enumerate(ranges) for at in positions}

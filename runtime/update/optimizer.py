@@ -50,22 +50,19 @@ SGD_LEARNING_RATE = 1e-2
 MOMENTUM = 0.9
 
 
-def default_optimizer(parameters: Iterable[nn.Parameter], name: str = "adamw") -> Optimizer:
-    """What trains where the user gives no optimizer: the same on one device as by a plan.
-
-    ``name`` is the plan's: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``.
-    """
-    return _named(name, list(parameters))
-
-
-def _named(
-    name: str,
-    parameters: list[Any],
+def default_optimizer(
+    parameters: Iterable[Any],
+    name: str = "adamw",
     *,
     fused: bool | None = None,
     learning_rate: float | None = None,
 ) -> Optimizer:
-    """The optimizer of a plan's name; ``fused`` where it has such a kernel for all devices."""
+    """Make the optimizer where the user gives none: the same on one device as by a plan.
+
+    ``name`` is the plan's: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``; ``fused``: by one
+    kernel, where the optimizer has one for all devices.
+    """
+    parameters = list(parameters)
     if name.startswith("sgd"):
         momentum = MOMENTUM if name == "sgd-momentum" else 0.0
         return SGD(parameters, lr=learning_rate or SGD_LEARNING_RATE, momentum=momentum)
@@ -74,7 +71,7 @@ def _named(
 
 
 def built(build: BuildOptimizer, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    """What the user's ``build`` makes of the parameters that are trained.
+    """Return the optimizer that the user's ``build`` makes of the parameters that are trained.
 
     It gets pairs of a name and a parameter where its only required argument is called
     ``named_parameters``, and the list of the parameters otherwise.
@@ -124,7 +121,7 @@ def build_optimizer(
     trained = [p for p in held if p.spec.requires_grad]
     if build is None:
         groups: list[Any] = [p.master for p in trained] or [{"params": []}]
-        optimizer = _named(name, groups, fused=True, learning_rate=learning_rate)
+        optimizer = default_optimizer(groups, name, fused=True, learning_rate=learning_rate)
     elif trained:
         optimizer = built(build, [(p.name, p.master) for p in trained])
         _check_held(optimizer, held)
@@ -153,7 +150,7 @@ def _check_held(optimizer: Optimizer, held: Iterable[StageParameter]) -> None:
 
 
 class LayoutGroups:
-    """Has an optimizer's ``step`` run each of its groups in parts of one mesh and layout.
+    """The groups of an optimizer, whose ``step`` runs each in parts of one mesh and layout.
 
     The multi-tensor kernels of ``torch.optim`` (``foreach``, ``fused``) take DTensors of one
     mesh and layout at a time. While a step runs, a group that mixes them is replaced by its
@@ -178,7 +175,7 @@ class LayoutGroups:
         ]
 
     def _join(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Also keeps what the step has written into its groups."""
+        """Restore the groups, with the values that the step has written into their parts."""
         if self._whole is None:
             return
         parts = iter(optimizer.param_groups)
@@ -299,13 +296,14 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 
 def _summable(tensor: Tensor) -> Tensor:
-    """In float32 what is in half precision, whose sums would be rounded to that."""
+    """Return a tensor in float32 if it is in half precision, whose sums would be rounded to
+    that."""
     tensor = _as_real(tensor)
     return tensor.float() if tensor.itemsize < 4 else tensor
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What a gradient of ``norm`` is multiplied by so that its norm is at most ``max_norm``.
+    """Return the factor of a gradient of ``norm`` that makes its norm at most ``max_norm``.
 
     As ``torch.nn.utils.clip_grad_norm_`` has it: ``min(1, max_norm / (norm + 1e-6))``.
     """
@@ -313,7 +311,7 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def published(parameters: Iterable[StageParameter]) -> list[Tensor]:
-    """This rank's part of the gradients that the optimizer reads."""
+    """Return this rank's part of the gradients that the optimizer reads."""
     found = []
     for parameter in parameters:
         gradient = parameter.master.grad

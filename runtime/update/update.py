@@ -48,7 +48,7 @@ BuildScheduler = Callable[[Optimizer], Any]
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """What an update does besides the optimizer's step. Raises UsageError AP900.
+    """The options of an update besides the optimizer's step. Raises UsageError AP900.
 
     ``max_norm`` and ``max_value`` clip the gradient, ``accumulate`` is the number of global
     batches per update, ``scaler`` scales the loss.
@@ -83,22 +83,22 @@ class UpdateOptions:
 
     @property
     def scales(self) -> bool:
-        """Whether the loss is scaled."""
+        """Tell whether the loss is scaled."""
         return self.scaler is not None and self.scaler.is_enabled()
 
     @property
     def decides(self) -> bool:
-        """Whether an update whose norm is not finite is skipped."""
+        """Tell whether an update whose norm is not finite is skipped."""
         return self.on_nan != "ignore" or self.scales
 
     @property
     def needs_norm(self) -> bool:
-        """Whether the update waits for the norm."""
+        """Tell whether the update waits for the norm."""
         return self.decides or self.max_norm is not None
 
 
 def check_updates_itself(options: UpdateOptions, schedule: str) -> None:
-    """Raises UsageError AP901 unless an asynchronous schedule can do what ``options`` ask for."""
+    """Raise UsageError AP901 unless an asynchronous schedule can do as ``options`` ask."""
     plain = UpdateOptions(on_nan=options.on_nan)
     if options != plain or options.on_nan == "skip":
         raise UsageError(
@@ -141,7 +141,7 @@ class Update:
 
     @property
     def decides_on_host(self) -> bool:
-        """Whether the host reads the norm before each step.
+        """Tell whether the host reads the norm before each step.
 
         SGD with momentum, unlike Adam, leaves its state undefined where its first step is
         skipped on the device.
@@ -164,7 +164,7 @@ class Update:
         return scale
 
     def loss_scale(self) -> Tensor | float:
-        """What each batch's loss is multiplied by before its backward."""
+        """The factor of each batch's loss before its backward."""
         share = 1.0 / self.options.accumulate
         scale = self.scale()
         return share if scale is None else scale * share
@@ -208,7 +208,7 @@ class Update:
                 gradient.clamp_(-self.options.max_value, self.options.max_value)
 
     def _unscaled(self, norm: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The norm without the loss scale, what gradients are multiplied by; updates the scale.
+        """Return the norm without the loss scale, and the factor of gradients; update the scale.
 
         The scaler is shown the norm as the gradient of one parameter: that is finite where all
         gradients of all ranks are.
@@ -223,7 +223,8 @@ class Update:
         return self._probe.grad, inverse
 
     def _stepping(self, is_bad: Tensor | None) -> Callable[[], object] | None:
-        """What steps the optimizer, unless ``is_bad``; None where the host knows that it is."""
+        """Return the function that steps the optimizer, unless ``is_bad``; None where the host
+        knows that it is."""
         if is_bad is None:
             return self.optimizer.step
         self.skipped += is_bad

@@ -224,7 +224,7 @@ def _gradient(parameter: StageParameter) -> Tensor | None:
 
 @contextmanager
 def _apart(trainer: Trainer) -> Iterator[None]:
-    """While inside, a step leaves no gradient, calls no hook and is not counted."""
+    """Take a step that leaves no gradient, calls no hook and is not counted while inside."""
     runner, parameters = trainer.runner, trainer.model.all_parameters()
     begun, held = runner.batches_begun, _taken(parameters)
     buffers = [

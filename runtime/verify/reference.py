@@ -128,7 +128,7 @@ def reference_split(planned: Variant, batch: Batch) -> tuple[Batch, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """What a schedule does to the weights; ``stage_of`` are the stages of parameters by name."""
+    """The updates of weights by a schedule; ``stage_of`` are the stages of parameters by name."""
 
     weights: Weights
     num_updates: int
@@ -136,7 +136,7 @@ class UpdateRule:
     stage_of: Mapping[str, int]
 
     def forward_version(self, name: str, update: int) -> int:
-        """How many updates the weights have that a parameter has in the forward."""
+        """Return the number of updates of the weights that a parameter has in the forward."""
         is_buffered = self.weights == "double-buffered"
         delay = 1 if is_buffered else self.num_stages - 1 - self.stage_of.get(name, 0)
         return max(0, update - delay)
@@ -201,7 +201,7 @@ class _Replay:
         self._optimizer = built(build_optimizer, self._parameters.items())
 
     def step(self, parts: Sequence[Batch], key: int) -> float:
-        """All updates of a step; the mean of the parts' losses."""
+        """Make all updates of a step; return the mean of the parts' losses."""
         rule, total = self._rule, 0.0
         each = len(parts) // rule.num_updates
         history = {0: self._copies()}
@@ -221,7 +221,7 @@ class _Replay:
         return total
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the last update."""
+        """Return the gradients of the last update."""
         return {
             name: p.grad.detach().clone()
             for name, p in self._parameters.items()
@@ -237,7 +237,7 @@ class _Replay:
         version: Callable[[str, int], int],
         update: int,
     ) -> None:
-        """Writes a version over the weights, unseen by autograd: a backward reads what is there."""
+        """Write a version over the weights, unseen by autograd: a backward reads it there."""
         for name, parameter in self._parameters.items():
             parameter.data.copy_(history[version(name, update)][name])
 
@@ -253,7 +253,7 @@ _FACTS = frozenset(
 
 @contextmanager
 def streamed(model: nn.Module, device: torch.device, tell: Tell) -> Iterator[None]:
-    """Within the context ``model`` computes on ``device``; its backward may run afterwards.
+    """Have ``model`` compute on ``device`` within the context; its backward may run afterwards.
 
     ``tell`` is called with what is being computed, in the forward and in the backward.
     """
@@ -272,7 +272,7 @@ def streamed(model: nn.Module, device: torch.device, tell: Tell) -> Iterator[Non
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Moves the buffers of ``model``, which ops write in place; parameters stay."""
+    """Move the buffers of ``model``, which ops write in place; parameters stay."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

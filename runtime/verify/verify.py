@@ -49,7 +49,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What ``verify`` found. ``differences`` has every compared tensor in the model's order."""
+    """The result of ``verify``. ``differences`` has every compared tensor in the model's order."""
 
     dtype: str
     tolerance: float
@@ -57,7 +57,7 @@ class Verification:
 
     @property
     def failures(self) -> tuple[Difference, ...]:
-        """What differs by more than the tolerance (NaN included), first block first."""
+        """The differences above the tolerance (NaN included), first block first."""
         return tuple(d for d in self.differences if not d.relative <= self.tolerance)
 
     @property
@@ -194,7 +194,7 @@ def _in_order(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, 
 
 
 def _block_names(trainer: RankTrainer) -> dict[str, str]:
-    """For each parameter of the graph its block, in the order of the blocks."""
+    """Map each parameter of the graph to its block, in the order of the blocks."""
     return {name: b.name for b in trainer.program.blocks.blocks for name in b.parameters}
 
 
@@ -207,7 +207,7 @@ def collect(
     graph: Graph,
     read: Callable[[StageParameter], Tensor | None],
 ) -> dict[str, list[Piece]]:
-    """Every rank's pieces of every parameter, on rank 0 (empty elsewhere). Collective."""
+    """Return every rank's pieces of every parameter, on rank 0 (empty elsewhere). Collective."""
     collected: dict[str, list[Piece]] = {}
     for names in _chunks(graph):
         wanted = frozenset(names)
@@ -226,7 +226,7 @@ def collect_buffers(
     trainer: RankTrainer,
     read: Callable[[StageModule, str], Tensor] = StageModule.buffer,
 ) -> dict[str, list[Piece]]:
-    """Every rank's pieces of the buffers that training changes, on rank 0. Collective."""
+    """Return every rank's pieces of the buffers that training changes, on rank 0. Collective."""
     own: dict[str, Piece] = {}
     for stage in trainer.model.stages.values():
         for name in stage.program.updates:
