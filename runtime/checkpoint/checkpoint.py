@@ -1,6 +1,6 @@
 """Checkpoints: everything that a training run is, loadable under any plan of the model.
 
-In: a ``TrainingState``, what one process holds. Out: a folder ``step-N`` with
+In: the ``TrainingState`` of a process. Out: a folder ``step-N`` with
 
 - tensors, written by ``torch.distributed.checkpoint``: ``model.<name>`` for every entry of the
   model's ``state_dict``, ``buffer.<name>`` for other buffers that training changes,
@@ -48,12 +48,12 @@ class Slot:
 class TrainingState:
     """The content of a checkpoint, as one process has it.
 
-    ``shapes`` is of every entry of the whole model's ``state_dict``; ``aliases`` maps further
-    names of tied tensors to the first. ``slots`` is what the process has in memory, and
-    ``written`` names those of its entries that this process writes (None: all). ``facts`` is
-    JSON that the checkpoint carries; ``parts`` are objects with ``state_dict`` and
-    ``load_state_dict``, of which a checkpoint may lack those in ``optional``. ``beside`` are
-    parameters that the optimizer may have though no slot has them.
+    ``shapes`` is of every entry of the whole model's ``state_dict``; ``aliases`` maps further names
+    of tied tensors to the first. ``slots`` are in the process' memory, and ``written`` names those
+    of its entries that this process writes (None: all). ``facts`` is JSON that the checkpoint
+    carries; ``parts`` are objects with ``state_dict`` and ``load_state_dict``, of which a
+    checkpoint may lack those in ``optional``. ``beside`` are parameters that the optimizer may have
+    though no slot has them.
     """
 
     shapes: Mapping[str, tuple[int, ...]]

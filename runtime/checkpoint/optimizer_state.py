@@ -113,7 +113,7 @@ def _has_string_keys(value: Mapping[Any, Any]) -> bool:
 
 PREFIX = "optimizer."
 HOW = frozenset(("params", "foreach", "fused", "capturable", "differentiable"))
-"""Entries of a group that say how the update is computed, not what it does."""
+"""Entries of a group on the computation of an update, which do not change its result."""
 PER_GROUP = frozenset(
     ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 )

@@ -55,7 +55,7 @@ def reading(path: Path, *kinds: type[Exception]) -> Iterator[None]:
 
 
 INDEX = ".metadata"
-"""The file in which torch says what a checkpoint holds."""
+"""The file in which torch lists the content of a checkpoint."""
 
 MODEL = "model."
 OTHERS = ("optimizer.", "optim.")
@@ -139,11 +139,11 @@ class _IntoTensor(TensorsOnly):
 
 TORCH_ENDINGS = (".pt", ".pth", ".bin")
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin", "model.pt")
-"""What Hugging Face and ``autoparallel export`` call the file of a model, in the order tried;
-with ``.index.json`` after it, the index of one in several."""
+"""Names of the file of a model, of Hugging Face and ``autoparallel export``, in the order tried;
+with ``.index.json`` after it, the index of a model in several files."""
 
 CONTAINERS = ("state_dict", "model_state_dict", "model")
-"""Under which keys a file of ``torch.save`` may hold the weights beside other things."""
+"""Keys under which a file of ``torch.save`` may hold the weights beside other things."""
 
 
 class WeightFiles(Protocol):

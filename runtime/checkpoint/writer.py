@@ -72,7 +72,7 @@ class PendingSave:
     def wait(self) -> None:
         """Wait until the checkpoint is complete.
 
-        Raises what has gone wrong with it, once: MachineError (AP886).
+        Raises its error once: MachineError (AP886).
         """
         if self._thread is not None:
             self._thread.join()
@@ -92,8 +92,7 @@ class CheckpointWriter:
     def write(self, snapshot: Snapshot, *, asynchronous: bool = False) -> PendingSave:
         """Write ``snapshot``; ``asynchronous``: return when its tensors are copied.
 
-        A save that is under way is waited for, and what went wrong with it is raised. Collective
-        over all ranks.
+        A save that is under way is waited for, and its error is raised. Collective over all ranks.
         """
         self.wait()
         pending = PendingSave(checkpoint_path(snapshot.folder, snapshot.step))
@@ -156,8 +155,8 @@ def copied(tensor: Tensor) -> Tensor:
 def write_snapshot(snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
     """Write and publish a checkpoint. Collective over all ranks; ``group`` is for messages.
 
-    Raises MachineError (AP886), on every rank, where it cannot be written; what was in the
-    folder before is then still there.
+    Raises MachineError (AP886), on every rank, where it cannot be written; the folder is then as
+    before.
     """
     path = checkpoint_path(snapshot.folder, snapshot.step)
     temporary = temporary_path(path, share_value(uuid.uuid4().hex[:12], group))

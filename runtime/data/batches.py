@@ -33,7 +33,7 @@ from .rank_batch import ShareBatch, check_batch, whole_batch
 from .variants import SmallerBatch, smaller_batch
 
 NOTHING, GLOBAL, SHARE, ALL_ROWS = range(4)
-"""How a rank was given a batch: not at all, whole, its rows, or its rows, which are all."""
+"""Forms of a rank's batch: none, whole, its rows, or its rows, which are all."""
 
 _CHUNK = 1 << 20
 _INDEX, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB

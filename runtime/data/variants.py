@@ -65,8 +65,8 @@ class BatchShape(NamedTuple):
 class Variant:
     """One form of a plan's step. ``program`` has whole sequences, and a micro-batch's rows.
 
-    ``slices`` are what runs a micro-batch, one after another: one, of whole sequences or of a
-    bucket, or those of the plan.
+    ``slices`` run a micro-batch, one after another: one, of whole sequences or of a bucket, or the
+    slices of the plan.
     """
 
     shape: BatchShape

@@ -1,8 +1,8 @@
 """The agent of one host: starts its ranks, and starts them again when ranks or hosts fail.
 
-In: a job, and how many hosts there are. Out: what the function returns on this host's first rank,
-or the error of the run. It is torch's elastic agent, with the processes of our own launcher: hosts
-meet (``rendezvous``), a failed rank or a host that comes or goes makes all meet again, and after
+In: a job, and how many hosts there are. Out: the function's value on this host's first rank, or the
+error of the run. It is torch's elastic agent, with the processes of our own launcher: hosts meet
+(``rendezvous``), a failed rank or a host that comes or goes makes all meet again, and after
 ``max_restarts`` failures the run ends. torch does not notice a host that is gone while its ranks'
 connections stay open; so agents also hear each other's heartbeats, and watch the store.
 """
@@ -53,9 +53,9 @@ from .rendezvous import (
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 15.0
-"""A host whose agent has not been heard for so long is lost, as in torch's rendezvous."""
+"""Silence of an agent after which its host is lost, as in torch's rendezvous."""
 LEAVING_SECONDS = 3.0
-"""How much longer than the others the host stays that keeps the store."""
+"""Time for which the host that keeps the store stays after the others."""
 JOB, ROUNDS, BEATS = "autoparallel/job", "autoparallel/rounds", "autoparallel/beats"
 
 
@@ -71,7 +71,7 @@ def launch_on_hosts(
     """Run ``job`` on ``num_local`` ranks of this host, and as many of each other.
 
     With ``finishes`` a first SIGTERM to one of the hosts ends the ranks of all when they have
-    finished what they are at.
+    finished their step.
 
     Raises the error of the first rank that failed by itself, UsageError AP157 where hosts were
     given different runs, MachineError AP414 where the endpoint cannot be reached, AP415 where not

@@ -37,7 +37,7 @@ from .process import FAILURE, RESULT, Job, call, current_worker
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 10.0
-"""How long the other workers may go on after the first failure, to report theirs."""
+"""Time in which the other workers may go on after the first failure, to report theirs."""
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
@@ -58,18 +58,18 @@ def launch(
 ) -> Any:
     """Run ``entry`` (``"module:function"``) on every rank; return rank 0's value.
 
-    The function is called as ``function(worker, **arguments)``; arguments and value pass
-    through JSON. Each rank computes with its share of the cores. Rank 0 writes to this process'
-    stdout and stderr, the others' lines go to stderr with their rank before them. A worker that
-    tells its watchdog nothing for ``timeout_seconds`` counts as hanging. After a failure that a
-    restart can mend all are started again, ``max_restarts`` times at most. With ``finishes`` a
-    first SIGTERM is passed on to the workers, which end when they have finished what they are at.
-    Of a function that ``survives`` the others go on where a signal ends a worker, and the first
-    rank that is left returns the value.
+    The function is called as ``function(worker, **arguments)``; arguments and value pass through
+    JSON. Each rank computes with its share of the cores. Rank 0 writes to this process' stdout and
+    stderr, the others' lines go to stderr with their rank before them. A worker that tells its
+    watchdog nothing for ``timeout_seconds`` counts as hanging. After a failure that a restart can
+    mend all are started again, ``max_restarts`` times at most. With ``finishes`` a first SIGTERM is
+    passed on to the workers, which end when they have finished their step. Of a function that
+    ``survives`` the others go on where a signal ends a worker, and the first rank that is left
+    returns the value.
 
     Under torchrun the function runs in this process as its rank; when torchrun ends it because
-    another rank has failed, it says what it was doing. Raises UsageError AP152 if
-    torchrun started another number, else the error of the first worker that failed.
+    another rank has failed, it reports its last action. Raises UsageError AP152 if torchrun started
+    another number, else the error of the first worker that failed.
     """
     environment = os.environ if environment is None else environment
     if is_launched(environment):
@@ -291,7 +291,7 @@ class Workers:
     def error(self, failed: Mapping[int, int]) -> AutoparallelError:
         """Return the error to raise for the ranks that failed by themselves, the first one first.
 
-        What the others waited for goes to stderr.
+        The waits of the others go to stderr.
         """
         self._show_waits(failed)
         reports = self._told.read()

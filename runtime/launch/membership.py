@@ -34,7 +34,7 @@ from ..messages.watchdog import Watchdog, on_termination
 from .process import Worker
 
 GLOO_ENDS_SECONDS = 0.1
-"""How long the end of a process waits for gloo's threads."""
+"""Wait for gloo's threads at the end of a process."""
 
 EIGHT_BIT_CAPABILITY = (8, 9)
 """The first compute capability with units for 8-bit products (L40S)."""
@@ -59,10 +59,9 @@ def join(
 
     It meets where ``meet`` (see ``Worker``) or else the environment says.
 
-    Collectives have a minute longer than ``timeout_seconds``, in groups of the caller's at least:
-    a watchdog, which can say what was waited for, ends the process first. Without it they have
-    torch's own limit.
-    Raises MachineError (AP411) where the machine lacks that device.
+    Collectives have a minute longer than ``timeout_seconds``, in groups of the caller's at least: a
+    watchdog, which can name the rank that did not come, ends the process first. Without it they
+    have torch's own limit. Raises MachineError (AP411) where the machine lacks that device.
     """
     timeout = time_limit(timeout_seconds)
     if timeout_seconds is not None:

@@ -45,7 +45,7 @@ from ..messages.watchdog import Watchdog, show
 
 POLL_SECONDS = 0.02
 MEETING_SECONDS = 300.0
-"""How long the ranks of an agent wait for each other."""
+"""Time limit of the ranks of an agent to meet."""
 ROOM = "autoparallel/meeting"
 
 

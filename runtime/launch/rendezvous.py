@@ -25,9 +25,9 @@ from ...planner.errors import MachineError, UsageError
 
 RUN = "autoparallel"
 READ_SECONDS = 60.0
-"""How long the store may take to answer."""
+"""Time limit of the store's answers."""
 LAST_CALL_SECONDS = 5.0
-"""How long hosts wait for more of them when the least number is there."""
+"""Wait for further hosts when the least number is there."""
 BACKLOG = 2048
 
 

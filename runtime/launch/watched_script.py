@@ -1,9 +1,9 @@
 """The watchdog of a user's own script under torchrun, as ``launch`` gives it to our entries.
 
-In: the environment and a timeout. Out: a worker, whose ``watchdog.progress`` the trainer tells
-what it is about to do. While a step is under way a rank has the timeout to go on; between
-steps the script may take any time. When a rank hangs, dies or fails, every other one ends: it
-says which action, stage and micro-batch it was at and which rank failed to come.
+In: the environment and a timeout. Out: a worker, whose ``watchdog.progress`` the trainer tells its
+next action. While a step is under way a rank has the timeout to go on; between steps the script may
+take any time. When a rank hangs, dies or fails, every other one ends: it says which action, stage
+and micro-batch it was at and which rank failed to come.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..messages.watchdog import BETWEEN_STEPS, END_SECONDS, STARTING, on_termina
 from .process import Worker, current_worker, describe, lost_rank
 
 TIMEOUT_SECONDS = 600.0
-"""How long a rank may make no progress in a step, unless the script says so."""
+"""Time without progress in a step after which a rank hangs, unless the script gives another."""
 _OF_JOB = (
     "RANK",
     "WORLD_SIZE",
@@ -69,8 +69,8 @@ _KEPT = ExitStack()
 def _say_at_errors(worker: Worker, say: Callable[[Exception], None]) -> None:
     """Have an error that ends the script told to the other ranks.
 
-    Where it only says that another rank is gone, what this one waited for is shown after it.
-    Then nothing may wait for that rank at exit, so the process ends soon.
+    Where it only says that another rank is gone, this rank's wait is shown after it. Then nothing
+    may wait for that rank at exit, so the process ends soon.
     """
     before = sys.excepthook
 

@@ -79,8 +79,8 @@ class SumLane:
 class AllReduces:
     """The all-reduces of one rank over the axes of a mesh, in the order in which they are started.
 
-    ``cluster`` says which ranks share a host, and what the links are. Making it is collective over
-    each axis' ranks.
+    ``cluster`` has the hosts of the ranks, and the links. Making it is collective over each axis'
+    ranks.
     """
 
     def __init__(self, device_mesh: DeviceMesh, axes: Sequence[int], cluster: Cluster) -> None:

@@ -54,8 +54,8 @@ def reduce_scatter(
 ) -> Any:
     """Sum ``whole`` over a group into each rank's part, the parts along dimension 0.
 
-    On a CPU each rank sends every other its part and sums what it gets. gloo's own reduce-scatter
-    is an all-reduce of a copy, which sends twice as much
+    On a CPU each rank sends every other its part and sums the parts that it gets. gloo's own
+    reduce-scatter is an all-reduce of a copy, which sends twice as much
     (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
     """
     if whole.device.type != "cpu":

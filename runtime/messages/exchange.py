@@ -2,8 +2,8 @@
 
 In: the boundaries of a rank's stage, where each stage's devices are, the schedule. Out:
 asynchronous sends and receives of exactly the boxes each rank needs, by direction, stage and
-micro-batch. A receive is posted first and waited for later; what is sent is kept alive until it
-has gone, of each lane the latest few messages (``pending_sends``).
+micro-batch. A receive is posted first and waited for later; messages are kept alive until it has
+gone, of each lane the latest few messages (``pending_sends``).
 
 No message has a tag. The messages from one rank to another are a lane, which keeps their order
 (NCCL does so in each communicator, gloo for each pair of ranks). Both sides know the order from
@@ -45,7 +45,7 @@ Direction = Literal["forward", "backward"]
 
 
 Sent = tuple[Direction, int, int]
-"""Names all that a stage sends after one action: the direction, the stage, and the micro-batch (or
+"""Names the messages of a stage after one action: the direction, the stage, and the micro-batch (or
 the slice of one)."""
 
 

@@ -29,11 +29,11 @@ CONSEQUENCES = ("AP820", "AP821")
 """Codes of a rank that ends because another one has failed."""
 
 GATHER_SECONDS = 4.0
-"""How long a rank that ends waits for the others' reports, to say who failed."""
+"""Wait of a rank that ends for the others' reports, to say who failed."""
 ANSWER_SECONDS = 1.0
-"""How long the store may take to answer."""
+"""Time limit of the store's answers."""
 MOST_FAILURES = 3
-"""How often a store may be out of reach."""
+"""Failed attempts after which a store is not asked any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ def blame(reports: Mapping[int, FailureReport], world_size: int) -> str:
 
     First those with an error of their own; else those that left no report, for they are dead,
     stopped or out of reach; else those that wait for nobody, for the others wait for them. Where
-    all wait, what each is at.
+    all wait, the action of each.
 
     >>> waiting = FailureReport(0, "0B0: waiting for gradients", (1,))
     >>> blame({0: waiting}, 2)

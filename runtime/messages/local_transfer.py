@@ -1,9 +1,9 @@
 """Values between stages of one rank: handed over in memory, not sent.
 
-In: the boundaries between stages that share their devices. Out: what a stage made, kept until
-the other stage takes it. Where the two stages lay a value out alike nothing is copied; where
-not, the ranks of the stages swap the boxes they need among themselves, all at the same action
-of the same row.
+In: the boundaries between stages that share their devices. Out: a stage's values, kept until the
+other stage takes them. Where the two stages lay a value out alike nothing is copied; where not, the
+ranks of the stages swap the boxes they need among themselves, all at the same action of the same
+row.
 """
 
 from __future__ import annotations

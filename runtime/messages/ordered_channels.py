@@ -142,7 +142,7 @@ def _merged(parts: Sequence[Mapping[Lane, T]]) -> dict[Lane, T]:
 class _Sent:
     works: Sequence[dist.Work]
     tensors: tuple[Tensor, ...]
-    what: str
+    words: str
 
 
 @dataclass(slots=True)
@@ -154,14 +154,14 @@ class Outbox:
     _held: dict[int, deque[_Sent]] = field(default_factory=dict)
 
     def add(
-        self, peer: int, works: Sequence[dist.Work], tensors: tuple[Tensor, ...], what: str
+        self, peer: int, works: Sequence[dist.Work], tensors: tuple[Tensor, ...], words: str
     ) -> None:
-        """Keep ``tensors``, sent at once, until ``works`` are done; ``what`` names the message.
+        """Keep ``tensors``, sent at once, until ``works`` are done; ``words`` name the message.
 
         Raises RuntimeError if a receiver is lost.
         """
         self._end_all_but(self.most - 1, peer)
-        self._held[peer].append(_Sent(works, tensors, what))
+        self._held[peer].append(_Sent(works, tensors, words))
 
     def finish(self) -> None:
         """Wait until everything has gone. Raises RuntimeError if a receiver is lost."""
@@ -173,6 +173,6 @@ class Outbox:
         while len(held) > count:
             sent = held.popleft()
             if self.tell is not None:
-                self.tell(f"{sent.what}: waiting for rank {peer} to receive", (peer,))
+                self.tell(f"{sent.words}: waiting for rank {peer} to receive", (peer,))
             for work in sent.works:
                 work.wait()

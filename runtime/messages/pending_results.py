@@ -4,8 +4,8 @@ In: the collective that brings a number to every rank, under way. Out: a tensor 
 it when it is read. So a step has no wait for all ranks: the first stage begins the next step
 while the last one's loss travels.
 
-What the host reads is copied to its memory when it is made: to read a tensor of a GPU is to wait
-for all that the GPU was given to do since.
+A number that the host reads is copied to its memory when it is made: to read a tensor of a GPU is
+to wait for all that the GPU was given to do since.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .device_queue import Waitable, queue_of
 from .watchdog import BETWEEN_STEPS
 
 Progress = Callable[[str, tuple[int, ...]], None]
-"""Is told what the rank waits for, and from which ranks, before each wait."""
+"""A function that is told before each wait its reason, and the ranks that are waited for."""
 
 
 class Pending(Protocol):
@@ -100,7 +100,7 @@ NEEDS_NO_VALUE = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
     Tensor.size,
     Tensor.is_floating_point,
 }
-"""What a tensor may be asked, as its first argument, while its value is on its way."""
+"""Functions of a tensor, as their first argument, that need not wait for its value."""
 
 READ_BY_HOST = {
     Tensor.item,
@@ -110,14 +110,14 @@ READ_BY_HOST = {
     Tensor.__format__,
     Tensor.__int__,
 }
-"""What gives a number of a tensor to Python."""
+"""Functions that give a number of a tensor to Python."""
 
 
 class ArrivingTensor(Tensor):
     """A tensor whose value comes later: the first use of any kind waits for it, but for uses in
     ``NEEDS_NO_VALUE``.
 
-    What is made of it is an ordinary tensor.
+    Results of ops on it are ordinary tensors.
     """
 
     arrival: Pending
@@ -226,7 +226,7 @@ def end_before_exit(kind: str, arrival: Arrival) -> None:
     it, in gloo's threads.
 
     The one of the same ``kind`` before is ended here: by now every rank that this one exchanges
-    messages with has begun it, as it has sent what belongs to a later step.
+    messages with has begun it, as it has sent messages of a later step.
     """
     if not _LATEST:
         atexit.register(_end_all)

@@ -20,7 +20,7 @@ from .groups import new_group
 T = TypeVar("T")
 
 PULSE_SECONDS = 5.0
-"""How often ranks that wait for rank 0 hear of it."""
+"""Time between messages of rank 0 to ranks that wait for it."""
 
 _CONTROL: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """By the default group."""

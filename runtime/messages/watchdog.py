@@ -1,4 +1,4 @@
-"""The watchdog: ends a process that makes no progress, and says what it was doing.
+"""The watchdog: ends a process that makes no progress, and reports its last action.
 
 In: the process' next action and the ranks it waits for, told again and again. Out: nothing while it
 goes on; after ``timeout_seconds`` without progress, or when another rank has failed, a HangError
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 
 POLL_SECONDS = 0.5
-"""How often the watchdog looks whether another rank has failed."""
+"""Time between the watchdog's looks at the other ranks."""
 LAST_WORDS_SECONDS = 0.3
-"""How long the main thread then has to fail by itself: it may know more."""
+"""Time in which the main thread may then fail by itself: it may know more."""
 MOST_AHEAD = 64
-"""How many things told a host may be ahead of its device: some ten micro-batches.
+"""Actions that a host may be ahead of its device: some ten micro-batches.
 
 A host that fills a GPU's queue of launches is blocked inside of the driver, and may then hold the
 interpreter's lock, without which no watchdog runs. It waits here before, without the lock.
 """
 STARTING, BETWEEN_STEPS = "starting", "between steps"
-"""What is told before a first step, and after each."""
+"""Actions before a first step, and after each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ def place_of(frame: FrameType | None) -> str:
 
 
 END_SECONDS = 10.0
-"""How long a process that has failed may take to say so, from when it is told to end."""
+"""Time in which a process that has failed may say so, from when it is told to end."""
 
 
 @contextmanager

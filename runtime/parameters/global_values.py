@@ -136,7 +136,7 @@ _DRAWS = (
     _aten.native_dropout,
 )
 _READING = (_aten.bernoulli.default, _aten.native_dropout.default)
-"""Those that read the tensor; the others take its shape and dtype alone."""
+"""Random ops that read the tensor; the others take its shape and dtype alone."""
 
 _MESHES: set[DeviceMesh] = set()
 """The meshes of planned models: tensors of other ones are left to torch."""
@@ -145,7 +145,7 @@ _MESHES: set[DeviceMesh] = set()
 def draw_whole_values(masters: Iterable[Tensor]) -> None:
     """Make random ops on tensors of these parameters' meshes draw for the whole tensor.
 
-    Each is collective over its mesh: all ranks take what the first one draws.
+    Each is collective over its mesh: all ranks take the numbers that the first one draws.
     """
     handlers = op_handlers()
     if not _MESHES:

@@ -48,7 +48,7 @@ def materialize(stage: StageModule, source: Source) -> None:
 
 
 Weights = deferred_init.Deferred | Mapping[str, Tensor] | Pretrained
-"""Where initial parameters and buffers come from: a recorded build, tensors by name, or files."""
+"""Sources of initial parameters and buffers: a recorded build, tensors by name, or files."""
 
 
 def fill_stages(

@@ -148,11 +148,11 @@ class StageParameter:
     shard: nn.Parameter | None = None
     accumulated: Tensor | None = None
     has_copy: bool = field(init=False)
-    """Whether blocks compute with a copy, in another dtype or elsewhere than the master."""
+    """Set if blocks compute with a copy, in another dtype or elsewhere than the master."""
     is_stale: bool = field(init=False)
-    """Whether the device's copy of a master in host memory is not up to date."""
+    """Set while the device's copy of a master in host memory is not up to date."""
     local_bytes: int = field(init=False)
-    """Of this rank's part of the gradient."""
+    """Bytes of this rank's part of the gradient."""
 
     def __post_init__(self) -> None:
         formats = self.formats

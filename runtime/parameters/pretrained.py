@@ -132,7 +132,7 @@ def _candidates(name: str, removed: str, added: str) -> Iterator[str]:
 
 
 LISTED = 5
-"""How many names of a kind an error and a summary list."""
+"""Number of names of a kind that an error and a summary list."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +180,10 @@ def pretrained(
 ) -> Pretrained:
     """Return the weights at ``path`` for ``model``, which may be on ``meta``.
 
-    All names must be in both and all shapes equal; with ``partial`` names may be in one only,
-    and what the file lacks comes from ``rest``. What the model's attributes
-    ``_keys_to_ignore_on_load_missing`` and ``_unexpected`` match (patterns, as in
-    transformers) is no error either way.
+    All names must be in both and all shapes equal; with ``partial`` names may be in one only, and
+    names that the file lacks come from ``rest``. Names that the model's attributes
+    ``_keys_to_ignore_on_load_missing`` and ``_unexpected`` match (patterns, as in transformers) are
+    no error either way.
 
     Raises UsageError: AP860 and AP861 as ``open_weights``, AP862 where names or shapes differ.
     """

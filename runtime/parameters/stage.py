@@ -71,11 +71,10 @@ class StageBlock(nn.Module):
         self._compile(program.module)
 
     def _find_recomputing(self) -> Recomputing | None:
-        """Return the partial recomputation of the block; None where it runs again as a whole, or
-        not.
+        """Return how parts of the block run again; None where all of it does, or nothing.
 
-        An op that puts off its weights' gradients keeps what it reads after it has run: it
-        would not be the end of what ``checkpoint`` runs again.
+        An op that puts off its weights' gradients keeps its inputs after it has run:
+        ``checkpoint``'s second run would not end with it.
         """
         if self.recompute == "none" or (self.recompute == "full" and not self.deferred):
             return None
@@ -181,7 +180,7 @@ class StageModule(nn.Module):
     """The blocks of a stage, run in order.
 
     ``forward(values)`` takes this rank's local inputs, constants and received values by key;
-    it returns what the stage sends, and the loss where the stage computes it. Parameters
+    it returns the values that the stage sends, and the loss where the stage computes it. Parameters
     used by several blocks are held here and passed to the blocks as values.
     """
 

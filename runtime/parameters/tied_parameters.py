@@ -25,7 +25,7 @@ TAG = 2**30
 """Apart from the tags of the values that cross stages."""
 
 Holding = Mapping[int, Mapping[str, Region]]
-"""What a rank holds: its box of each parameter, by stage."""
+"""A rank's box of each parameter, by stage."""
 
 Held = tuple[int, str]
 """A stage, and a parameter that it holds."""

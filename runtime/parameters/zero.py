@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 
 
 GROUP_BYTES = 2_000_000
-"""So many bytes of small blocks are gathered and reduced together: each collective costs a
-latency, and holding them for longer costs nothing beside a stage's activations."""
+"""Bytes of small blocks that are gathered and reduced together: each collective costs a latency,
+and holding them for longer costs nothing beside a stage's activations."""
 TINY_BYTES = 50_000
 """A block of at most so many bytes, which is little more than norms, is gathered together with its
 neighbour, however large that is. A larger block is not: its compute would have to wait for the
 neighbour, and could not hide the neighbour's collectives."""
 ASYNC_ON_CPU = True
-"""Whether all-gathers and reduce-scatters run beside compute on a CPU; on a GPU they always do."""
+"""Set to run all-gathers and reduce-scatters beside compute on a CPU; on a GPU they always do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +314,7 @@ def unsharded(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]]:
 def begin_step(stage: StageModule) -> None:
     """Drop gathered parameters that may be out of date, before a step's first forward.
 
-    What an interrupted forward has begun to gather must have come first.
+    Parameters that an interrupted forward has begun to gather must have come first.
     """
     if not stage.is_fully_sharded:
         return
@@ -372,7 +372,7 @@ def abandon_backward(stage: StageModule) -> None:
     """Have ``fully_shard`` forget a backward that an error ended.
 
     It would take the next backward for a part of that one, and never hand over its gradients.
-    What it has gathered of gradients is forgotten.
+    Gradients that it has gathered are forgotten.
     """
     if not stage.is_fully_sharded:
         return

@@ -35,7 +35,8 @@ Value = TypeVar("Value")
 
 MOST_COPIES = 4
 LEAST_RUNS, ENOUGH_RUNS, MOST_RUNS = 2, 4, 40
-"""Runs of all copies: what a median takes, what the time should allow for, and the most."""
+"""Runs of all copies: the least for a median, the number that the time should allow, and the
+most."""
 
 MEMORY_SHARE = 0.4
 STATE_COPIES = 8

@@ -42,7 +42,7 @@ COLUMNS = 64
 ITEM_BYTES = 4
 
 Timed = tuple[Callable[[], object], Callable[[], object] | None, int]
-"""What to time, what to take off (or None), and the bytes it really has."""
+"""The call to time, the call whose time is taken off (or None), and the bytes it really has."""
 
 
 class _Block(nn.Module):
@@ -159,10 +159,10 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 STATES = ("zero_gather", "zero_scatter")
-"""What ``fully_shard`` does with a block's parameters and gradients (``states``)."""
+"""Kinds that measure ``fully_shard`` on a block's parameters and gradients."""
 OVERLAPPED = {overlapped(kind): kind for kind in STATE_COLLECTIVES}
-"""Kinds that measure what compute loses beside a collective of states (``overlap``), with
-that collective."""
+"""Kinds that measure the slowdown of compute beside a collective of states, with that
+collective."""
 
 LEAST_SECONDS = 1e-7
 WARMUP_CALLS = 2
@@ -243,7 +243,7 @@ def measure_links(
 
 
 Prepared = Callable[[int], Timed]
-"""For a size: what to time, what to take off, and the bytes it really has."""
+"""A function from a size to its calls."""
 
 
 def _on_mesh(links: Links, device: torch.device, meshes: Meshes) -> Prepared:

@@ -1,10 +1,10 @@
-"""What a training step really takes: the bytes of a rank's tensors at their fullest moment.
+"""The memory of a training step: the bytes of a rank's tensors at their fullest moment.
 
 In: a step to run, and which tensors are parameters, gradients, optimizer states. Out: a
-``MemoryReport``. On a CPU every storage is counted from the op that makes it until it is
-freed (``passes.memory.storages``), in the allocator's multiples; on a GPU the allocator's own peak
-is read beside (``torch.cuda.max_memory_allocated``). What gloo or a kernel allocates for
-itself is not seen on a CPU.
+``MemoryReport``. On a CPU every storage is counted from the op that makes it until it is freed
+(``passes.memory.storages``), in the allocator's multiples; on a GPU the allocator's own peak is
+read beside (``torch.cuda.max_memory_allocated``). Memory that gloo or a kernel allocates for itself
+is not seen on a CPU.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Tensors = Mapping[str, Iterable[Tensor]]
 class MemoryReport:
     """The fullest moment of a step. ``peak_bytes`` is the sum of ``by_category``.
 
-    ``allocator_peak_bytes``: what the device's allocator says, None on a CPU.
-    ``between_bytes``: what is still alive when the step is done.
+    ``allocator_peak_bytes`` is of the device's allocator, None on a CPU; ``between_bytes`` are
+    still alive when the step is done.
     """
 
     peak_bytes: int
@@ -55,10 +55,10 @@ def measure_peak(
 ) -> MemoryReport:
     """Run ``step`` once and report its memory.
 
-    ``held`` names the tensors there are, before and after the step: what it gives counts
-    even where no op of the step touches it. ``watch`` is entered around the step and may
-    name tensors meanwhile. A step that is measured should not be the first one: an optimizer
-    makes its states then. ``resizes``: see ``LiveBytes``.
+    ``held`` names the tensors there are, before and after the step; they count even where no op of
+    the step touches it. ``watch`` is entered around the step and may name tensors meanwhile. A step
+    that is measured should not be the first one: an optimizer makes its states then. ``resizes``:
+    see ``LiveBytes``.
 
     >>> weight = torch.ones(1000, requires_grad=True)
     >>> def step():

@@ -1,7 +1,7 @@
 """Measuring every device and link of a cluster apart, to find the slow ones.
 
-In: rounds of pairs of ranks that send each other messages at the same time. Out: what each pair
-took, for messages of several sizes, and what a product of matrices took on each rank.
+In: rounds of pairs of ranks that send each other messages at the same time. Out: the time of each
+pair, for messages of several sizes, and of a product of matrices on each rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = (1 << 14, 1 << 18, 1 << 22)
 GPU_FACTOR = 16
 CALLS = 7
 ROUND_SECONDS = 0.5
-"""How long the messages of a size may take, beyond ``CALLS`` of them."""
+"""Time for the messages of a size, beyond ``CALLS`` of them."""
 PRODUCT = {"cpu": 512, "cuda": 4096}
 """Rows of the square matrices that are multiplied."""
 

@@ -1,4 +1,4 @@
-"""Recording steps: what every rank did when, on one clock.
+"""Recording the actions of every rank in a step, on one clock.
 
 In: a trainer whose steps are recorded. Out: on rank 0 the actions of all ranks in seconds of its
 own clock, from the first recorded step on. On a GPU an action's seconds are those at which the

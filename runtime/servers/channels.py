@@ -24,8 +24,8 @@ from torch import Tensor
 from ...planner.errors import RunError
 
 PUSH, COPY, PULL, GRADIENT, LOSS, READ_LOSS, BYE = range(7)
-"""What is asked: apply a gradient, the same for a replica, give weights, give the gradient of the
-last update, note a part's loss, give the loss of a step, nothing more."""
+"""Kinds of requests: apply a gradient, the same for a replica, give weights, give the gradient of
+the last update, note a part's loss, give the loss of a step, nothing more."""
 
 READY, LOST = range(2)
 """The reply: done; or, workers were lost of whom the asking one does not know."""
@@ -56,14 +56,14 @@ class Reply(NamedTuple):
 
 
 class Channel(Protocol):
-    """Where requests go, one at a time."""
+    """A way for requests, one at a time."""
 
     def call(self, request: Request, payload: Tensor | None, into: Tensor | None) -> Reply: ...
 
 
 @dataclass(frozen=True)
 class LocalChannel:
-    """To a server of this process."""
+    """A channel to a server of this process."""
 
     handle: Callable[[Request, Tensor | None], Reply]
 

@@ -154,7 +154,7 @@ def served_optimizer(
 
 
 TICK_SECONDS = 1.0
-"""How often a server that waits for requests says that it goes on."""
+"""Time after which a server that waits for requests says again that it goes on."""
 
 
 class Server:

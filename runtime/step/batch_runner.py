@@ -1,9 +1,9 @@
 """Forwards and backwards of global batches, each by the variant of the step that it fits.
 
-In: what a rank holds of the model (``RankModel``), the planned variant and its buckets. Out:
+In: a rank's part of the model (``RankModel``), the planned variant and its buckets. Out:
 ``backward(batch)``, the loss of a batch, whose gradients are then complete, their norm, and a
-diagnosis, as ``TrainingStep`` asks for them. Variants of smaller batches are made when such a
-batch comes.
+diagnosis, as ``TrainingStep`` asks for them. Variants of smaller batches are made when such a batch
+comes.
 """
 
 from __future__ import annotations

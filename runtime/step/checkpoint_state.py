@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a trainer's rank, and of a plain module.
+"""The state of a trainer's rank, and of a plain module, for a checkpoint.
 
 In: a ``RankModel``, or a module in one process. Out: a ``TrainingState`` over their memory. Both
 have the names and shapes of the model's ``state_dict``, so that either loads the other's.

@@ -5,10 +5,9 @@ the loss, and, after ``finish_step``, every parameter's gradient ready for the o
 The order of the calls is the schedule's business; any order in which a micro-batch's
 forward comes before its backward works, with any number in flight.
 
-What is run at once is a unit: a micro-batch, or a slice of its sequences. Unit
-``m * num_slices + j`` is slice ``j`` of micro-batch ``m``. The keys and values that a slice's
-attention has seen are an input of the next slice; their gradient comes back from that slice's
-backward, which therefore runs first.
+A unit is run at once: a micro-batch, or a slice of its sequences. Unit ``m * num_slices + j`` is
+slice ``j`` of micro-batch ``m``. The keys and values that a slice's attention has seen are an input
+of the next slice; their gradient comes back from that slice's backward, which therefore runs first.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The interpreter of a schedule: one rank's row of the action table, step by step.
 
-In: the schedule, the rank's executors by stage, its exchange with other ranks. Out:
-``step(batch)`` runs the row and returns the loss of the whole step, the mean over the
-micro-batches, on every rank; who reads it waits for it. Every plan runs through it; a plan
-with one stage has a row without messages. What a stage makes for a stage of the same rank is
-handed over.
+In: the schedule, the rank's executors by stage, its exchange with other ranks. Out: ``step(batch)``
+runs the row and returns the loss of the whole step, the mean over the micro-batches, on every rank;
+who reads it waits for it. Every plan runs through it; a plan with one stage has a row without
+messages. Values for a stage of the same rank are handed over.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from ..messages.pending_results import Progress
 from ..messages.watchdog import BETWEEN_STEPS
 
 Key = tuple[Direction, int, int]
-"""The direction of values, the stage, and the unit: what is computed and sent at once, a
-micro-batch or a slice of one."""
+"""The direction of values, the stage, and the unit that is computed and sent at once: a micro-batch
+or a slice of one."""
 
 Values = Mapping[str, Tensor]
 _NOTHING: Values = {}
@@ -94,10 +93,10 @@ class Hooks:
     """The functions that a runner calls besides its executors.
 
     ``complete`` when all of them have reduced their gradients, ``update`` at each STEP.
-    ``progress`` is told what the rank is about to do, and which ranks do it with this one, for a
-    watchdog. ``clock`` returns the
-    second and turns on ``timings``; on an accelerator it should synchronize first. (A recorder
-    sets the runner's ``clock`` to one of moments and reads ``moments``.)
+    ``progress`` is told the rank's next action, and the ranks that do it with this one, for a
+    watchdog. ``clock`` returns the second and turns on ``timings``; on an accelerator it should
+    synchronize first. (A recorder sets the runner's ``clock`` to one of moments and reads
+    ``moments``.)
     """
 
     complete: Callable[[], None] | None = None
@@ -123,7 +122,7 @@ class PipelineRunner:
     ) -> None:
         """``executors`` are those of the stages this rank works for; none if it is left idle.
 
-        ``handover`` carries what its stages make for each other.
+        ``handover`` carries values between its stages.
         """
         self.schedule = schedule
         self.moments: StepMoments | None = None
@@ -267,9 +266,9 @@ class Prepared:
     of small stages that is as much work as sending the messages.
 
     ``key`` names the values that it takes, makes or sends. ``is_last``: it gives its stage's
-    weights gradients last before they are reduced; or, of REDUCE, no other follows.
-    ``is_sent``: the row sends what it computes. ``doing`` and ``waiting`` are what a watchdog is
-    told before it is done, and before its messages are waited for.
+    weights gradients last before they are reduced; or, of REDUCE, no other follows. ``is_sent``:
+    the row sends its values. ``doing`` and ``waiting`` are the words for a watchdog before it is
+    done, and before its messages are waited for.
     """
 
     action: Action

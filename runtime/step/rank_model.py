@@ -1,4 +1,4 @@
-"""What one rank holds of a model: its stages' programs, parameters, buffers and constants.
+"""One rank's part of a model: its stages' programs, parameters, buffers and constants.
 
 In: the planned variant of the step, and the initial weights. Out: the modules of this rank's
 stages with this rank's shards, and, by the model's own names, all that training, checkpoints and
@@ -37,12 +37,12 @@ from .executor import Constants, StageExecutor, StageVariant
 
 
 class RankModel:
-    """``stages`` are those that this rank works for, none if the plan leaves it idle.
+    """This rank's part of a model: its ``stages``, none if the plan leaves it idle.
 
     ``parameters`` has each parameter once; two of the stages may both hold it. ``leaves`` are the
-    whole values of the buffers that constants read. ``untrained`` is, on rank 0, what training
-    leaves alone of the model's ``state_dict``, whose shapes are ``persistent``; ``beside`` has the
-    parameters among it that a script has.
+    whole values of the buffers that constants read. ``untrained`` are, on rank 0, the entries of
+    the model's ``state_dict`` that training leaves alone, whose shapes are ``persistent``;
+    ``beside`` has the parameters among them that a script has.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """One rank's trainer: a captured program and a plan in, training steps out.
 
-Everything that a process needs to train by a plan is put together here, in this order: the
-variants of the step (``variants``), what this rank holds of the model (``RankModel``), what runs
-batches on it (``BatchRunner``), the optimizer and its updates. Every rank of the world makes a
-``Trainer``, and calls ``step`` with the same global batch or its share of it.
+Everything that a process needs to train by a plan is put together here, in this order: the variants
+of the step (``variants``), this rank's part of the model (``RankModel``), the runner of its batches
+(``BatchRunner``), the optimizer and its updates. Every rank of the world makes a ``Trainer``, and
+calls ``step`` with the same global batch or its share of it.
 """
 
 from __future__ import annotations

@@ -51,10 +51,11 @@ class Used(NamedTuple):
 class Trainable(Protocol):
     """Something that computes gradients.
 
-    ``backward`` adds those of a batch, times ``scale``, to what is there if ``accumulates``;
-    after the last one (``is_last``) they are complete. ``updates_itself``: it has stepped the
-    optimizer by then, or does so in the next step, at the latest when it is asked to ``settle``.
-    ``diagnosis`` is the error that says where the first value came from that is not finite.
+    ``backward`` adds those of a batch, times ``scale``, to gradients that are there if
+    ``accumulates``; after the last one (``is_last``) they are complete. ``updates_itself``: it has
+    stepped the optimizer by then, or does so in the next step, at the latest when it is asked to
+    ``settle``. ``diagnosis`` is the error that says where the first value came from that is not
+    finite.
     """
 
     device: torch.device
@@ -85,12 +86,12 @@ class Figures(NamedTuple):
 class StepResult:
     """The loss of the global batch and the norm of the whole gradient, on every rank.
 
-    Both are on their way when the step returns: who reads the loss waits for the last stage,
-    who reads the norm for the gradients of all ranks; the step itself waits for neither, unless
-    its update needs the norm. The norm is that before clipping. ``learning_rates`` are those of
-    the update, by group; ``skipped`` counts the updates skipped so far; ``loss_scale``
-    is what the loss was multiplied by, None where it is not scaled. ``norm`` is None where no
-    rank knows the whole gradient: with parameter servers.
+    Both are on their way when the step returns: who reads the loss waits for the last stage, who
+    reads the norm for the gradients of all ranks; the step itself waits for neither, unless its
+    update needs the norm. The norm is that before clipping. ``learning_rates`` are those of the
+    update, by group; ``skipped`` counts the updates skipped so far; ``loss_scale`` is the factor of
+    the loss, None where it is not scaled. ``norm`` is None where no rank knows the whole gradient:
+    with parameter servers.
     """
 
     losses: tuple[Tensor, ...]

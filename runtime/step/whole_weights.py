@@ -1,8 +1,8 @@
 """The weights of a model that is spread over ranks, whole again: for evaluation and export.
 
-In: what a rank holds of a model. Out: any of its parameters, and of the buffers that training
-changes, as plain tensors on every rank: gathered within the stage that holds them, and sent from
-its first rank to the ranks of other stages.
+In: a rank's part of a model. Out: any of its parameters, and of the buffers that training changes,
+as plain tensors on every rank: gathered within the stage that holds them, and sent from its first
+rank to the ranks of other stages.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Bucket:
         """Take memory for a step's gradients: the last step's, if nobody has any of it.
 
         On a CPU new memory costs more than writing to it: 2 ms for 4 MB, which the kernel gives
-        page by page. What a caching allocator gives is not kept.
+        page by page. Memory of a caching allocator is not kept.
         """
         self.is_open = True
         if self.flat is not None and _users_of is not None:
@@ -189,9 +189,9 @@ class GradientReducer:
     def begin_backward(self, *, last: bool, among: Container[str] | None = None) -> None:
         """Prepare a backward; only the last one launches reductions.
 
-        ``among`` are the parameters whose gradients are still to come, once each; all others
-        have theirs. What several blocks share may get its gradient in parts: it is not
-        launched before ``finish``.
+        ``among`` are the parameters whose gradients are still to come, once each; all others have
+        theirs. A parameter of several blocks may get its gradient in parts: it is not launched
+        before ``finish``.
         """
         self._is_last = last
         self._next = 0

@@ -37,7 +37,8 @@ from ..parameters.parameters import StageParameter
 LEARNING_RATE = 3e-4
 
 BuildOptimizer = Callable[[Any], Optimizer]
-"""Takes the parameters as a list, or, by the name ``named_parameters``, pairs with names."""
+"""A function of the parameters as a list, or, by the name ``named_parameters``, of pairs with
+names."""
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adadelta, ASGD, Rprop)
 """Optimizers whose step on an element reads nothing of other elements."""

@@ -41,7 +41,7 @@ from ..parameters.parameters import HOST, StageParameter
 from .optimizer import clip_coefficient, published, scale_gradients
 
 OnNan = Literal["ignore", "skip", "stop"]
-"""What is done where a loss or a gradient is not finite; ``stop`` skips the update too."""
+"""Reaction to a loss or a gradient that is not finite; ``stop`` skips the update too."""
 
 BuildScheduler = Callable[[Optimizer], Any]
 
@@ -289,7 +289,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 _RATES = ("base_lrs", "_last_lr")
-"""What schedulers keep for each group; a rank's groups are those of its layouts."""
+"""Lists of schedulers with a value for each group; a rank's groups are those of its layouts."""
 
 
 def _without_rates(state: Any) -> Any:
@@ -315,7 +315,8 @@ def _load_rates(scheduler: Any, state: dict[str, Any], optimizer: Optimizer) -> 
 
 
 PART_BYTES = 256_000_000
-"""Of the masters of a part. On a GPU copies of less than some MB do not reach a link's rate."""
+"""Bytes of the masters of a part. On a GPU copies of less than some MB do not reach a link's
+rate."""
 
 
 class PartedUpdate:

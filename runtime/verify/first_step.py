@@ -2,8 +2,8 @@
 
 In: a trainer that has taken no step, the batch of its first one, and the plain model as a function
 of weights. Out: the norms of the gradients of both, or UsageError AP943 where they differ. The
-plan's step is run apart: nothing of it stays. What a program has built in and should not have is
-found before it trains anything.
+plan's step is run apart: nothing of it stays. Values that a program has built in and should not
+have are found before it trains anything.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ TOLERANCES: dict[Precision, tuple[float, float, float]] = {
     "fp16": (5e-2, 2e-1, 5e-2),
     "fp8": (5e-2, 2e-1, 5e-2),
 }
-"""By precision the differences of the loss and of a gradient's norm that rounding explains.
+"""Differences of the loss and of a gradient's norm that rounding explains, by precision.
 
 A loss below the third figure is measured against it, and a gradient below that share of the largest
-against the share: what is left when 1 is taken from nearly 1 is rounding.
+against the share: the rest when 1 is taken from nearly 1 is rounding.
 """
 
 Weights = Mapping[str, Tensor]

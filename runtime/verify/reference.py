@@ -73,11 +73,11 @@ def run_reference(
 ) -> Reference:
     """Train ``model`` for one step per batch, whole batches at once, on its own device.
 
-    ``loss(model, batch)`` is the scalar loss. Tied parameters count once, by their first name.
-    A parameter that gets no gradient has none in ``gradients``. Random calls (dropout) draw
-    what a ``Trainer`` of the same ``seed`` draws. ``split`` cuts a batch into micro-batches
-    whose gradients are averaged, where a plan accumulates over rows that see each other;
-    ``random_dims`` then are the batch dimensions of the random calls.
+    ``loss(model, batch)`` is the scalar loss. Tied parameters count once, by their first name. A
+    parameter that gets no gradient has none in ``gradients``. Random calls (dropout) draw the
+    numbers of a ``Trainer`` of the same ``seed``. ``split`` cuts a batch into micro-batches whose
+    gradients are averaged, where a plan accumulates over rows that see each other; ``random_dims``
+    then are the batch dimensions of the random calls.
     """
     parameters = dict(model.named_parameters())
     optimizer = built(build_optimizer, parameters.items())
@@ -255,7 +255,7 @@ _FACTS = frozenset(
 def streamed(model: nn.Module, device: torch.device, tell: Tell) -> Iterator[None]:
     """Have ``model`` compute on ``device`` within the context; its backward may run afterwards.
 
-    ``tell`` is called with what is being computed, in the forward and in the backward.
+    ``tell`` is called with words for the computation, in the forward and in the backward.
     """
     place_buffers(model, device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}

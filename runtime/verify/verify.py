@@ -138,8 +138,8 @@ def verify(
 ) -> Verification:
     """Run one step per batch by the plan and compare with ``reference()``.
 
-    ``batches`` are global, by input name, the same on every rank. A long ``reference`` says what
-    it is at through ``pulse``.
+    ``batches`` are global, by input name, the same on every rank. A long ``reference`` tells its
+    progress through ``pulse``.
     """
     losses: list[float] = []
     graph = trainer.program.graph
