@@ -197,7 +197,7 @@ class Traffic:
         return thread
 
     def push(self, request: Request, payload: Tensor) -> None:
-        """Have a server get ``payload``, after what was given before."""
+        """Have a server get ``payload``, after earlier pushes."""
         with self._changed:
             self._to_push[request.home].append(Pushed(request, payload))
             self._changed.notify_all()

@@ -151,7 +151,7 @@ def diagnosis(runner: BatchRunner, batches: Sequence[Used]) -> AutoparallelError
 
 
 def _places(runner: BatchRunner, batch: Mapping[str, Tensor]) -> list[Place]:
-    """What is not finite on this rank."""
+    """Return the places on this rank whose values are not finite."""
     position = {block.name: at for at, block in enumerate(runner.model.program.blocks.blocks)}
     places = list(bad_inputs(batch))
     blocks: dict[str, nn.Module] = {}

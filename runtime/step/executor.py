@@ -86,7 +86,7 @@ class StageVariant:
 class _InFlight:
     """The values that a micro-batch keeps from its forward to its backward.
 
-    Of what it made only the place in autograd's graph, so that what was sent is freed.
+    Of its own values only the places in autograd's graph, so that sent values are freed.
     """
 
     received: Mapping[str, Tensor]
@@ -394,8 +394,8 @@ class StageExecutor:
     def finish_step(self) -> None:
         """Complete the gradient sums after the last backward, and hand them to the optimizer.
 
-        Collective over the stage; a stage that ``defers`` its update only begins the sums. What
-        several stages hold is yet to be summed over these (``runtime.parameters.tied_parameters``).
+        Collective over the stage; a stage that ``defers`` its update only begins the sums. A
+        parameter of several stages is yet to be summed over these (``tied_parameters``).
         """
         if self.stage.reductions is not None:
             self.stage.reductions.finish()
