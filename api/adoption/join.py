@@ -57,7 +57,7 @@ from autoparallel.runtime.messages.shared_objects import (
     share_text,
 )
 from autoparallel.runtime.parameters.initial_values import Weights, whole_tensors
-from autoparallel.runtime.parameters.pretrained import Pretrained, pretrained
+from autoparallel.runtime.parameters.pretrained import Pretrained, open_pretrained
 from autoparallel.runtime.profile.links import agree
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.target.load import Change, Target, changed_target, unchanged
@@ -163,7 +163,7 @@ def _initial_weights(model: nn.Module, job: Job) -> Weights:
         drawn = replace(job.deferred, seed=share_tensor(job.deferred.seed))
         if job.weights is None:
             return drawn
-        return pretrained(job.weights, model, drawn, partial=job.weights_partial)
+        return open_pretrained(job.weights, model, drawn, partial=job.weights_partial)
     weights: dict[str, Tensor] = {}
     for name, tensor in named_tensors(model):
         weights[name] = tensor.detach()

@@ -33,7 +33,7 @@ from autoparallel.passes.capture.modes import unmoved_modules
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan import PlanOptions
-from autoparallel.runtime.data.batches import marked
+from autoparallel.runtime.data.batches import mark_inputs
 from autoparallel.runtime.data.rank_batch import ShareBatch
 from autoparallel.runtime.messages.shared_objects import share_in_place
 from autoparallel.runtime.parameters.global_values import (
@@ -301,7 +301,7 @@ class Adopted:
         check_autocast(trainer.model.device, trainer.plan.model.precision)
         self._take_buffers()
         read, fixed = self._arguments.read(args, kwargs)
-        given = marked(read)
+        given = mark_inputs(read)
         differentiated = self._differentiated(given)
         places, planned = trainer.program.inputs, trainer.program.graph
         self._form = Form(

@@ -40,7 +40,7 @@ from autoparallel.planning.tf32 import set_as_planned
 from autoparallel.runtime.launch.membership import join_as
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.runtime.messages.shared_objects import Pulse
-from autoparallel.runtime.parameters.pretrained import Pretrained, pretrained
+from autoparallel.runtime.parameters.pretrained import Pretrained, open_pretrained
 from autoparallel.runtime.profile.memory_counter import held_by
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
 from autoparallel.runtime.step.trainer import RankTrainer, Trainer
@@ -51,7 +51,7 @@ from autoparallel.runtime.verify.reference import (
     reference_split,
     run_reference,
     run_replay,
-    streamed,
+    streaming,
     update_rule,
 )
 from autoparallel.runtime.verify.verify import Quantity
@@ -108,7 +108,7 @@ def train(
     attempt = begin_attempt(worker, folder, resume)
     resume, start = attempt.resume, None
     if resume is None and given.get("weights") is not None:
-        start = partial(pretrained, given["weights"], partial=given["weights_partial"])
+        start = partial(open_pretrained, given["weights"], partial=given["weights_partial"])
     trainer, memory = make_trainer(
         plan, target, worker, device=device, seed=seed, init=given.get("init", "auto"),
         is_given=resume is not None, start=start,
@@ -265,7 +265,7 @@ def one_device(
 ) -> Reference:
     """The same steps by the plain model on this rank's device, in the same dtype.
 
-    On a GPU the weights of one op at a time are there (``streamed``), the rest on the CPU; where
+    On a GPU the weights of one op at a time are there (``streaming``), the rest on the CPU; where
     that cannot be the whole model is, which is printed. For an asynchronous schedule with the
     updates that it makes.
     """
@@ -307,7 +307,7 @@ def _run_plain(
     def loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
         tell("the reference: forward")
         batch = program.batch({name: each.to(device) for name, each in inputs.items()})
-        with streamed(model, device, tell) if streams else torch.device(device):
+        with streaming(model, device, tell) if streams else torch.device(device):
             return find_loss(call_model(model, batch), batch, target.loss_fn)
 
     named = partial(default_optimizer, name=trainer.plan.model.optimizer)

@@ -30,6 +30,7 @@ from .folder import STATE, choose_checkpoint
 from .metadata import SafeFileSystemReader, missing_files, read_tensors, stored_tensors
 from .optimizer_state import PREFIX, NamedOptimizer, decode, empty_state
 from .parts import GENERATORS, Stateful, load_part, merge_groups, part_tensors, save_parts
+from .weight_files import few_names
 from .writer import CheckpointWriter, PendingSave, Snapshot
 
 FORMAT = 1
@@ -232,9 +233,9 @@ def _check_model(path: Path, state: TrainingState, stored: Mapping[str, tuple[in
     differences = [
         text
         for names, text in (
-            (lacking, f"the checkpoint lacks {_some(lacking)}"),
-            (unknown, f"the model lacks {_some(unknown)}"),
-            (other, _some(other)),
+            (lacking, f"the checkpoint lacks {few_names(lacking, 3)}"),
+            (unknown, f"the model lacks {few_names(unknown, 3)}"),
+            (other, few_names(other, 3)),
         )
         if names
     ]
@@ -246,11 +247,6 @@ def _check_model(path: Path, state: TrainingState, stored: Mapping[str, tuple[in
             where=str(path),
             fix="use the model and settings that the checkpoint was saved with",
         )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _parts_to_load(path: Path, state: TrainingState, document: Mapping[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ...planner.errors import UsageError
 from ..messages.shared_objects import gather_values, on_first, share_value
-from .metadata import SafeFileSystemReader, damaged
+from .metadata import SafeFileSystemReader, damaged_file
 
 INDEX, STATE = ".metadata", "checkpoint.json"
 """The files that a complete checkpoint has: of torch's, and of ours."""
@@ -177,7 +177,7 @@ def damage(checkpoint: Path) -> UsageError | None:
     except FileNotFoundError:
         return None  # on another host, which is said where it is read
     except ValueError as error:
-        return damaged(checkpoint / STATE, f"{type(error).__name__}: {error}")
+        return damaged_file(checkpoint / STATE, f"{type(error).__name__}: {error}")
     except UsageError as error:
         return None if error.code == "AP132" else error
     needed: dict[str, int] = {}
@@ -187,7 +187,7 @@ def damage(checkpoint: Path) -> UsageError | None:
     for name, length in sorted(needed.items()):
         file = checkpoint / name
         if file.exists() and (size := file.stat().st_size) < length:
-            return damaged(file, f"it has {size} bytes of the {length} that were written")
+            return damaged_file(file, f"it has {size} bytes of the {length} that were written")
     return None
 
 

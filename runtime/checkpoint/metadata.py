@@ -120,7 +120,7 @@ class SafeFileSystemReader(FileSystemReader):
             try:
                 super().read_data(replace(plan, items=items), planner)
             except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
-                raise damaged(self.folder / name, f"{type(error).__name__}: {error}") from None
+                raise damaged_file(self.folder / name, f"{type(error).__name__}: {error}") from None
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -169,7 +169,7 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     }
 
 
-def damaged(file: Path, why: str) -> UsageError:
+def damaged_file(file: Path, why: str) -> UsageError:
     """The error about a file of a checkpoint that is not as it was written."""
     return UsageError(
         "AP880",

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -37,7 +38,7 @@ from .metadata import SafeFileSystemReader, TensorsOnly, stored_tensors
 
 
 @contextmanager
-def reading(path: Path, *kinds: type[Exception]) -> Iterator[None]:
+def reading_file(path: Path, *kinds: type[Exception]) -> Iterator[None]:
     """Inside, an error of ``kinds`` becomes a UsageError AP861 that names the file."""
     try:
         yield
@@ -80,7 +81,7 @@ class CheckpointWeights:
         """Raise UsageError AP861 where the folder is damaged."""
         self.place = str(path)
         self._reader = SafeFileSystemReader(path)
-        with reading(path, OSError, EOFError, pickle.UnpicklingError, AttributeError):
+        with reading_file(path, OSError, EOFError, pickle.UnpicklingError, AttributeError):
             self._metadata: Metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._keys = _weights_in(self._metadata, is_training=(path / STATE).exists())
@@ -102,7 +103,9 @@ class CheckpointWeights:
         )
         part = torch.empty(tuple(box.sizes), dtype=stored.properties.dtype)
         items = create_read_items_for_chunk_list(self._keys[name], stored, [box])
-        with reading(Path(self.place), OSError, EOFError, pickle.UnpicklingError, RuntimeError):
+        with reading_file(
+            Path(self.place), OSError, EOFError, pickle.UnpicklingError, RuntimeError
+        ):
             self._reader.read_data(LoadPlan(items), _IntoTensor(part)).wait()
         return part
 
@@ -144,6 +147,20 @@ with ``.index.json`` after it, the index of a model in several files."""
 
 CONTAINERS = ("state_dict", "model_state_dict", "model")
 """Keys under which a file of ``torch.save`` may hold the weights beside other things."""
+
+
+LISTED = 5
+"""Number of names that an error or a summary lists."""
+
+
+def few_names(names: Collection[str], most: int = LISTED) -> str:
+    """Return the first names, and the number of further ones.
+
+    >>> few_names(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    rest = len(names) - most
+    return ", ".join(islice(names, most)) + (f" and {rest} more" if rest > 0 else "")
 
 
 class WeightFiles(Protocol):
@@ -215,7 +232,7 @@ def _open_file(path: Path) -> WeightFiles:
 
 
 def _open_index(index: Path) -> WeightFiles:
-    with reading(index, OSError, ValueError, KeyError):
+    with reading_file(index, OSError, ValueError, KeyError):
         files: dict[str, str] = json.loads(index.read_text())["weight_map"]
     missing = sorted({file for file in files.values() if not (index.parent / file).exists()})
     if missing:
@@ -233,7 +250,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.place = str(path)
-        with reading(path, SafetensorError, OSError):
+        with reading_file(path, SafetensorError, OSError):
             self._file = cast(Any, safe_open(path, framework="pt"))
             self._names = tuple(self._file.keys())
 
@@ -247,7 +264,7 @@ class SafetensorsFile:
         return self.read(name, tuple((0, 0) for _ in self.shape(name))).dtype
 
     def read(self, name: str, region: Region) -> Tensor:
-        with reading(Path(self.place), SafetensorError):
+        with reading_file(Path(self.place), SafetensorError):
             if not region:
                 scalar: Tensor = self._file.get_tensor(name)
                 return scalar
@@ -260,7 +277,9 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self.place = str(path)
-        with reading(path, RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError):
+        with reading_file(
+            path, RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError
+        ):
             self._tensors = _tensors_of(_load_mapped(path))
         if not self._tensors:
             raise UsageError("AP860", f"{path} contains no named tensors", where=self.place)
@@ -334,10 +353,10 @@ class ShardedFiles:
 ENDINGS = {"safetensors": ".safetensors", "pt": ".pt"}
 
 
-def shards(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:
+def split_by_size(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:
     """The names cut, in their order, into lists of at most ``most_bytes``, or one name.
 
-    >>> shards({"a": 3, "b": 2, "c": 9, "d": 1}, most_bytes=5)
+    >>> split_by_size({"a": 3, "b": 2, "c": 9, "d": 1}, most_bytes=5)
     [['a', 'b'], ['c'], ['d']]
     """
     found: list[list[str]] = [[]]
@@ -361,7 +380,7 @@ def write_shards(
 ) -> list[Path]:
     """Write the tensors, ``kind`` safetensors or pt; return the files with tensors."""
     ending = ENDINGS[kind]
-    parts = shards(sizes, most_bytes)
+    parts = split_by_size(sizes, most_bytes)
     files = [folder / _file_name(number, len(parts), ending) for number in range(len(parts))]
     for file, names in zip(files, parts, strict=True):
         _write_shard(file, names, tensor, kind)

@@ -103,7 +103,7 @@ class CheckpointWriter:
         copy = Snapshot(
             snapshot.folder,
             snapshot.step,
-            {key: copied(tensor) for key, tensor in snapshot.tensors.items()},
+            {key: copy_to_cpu(tensor) for key, tensor in snapshot.tensors.items()},
             snapshot.document,
             snapshot.keep,
         )
@@ -141,7 +141,7 @@ class CheckpointWriter:
             os._exit(error.exit_code)
 
 
-def copied(tensor: Tensor) -> Tensor:
+def copy_to_cpu(tensor: Tensor) -> Tensor:
     """A copy in CPU memory; of a DTensor, of this rank's shard."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)

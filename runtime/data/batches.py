@@ -191,7 +191,7 @@ class RankInputs(dict[str, Tensor]):
     global_rows: int | None = None
 
 
-def marked(inputs: Mapping[str, Tensor], batch: object = None) -> RankInputs:
+def mark_inputs(inputs: Mapping[str, Tensor], batch: object = None) -> RankInputs:
     """Inputs by name with the ``global_rows`` that the batch, or a tensor of it, says."""
     found = RankInputs(inputs)
     marks = [batch, *found.values()]
@@ -337,7 +337,7 @@ class StepBatches:
         A rank that needs no data may be given an empty batch.
         """
         is_empty = batch is None or (isinstance(batch, Sized) and not len(batch))
-        return marked({} if is_empty else named_inputs(batch, self._program), batch)
+        return mark_inputs({} if is_empty else named_inputs(batch, self._program), batch)
 
     def take(self, inputs: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], int]:
         """A step's inputs as its executors read them, and the rows of the global batch.

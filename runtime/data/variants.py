@@ -286,7 +286,7 @@ def _why_not_uneven(program: Program, plan: Plan) -> str:
 
 def _uneven(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
     stage = plan.stages[0]
-    shares = spread(size, stage.shares or (1,) * stage.mesh.shape[0])
+    shares = divide_rows(size, stage.shares or (1,) * stage.mesh.shape[0])
     for coordinate in range(len(shares)):
         share = share_of(shares, coordinate)
         assert share is not None
@@ -295,10 +295,10 @@ def _uneven(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
     return _with_batch(plan, count, size, (replace(stage, shares=shares),))
 
 
-def spread(rows: int, weights: Sequence[int]) -> tuple[int, ...]:
+def divide_rows(rows: int, weights: Sequence[int]) -> tuple[int, ...]:
     """Whole numbers in proportion to ``weights`` that add up to ``rows``, by largest remainder.
 
-    >>> spread(3, (1, 1)), spread(1, (1, 1, 1)), spread(4, (3, 5))
+    >>> divide_rows(3, (1, 1)), divide_rows(1, (1, 1, 1)), divide_rows(4, (3, 5))
     ((2, 1), (1, 0, 0), (2, 2))
     """
     exact = [rows * weight / sum(weights) for weight in weights]
@@ -373,7 +373,7 @@ class SequencePadding:
         assert self._found is not None
         length, paddings = self._found
         return {
-            name: padded(tensor, paddings[name], length) if name in paddings else tensor
+            name: pad_tensor(tensor, paddings[name], length) if name in paddings else tensor
             for name, tensor in batch.items()
         }
 
@@ -390,7 +390,7 @@ class SequencePadding:
         )
 
 
-def padded(tensor: Tensor, padding: Padding, length: int) -> Tensor:
+def pad_tensor(tensor: Tensor, padding: Padding, length: int) -> Tensor:
     """``tensor`` with ``length`` entries along the dimensions of ``padding``."""
     for dim in padding.dims:
         shape = [*tensor.shape]

@@ -33,7 +33,7 @@ from ...cost_model.cluster.detect import threads_per_device
 from ...planner.errors import AutoparallelError, HangError, UsageError, WorkerError
 from ..messages.failure_store import FailureReport, FailureStore, FolderStore, blame
 from ..messages.watchdog import on_termination
-from .process import FAILURE, RESULT, Job, call, current_worker
+from .process import FAILURE, RESULT, Job, call_entry, current_worker
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 10.0
@@ -83,7 +83,7 @@ def launch(
             )
         worker = current_worker(environment, timeout_seconds)
         with on_termination(worker.watchdog.terminate):
-            return call(entry, worker, arguments)
+            return call_entry(entry, worker, arguments)
     shared = {
         **environment,
         "OMP_NUM_THREADS": str(threads_per_device(num_processes)),

@@ -41,7 +41,7 @@ from ..messages.failure_store import (
     SharedStore,
     write_whole,
 )
-from ..messages.watchdog import Watchdog, show
+from ..messages.watchdog import Watchdog, print_error
 
 POLL_SECONDS = 0.02
 MEETING_SECONDS = 300.0
@@ -216,7 +216,7 @@ def current_worker(
     timeout_seconds: float,
     *,
     resting: Container[str] = (),
-    report: Callable[[HangError], None] = show,
+    report: Callable[[HangError], None] = print_error,
     failures: FailureStore | None = None,
     store_path: str | None = None,
 ) -> Worker:
@@ -244,7 +244,7 @@ def current_worker(
     return Worker(rank, world_size, local_rank, watchdog, meet, restarts)
 
 
-def call(entry: str, worker: Worker, arguments: Mapping[str, Any]) -> Any:
+def call_entry(entry: str, worker: Worker, arguments: Mapping[str, Any]) -> Any:
     """Call ``"module:function"`` with the worker and the arguments, under its watchdog.
 
     Errors come out as AutoparallelErrors. The process group that it leaves is destroyed.
@@ -297,7 +297,7 @@ def main(job_path: str) -> None:
         store_path=str(folder / STORE) if job.is_alone else None,
     )
     try:
-        value = call(job.entry, worker, job.arguments)
+        value = call_entry(job.entry, worker, job.arguments)
         if worker.local_rank == 0 or job.survives:
             write_whole(folder / RESULT.format(rank), json.dumps(value))
     except AutoparallelError as error:

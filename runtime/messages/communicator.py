@@ -5,7 +5,7 @@ wrap each collective and its dual into an autograd function). Works on gloo and 
 only sums and maxima are used, every buffer handed over is contiguous, and booleans travel
 as bytes.
 
-``whereabouts`` reads from the stack of a thread in which block and collective it is. Nothing is
+``describe_stack`` reads from the stack of a thread in which block and collective it is. Nothing is
 told while training goes on, so it costs nothing; but in a backward, where autograd calls no block,
 each block says when its backward begins.
 """
@@ -175,7 +175,7 @@ class BackwardPosition:
         self.block = ""
 
 
-def whereabouts(frame: FrameType | None) -> str:
+def describe_stack(frame: FrameType | None) -> str:
     """The block and the collective that a thread is in; "" where it is in neither.
 
     The innermost of each counts; the collective by the name that the outermost caller of

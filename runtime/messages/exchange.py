@@ -35,7 +35,7 @@ from ...planner.layout import Layout, Mesh, local_region, local_shape, region_sl
 from ...planner.pricing.transfer import transfers
 from ...planner.schedules.held import sends_kept
 from .communicator import as_bytes
-from .ordered_channels import Lane, Lanes, Outbox
+from .ordered_channels import Lane, Lanes, PendingSends
 from .pending_results import Progress, shared_sum
 
 if TYPE_CHECKING:
@@ -128,7 +128,9 @@ class Exchange:
         self._ports = [_make_ports(each, stages, rank) for each in boundaries]
         self._posted: dict[Sent, dict[tuple[str, int], _Arriving]] = {}
         self._lanes = Lanes(device) if lanes is None else lanes
-        self._outbox = Outbox(sends_kept(schedule, is_gpu=bool(self._lanes.has_groups)), progress)
+        self._outbox = PendingSends(
+            sends_kept(schedule, is_gpu=bool(self._lanes.has_groups)), progress
+        )
         self._messages: dict[tuple[int, Direction, int, int], list[tuple[_Port, Piece]]] = {}
         lanes_of_rank: set[Lane] = set()
         for part, (sends, receives) in enumerate(self._ports):

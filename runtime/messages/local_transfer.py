@@ -60,7 +60,7 @@ class _Way:
     swap: _Swap | None
 
 
-class Handover:
+class LocalTransfer:
     """The values that one rank's stages make for each other. Every rank of the world makes its
     own."""
 

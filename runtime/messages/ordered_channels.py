@@ -8,11 +8,12 @@ first message would else wait for its peer inside the send).
 Both sides of each lane must know the same messages in the same order (``check_lanes``): a
 difference would be a hang, or, between messages of one size, a wrong gradient.
 
-Messages that may not have gone yet are kept alive (``Outbox``), the latest few of each receiver: a
-send waits for an earlier one to the same rank once so many are kept. On a GPU the device waits and
-the host goes on: it may run far ahead, and memory that it frees is used again in its own order. On
-gloo the host waits, as its works only know after a wait whether they are done. So the memory
-follows from the schedule (``planner.schedules.messages_held``), however fast the receivers are.
+Messages that may not have gone yet are kept alive (``PendingSends``), the latest few of each
+receiver: a send waits for an earlier one to the same rank once so many are kept. On a GPU the
+device waits and the host goes on: it may run far ahead, and memory that it frees is used again in
+its own order. On gloo the host waits, as its works only know after a wait whether they are done.
+So the memory follows from the schedule (``planner.schedules.messages_held``), however fast the
+receivers are.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class _Sent:
 
 
 @dataclass(slots=True)
-class Outbox:
+class PendingSends:
     """The messages of one rank that are on their way. ``most``: how many to one rank are kept."""
 
     most: int

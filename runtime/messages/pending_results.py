@@ -152,7 +152,7 @@ class ArrivingTensor(Tensor):
         return function(*given[0], **(given[1] or {}))
 
 
-def arriving(arrival: Pending, like: Tensor) -> Tensor:
+def arriving_tensor(arrival: Pending, like: Tensor) -> Tensor:
     """A tensor, on the device and with the graph of ``like``, that waits for ``arrival`` when it
     is used."""
     tensor = like.as_subclass(ArrivingTensor)
@@ -177,7 +177,7 @@ def shared_sum(
     words = f"waiting for the loss of {names}" if names else "waiting until the loss has gone"
     arrival = arrival_of(memory, work, words, others=others, progress=progress)
     end_before_exit("loss", arrival)
-    return arriving(_WithGraph(part, arrival), part)
+    return arriving_tensor(_WithGraph(part, arrival), part)
 
 
 def arrival_of(
@@ -199,7 +199,7 @@ def arrival_of(
     )
 
 
-def figure(tensor: Tensor) -> Pending:
+def pending_figure(tensor: Tensor) -> Pending:
     """A number of a step for the host to read, on its way or not."""
     return tensor.arrival if isinstance(tensor, ArrivingTensor) else Arrival(tensor, None)
 

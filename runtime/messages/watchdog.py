@@ -106,7 +106,7 @@ class Position:
                 self._at = replace(doing, since_seconds=time.monotonic())
 
 
-def show(error: HangError) -> None:
+def print_error(error: HangError) -> None:
     """The default report: the error on stderr."""
     sys.stderr.write(f"{error}\n")
     sys.stderr.flush()
@@ -126,7 +126,7 @@ class Watchdog:
         name: str,
         ranks: Ranks | None = None,
         resting: Container[str] = (),
-        report: Callable[[HangError], None] = show,
+        report: Callable[[HangError], None] = print_error,
         end: Callable[[int], None] = os._exit,
     ) -> None:
         """Watch a process; ``resting`` are actions that may take any time, as they are not ours to
@@ -240,7 +240,7 @@ class Watchdog:
         module = sys.modules.get(f"{__package__}.communicator")  # with torch; not imported here
         if module is None or self._position.is_behind:
             return place_of(frame), ""
-        return place_of(frame), module.whereabouts(frame)
+        return place_of(frame), module.describe_stack(frame)
 
 
 def place_of(frame: FrameType | None) -> str:

@@ -77,7 +77,7 @@ def shard_region(
     return ((first, min(first + rows, stop)), *box[1:])
 
 
-def placements(layout: Layout) -> tuple[DTensorPlacement, ...]:
+def dtensor_placements(layout: Layout) -> tuple[DTensorPlacement, ...]:
     """The DTensor placements of a parameter's layout: split or replicated on each axis."""
     return tuple(
         Shard(placement.dim) if placement.is_shard else Replicate() for placement in layout
@@ -338,7 +338,7 @@ def _like(whole: Tensor, local: Tensor) -> Tensor:
 
 
 def _dtensor(local: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
-    return DTensor.from_local(local, mesh, placements(layout), run_check=False)
+    return DTensor.from_local(local, mesh, dtensor_placements(layout), run_check=False)
 
 
 def attach_gradient_hook(

@@ -10,7 +10,6 @@ Names of a model and of a file match however the model is wrapped. Parts of name
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -24,7 +23,7 @@ from ...passes.capture.tie import find_tied
 from ...passes.initialization.deferred_init import Deferred, named_tensors
 from ...planner.errors import UsageError
 from ...planner.layout import whole_region
-from ..checkpoint.weight_files import WeightFiles, open_weights
+from ..checkpoint.weight_files import WeightFiles, few_names, open_weights
 from .stage import StageModule
 
 WRAPPERS = frozenset(
@@ -86,11 +85,11 @@ def match_names(
     return MatchedNames(
         sources,
         tuple(name for name in names if name not in sources and name not in first_names),
-        without([file for file in files if file not in taken], ignored),
+        names_without([file for file in files if file not in taken], ignored),
     )
 
 
-def without(names: Iterable[str], patterns: Iterable[str]) -> tuple[str, ...]:
+def names_without(names: Iterable[str], patterns: Iterable[str]) -> tuple[str, ...]:
     """The names in which none of the regular expressions is found."""
     compiled = [re.compile(pattern) for pattern in patterns]
     return tuple(name for name in names if not any(each.search(name) for each in compiled))
@@ -131,10 +130,6 @@ def _candidates(name: str, removed: str, added: str) -> Iterator[str]:
     yield name
 
 
-LISTED = 5
-"""Number of names of a kind that an error and a summary list."""
-
-
 @dataclass(frozen=True)
 class Pretrained:
     """Values from ``files`` for the names in ``sources`` (each with its name there); others from
@@ -165,13 +160,13 @@ class Pretrained:
         """Return a line on the file and its tensors, and one on the names of either side alone."""
         lines = [f"weights: {len(self.sources)} tensors from {self.files.place}"]
         if self.missing:
-            lines.append(f"not in the file, so newly initialized: {_few(self.missing)}")
+            lines.append(f"not in the file, so newly initialized: {few_names(self.missing)}")
         if self.unexpected:
-            lines.append(f"not in the model, so not used: {_few(self.unexpected)}")
+            lines.append(f"not in the model, so not used: {few_names(self.unexpected)}")
         return "\n  ".join(lines)
 
 
-def pretrained(
+def open_pretrained(
     path: str | Path,
     model: nn.Module,
     rest: Deferred | Mapping[str, Tensor],
@@ -201,9 +196,9 @@ def pretrained(
 
 
 def load_pretrained(path: str | Path, model: nn.Module, *, partial: bool = False) -> Pretrained:
-    """Fill a model in this process's memory from ``path``. Raises as ``pretrained`` does."""
+    """Fill a model in this process's memory from ``path``. Raises as ``open_pretrained`` does."""
     tensors = dict(named_tensors(model))
-    found = pretrained(path, model, tensors, partial=partial)
+    found = open_pretrained(path, model, tensors, partial=partial)
     with torch.no_grad():
         for name in found.sources:
             tensors[name].copy_(found.whole(name))
@@ -236,7 +231,7 @@ def _check(
     """Raise UsageError AP862, with all that differs, where the weights are not the model's."""
     initialized = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     kinds = {
-        "missing in the file": () if partial else without(matched.missing, initialized),
+        "missing in the file": () if partial else names_without(matched.missing, initialized),
         "not in the model": () if partial else matched.unexpected,
         "of another shape": tuple(
             f"{name} {files.shape(source)} in the file, {shapes[name]} in the model"
@@ -244,7 +239,7 @@ def _check(
             if files.shape(source) != shapes[name]
         ),
     }
-    wrong = [f"{len(names)} {kind}: {_few(names)}" for kind, names in kinds.items() if names]
+    wrong = [f"{len(names)} {kind}: {few_names(names)}" for kind, names in kinds.items() if names]
     if not wrong and (matched.sources or not shapes):
         return
     is_shape_alone = not kinds["missing in the file"] and not kinds["not in the model"]
@@ -257,8 +252,3 @@ def _check(
         if is_shape_alone
         else "--weights-partial (weights_partial=True) loads only the names that are in both",
     )
-
-
-def _few(names: Collection[str]) -> str:
-    rest = len(names) - LISTED
-    return ", ".join(itertools.islice(names, LISTED)) + (f" and {rest} more" if rest > 0 else "")

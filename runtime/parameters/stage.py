@@ -26,7 +26,7 @@ from ...passes.ops.collectives import local_tensor
 from ...planner.layout import Region, local_region, region_shape
 from ...planner.plan import Precision, Recompute
 from ..messages.communicator import BackwardPosition
-from .parameters import Formats, StageParameter, get_by_path, make_parameter, placements
+from .parameters import Formats, StageParameter, dtensor_placements, get_by_path, make_parameter
 from .zero import apply_zero
 
 if TYPE_CHECKING:
@@ -344,7 +344,10 @@ class StageModule(nn.Module):
             name: self.buffer(name)
             if self._is_plain
             else DTensor.from_local(
-                self.buffer(name), self.device_mesh, placements(held[name].layout), run_check=False
+                self.buffer(name),
+                self.device_mesh,
+                dtensor_placements(held[name].layout),
+                run_check=False,
             )
             for name in names
         }

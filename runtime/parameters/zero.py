@@ -300,7 +300,7 @@ def _parameter_groups(stage: nn.Module) -> Iterator[Any]:
             yield state._fsdp_param_group
 
 
-def unsharded(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]]:
+def gathered_copies(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield each sharded parameter's gathered copy, which has no memory while it is not gathered,
     and the whole gradient that has been summed so far where ZeRO does not split it yet."""
     for group in _parameter_groups(stage) if stage.is_fully_sharded else ():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...cost_model.ops.memory import allocated_bytes
 from ...passes.memory.storages import LiveBytes
 from ...passes.ops.collectives import local_tensor
-from ..parameters.zero import unsharded
+from ..parameters.zero import gathered_copies
 
 if TYPE_CHECKING:
     from ..parameters.stage import StageModule
@@ -130,7 +130,7 @@ def states_of(trainer: Trainer) -> dict[str, int]:
             stage.reductions.finish()
     tensors = {name: list(found) for name, found in held_by(trainer).items()}
     for stage in trainer.model.stages.values():
-        for whole, gradient in unsharded(stage):
+        for whole, gradient in gathered_copies(stage):
             tensors["parameters"].append(whole)
             tensors["gradients"] += [] if gradient is None else [gradient]
     seen: set[int] = set()

@@ -29,7 +29,7 @@ from ...cost_model.profile.case import OpCase, ProfileError
 from ...cost_model.profile.measure import Budget, measure
 from ...cost_model.profile.records import Measurement
 from ..messages.shared_objects import gather_values
-from ..update.optimizer import BuildOptimizer, built, default_optimizer, sum_of_all_squares
+from ..update.optimizer import BuildOptimizer, build_with, default_optimizer, sum_of_all_squares
 from .blocks import median_of_ranks
 from .links import LinkTime, Meshes, agree, median_seconds
 
@@ -141,7 +141,7 @@ def _own(build: BuildOptimizer | None, parameters: list[nn.Parameter]) -> Optimi
     if build is None:
         return None
     try:
-        return built(build, [(f"{at}.weight", each) for at, each in enumerate(parameters)])
+        return build_with(build, [(f"{at}.weight", each) for at, each in enumerate(parameters)])
     except Exception:  # noqa: BLE001 - whatever it is: the run shows it, of the model's parameters
         return None
 

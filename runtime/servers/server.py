@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ...cost_model.simulator.consistency import Clocks
 from ...planner.errors import UsageError
 from ...planner.server_shards import Shard
-from ..update.optimizer import ELEMENTWISE, BuildOptimizer, built, default_optimizer
+from ..update.optimizer import ELEMENTWISE, BuildOptimizer, build_with, default_optimizer
 from .channels import (
     BYE,
     COPY,
@@ -135,7 +135,7 @@ def served_optimizer(
     if build is None:
         optimizer = default_optimizer(stand_ins.values(), name)
     else:
-        optimizer = built(build, stand_ins.items())
+        optimizer = build_with(build, stand_ins.items())
     if type(optimizer) not in ELEMENTWISE:
         kinds = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
         raise UsageError(

@@ -18,7 +18,7 @@ from ...cost_model.simulator.consistency import Clocks, bound_of
 from ...passes.programs.program import Program
 from ...planner.plan import Plan, ServerPlan
 from ...planner.server_shards import Shard, shards_of
-from ..data.batches import DataSource, RankInputs, marked, named_inputs
+from ..data.batches import DataSource, RankInputs, mark_inputs, named_inputs
 from ..data.variants import variant_of
 from ..messages.groups import DATA_AXIS
 from ..parameters.initial_values import Weights
@@ -45,7 +45,7 @@ class WholeBatches:
 
     def named(self, batch: object) -> RankInputs:
         """Return a batch's tensors by the names that the plan has for them."""
-        return marked(named_inputs(batch, self.program), batch)
+        return mark_inputs(named_inputs(batch, self.program), batch)
 
 
 class ServerTrainer:

@@ -29,12 +29,12 @@ from ..data.rank_batch import ShareBatch, gather_whole
 from ..data.variants import BatchShape, SequencePadding, Variant, bucket_of, variant_of
 from ..messages.communicator import ProcessCommunicator
 from ..messages.exchange import Exchange
-from ..messages.local_transfer import Handover, split_boundaries
+from ..messages.local_transfer import LocalTransfer, split_boundaries
 from ..messages.ordered_channels import Lanes, check_lanes
 from ..messages.pending_results import Pending, Progress, end_before_exit
 from ..messages.shared_objects import gather_values, group_for
 from ..update.deferred_update import DeferredUpdate
-from ..update.optimizer import gradient_norm, published
+from ..update.optimizer import gradient_norm, published_gradients
 from .diagnosis import diagnosis
 from .executor import StageVariant
 from .pipeline import Hooks, PipelineRunner, StepMoments
@@ -133,7 +133,7 @@ class BatchRunner:
             variant.schedule,
             self.executors,
             exchange,
-            handover=Handover(handed, stages=stages, rank=model.rank, device=model.device),
+            handover=LocalTransfer(handed, stages=stages, rank=model.rank, device=model.device),
             hooks=Hooks(
                 model.sum_tied,
                 self._update_early if variant.schedule.is_asynchronous else None,
@@ -291,7 +291,7 @@ class BatchRunner:
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's part of the gradients that the optimizer reads."""
-        return published(self.model.all_parameters())
+        return published_gradients(self.model.all_parameters())
 
     def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
         """The error that says where the first value came from that is not finite. Collective."""

@@ -253,7 +253,7 @@ class OpCheck:
         microbatch = self._microbatch()
         is_bad = self.forward is None and not all(map(_is_finite, values_of(made)))
         if is_bad and all(map(_is_finite, values_of(read))):
-            self.forward = Found(words(node), microbatch)
+            self.forward = Found(op_words(node), microbatch)
         for tensor in values_of(made):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
                 hook = partial(self._see_gradient, node, microbatch)
@@ -261,8 +261,8 @@ class OpCheck:
 
     def _see_gradient(self, node: fx.Node, microbatch: int, gradient: Tensor) -> None:
         if self.backward is None and not _is_finite(gradient):
-            users = [words(user) for user in node.users if user.op != "output"]
-            op = " or ".join(dict.fromkeys(users)) or f"what reads the result of {words(node)}"
+            users = [op_words(user) for user in node.users if user.op != "output"]
+            op = " or ".join(dict.fromkeys(users)) or f"what reads the result of {op_words(node)}"
             self.backward = Found(op, microbatch)
 
 
@@ -289,7 +289,7 @@ def values_of(value: Any) -> Iterator[Any]:
         yield value
 
 
-def words(node: fx.Node) -> str:
+def op_words(node: fx.Node) -> str:
     """An op in words: its name, the module path that called it, the user's file and line.
 
     Conversions between layouts, and ops that were compiled together, have only a name.

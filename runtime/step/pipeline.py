@@ -36,7 +36,7 @@ from ...cost_model.simulator.actions import (
 )
 from ...planner.errors import PlanError
 from ..messages.exchange import Direction, Exchange
-from ..messages.local_transfer import Handover
+from ..messages.local_transfer import LocalTransfer
 from ..messages.pending_results import Progress
 from ..messages.watchdog import BETWEEN_STEPS
 
@@ -117,7 +117,7 @@ class PipelineRunner:
         executors: Mapping[int, Executor],
         exchange: Exchange,
         *,
-        handover: Handover | None = None,
+        handover: LocalTransfer | None = None,
         hooks: Hooks = NO_HOOKS,
     ) -> None:
         """``executors`` are those of the stages this rank works for; none if it is left idle.

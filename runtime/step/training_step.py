@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ...passes.programs.batch import leaves, path_text
 from ...planner.errors import AutoparallelError
 from ..messages.device_queue import queue_of
-from ..messages.pending_results import Pending, figure
+from ..messages.pending_results import Pending, pending_figure
 from ..update.optimizer import GradientNorm
 from ..update.update import BuildScheduler, Update, UpdateOptions
 from .diagnosis import (
@@ -102,7 +102,7 @@ class StepResult:
     _losses: tuple[Pending, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_losses", tuple(map(figure, self.losses)))
+        object.__setattr__(self, "_losses", tuple(map(pending_figure, self.losses)))
 
     @property
     def loss(self) -> Tensor:
@@ -149,7 +149,7 @@ class TrainingStep:
         Raises RunError AP910 where the options ask to stop: for this step, or the one before.
         """
         rates = tuple(
-            figure(rate.clone()) if isinstance(rate, Tensor) else float(rate)
+            pending_figure(rate.clone()) if isinstance(rate, Tensor) else float(rate)
             for rate in self.update.learning_rates()
         )
         scale = self.update.scale()
@@ -162,7 +162,7 @@ class TrainingStep:
             norm,
             rates,
             self._skipped(),
-            None if scale is None else figure(scale),
+            None if scale is None else pending_figure(scale),
         )
         self.last_norm = norm.value
         if self.update.options.on_nan == "stop":
@@ -198,10 +198,10 @@ class TrainingStep:
             return norm
         total = update(trainable.gradients, norm.value(), lambda: mean(losses))
         assert total is not None
-        return figure(total)
+        return pending_figure(total)
 
     def _skipped(self) -> Pending | None:
-        return figure(self.update.skipped.clone()) if self.update.options.decides else None
+        return pending_figure(self.update.skipped.clone()) if self.update.options.decides else None
 
     def _check(self, made: tuple[StepResult, list[Used]]) -> None:
         """Read the numbers of a step at once where the host waits for nothing, else one later."""

@@ -21,7 +21,7 @@ from ...passes.ops.collectives import local_tensor
 from ...planner.errors import UsageError
 from ...planner.layout import region_slices
 from ...planner.replicas import placed_stages
-from ..messages.pending_results import arriving
+from ..messages.pending_results import arriving_tensor
 from ..messages.shared_objects import group_for, occasion_group
 from ..parameters.parameters import COMPUTE_DTYPES
 
@@ -118,7 +118,7 @@ class WholeWeights:
         spec = self._model.program.graph[name].spec
         like = torch.empty((), dtype=getattr(torch, spec.dtype), device=self._model.device)
         shaped = like.expand(spec.shape)
-        return arriving(_Elsewhere(name, shaped), shaped)
+        return arriving_tensor(_Elsewhere(name, shaped), shaped)
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor, laid out like that; a part, and a tensor of

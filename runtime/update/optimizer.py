@@ -71,7 +71,7 @@ def default_optimizer(
     return kind(parameters, lr=learning_rate or LEARNING_RATE, fused=fused)
 
 
-def built(build: BuildOptimizer, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+def build_with(build: BuildOptimizer, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     """Return the optimizer that the user's ``build`` makes of the parameters that are trained.
 
     It gets pairs of a name and a parameter where its only required argument is called
@@ -109,13 +109,13 @@ def build_optimizer(
     learning_rate: float | None = None,
     stand_ins: Iterable[tuple[str, nn.Parameter]] = (),
 ) -> Optimizer:
-    """The optimizer of this rank's masters: the user's (see ``built``), or the plan's by name.
+    """The optimizer of this rank's masters: the user's (see ``build_with``), or the plan's by name.
 
     Its groups are as they were made; each ``step`` runs them by mesh and layout (see
     ``LayoutGroups``). A rank that trains nothing gets the user's optimizer of ``stand_ins``,
     parameters that never have a gradient: schedulers find the same groups on every rank.
 
-    Raises UsageError AP903 as ``built`` does, and AP904 where the optimizer holds parameters
+    Raises UsageError AP903 as ``build_with`` does, and AP904 where the optimizer holds parameters
     that are not the plan's.
     """
     held = list(parameters)
@@ -124,11 +124,11 @@ def build_optimizer(
         groups: list[Any] = [p.master for p in trained] or [{"params": []}]
         optimizer = default_optimizer(groups, name, fused=True, learning_rate=learning_rate)
     elif trained:
-        optimizer = built(build, [(p.name, p.master) for p in trained])
+        optimizer = build_with(build, [(p.name, p.master) for p in trained])
         _check_held(optimizer, held)
     else:
         try:
-            optimizer = built(build, stand_ins)
+            optimizer = build_with(build, stand_ins)
         except ValueError:  # ``build`` has names of its own and found none of them here
             optimizer = SGD([{"params": []}], lr=0.0)
     LayoutGroups(optimizer)
@@ -311,7 +311,7 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def published(parameters: Iterable[StageParameter]) -> list[Tensor]:
+def published_gradients(parameters: Iterable[StageParameter]) -> list[Tensor]:
     """Return this rank's part of the gradients that the optimizer reads."""
     found = []
     for parameter in parameters:

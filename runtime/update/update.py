@@ -38,7 +38,7 @@ from ...planner.errors import UsageError
 from ...planner.plan import Precision
 from ..messages.device_queue import queue_of
 from ..parameters.parameters import HOST, StageParameter
-from .optimizer import clip_coefficient, published, scale_gradients
+from .optimizer import clip_coefficient, published_gradients, scale_gradients
 
 OnNan = Literal["ignore", "skip", "stop"]
 """Reaction to a loss or a gradient that is not finite; ``stop`` skips the update too."""
@@ -338,7 +338,7 @@ class PartedUpdate:
             torch.set_num_threads(self.num_threads)
         for part in self.parts:
             self._publish(part)
-            gradients = published(part)
+            gradients = published_gradients(part)
             if gradients:
                 prepare(gradients)
                 step()

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 
 import psutil
 import torch
 from torch import Tensor
 
 from ...passes.capture.counter_random import batch_dims, counter_random
-from ...passes.ops.collectives import local_tensor
 from ...passes.ops.random_ops import step_key
 from ...planner.errors import UsageError
 from ...planner.layout import region_slices
@@ -112,7 +112,7 @@ def check_first_step(
         return why
     with _apart(trainer):
         loss = float(own())
-        pieces = collect(trainer.model.all_parameters(), graph, _gradient)
+        pieces = collect(trainer.model.all_parameters(), graph, attrgetter("gradient"))
         changed = collect_buffers(trainer, StageModule.next_buffer)
 
     def compared() -> None:
@@ -213,13 +213,6 @@ def _next_key(trainer: Trainer) -> int:
     """Return the key of the random numbers of the next step, on every rank."""
     drawn = trainer.runner.draws()
     return step_key(0, 0) if drawn is None else step_key(drawn["seed"], drawn["steps_begun"])
-
-
-def _gradient(parameter: StageParameter) -> Tensor | None:
-    gradient = parameter.gradient
-    if gradient is None and parameter.master.grad is not None:
-        gradient = local_tensor(parameter.master.grad)
-    return gradient
 
 
 @contextmanager

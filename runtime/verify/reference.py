@@ -17,7 +17,7 @@ and makes w[s](u + 1) of w[s](u) by the optimizer. Sources: Harlap et al. 2018
 al. 2017 (arXiv:1705.09786), section 3, with the order of 1F1B. The pipeline drains at the end of
 a step, so the next one begins with all updates made.
 
-``streamed`` computes a model on a device that could not hold it, at the speed of the link between
+``streaming`` computes a model on a device that could not hold it, at the speed of the link between
 device and host: each op gets copies of its parameters, tensors that autograd saves are moved to the
 CPU and back, and gradients arrive beside their parameters, on the CPU.
 """
@@ -41,7 +41,7 @@ from ...passes.capture.counter_random import counter_random
 from ...passes.ops.random_ops import step_key
 from ..data.rank_batch import microbatch_rows
 from ..data.variants import Variant
-from ..update.optimizer import BuildOptimizer, built
+from ..update.optimizer import BuildOptimizer, build_with
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -80,7 +80,7 @@ def run_reference(
     then are the batch dimensions of the random calls.
     """
     parameters = dict(model.named_parameters())
-    optimizer = built(build_optimizer, parameters.items())
+    optimizer = build_with(build_optimizer, parameters.items())
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
     for step, batch in enumerate(batches):
@@ -198,7 +198,7 @@ class _Replay:
         self._model, self._rule, self._loss = model, rule, loss
         self._random_dims = random_dims
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._optimizer = built(build_optimizer, self._parameters.items())
+        self._optimizer = build_with(build_optimizer, self._parameters.items())
 
     def step(self, parts: Sequence[Batch], key: int) -> float:
         """Make all updates of a step; return the mean of the parts' losses."""
@@ -252,7 +252,7 @@ _FACTS = frozenset(
 
 
 @contextmanager
-def streamed(model: nn.Module, device: torch.device, tell: Tell) -> Iterator[None]:
+def streaming(model: nn.Module, device: torch.device, tell: Tell) -> Iterator[None]:
     """Have ``model`` compute on ``device`` within the context; its backward may run afterwards.
 
     ``tell`` is called with words for the computation, in the forward and in the backward.

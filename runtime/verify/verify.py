@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -148,7 +149,7 @@ def verify(
         losses.append(float(trainer.step(batch).loss))
         if step == 0:
             trainer.settle()
-            gradients = collect(trainer.model.all_parameters(), graph, _gradient)
+            gradients = collect(trainer.model.all_parameters(), graph, attrgetter("gradient"))
     trainer.settle()
     weights = collect(trainer.model.all_parameters(), graph, lambda parameter: parameter.local)
     buffers = collect_buffers(trainer)
@@ -196,10 +197,6 @@ def _in_order(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, 
 def _block_names(trainer: RankTrainer) -> dict[str, str]:
     """Map each parameter of the graph to its block, in the order of the blocks."""
     return {name: b.name for b in trainer.program.blocks.blocks for name in b.parameters}
-
-
-def _gradient(parameter: StageParameter) -> Tensor | None:
-    return parameter.gradient
 
 
 def collect(

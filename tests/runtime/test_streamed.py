@@ -15,7 +15,7 @@ from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.capture.modes import promote_to_float64
 from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.inputs import random_batch
-from autoparallel.runtime.verify.reference import Batch, Reference, run_reference, streamed
+from autoparallel.runtime.verify.reference import Batch, Reference, run_reference, streaming
 from autoparallel.target.load import load_target
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def reference(name: str, device: torch.device | None, told: list[str]) -> Refere
 
     def loss(model: nn.Module, inputs: Batch) -> Tensor:
         parts = program.batch({name: each.to(device or CPU) for name, each in inputs.items()})
-        with streamed(model, device, told.append) if device is not None else nullcontext():
+        with streaming(model, device, told.append) if device is not None else nullcontext():
             return find_loss(call_model(model, parts), parts, target.loss_fn)
 
     with promote_to_float64():

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel.runtime.messages.communicator import (
     BackwardPosition,
     ProcessCommunicator,
-    whereabouts,
+    describe_stack,
 )
 
 
 def here() -> str:
     """Return the whereabouts of the caller's thread."""
-    return whereabouts(sys._getframe())
+    return describe_stack(sys._getframe())
 
 
 class Asked(Tensor):
@@ -58,7 +58,7 @@ class Block:
 
 def test_outside_of_blocks_and_collectives_nothing_is_told() -> None:
     assert here() == ""
-    assert whereabouts(None) == ""
+    assert describe_stack(None) == ""
 
 
 def test_the_innermost_block_and_the_outermost_call_of_a_collective_are_told() -> None:
