@@ -11,6 +11,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.report.facts import rank_seconds
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.runtime.messages.groups import stages_of_rank
+from autoparallel.runtime.messages.shared_objects import gather_values
 from autoparallel.runtime.profile.stragglers import (
     CHECK_STEPS,
     FIRST_STEP,
@@ -18,7 +19,6 @@ from autoparallel.runtime.profile.stragglers import (
     WINDOW_STEPS,
     StragglerWatch,
     WorkSampler,
-    gather_times,
 )
 
 WORK = ("compute", "optimizer")
@@ -51,7 +51,7 @@ class StragglerCheck(ExitStack):
         if num_steps < WINDOW_STEPS or num_steps % CHECK_STEPS:
             return
         self._worker.watchdog.progress("comparing how long ranks work")
-        times = gather_times(self._sampler.read())
+        times = gather_values(self._sampler.read())
         if min(seconds for _, seconds in times) < WINDOW_SECONDS:
             return
         self._sampler.reset()

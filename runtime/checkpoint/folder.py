@@ -160,11 +160,8 @@ def choose_checkpoint(path: str | Path) -> Path:
         if position == len(found) - 1:
             raise damages[0]
         if not dist.is_initialized() or dist.get_rank() == 0:
-            sys.stderr.write(
-                f"{damages[0]}\nautoparallel: {checkpoint.name} is damaged, "
-                f"{found[position + 1].name} is taken instead\n"
-            )
-            sys.stderr.flush()
+            instead = f"{checkpoint.name} is damaged, {found[position + 1].name} is taken instead"
+            print(f"{damages[0]}\nautoparallel: {instead}", file=sys.stderr, flush=True)
     raise AssertionError(path)
 
 

@@ -136,8 +136,7 @@ class CheckpointWriter:
         try:
             self.wait()
         except AutoparallelError as error:
-            sys.stderr.write(f"{error}\n")
-            sys.stderr.flush()
+            print(error, file=sys.stderr, flush=True)
             os._exit(error.exit_code)
 
 

@@ -212,8 +212,7 @@ class HostAgent(SimpleElasticAgent):
             self._workers.end()
         if error is None:
             error = _without_store(hosts, f"its store has not answered for {LOST_SECONDS:g} s")
-        sys.stderr.write(f"{error}\n")
-        sys.stderr.flush()
+        print(error, file=sys.stderr, flush=True)
         shutil.rmtree(self._job.folder, ignore_errors=True)
         os._exit(error.exit_code)
 

@@ -392,5 +392,4 @@ def can_mend(error: AutoparallelError) -> bool:
 
 def tell_restart(error: AutoparallelError, number: int, most: int) -> None:
     """Say on stderr why the ranks are started again, for the ``number``-th time."""
-    sys.stderr.write(f"{error}\nautoparallel: restart {number} of {most}\n")
-    sys.stderr.flush()
+    print(f"{error}\nautoparallel: restart {number} of {most}", file=sys.stderr, flush=True)

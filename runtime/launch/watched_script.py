@@ -8,16 +8,14 @@ and micro-batch it was at and which rank failed to come.
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cache
 from types import TracebackType
 
 from ...planner.errors import UsageError
-from ..messages.watchdog import BETWEEN_STEPS, END_SECONDS, STARTING, on_termination
+from ..messages.watchdog import BETWEEN_STEPS, STARTING, end_soon, on_termination
 from .process import Worker, current_worker, describe, lost_rank
 
 TIMEOUT_SECONDS = 600.0
@@ -52,8 +50,7 @@ def _watched(job: tuple[tuple[str, str], ...]) -> Worker:
     def say(error: Exception) -> None:
         """Write to the stderr of now: while torch's own hook runs, ``sys.stderr`` is a buffer of
         it, which is lost when another thread ends the process."""
-        stderr.write(f"{error}\n")
-        stderr.flush()
+        print(error, file=stderr, flush=True)
 
     worker = current_worker(dict(job), TIMEOUT_SECONDS, resting=resting, report=say)
     _KEPT.enter_context(worker.watchdog)
@@ -86,9 +83,7 @@ def _say_at_errors(worker: Worker, say: Callable[[Exception], None]) -> None:
             # first the words: the launcher's SIGTERM may come at any moment
             say(ours)
             worker.watchdog.__exit__(kind, error, trace)
-            end = threading.Timer(END_SECONDS, os._exit, (ours.exit_code,))
-            end.daemon = True
-            end.start()
+            end_soon(ours.exit_code)
 
     sys.excepthook = hook
 

@@ -33,14 +33,14 @@ Span = tuple[int, int]
 """Elements from the first to before the second."""
 
 
-class SumWork:
-    """An all-reduce that a thread runs; ``wait`` raises the error of the thread."""
+class ThreadTask:
+    """A function that a thread runs; ``wait`` raises its error."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self._error: BaseException | None = None
 
-    def run(self, function: Callable[[], None]) -> None:
+    def run(self, function: Callable[[], object]) -> None:
         """Run it, in the thread."""
         try:
             function()
@@ -54,19 +54,19 @@ class SumWork:
             raise self._error
 
 
-class SumLane:
+class TaskThread:
     """A thread that runs functions in the order in which they are submitted."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[SumWork, Callable[[], None]]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[ThreadTask, Callable[[], object]]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, function: Callable[[], None]) -> SumWork:
+    def submit(self, function: Callable[[], object]) -> ThreadTask:
         if self._thread is None:
             # Nobody waits for it at the end of the process: what was waited for is done.
-            self._thread = threading.Thread(target=self._serve, name="sums", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="lane", daemon=True)
             self._thread.start()
-        work = SumWork()
+        work = ThreadTask()
         self._queue.put((work, function))
         return work
 
@@ -85,7 +85,7 @@ class AllReduces:
 
     def __init__(self, device_mesh: DeviceMesh, axes: Sequence[int], cluster: Cluster) -> None:
         self._cluster = cluster
-        self._lane = SumLane()
+        self._lane = TaskThread()
         self._ranks: dict[int, list[int]] = {}
         self._groups: dict[int, Any] = {}
         self._known: dict[tuple[str, int, int], TableMessages] = {}
@@ -94,7 +94,7 @@ class AllReduces:
             self._ranks[axis] = dist.get_process_group_ranks(group)
             self._groups[axis] = gloo_group_beside(group)
 
-    def start(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> SumWork:
+    def start(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> ThreadTask:
         """Sum a flat tensor in place over the axes, one after the other, once all that was
         started before is summed."""
         return self._lane.submit(partial(self._run, algorithm, tensor, axes))

@@ -107,9 +107,8 @@ class Position:
 
 
 def print_error(error: HangError) -> None:
-    """The default report: the error on stderr."""
-    sys.stderr.write(f"{error}\n")
-    sys.stderr.flush()
+    """Print an error on stderr."""
+    print(error, file=sys.stderr, flush=True)
 
 
 class Watchdog:
@@ -302,6 +301,11 @@ def _forget(handler: Callable[[int, FrameType | None], None]) -> None:
 
 
 def _end_later(number: int, frame: FrameType | None) -> None:
-    end = threading.Timer(END_SECONDS, os._exit, (128 + number,))
+    end_soon(128 + number)
+
+
+def end_soon(exit_code: int) -> None:
+    """End this process in ``END_SECONDS``, if it has not ended by itself."""
+    end = threading.Timer(END_SECONDS, os._exit, (exit_code,))
     end.daemon = True
     end.start()

@@ -21,13 +21,8 @@ from dataclasses import dataclass
 from statistics import median
 from types import CodeType, FrameType
 
-import torch
-import torch.distributed as dist
 from torch import _ops
 from torch.distributed import _functional_collectives, distributed_c10d
-
-from ..messages.communicator import all_gather
-from ..messages.shared_objects import group_for
 
 SAMPLE_SECONDS = 0.02
 """The time between two samples. One takes about 10 µs, during which the main thread stands."""
@@ -198,11 +193,3 @@ class StragglerWatch:
         self._num_windows += 1
         is_power = self._num_windows & (self._num_windows - 1) == 0
         return found if self._num_windows >= WINDOWS and is_power else None
-
-
-def gather_times(times: tuple[float, float]) -> list[tuple[float, float]]:
-    """Return every rank's ``times``, in the order of the ranks. Collective over all ranks."""
-    own = torch.tensor(times, dtype=torch.float64)
-    found = own.new_empty(2 * dist.get_world_size())
-    all_gather(found, own, group=group_for(own))
-    return [(working, seconds) for working, seconds in found.view(-1, 2).tolist()]

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.errors import RunError
+from ..messages.all_reduces import TaskThread, ThreadTask
 
 PUSH, COPY, PULL, GRADIENT, LOSS, READ_LOSS, BYE = range(7)
 """Kinds of requests: apply a gradient, the same for a replica, give weights, give the gradient of
@@ -151,13 +153,11 @@ class Link:
                 continue
 
 
-class Pushed(NamedTuple):
-    request: Request
-    payload: Tensor
-
-
 class Traffic:
-    """All links of a worker. ``sizes`` are the elements of every piece."""
+    """All links of a worker. ``sizes`` are the elements of every piece.
+
+    A server that has no replica fails pushes and pulls alike: the error of a pull is raised first.
+    """
 
     def __init__(
         self,
@@ -172,21 +172,19 @@ class Traffic:
         self._pushes, self._pulls = pushes, pulls
         self._sizes, self._dtype = sizes, dtype
         self._changed = threading.Condition()
-        self._to_push: dict[int, deque[Pushed]] = {home: deque() for home in pushes}
+        self._lanes = {home: TaskThread() for home in pushes}
+        self._last: dict[int, ThreadTask] = {}
         self._to_pull: dict[int, deque[Request]] = {home: deque() for home in pulls}
-        self._busy = {(kind, home): False for kind in ("push", "pull") for home in pushes}
+        self._busy = dict.fromkeys(pulls, False)
         self._loss: dict[int, float] = {}
         self._error: BaseException | None = None
         self._is_over = False
-        self._threads = [
-            *(self._start(self._push_all, home) for home in pushes),
-            *(self._start(self._pull_all, home) for home in pulls),
-        ]
+        self._threads = [self._start(home) for home in pulls]
 
-    def _start(self, run: Callable[[int], None], home: int) -> threading.Thread:
+    def _start(self, home: int) -> threading.Thread:
         def guarded() -> None:
             try:
-                run(home)
+                self._pull_all(home)
             except BaseException as error:  # noqa: BLE001 — raised again in the main thread
                 with self._changed:
                     self._error = error
@@ -198,9 +196,8 @@ class Traffic:
 
     def push(self, request: Request, payload: Tensor) -> None:
         """Have a server get ``payload``, after earlier pushes."""
-        with self._changed:
-            self._to_push[request.home].append(Pushed(request, payload))
-            self._changed.notify_all()
+        call = partial(self._pushes[request.home].call, request, payload, None)
+        self._last[request.home] = self._lanes[request.home].submit(call)
 
     def pull(self, request: Request) -> None:
         """Have a piece's weights, or a step's loss, come from a server."""
@@ -236,28 +233,13 @@ class Traffic:
         with self._changed:
             for queue in self._to_pull.values():
                 queue.clear()
-            self._changed.wait_for(
-                lambda: (
-                    self._error is not None
-                    or not any(self._busy["pull", home] for home in self._pulls)
-                )
-            )
+            self._changed.wait_for(lambda: self._error is not None or not any(self._busy.values()))
             self.arrived.clear()
 
     def flush(self) -> None:
         """Wait until all that was pushed has been acknowledged."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._error is not None
-                    or not (
-                        any(self._to_push.values())
-                        or any(self._busy["push", home] for home in self._pushes)
-                    )
-                )
-            )
-            if self._error is not None:
-                raise self._error
+        for work in self._last.values():  # those before it are done
+            work.wait()
 
     def close(self) -> None:
         """Say to all servers that nothing more comes."""
@@ -269,20 +251,6 @@ class Traffic:
         for link in (*self._pushes.values(), *self._pulls.values()):
             link.close()
 
-    def _push_all(self, home: int) -> None:
-        queue = self._to_push[home]
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(queue) or self._is_over)
-                if not queue:
-                    return
-                request, payload = queue.popleft()
-                self._busy["push", home] = True
-            self._pushes[home].call(request, payload, None)
-            with self._changed:
-                self._busy["push", home] = False
-                self._changed.notify_all()
-
     def _pull_all(self, home: int) -> None:
         queue = self._to_pull[home]
         while True:
@@ -293,12 +261,12 @@ class Traffic:
                 if not queue:
                     return
                 request = queue[0]._replace(known=self._known)
-                self._busy["pull", home] = True
+                self._busy[home] = True
             into = self._memory(request)
             reply = self._pulls[home].call(request, None, into)
             with self._changed:
                 self._took(queue, request, reply, into)
-                self._busy["pull", home] = False
+                self._busy[home] = False
                 self._changed.notify_all()
 
     def _memory(self, request: Request) -> Tensor:

@@ -158,10 +158,7 @@ class Update:
     def scale(self) -> Tensor | None:
         """The scaler's scale, None where there is none; a copy, on the device."""
         scaler = self.options.scaler
-        if scaler is None or not scaler.is_enabled():
-            return None
-        scale: Tensor = scaler.scale(self._one)
-        return scale
+        return scaler.scale(self._one) if scaler is not None and scaler.is_enabled() else None
 
     def loss_scale(self) -> Tensor | float:
         """The factor of each batch's loss before its backward."""
@@ -213,10 +210,10 @@ class Update:
         The scaler is shown the norm as the gradient of one parameter: that is finite where all
         gradients of all ranks are.
         """
-        scaler = self.options.scaler
-        if scaler is None or not scaler.is_enabled():
+        scaler, scale = self.options.scaler, self.scale()
+        if scaler is None or scale is None:
             return norm, None
-        inverse: Tensor = scaler.scale(self._one).reciprocal()
+        inverse = scale.reciprocal()
         self._probe.grad = norm.clone()
         scaler.unscale_(self._probed)
         scaler.update()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.collectives.algorithm_tables import ALGORITHMS, find_table
-from autoparallel.runtime.messages.all_reduces import AllReduces, SumLane, TableMessages
+from autoparallel.runtime.messages.all_reduces import AllReduces, TableMessages, TaskThread
 from autoparallel.runtime.messages.groups import gloo_group_beside
 from autoparallel.runtime.update.gradients import Bucket
 
@@ -102,7 +102,7 @@ def test_what_a_sum_raises_is_raised_where_it_is_waited_for() -> None:
     def fail() -> None:
         raise ValueError("a peer is gone")
 
-    lane, ran = SumLane(), []
+    lane, ran = TaskThread(), []
     failing, after = lane.submit(fail), lane.submit(lambda: ran.append(1))
     with pytest.raises(ValueError, match="a peer is gone"):
         failing.wait()
