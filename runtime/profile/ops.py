@@ -118,7 +118,7 @@ def own_name(build: BuildOptimizer) -> str:
 
     "" where it cannot be made of other parameters than the model's.
 
-    >>> own_name(lambda params: SGD(params, lr=0.1, momentum=0.9)).split()[::3]
+    >>> own_name(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)).split()[::3]
     ['SGD', 'fused=None', 'nesterov=False']
     """
     made = _own(build, [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))])
