@@ -15,7 +15,7 @@ from typing import Any
 
 from ..cost_model.cluster.cluster import Link
 from .graph import Block, Blocks, Graph, Node, Ref
-from .layout import INVARIANT, Layout, NodeLayout, conversion_steps
+from .layout import INVARIANT, Layout, NodeLayout, boundary_layout, conversion_steps
 from .plan import Recompute
 from .pricing.assembly import GATHERED_BLOCKS
 from .pricing.choices import inner_collectives, input_specs
@@ -31,7 +31,7 @@ from .pricing.kept_bytes import (
     working_bytes,
 )
 from .pricing.outline import is_own_parameter
-from .pricing.prices import Prices, Seconds, StateBytes, boundary_layout
+from .pricing.prices import Prices, Seconds, StateBytes
 from .pricing.slice_costs import carried_bytes, is_attention
 from .pricing.structure import Structure
 

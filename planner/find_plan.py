@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..cost_model.cluster.cluster import Cluster
 from . import rules as default_rules
@@ -25,7 +26,7 @@ from .parameter_servers import (
     check_served_memory,
     check_served_model,
     one_device,
-    server_plan,
+    split_request,
 )
 from .plan import Plan, SolverInfo
 from .price_sources import with_sources
@@ -52,7 +53,7 @@ from .search.report_plan import make_plan
 from .search.simplest import simplest_of, tolerance_of
 from .search.tables import SharedTables
 from .search.workers import StartWorkers, one_worker, serial_workers
-from .server_offers import with_offered_servers
+from .server_offers import repriced, with_offered_servers
 
 Proposer = Callable[[SearchContext, CandidatePool], Iterator[Candidate]]
 
@@ -122,18 +123,26 @@ def plan(
     check_forced_schedule(request, len(blocks.blocks))
     request = with_limits_of_schedule(request)
     method = replace(method, tables=method.tables or SharedTables())
+
+    def served(request: Request, observe: Observe = ignore) -> Plan:
+        """Plan one worker alone, and return its plan on all of them with the forced servers."""
+        check_served_model(graph, request.precision)
+        servers, of_worker = split_request(request, cluster)
+        alone = plan(
+            graph, blocks, one_device(cluster), of_worker, observe=observe, rules=rules,
+            basis=basis, method=method,
+        )  # fmt: skip
+        whole = replace(alone, cluster=cluster, servers=servers, alternatives=())
+        priced = evaluate(graph, blocks, whole, cluster, rules=rules, basis=basis)
+        check_served_memory(whole, priced.peak_memory_bytes, request.memory_limit_bytes)
+        return repriced(whole, priced)
+
     if request.forced.servers is not None:
-        return _with_servers(
-            graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis,
-            method=method,
-        )  # fmt: skip
+        return served(request, observe)
 
-    def searched(request: Request) -> SearchResult:
-        return search(
-            graph, blocks, cluster, request, observe=observe, rules=rules, basis=basis,
-            method=method,
-        )  # fmt: skip
-
+    searched = partial(
+        search, graph, blocks, cluster, observe=observe, rules=rules, basis=basis, method=method
+    )
     try:
         found = searched(request)
     except InfeasibleError as failure:
@@ -146,13 +155,6 @@ def plan(
     best = with_sums(best, graph, blocks, request.forced, rules=rules, basis=basis)
     best = with_sources(best, graph, blocks, basis=basis, rules=rules)
     check_asynchronous(best, graph, blocks)
-
-    def served(request: Request) -> Plan:
-        return _with_servers(
-            graph, blocks, cluster, request, observe=ignore, rules=rules, basis=basis,
-            method=method,
-        )  # fmt: skip
-
     return with_offered_servers(best, graph, request, served)
 
 
@@ -179,57 +181,6 @@ def _offloaded(
         return searched(replace(request, offload="optimizer"))
     except InfeasibleError:
         raise failure from None
-
-
-def _with_servers(
-    graph: Graph,
-    blocks: Blocks,
-    cluster: Cluster,
-    request: Request,
-    *,
-    observe: Observe,
-    rules: Rules,
-    basis: Basis,
-    method: SearchMethod,
-) -> Plan:
-    """Return the forced plan of parameter servers: the plan of one worker alone, on all workers.
-
-    Raises as ``plan``, UsageError AP950, AP951, AP954 and AP956, and AP301 if the fullest rank has
-    too little memory.
-    """
-    check_served_model(graph, request.precision)
-    alone = one_device(cluster)
-    forced = request.forced
-    count = forced.num_microbatches
-    if count is None and request.microbatch_size is not None:
-        count = request.global_batch // request.microbatch_size
-    servers = server_plan(forced, cluster, count, request.global_batch)
-    count = sum(servers.shares)
-    of_worker = replace(
-        forced, servers=None, consistency=None, staleness=None, place=None, zero=0,
-        num_microbatches=count, dp=1, tp=1, pp=1,
-    )  # fmt: skip
-    found = plan(
-        graph, blocks, alone, replace(request, forced=of_worker), observe=observe, rules=rules,
-        basis=basis, method=method,
-    )  # fmt: skip
-    whole = replace(found, cluster=cluster, servers=servers, alternatives=())
-    priced = evaluate(graph, blocks, whole, cluster, rules=rules, basis=basis)
-    check_served_memory(whole, priced.peak_memory_bytes, request.memory_limit_bytes)
-    prediction, scale = found.prediction, found.prediction.step_seconds / priced.step_seconds
-    return replace(
-        whole,
-        prediction=replace(
-            prediction,
-            step_seconds=priced.step_seconds,
-            bubble_fraction=priced.bubble_fraction,
-            tokens_per_second=prediction.tokens_per_second * scale,
-            model_flops_utilization=prediction.model_flops_utilization * scale
-            / cluster.num_devices,
-            peak_memory_bytes=priced.peak_memory_bytes,
-        ),
-        solver=replace(found.solver, bound_seconds=0.0, gap=1.0, layouts_gap=None),
-    )  # fmt: skip
 
 
 def search(

@@ -18,8 +18,8 @@ from typing import Any
 
 from ..cost_model.ops.memory import policy
 from .graph import Blocks, Graph
-from .layout import INVARIANT, Layout, local_shape
-from .plan import Plan, StagePlan
+from .layout import local_shape
+from .plan import Plan
 
 BUCKET_SIZE = 8_000_000
 FULL_SIZE = 5_000_000
@@ -116,7 +116,7 @@ def held_gradients(
                     uses.setdefault(ref.name, {})[position] = None
     found = []
     for name, positions in uses.items():
-        spec, layout = graph[name].spec, _layout(stage, blocks, name)
+        spec, layout = graph[name].spec, stage.leaf_layout(name, blocks)
         if spec.requires_grad:
             axes = tuple(
                 axis
@@ -132,8 +132,3 @@ def held_gradients(
 def summed_bytes(plan: Plan) -> int:
     """Return the bytes of a gradient's element as it is summed."""
     return policy(plan.model.precision, plan.model.optimizer, plan.states).gradient_bytes
-
-
-def _layout(stage: StagePlan, blocks: Blocks, name: str) -> Layout:
-    found = stage.layouts.get(name) or stage.layouts.get(blocks.template.get(name, name))
-    return (INVARIANT,) * len(stage.mesh.shape) if found is None else found.outputs[0]

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4,
@@ -385,6 +387,11 @@ class Blocks:
             mapping.update(zip(block.nodes, first.nodes, strict=True))
             mapping.update(zip(block.parameters, first.parameters, strict=True))
         return mapping
+
+    def entry(self, table: Mapping[str, T], name: str) -> T | None:
+        """Return a node's entry in a table, under its own name or else its counterpart's."""
+        found = table.get(name)
+        return table.get(self.template.get(name, name)) if found is None else found
 
     def split_kinds(self, signature: Callable[[Block], object]) -> Blocks:
         """Split kinds so that blocks of different signatures have different kinds.

@@ -199,6 +199,40 @@ def divides(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> 
 
 
 Region = tuple[tuple[int, int], ...]
+"""A box of a tensor: from where to before where it goes along each dimension."""
+
+
+def whole_region(shape: Sequence[int]) -> Region:
+    """Return the box of a whole tensor of ``shape``."""
+    return tuple((0, size) for size in shape)
+
+
+def region_shape(region: Region) -> tuple[int, ...]:
+    """Return the shape of a box."""
+    return tuple(stop - start for start, stop in region)
+
+
+def region_slices(region: Region, frame: Region | None = None) -> tuple[slice, ...]:
+    """Return the slices that cut a box out of a tensor that holds ``frame``, by default the whole.
+
+    >>> region_slices(((2, 4),), ((2, 6),))
+    (slice(0, 2, None),)
+    """
+    origins = [0] * len(region) if frame is None else [start for start, _ in frame]
+    return tuple(
+        slice(start - origin, stop - origin)
+        for (start, stop), origin in zip(region, origins, strict=True)
+    )
+
+
+def intersect(first: Region, second: Region) -> Region | None:
+    """Return the box that two boxes share, None where they share nothing.
+
+    >>> intersect(((0, 4), (0, 2)), ((2, 6), (0, 2)))
+    ((2, 4), (0, 2))
+    """
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
+    return box if all(start < stop for start, stop in box) else None
 
 
 def local_region(

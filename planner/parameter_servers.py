@@ -17,7 +17,7 @@ from .errors import InfeasibleError, UsageError
 from .graph import Blocks, Graph
 from .plan import Plan, ServerPlan
 from .pricing.stage_cost import StageCost
-from .requests.request import Forced, divisors
+from .requests.request import Forced, Request, divisors
 from .server_shards import elements_of, shards_of
 
 ITERATIONS = 12
@@ -78,6 +78,19 @@ def server_plan(
     return ServerPlan(
         workers, ranks, shares, consistency, forced.staleness or 0, replicas=count > 1
     )
+
+
+def split_request(request: Request, cluster: Cluster) -> tuple[ServerPlan, Request]:
+    """Return the forced servers of a request, and the request of one worker alone."""
+    forced, count = request.forced, request.forced.num_microbatches
+    if count is None and request.microbatch_size is not None:
+        count = request.global_batch // request.microbatch_size
+    servers = server_plan(forced, cluster, count, request.global_batch)
+    of_worker = replace(
+        forced, servers=None, consistency=None, staleness=None, place=None, zero=0,
+        num_microbatches=sum(servers.shares), dp=1, tp=1, pp=1,
+    )  # fmt: skip
+    return servers, replace(request, forced=of_worker)
 
 
 def one_device(cluster: Cluster) -> Cluster:

@@ -11,7 +11,8 @@ from ..cost_model.cluster.cluster import Cluster
 from ..cost_model.cluster.tf32 import has_tf32
 from ..cost_model.ops.memory import GradientDtype, StateOptions
 from ..cost_model.simulator.consistency import Consistency
-from .layout import Mesh, NodeLayout
+from .graph import Blocks
+from .layout import INVARIANT, Layout, Mesh, NodeLayout
 
 SCHEMA = 6
 
@@ -101,6 +102,15 @@ class StagePlan:
     prediction: StagePrediction
     shares: tuple[int, ...] = ()
     gradient_sums: tuple[GradientSum, ...] = ()
+
+    def layout_of(self, name: str, blocks: Blocks) -> NodeLayout | None:
+        """Return the layout that the stage chose for a node, by the name of any layer."""
+        return blocks.entry(self.layouts, name)
+
+    def leaf_layout(self, name: str, blocks: Blocks) -> Layout:
+        """Return the layout of a parameter, buffer or input; whole unless chosen otherwise."""
+        found = self.layout_of(name, blocks)
+        return (INVARIANT,) * len(self.mesh.shape) if found is None else found.outputs[0]
 
 
 @dataclass(frozen=True, slots=True)

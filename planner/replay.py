@@ -11,7 +11,7 @@ ends in a residual sum is neither kept nor run again. If a product is only an op
 sum is kept instead: it is as large, and no op before it runs again; if the product is a partial sum
 on every rank (row-parallel), the kept sum is reduced, so its collective does not run again either.
 
-``passes.local.recomputing`` executes it with ``torch.utils.checkpoint``.
+``passes.backward.recomputing`` executes it with ``torch.utils.checkpoint``.
 """
 
 from __future__ import annotations

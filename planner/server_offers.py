@@ -14,6 +14,7 @@ from typing import Literal
 from ..cost_model.cluster.cluster import Cluster
 from ..cost_model.simulator.consistency import Consistency
 from .errors import InfeasibleError, UsageError
+from .evaluate import Evaluation
 from .graph import Graph
 from .plan import Alternative, Plan
 from .requests.request import Forced, Request, divisors
@@ -64,6 +65,23 @@ def _alternative(plan: Plan, winner: Plan, why: str) -> Alternative:
     return Alternative(
         plan_summary(plan), found.step_seconds, found.peak_memory_bytes, f"{why} {more:+.1f} %"
     )
+
+
+def repriced(plan: Plan, priced: Evaluation) -> Plan:
+    """Return a plan of one worker with the figures of all workers and servers."""
+    alone = plan.prediction
+    scale = alone.step_seconds / priced.step_seconds
+    utilization = alone.model_flops_utilization * scale / plan.cluster.num_devices
+    prediction = replace(
+        alone,
+        step_seconds=priced.step_seconds,
+        bubble_fraction=priced.bubble_fraction,
+        tokens_per_second=alone.tokens_per_second * scale,
+        model_flops_utilization=utilization,
+        peak_memory_bytes=priced.peak_memory_bytes,
+    )
+    solver = replace(plan.solver, bound_seconds=0.0, gap=1.0, layouts_gap=None)
+    return replace(plan, prediction=prediction, solver=solver)
 
 
 def may_offer(best: Plan, graph: Graph, request: Request) -> bool:

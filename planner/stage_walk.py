@@ -18,10 +18,10 @@ from ..cost_model.ops.memory import reserve_bytes
 from .block_walk import BlockCost, BlockForms, Layouts, Reads, StageFacts, block_cost
 from .errors import PlanError
 from .graph import Block, Blocks, Graph, Ref
-from .layout import INVARIANT, Layout, NodeLayout
+from .layout import INVARIANT, Layout, NodeLayout, boundary_layout
 from .plan import Plan, Recompute
 from .pricing.price_cache import PriceCache
-from .pricing.prices import Prices, Rules, Seconds, StateBytes, boundary_layout
+from .pricing.prices import Prices, Rules, Seconds, StateBytes
 from .pricing.seconds import Groups
 from .pricing.stage_cost import StageCost
 from .pricing.structure import Structure, leaf_bytes
@@ -185,9 +185,7 @@ class StageWalk:
 
     def _number(self, name: str) -> int:
         """Return the number of a node's layout: under its own name, or its template's."""
-        found = self.numbers.get(name)
-        if found is None:
-            found = self.numbers.get(self.walked.forms.blocks.template.get(name, name))
+        found = self.walked.forms.blocks.entry(self.numbers, name)
         if found is None:
             raise PlanError("AP525", f"the plan has no layout for {name}", fix="plan again")
         return found

@@ -27,9 +27,8 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.runtime.verify.comparison import Verification
 from autoparallel.runtime.verify.reference import Reference, reference_split
-from autoparallel.runtime.verify.verify import verify
+from autoparallel.runtime.verify.verify import Verification, verify
 from autoparallel.target.load import load_target
 from autoparallel.target.target import Target
 

@@ -1,6 +1,6 @@
 """Asynchronous schedules on real processes, held to one process that makes the same updates.
 
-The truth (``runtime.verify.async_reference``) takes the papers' rules, knows no action table, and
+The truth (``runtime.verify.reference``) takes the papers' rules, knows no action table, and
 runs the plain model; losses, the last gradients and the weights after three steps agree to 1e-9 in
 float64.
 """
@@ -29,10 +29,13 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.runtime.verify.async_reference import run_replay, update_rule
-from autoparallel.runtime.verify.comparison import Verification
-from autoparallel.runtime.verify.reference import Reference, reference_split
-from autoparallel.runtime.verify.verify import verify
+from autoparallel.runtime.verify.reference import (
+    Reference,
+    reference_split,
+    run_replay,
+    update_rule,
+)
+from autoparallel.runtime.verify.verify import Verification, verify
 
 SEQ, GLOBAL_BATCH, STEPS = 16, 16, 3
 SCHEDULES = ("pipedream", "pipedream-2bw", "ampnet")
@@ -103,7 +106,7 @@ def verified(case: Case, text: str, weights: str = "") -> Verification:
     build = OPTIMIZERS[case.optimizer]
     trainer = Trainer(program, plan, deferred, device=torch.device("cpu"), build=build)
     found = target(case.model)
-    rule = update_rule(trainer)
+    rule = update_rule(trainer.model.planned)
     assert rule is not None
     if weights:
         rule = replace(rule, weights=weights)

@@ -30,9 +30,8 @@ from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.runtime.verify.comparison import Verification
 from autoparallel.runtime.verify.reference import Reference
-from autoparallel.runtime.verify.verify import verify
+from autoparallel.runtime.verify.verify import Verification, verify
 from autoparallel.target.load import load_target
 from autoparallel.target.target import Target
 

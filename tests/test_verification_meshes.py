@@ -24,7 +24,7 @@ from autoparallel.planner.layout import BALANCED, NodeLayout, balanced_axes, sha
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
 from autoparallel.planning.plan import plan_program
-from autoparallel.runtime.verify.comparison import Verification
+from autoparallel.runtime.verify.verify import Verification
 
 FEW = (("gpt", "dp=2,cp=2"), ("mixtral", "dp=4,ep=2,zero=2"))
 FOUR = (

@@ -27,9 +27,8 @@ from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.capture import capture_rows
 from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.runtime.verify.comparison import Verification
 from autoparallel.runtime.verify.reference import Reference
-from autoparallel.runtime.verify.verify import verify
+from autoparallel.runtime.verify.verify import Verification, verify
 
 GLOBAL_BATCH = 8
 PARALLEL = ("dp=2", "tp=2", "pp=2")

@@ -15,7 +15,7 @@ from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import plan_program
-from autoparallel.runtime.verify.comparison import Verification
+from autoparallel.runtime.verify.verify import Verification
 
 TWO = (
     ("gpt-tied", "pp=2,schedule=interleaved-1f1b,chunks=2,microbatches=4"),

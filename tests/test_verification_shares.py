@@ -25,9 +25,8 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.runtime.verify.comparison import Verification
 from autoparallel.runtime.verify.reference import Reference
-from autoparallel.runtime.verify.verify import verify
+from autoparallel.runtime.verify.verify import Verification, verify
 from autoparallel.target.load import load_target
 from autoparallel.target.target import Target
 

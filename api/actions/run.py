@@ -17,12 +17,12 @@ from autoparallel.options.progress import progress
 from autoparallel.options.run_options import HostOptions, RunOptions, Sources, checked_init
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning.plan_files import load_plan, save_plan
+from autoparallel.planning.served_planning import what_servers_lack
 from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.report import ONE_SCREEN, print_report
 from autoparallel.target.load import load_target
 from autoparallel.target.trust import check_trusted
 from autoparallel.training.run_setup import check_run_options
-from autoparallel.training.server_run import what_servers_lack
 from autoparallel.training.start import (
     Start,
     check_weights,

@@ -45,8 +45,8 @@ from autoparallel.profiling.work_list import (
     measure_together,
     under_torchrun_here,
 )
-from autoparallel.runtime.launch.init_method import meeting_at_agent
 from autoparallel.runtime.launch.membership import check_none_idle, join
+from autoparallel.runtime.launch.process import meeting_at_agent
 from autoparallel.runtime.messages.shared_objects import (
     gather_values,
     on_first,
@@ -55,7 +55,7 @@ from autoparallel.runtime.messages.shared_objects import (
     share_text,
 )
 from autoparallel.runtime.parameters.initial_values import Weights, whole_tensors
-from autoparallel.runtime.parameters.pretrained import Pretrained, pretrained
+from autoparallel.runtime.parameters.pretrained import Pretrained, open_pretrained
 from autoparallel.runtime.profile.links import agree
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.target.target import Change, Target, changed_target, unchanged
@@ -162,7 +162,7 @@ def _initial_weights(model: nn.Module, job: PlanJob) -> Weights:
         drawn = replace(job.deferred, seed=share_tensor(job.deferred.seed))
         if job.weights is None:
             return drawn
-        return pretrained(job.weights, model, drawn, partial=job.weights_partial)
+        return open_pretrained(job.weights, model, drawn, partial=job.weights_partial)
     weights: dict[str, Tensor] = {}
     for name, tensor in named_tensors(model):
         weights[name] = tensor.detach()

@@ -30,7 +30,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.runtime.launch.watched_script import watch_script
 from autoparallel.runtime.messages.device_queue import queue_of
 from autoparallel.runtime.messages.groups import allow_seconds
-from autoparallel.runtime.parameters.whole_states import are_whole
+from autoparallel.runtime.parameters.global_values import are_whole
 from autoparallel.target.target import LossFn
 
 if TYPE_CHECKING:

@@ -33,16 +33,16 @@ from autoparallel.calls.stale_tensors import is_retired, retire
 from autoparallel.passes.tracing.modes import unmoved_modules
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
-from autoparallel.runtime.data.batches import marked
-from autoparallel.runtime.data.share_batch import ShareBatch
+from autoparallel.runtime.data.batches import mark_inputs
+from autoparallel.runtime.data.rank_batch import ShareBatch
 from autoparallel.runtime.messages.shared_objects import share_in_place
 from autoparallel.runtime.parameters.global_values import (
+    draw_whole_values,
     read_whole_values,
     take_norms_of_empty_shards,
     whole,
 )
 from autoparallel.runtime.parameters.parameters import COMPUTE_DTYPES, get_by_path
-from autoparallel.runtime.parameters.spread_draws import draw_whole_values
 from autoparallel.runtime.step.training_call import TrainingCall
 from autoparallel.runtime.step.whole_weights import WholeWeights
 from autoparallel.runtime.update.chosen_gradients import differentiate_chosen
@@ -281,7 +281,7 @@ class ParallelState:
         check_autocast(trainer.model.device, trainer.plan.model.precision)
         self._take_buffers()
         read, fixed = self._arguments.read(args, kwargs)
-        given = marked(read)
+        given = mark_inputs(read)
         differentiated = self._inputs_with_gradients(given)
         places, planned = trainer.program.inputs, trainer.program.graph
         self._form = Form(

@@ -23,9 +23,8 @@ from autoparallel.passes.programs.batch import leaves
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.parameter_servers import check_not_served
 from autoparallel.planner.plan import Plan
-from autoparallel.runtime.step.plain_trainer import PlainTrainer
-from autoparallel.runtime.step.training_step import TrainingStep
-from autoparallel.runtime.update.optimizer import BuildOptimizer, built, default_optimizer
+from autoparallel.runtime.step.training_step import PlainTrainer, TrainingStep
+from autoparallel.runtime.update.optimizer import BuildOptimizer, build_with, default_optimizer
 from autoparallel.runtime.update.update import BuildScheduler, OnNan, UpdateOptions
 from autoparallel.target.target import Batch, LossFn
 from autoparallel.training.callbacks import Callback, all_of
@@ -109,7 +108,7 @@ class Step:
             self.plan = trainer.plan
             self.loss_fn = loss_of(model)
             self._trainer: Any = trainer
-            self._inputs: Callable[[Batch], Any] = trainer.inputs
+            self._inputs: Callable[[Batch], Any] = trainer.batches.named
             return
         if under_torchrun():
             raise UsageError(
@@ -220,7 +219,7 @@ class Step:
 
     def _plain_optimizer(self, build: BuildOptimizer | None) -> torch.optim.Optimizer:
         if build is not None:
-            return built(build, self.model.named_parameters())
+            return build_with(build, self.model.named_parameters())
         name = "adamw" if self.plan is None else self.plan.model.optimizer
         return default_optimizer(self.model.parameters(), name)
 

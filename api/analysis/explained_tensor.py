@@ -37,7 +37,7 @@ def explained_tensor(model: PlanModel, path: str, name: str) -> Explanation:
     template = blocks.template.get(name, name)
     index = _stage_of(model, name)
     stage, node = model.plan.stages[index], graph[name]
-    own = stage.layouts.get(name) or stage.layouts.get(template)
+    own = stage.layout_of(name, blocks)
     if own is None:
         raise UsageError(
             "AP357", f"{path} has no layout of its own in the plan", where=f"stage {index}",

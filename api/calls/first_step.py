@@ -22,7 +22,7 @@ from autoparallel.calls.form import PLANNED, Form
 from autoparallel.calls.modes import in_modes_of_training
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.programs.outputs import differentiable_outputs
-from autoparallel.runtime.data.batches import marked
+from autoparallel.runtime.data.batches import mark_inputs
 from autoparallel.runtime.messages.shared_objects import share_value
 from autoparallel.runtime.parameters.parameters import COMPUTE_DTYPES
 from autoparallel.runtime.verify.first_step import check_first_step, is_quick
@@ -61,7 +61,7 @@ def compare_first_step(
     alone = cache(model)
 
     def check(given: Mapping[str, Tensor]) -> None:
-        inputs = marked({name: value.detach() for name, value in given.items()}, given)
+        inputs = mark_inputs({name: value.detach() for name, value in given.items()}, given)
         is_asynchronous = trainer.schedule.is_asynchronous
         whole = None if is_asynchronous else trainer.runner.batches.whole(inputs)
         if is_asynchronous:

@@ -40,7 +40,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Blocks
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.data.variants import variant_of
-from autoparallel.runtime.messages.pending_results import arriving
+from autoparallel.runtime.messages.pending_results import arriving_tensor
 from autoparallel.runtime.messages.shared_objects import gather_values, occasion_group, share_value
 from autoparallel.target.target import LossFn, Target, example_batches
 
@@ -394,7 +394,7 @@ class _Unmade:
 
 
 def _unmade(name: str) -> Tensor:
-    return arriving(_Unmade(name), torch.empty(0))
+    return arriving_tensor(_Unmade(name), torch.empty(0))
 
 
 def followed(

@@ -19,7 +19,7 @@ from autoparallel.calls.refused_gradient import refusal
 from autoparallel.passes.programs.outputs import OutputForm, output_tensors
 from autoparallel.passes.tracing.counter_random import batch_dims, counter_random
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.messages.pending_results import arriving
+from autoparallel.runtime.messages.pending_results import arriving_tensor
 
 if TYPE_CHECKING:
     from autoparallel.adoption.state import ParallelState
@@ -61,7 +61,7 @@ class OtherOutputs:
 
     def leaf(self, position: int) -> Tensor:
         """Return the tensor at ``position`` among the outputs besides the loss."""
-        return arriving(_Leaf(self, position), torch.empty(0))
+        return arriving_tensor(_Leaf(self, position), torch.empty(0))
 
     def value(self, position: int) -> Tensor:
         if self._made is None:

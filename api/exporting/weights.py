@@ -20,11 +20,15 @@ from autoparallel.exporting.plans import CHECKPOINT_FORMATS
 from autoparallel.options.parse import did_you_mean, parse_size
 from autoparallel.passes.capture.tie import find_tied
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.layout import whole_region
 from autoparallel.planning.capture import record_target
 from autoparallel.planning.plan_files import PLAN, load_plan
-from autoparallel.runtime.checkpoint.dcp_weights import find_checkpoint
-from autoparallel.runtime.checkpoint.weight_files import WeightFiles, open_weights, whole_region
-from autoparallel.runtime.checkpoint.weight_shards import write_shards
+from autoparallel.runtime.checkpoint.weight_files import (
+    WeightFiles,
+    find_checkpoint,
+    open_weights,
+    write_shards,
+)
 from autoparallel.target.load import load_target
 from autoparallel.target.lora import Lora, is_transposed, merged, parse_lora
 from autoparallel.target.target import Target

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from autoparallel.runtime.parameters.whole_states import whole_states
+from autoparallel.runtime.parameters.global_values import whole_states
 
 _HIDDEN = "AUTOPARALLEL_LAUNCHED_"
 _OF_LAUNCH = (

@@ -32,7 +32,7 @@ from autoparallel.planner.requests.request import Request
 from autoparallel.planning.capture import captured_seq
 from autoparallel.planning.objectives import plan_for
 from autoparallel.planning.served_planning import can_be_served
-from autoparallel.runtime.profile.update import own_name
+from autoparallel.runtime.profile.ops import own_name
 from autoparallel.target.target import (
     Target,
 )

@@ -53,8 +53,7 @@ from autoparallel.runtime.profile.links import (
     measure_links,
     partition_of,
 )
-from autoparallel.runtime.profile.ops import OpTime, measure_ops
-from autoparallel.runtime.profile.update import SIZES, measure_updates
+from autoparallel.runtime.profile.ops import SIZES, OpTime, measure_ops, measure_updates
 from autoparallel.runtime.update.optimizer import BuildOptimizer
 from autoparallel.target.target import Target
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from autoparallel.passes.local.stage_cut import node_layout
 from autoparallel.passes.local.stage_program import BlockProgram, StageProgram
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.layout import Layout
@@ -96,7 +95,7 @@ def stage_text(
     """Write a stage's text; its blocks' functions are added to ``functions``."""
 
     def layout_of(name: str) -> Layout | None:
-        found = node_layout(plan, blocks, name)
+        found = plan.layout_of(name, blocks)
         return None if found is None else found.outputs[0]
 
     calls = []

@@ -18,7 +18,7 @@ from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.data.batches import RankInputs
 from autoparallel.runtime.messages.shared_objects import SharedCount, gather_values
-from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.step.trainer import RankTrainer
 from autoparallel.target.target import Target
 from autoparallel.training.loaders import advanced, has_rows
 
@@ -32,7 +32,7 @@ class TrainingData:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: RankTrainer,
         target: Target,
         *,
         seed: int,
@@ -42,14 +42,14 @@ class TrainingData:
         """Begin; ``progress`` is for a watchdog, ``tell`` gets lines for the user."""
         self._trainer, self._target, self._seed = trainer, target, seed
         self._progress, self._tell = progress, tell
-        self._place = trainer.runner.batches.place
+        self._place = trainer.batches.place
         self._consumed = 0
         self._pass = 0
         self._source: Any = None
         self._saved: Any = None
         self._batches: Iterator[RankInputs] | None = None
-        is_for_all = trainer.runner.batches.is_for_all or target.build_data is None
-        self._count = None if is_for_all else SharedCount(trainer.runner.batches.sources[0])
+        teller = None if target.build_data is None else trainer.batches.teller
+        self._count = None if teller is None else SharedCount(teller)
 
     def __iter__(self) -> TrainingData:
         return self
@@ -65,9 +65,9 @@ class TrainingData:
             self._batches = self._from(self._consumed)
         inputs = next(self._batches)
         if self._count is not None:
-            source = self._trainer.runner.batches.sources[0]
-            self._progress(f"waiting for the batch of rank {source}", (source,))
-            rows = self._trainer.runner.batches.rows_of(inputs) if self._place is not None else None
+            teller = self._count.source
+            self._progress(f"waiting for the batch of rank {teller}", (teller,))
+            rows = None if self._place is None else self._trainer.batches.rows_of(inputs)
             told = self._count(rows)
             if rows is None:
                 inputs.global_rows = told
@@ -130,7 +130,7 @@ class TrainingData:
             for batch in batches:
                 at += 1
                 if at > start:
-                    yield self._trainer.inputs(batch)
+                    yield self._trainer.batches.named(batch)
                 elif at % 100 == 0:
                     self._progress(f"going through batch {at} of {start} that were trained on")
             if at == before:

@@ -46,7 +46,7 @@ def explained_memory_errors(
     try:
         yield
     except Exception as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error) or plan.servers is not None:
             raise
         doing = worker.watchdog.last.what
         total = peak_bytes()

@@ -8,6 +8,7 @@ while there is work to do.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
 from array import array
@@ -76,7 +77,7 @@ class Figures:
 
 
 class StepLog:
-    """Records of a run's steps, printed if they have ``predicted_seconds`` each.
+    """Records of a run's steps, printed beside ``predicted_seconds`` while ``prints`` is set.
 
     ``callback`` receives each. ``done`` is the unit of throughput, and the number of units in a
     step.
@@ -92,11 +93,12 @@ class StepLog:
         memory: MemoryMeter,
         callback: Callback,
         *,
-        predicted_seconds: float | None = None,
+        predicted_seconds: float = math.nan,
     ) -> None:
         self._callback, self._done = callback, done
         self.figures = Figures()
         self._memory, self._predicted = memory, predicted_seconds
+        self.prints = False
         self._running: tuple[int, StepResult, float] | None = None
         self._began = time.perf_counter()
 
@@ -120,10 +122,6 @@ class StepLog:
         if self._running is not None:
             self._read(*self._running)
             self._running = None
-
-    def begin_printing(self, predicted_seconds: float) -> None:
-        """Print from here on, in place of a lost rank."""
-        self._predicted = predicted_seconds
 
     def skip(self) -> None:
         """Leave the time and memory since the last step out of the figures."""
@@ -151,7 +149,7 @@ class StepLog:
             unit=unit, throughput=count / seconds,
         )  # fmt: skip
         self.figures.add(record)
-        if self._predicted is not None:
+        if self.prints:
             print(step_line(record, self._predicted), flush=True)
         self._callback.on_step(record)
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from autoparallel.planner.errors import MachineError
 from autoparallel.runtime.checkpoint.folder import checkpoint_path
 from autoparallel.runtime.data.batches import RankInputs
+from autoparallel.runtime.launch.membership import Stop
 from autoparallel.runtime.launch.process import CONNECTION_LOST, Worker
-from autoparallel.runtime.launch.stopping import Stop
 from autoparallel.runtime.messages.device_queue import queue_of
-from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.step.trainer import RankTrainer, Trainer
 from autoparallel.training.callbacks import Callback
 from autoparallel.training.step_log import StepLog
 from autoparallel.training.straggler_check import StragglerCheck
@@ -95,7 +95,7 @@ class RunSaves:
 
 
 def take_steps(
-    trainer: Trainer,
+    trainer: RankTrainer,
     data: Iterator[RankInputs],
     worker: Worker,
     log: StepLog,
@@ -118,7 +118,9 @@ def take_steps(
             stop = stack.enter_context(Stop(worker.watchdog, is_behind=is_behind))
         for step in steps:
             trace.begin(step, trainer)
-            log.add(step, trainer.step(*(log.timed_data(data) for _ in range(num_batches))))
+            result = trainer.step(*(log.timed_data(data) for _ in range(num_batches)))
+            log.prints = trainer.reports
+            log.add(step, result)
             trace.end(step)
             stragglers.check(step)
             is_stopped = stop is not None and stop.is_agreed()
@@ -127,7 +129,7 @@ def take_steps(
             if is_stopped:
                 break
         log.finish()
-        trainer.steps.finish()
+        trainer.finish(worker.watchdog.progress)
     if is_stopped and saves is not None and worker.rank == 0:
         folder = saves.how.folder
         say(f"ended by SIGTERM after step {step}, which is saved: go on with --resume {folder}")

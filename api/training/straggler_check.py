@@ -10,7 +10,8 @@ import torch
 from autoparallel.analysis.facts import rank_seconds
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.launch.process import Worker
-from autoparallel.runtime.messages.process_mesh import stages_of_rank
+from autoparallel.runtime.messages.groups import stages_of_rank
+from autoparallel.runtime.messages.shared_objects import gather_values
 from autoparallel.runtime.profile.stragglers import (
     CHECK_STEPS,
     FIRST_STEP,
@@ -18,7 +19,6 @@ from autoparallel.runtime.profile.stragglers import (
     WINDOW_STEPS,
     StragglerWatch,
     WorkSampler,
-    gather_times,
 )
 
 WORK = ("compute", "optimizer")
@@ -28,7 +28,7 @@ WORK = ("compute", "optimizer")
 class StragglerCheck(ExitStack):
     """Comparison of ranks' work; a context manager around the steps.
 
-    Does nothing for one process, and on GPUs, whose hosts run ahead of them.
+    Does nothing for one process, with parameter servers, and on GPUs, whose hosts run ahead.
     """
 
     def __init__(self, plan: Plan, worker: Worker, device: torch.device) -> None:
@@ -36,7 +36,8 @@ class StragglerCheck(ExitStack):
         self._worker, self._num_steps, self._first = worker, 0, FIRST_STEP
         stages = [stages_of_rank(plan, rank) for rank in range(worker.world_size)]
         self._watch = StragglerWatch([planned_work(plan, each) for each in stages], stages)
-        is_sampled = worker.world_size > 1 and device.type == "cpu"
+        has_peers = worker.world_size > 1 and plan.servers is None
+        is_sampled = has_peers and device.type == "cpu"
         self._sampler = self.enter_context(WorkSampler()) if is_sampled else None
 
     def check(self, step: int) -> None:
@@ -50,7 +51,7 @@ class StragglerCheck(ExitStack):
         if num_steps < WINDOW_STEPS or num_steps % CHECK_STEPS:
             return
         self._worker.watchdog.progress("comparing how long ranks work")
-        times = gather_times(self._sampler.read())
+        times = gather_values(self._sampler.read())
         if min(seconds for _, seconds in times) < WINDOW_SECONDS:
             return
         self._sampler.reset()

@@ -42,7 +42,7 @@ from autoparallel.planner.replicas import placed_stages
 from autoparallel.report.drawing import plan_costs
 from autoparallel.report.printing import plain_table
 from autoparallel.runtime.profile.recording import RecordedAction, RecordedStep, StepRecorder
-from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.step.trainer import RankTrainer, Trainer
 
 DEFAULT_FILE = "trace.json"
 WARMUP_STEPS = 2
@@ -63,9 +63,10 @@ class RunTrace:
         self._path = path or DEFAULT_FILE
         self._recorder: StepRecorder | None = None
 
-    def begin(self, step: int, trainer: Trainer) -> None:
+    def begin(self, step: int, trainer: RankTrainer) -> None:
         """Begin to record ``step``, if chosen."""
         if step in self._steps:
+            assert isinstance(trainer, Trainer)
             self._recorder = self._recorder or StepRecorder(trainer)
             self._recorder.begin()
 

@@ -31,22 +31,30 @@ from autoparallel.passes.tracing.modes import promote_to_float64
 from autoparallel.passes.tracing.python_state import PythonState
 from autoparallel.planner.asynchronous import describe_updates
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.parameter_servers import describe_servers
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning.capture import capture_program, record_target
 from autoparallel.planning.plan_files import PLAN, batch_seq, load_job, save_plan
+from autoparallel.planning.served_planning import check_served_run
 from autoparallel.planning.tf32 import set_as_planned
 from autoparallel.runtime.launch.membership import join_as
 from autoparallel.runtime.launch.process import Worker
 from autoparallel.runtime.messages.shared_objects import Pulse
-from autoparallel.runtime.parameters.pretrained import Pretrained, pretrained
+from autoparallel.runtime.parameters.pretrained import Pretrained, open_pretrained
 from autoparallel.runtime.profile.memory_counter import held_by
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
-from autoparallel.runtime.step.streamed_ops import streamed
-from autoparallel.runtime.step.trainer import Trainer
+from autoparallel.runtime.step.trainer import RankTrainer, Trainer
 from autoparallel.runtime.update.optimizer import default_optimizer
-from autoparallel.runtime.verify.async_reference import UpdateRule, run_replay, update_rule
-from autoparallel.runtime.verify.comparison import Quantity
-from autoparallel.runtime.verify.reference import Reference, reference_split, run_reference
+from autoparallel.runtime.verify.reference import (
+    Reference,
+    UpdateRule,
+    reference_split,
+    run_reference,
+    run_replay,
+    streaming,
+    update_rule,
+)
+from autoparallel.runtime.verify.verify import Quantity
 from autoparallel.runtime.verify.verify import verify as run_verification
 from autoparallel.target.target import Target
 from autoparallel.training.data import TrainingData
@@ -54,7 +62,6 @@ from autoparallel.training.elastic_plan import plan_for_ranks
 from autoparallel.training.memory_error import explained_memory_errors
 from autoparallel.training.restart import begin_attempt
 from autoparallel.training.run_setup import open_callbacks, update_options, with_compile_choice
-from autoparallel.training.server_run import check_served_run, train_served
 from autoparallel.training.step_log import (
     MemoryMeter,
     StepLog,
@@ -95,8 +102,7 @@ def train(
     asked = RunOptions(**(options or {}))
     plan, target = load_job(plan_path)
     given = {} if sources is None else sources
-    if plan.servers is not None:
-        check_served_run(asked, {"saving": saving, "resume": resume}, target)
+    check_served_run(plan, asked, {"saving": saving, "resume": resume}, target)
     if given.get("data") is not None:
         target = with_text(target, given["data"], worker)
     device = join_as(worker, plan.cluster)
@@ -108,7 +114,7 @@ def train(
     attempt = begin_attempt(worker, folder, resume)
     resume, start = attempt.resume, None
     if resume is None and given.get("weights") is not None:
-        start = partial(pretrained, given["weights"], partial=given["weights_partial"])
+        start = partial(open_pretrained, given["weights"], partial=given["weights_partial"])
     trainer, memory = make_trainer(
         plan, target, worker, device=device, seed=seed, init=given.get("init", "auto"),
         is_given=resume is not None, start=start,
@@ -116,55 +122,100 @@ def train(
     set_as_planned(plan, worker.rank)
     if worker.rank == 0:
         print(verification_text(plan), flush=True)
-    if isinstance(trainer, ServerTrainer):
-        return train_served(
-            worker, plan, target, (trainer, memory), steps=steps, seed=seed, options=asked
-        )
-    trainer.overlaps_steps = True
-    trainer.use_update(update_options(asked, device.type), target.build_scheduler)
-    if worker.rank == 0 and (meaning := describe_updates(plan)):
-        print(f"{plan.schedule}: {meaning}", flush=True)
-    captures = trainer.runner.captures
-    if isinstance(captures, Following):
-        compare_first_step(
-            trainer, captures, lambda: plain_build(target.build_model, seed).to(device),
-            asked=asked.check_first_step, done=lambda: log.skip(),
-        )  # fmt: skip
+    if not trainer.trains:
+        trainer.finish(worker.watchdog.progress)
+        return {}
+    if worker.rank == 0 and (meaning := describe_updates(plan) or describe_servers(plan)):
+        name = plan.schedule if plan.servers is None else plan.servers.consistency
+        print(f"{name}: {meaning}", flush=True)
     data = TrainingData(
-        trainer, target, seed=seed, progress=worker.watchdog.progress,
+        trainer,
+        target,
+        seed=seed,
+        progress=worker.watchdog.progress,
         tell=partial(print, flush=True) if worker.rank == 0 else lambda line: None,
-    )  # fmt: skip
-    trainer.parts.update(data=data, update=trainer.steps.update)
+    )
     done = 0
-    if resume is not None:
-        worker.watchdog.progress("reading the checkpoint")
-        done = trainer.load(resume, optimizer=trainer.optimizer, optional=("data", "update"))
-        data.go_on_from(done * asked.accumulate)
+    if isinstance(trainer, Trainer):
+        done = begin_run(
+            trainer,
+            target,
+            data,
+            worker,
+            asked,
+            seed=seed,
+            resume=resume,
+            compared=lambda: log.skip(),
+        )
     last = attempt.started(done, steps, rank=worker.rank)
     if worker.rank == 0 and how is not None:
         keep_plan(plan, how.folder)
     watched = explained_memory_errors(plan, worker, partial(held_by, trainer), memory.peak_bytes)
     telling = open_callbacks(asked, plan, target, rank=worker.rank, kept=attempt.kept(done))
-    trace = RunTrace(asked.trace_steps, asked.trace, first=done + 1, last=last)
+    num_traced = 0 if plan.servers is not None else asked.trace_steps
+    trace = RunTrace(num_traced, asked.trace, first=done + 1, last=last)
     with telling as callback, watched:
-        predicted = plan.prediction.step_seconds * asked.accumulate
         log = StepLog(
-            samples_or_tokens(plan, asked.accumulate), memory, callback,
-            predicted_seconds=predicted if worker.rank == 0 else None,
-        )  # fmt: skip
-        saves = None if how is None else RunSaves(how, trainer, worker, log, callback)
+            samples_or_tokens(plan, asked.accumulate),
+            memory,
+            callback,
+            predicted_seconds=plan.prediction.step_seconds * asked.accumulate,
+        )
+        saves = None
+        if how is not None and isinstance(trainer, Trainer):
+            saves = RunSaves(how, trainer, worker, log, callback)
         take_steps(
-            trainer, data, worker, log, saves,
-            steps=range(done + 1, last + 1), num_batches=asked.accumulate, trace=trace,
-        )  # fmt: skip
-        trace.write(plan, trainer.schedule, rank=worker.rank)
+            trainer,
+            data,
+            worker,
+            log,
+            saves,
+            steps=range(done + 1, last + 1),
+            num_batches=asked.accumulate,
+            trace=trace,
+        )
+        trace.write(plan, trainer.model.planned.schedule, rank=worker.rank)
         callback.on_end()
-    found = outcome(log.figures, plan, asked.accumulate)
-    if worker.rank == 0 and log.figures.seconds:
+    if trainer.reports and log.figures.seconds:
         print(summary(log.figures, plan, asked.accumulate), flush=True)
         saved = [Path(how.folder) / PLAN] if how is not None else []
         keep_measurement(plan, log.figures, asked.accumulate, [Path(plan_path), *saved])
-    return found
+    return outcome(log.figures, plan, asked.accumulate)
+
+
+def begin_run(
+    trainer: Trainer,
+    target: Target,
+    data: TrainingData,
+    worker: Worker,
+    asked: RunOptions,
+    *,
+    seed: int,
+    resume: str | None,
+    compared: Callable[[], None],
+) -> int:
+    """Set up updates, the comparison of the first step and the state of a checkpoint.
+
+    ``compared`` is called after the comparison. Return the number of steps that are done.
+    """
+    trainer.overlaps_steps = True
+    trainer.use_update(update_options(asked, trainer.device.type), target.build_scheduler)
+    captures = trainer.runner.captures
+    if isinstance(captures, Following):
+        compare_first_step(
+            trainer,
+            captures,
+            lambda: plain_build(target.build_model, seed).to(trainer.device),
+            asked=asked.check_first_step,
+            done=compared,
+        )
+    trainer.parts.update(data=data, update=trainer.steps.update)
+    if resume is None:
+        return 0
+    worker.watchdog.progress("reading the checkpoint")
+    done = trainer.load(resume, optimizer=trainer.optimizer, optional=("data", "update"))
+    data.go_on_from(done * asked.accumulate)
+    return done
 
 
 def keep_plan(plan: Plan, folder: str) -> None:
@@ -211,7 +262,7 @@ def verify(
 
 
 def one_device(
-    trainer: Trainer | ServerTrainer,
+    trainer: RankTrainer,
     target: Target,
     batches: Sequence[Mapping[str, Tensor]],
     seed: int,
@@ -220,11 +271,11 @@ def one_device(
 ) -> Reference:
     """Run the same steps by the plain model on this rank's device, in the same dtype.
 
-    A GPU holds the weights of one op at a time (``streamed``), the CPU the others; if that is
+    A GPU holds the weights of one op at a time (``streaming``), the CPU the others; if that is
     impossible, the GPU holds the whole model, and a line is printed. An asynchronous schedule's
     updates are made at its own times.
     """
-    rule = None if isinstance(trainer, ServerTrainer) else update_rule(trainer)
+    rule = update_rule(trainer.model.planned)
     device = trainer.device
     run = partial(_run_plain, trainer, target, batches, seed, rule=rule, tell=tell)
     if device.type == "cpu":
@@ -242,7 +293,7 @@ def one_device(
 
 
 def _run_plain(
-    trainer: Trainer | ServerTrainer,
+    trainer: RankTrainer,
     target: Target,
     batches: Sequence[Mapping[str, Tensor]],
     seed: int,
@@ -262,7 +313,7 @@ def _run_plain(
     def loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
         tell("the reference: forward")
         batch = program.batch({name: each.to(device) for name, each in inputs.items()})
-        with streamed(model, device, tell) if streams else torch.device(device):
+        with streaming(model, device, tell) if streams else torch.device(device):
             return find_loss(call_model(model, batch), batch, target.loss_fn)
 
     named = partial(default_optimizer, name=trainer.plan.model.optimizer)
@@ -287,7 +338,7 @@ def make_trainer(
     init: Init = "exact",
     is_given: bool = False,
     start: Callable[[nn.Module, Deferred], Pretrained] | None = None,
-) -> tuple[Trainer | ServerTrainer, MemoryMeter]:
+) -> tuple[RankTrainer, MemoryMeter]:
     """Make the trainer of this rank, and the meter of its memory from here. Collective.
 
     ``start`` gives the initial weights of the model, which default to its build's. With
@@ -315,7 +366,7 @@ def make_trainer(
     gc.collect()
     memory = MemoryMeter(device)
     kind = Trainer if plan.servers is None else ServerTrainer
-    trainer = kind(
+    trainer: RankTrainer = kind(
         program, plan, weights, device=device, build=target.build_optimizer, progress=tell,
         seed=seed,
     )  # fmt: skip

@@ -142,7 +142,7 @@ def train(worker: Worker, *, plan_path: str, steps: int, seed: int) -> list[floa
         batch: Any = next(data)
         for first in range(0, ROWS, plan.model.global_batch):
             part = {k: v[first : first + plan.model.global_batch] for k, v in batch.items()}
-            losses.append(float(trainer.step(trainer.inputs(part)).loss))
+            losses.append(float(trainer.step(trainer.batches.named(part)).loss))
             assert math.isfinite(losses[-1])
     return losses
 

@@ -88,7 +88,7 @@ FAULTS = (
           "return (storage,)",
           "tests/passes/capture/test_capture.py"),
     # a rank holds the shard of the rank before
-    Fault("shard-offset", "runtime/parameters/shards.py",
+    Fault("shard-offset", "runtime/parameters/parameters.py",
           "first = min(start + coordinates[0] * rows, stop)",
           "first = min(start + (coordinates[0] // 2) * rows, stop)",
           "tests/runtime/test_materialize.py"),

@@ -27,7 +27,7 @@ from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import INVARIANT, Mesh
 from autoparallel.planner.schedules.schedules import build_schedule, find_schedule
 from autoparallel.runtime.messages.exchange import Exchange
-from autoparallel.runtime.messages.local_transfer import Handover, split_boundaries
+from autoparallel.runtime.messages.local_transfer import LocalTransfer, split_boundaries
 from autoparallel.runtime.step.pipeline import ActionTiming, Hooks, PipelineRunner
 
 CPU = torch.device("cpu")
@@ -297,7 +297,7 @@ def run_once(job: Job, schedule: Schedule, share: float) -> tuple[float, Sequenc
     runner = PipelineRunner(
         schedule, executors,
         Exchange([sent], schedule=schedule, stages=places, rank=rank, device=CPU),
-        handover=Handover(handed, stages=places, rank=rank, device=CPU),
+        handover=LocalTransfer(handed, stages=places, rank=rank, device=CPU),
         hooks=Hooks(clock=time.monotonic),
     )  # fmt: skip
     start = start_together()

@@ -139,7 +139,7 @@ def compare(
     }  # fmt: skip
     modules = plain_modules(trainer, target) if plain else same_modules(trainer, target)
     theirs = torch_pipeline(trainer, modules, peer)
-    inputs = trainer.inputs(batch)
+    inputs = trainer.batches.named(batch)
 
     has_loss = len(trainer.plan.stages) - 1 in trainer.model.stages
 

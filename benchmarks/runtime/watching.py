@@ -31,7 +31,7 @@ WARM_STEPS, PAIRS = 10, 300
 
 def compare(worker: Worker, plan_path: str) -> dict[str, float]:
     """The seconds of a step without watching, and the ratios of time and of processor time."""
-    from autoparallel.runtime.launch.stopping import Stop
+    from autoparallel.runtime.launch.membership import Stop
     from autoparallel.runtime.parameters.stage import StageBlock
     from autoparallel.runtime.profile.stragglers import WorkSampler
     from autoparallel.training import worker as entries

@@ -1,7 +1,7 @@
 """Marks on the local ops of a recomputed block that do not simply run again.
 
 In: a block's graph under construction, its recomputation. Out: ``MARK`` in the ``meta`` of ops and
-conversions, for ``passes.local.recomputing``.
+conversions, for ``passes.backward.recomputing``.
 """
 
 from __future__ import annotations

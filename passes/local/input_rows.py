@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...planner.graph import Blocks, Graph
-from ...planner.layout import Layout, Mesh
+from ...planner.layout import Layout, Mesh, boundary_layout
 from ...planner.plan import Plan
 from ...planner.replicas import placed_stages
 from .accumulate import counted_inputs
-from .stage_cut import boundary_layout, leaf_layout, stage_ranges, uses_by_block
+from .stage_cut import stage_ranges, uses_by_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _stage_rows(
     if stage.shares:
         return StageRows((0,), stage.shares, inputs, tuple(n for n in counted if n in inputs))
     split = {
-        name: _axes(boundary_layout(leaf_layout(stage, blocks, name)), dim, stage.mesh)
+        name: _axes(boundary_layout(stage.leaf_layout(name, blocks)), dim, stage.mesh)
         for name, dim in inputs.items()
         if name in used
     }

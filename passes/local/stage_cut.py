@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ...planner.errors import PlanError
 from ...planner.graph import Blocks, Graph, Ref, TensorSpec
-from ...planner.layout import INVARIANT, Layout, NodeLayout
+from ...planner.layout import Layout, NodeLayout, boundary_layout
 from ...planner.plan import Plan, StagePlan
 from .localize import parse_key, value_key
 
@@ -58,29 +58,12 @@ def stage_of_node(blocks: Blocks, plan: Plan) -> dict[str, int]:
     }
 
 
-def node_layout(stage: StagePlan, blocks: Blocks, name: str) -> NodeLayout | None:
-    """Return a stage's layout of a node: under its own name, or its counterpart's in the kind."""
-    found = stage.layouts.get(name)
-    return found if found is not None else stage.layouts.get(blocks.template.get(name, name))
-
-
 def op_layout(stage: StagePlan, blocks: Blocks, name: str) -> NodeLayout:
-    """Return ``node_layout`` of an op node, which a complete plan has."""
-    found = node_layout(stage, blocks, name)
+    """Return the layout of an op node, which a complete plan has."""
+    found = stage.layout_of(name, blocks)
     if found is None:
         raise PlanError("AP525", f"the plan has no layout for {name}", fix="plan again")
     return found
-
-
-def leaf_layout(stage: StagePlan, blocks: Blocks, name: str) -> Layout:
-    """Return the layout of a parameter, buffer or batch input in a stage; whole by default."""
-    found = node_layout(stage, blocks, name)
-    return (INVARIANT,) * len(stage.mesh.shape) if found is None else found.outputs[0]
-
-
-def boundary_layout(layout: Layout) -> Layout:
-    """Return the layout with all but splits replaced by whole."""
-    return tuple(placement if placement.is_shard else INVARIANT for placement in layout)
 
 
 def wanted_layouts(

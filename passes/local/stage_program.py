@@ -16,7 +16,7 @@ from torch import fx
 from ...planner import rules
 from ...planner.errors import PlanError
 from ...planner.graph import Block, Blocks, Graph, Ref, TensorSpec
-from ...planner.layout import INVARIANT, REPLICATE, Layout, Mesh
+from ...planner.layout import INVARIANT, REPLICATE, Layout, Mesh, boundary_layout
 from ...planner.plan import Plan, Recompute, StagePlan
 from ...planner.replay import Storages, find_replay
 from ...planner.shares import RowShare, share_of, why_not
@@ -28,9 +28,6 @@ from .localize import BlockInterface, localize_block, parse_key, value_key
 from .stage_cut import (
     Boundary,
     boundaries,
-    boundary_layout,
-    leaf_layout,
-    node_layout,
     op_layout,
     stage_ranges,
     uses_by_block,
@@ -249,7 +246,7 @@ def _share(
     names = [*graph.by_name]
     leaves = {node.name for node in graph if node.kind not in ("op", "input")}
     why = why or why_not(
-        graph, names, lambda n: None if n in leaves else node_layout(stage, blocks, n)
+        graph, names, lambda n: None if n in leaves else stage.layout_of(n, blocks)
     )
     if why:
         raise PlanError(
@@ -272,7 +269,7 @@ def _leaves(
     leaves: dict[str, HeldValue | ParameterProgram] = {}
     for ref, positions in uses.items():
         node, name = graph[ref.name], ref.name
-        layout = leaf_layout(stage, blocks, name)
+        layout = stage.leaf_layout(name, blocks)
         if node.kind == "parameter":
             held = tuple(p if p.is_shard else REPLICATE for p in layout)
             leaves[name] = ParameterProgram(node.spec, held, len(positions) > 1)

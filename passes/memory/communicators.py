@@ -4,7 +4,7 @@ In: a plan, and the values between its stages. Out: their number by device. A co
 memory of its own (``cost_model.ops.memory``). There is one of all devices (the loss, the gradient's
 norm, tied weights); one for each axis of a stage's mesh that has more than one device; one for each
 lane, the messages from one device to another; and one of the devices whose stages exchange parts of
-values because of different layouts. The counterpart of ``runtime.messages.process_mesh``,
+values because of different layouts. The counterpart of ``runtime.messages.groups``,
 ``runtime.messages.ordered_channels``, ``runtime.messages.local_transfer``.
 """
 

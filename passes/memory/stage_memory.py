@@ -38,7 +38,6 @@ from ...planner.stage_walk import StageWalk
 from ..local.stage_cut import (
     Boundary,
     boundaries,
-    leaf_layout,
     op_layout,
     stage_ranges,
     with_replicas,
@@ -360,7 +359,7 @@ class _Stage:
         """Return a parameter's elements on the rank, the ranks that ZeRO may shard it over, and
         whether it does."""
         spec, mesh = self.graph[name].spec, self.stage.mesh
-        layout = leaf_layout(self.stage, self.blocks, name)
+        layout = self.stage.leaf_layout(name, self.blocks)
         shape = local_shape(spec.shape, layout, mesh.shape)
         shards = mesh.shape[0] if mesh.axes[0] == "dp" and not layout[0].is_shard else 1
         is_sharded = self.stage.zero > 0 and shards > 1 and len(shape) > 0

@@ -56,7 +56,7 @@ class Owner:
 
 def is_sharded(declared: ParameterProgram, mesh: Mesh, zero: int) -> bool:
     """Return whether ZeRO shards a parameter over axis "dp"
-    (``runtime.parameters.shards.is_fully_sharded``)."""
+    (``runtime.parameters.parameters.is_fully_sharded``)."""
     return (
         zero > 0
         and mesh.axes[0] == "dp"

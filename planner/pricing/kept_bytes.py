@@ -8,7 +8,7 @@ states and activations: see ``prices``.
 
 Schedules that split the backward (ZB-H1, ZB-H2, ZB-V, DualPipeV) defer the weight gradients of
 matrix products, convolutions and embeddings whose weights are made of parameters alone, as
-``passes.local.weight_gradients`` does. The first half has the rest: the backward of other ops,
+``passes.backward.weight_gradients`` does. The first half has the rest: the backward of other ops,
 recomputation, every collective. The product for the weights has as many operations and bytes as the
 product for the data, so it takes half of the op's backward, or all of it where the data has no
 gradient; so does issuing it. Until then a micro-batch keeps the op's data and the gradient of its

@@ -33,7 +33,6 @@ from ..layout import (
     held_layout,
     local_shape,
 )
-from ..layout import boundary_layout as boundary_layout
 from ..precision import EIGHT_BITS
 from ..rules.balanced_attention import as_run
 from ..rules.expert_traffic import expert_traffic

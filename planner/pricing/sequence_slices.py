@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..graph import Block, Blocks, Graph, Node, Ref, TensorSpec, map_refs
-from ..layout import INVARIANT, Layout, NodeLayout, shard
+from ..layout import INVARIANT, Layout, NodeLayout, boundary_layout, shard
 from ..plan import Plan, StagePlan
 from ..sequence_places import COUNTED, SequenceDim, SequenceDims
 from ..written_attention import WrittenAttention
-from .prices import boundary_layout
 
 Layouts = dict[str, NodeLayout]
 
@@ -90,8 +89,7 @@ class _StageLayouts:
     carried: list[Carried] = field(default_factory=list)
 
     def of(self, name: str) -> NodeLayout | None:
-        found = self.stage.layouts.get(name)
-        return found or self.stage.layouts.get(self.blocks.template.get(name, name))
+        return self.stage.layout_of(name, self.blocks)
 
 
 def _leaf_layouts(graph: Graph, stage: _StageLayouts) -> Layouts:

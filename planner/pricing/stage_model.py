@@ -19,7 +19,7 @@ from ..classes import classes_of
 from ..graph import Node, Ref, TensorSpec
 from ..integer_programs.ilp import merge_classes
 from ..integer_programs.program import Ints
-from ..layout import INVARIANT, Layout, NodeLayout, splits
+from ..layout import INVARIANT, Layout, NodeLayout, boundary_layout, splits
 from .choices import Restriction
 from .conversions import conversion_seconds
 from .decisions import Choice, Decision, Floats, decide, parameter_decision
@@ -37,7 +37,7 @@ from .kind_model import Kept as Kept
 from .kind_model import KindModel as KindModel
 from .kind_model import SavedTensors
 from .price_cache import ByIdentity, PriceCache
-from .prices import Prices, Seconds, boundary_layout
+from .prices import Prices, Seconds
 from .seconds import wait_weights
 from .structure import Edge, Run, Structure, Use
 

@@ -16,7 +16,7 @@ from math import prod
 
 import numpy as np
 
-from ..layout import Layout, Mesh, Region, divides, format_layout, local_region
+from ..layout import Layout, Mesh, Region, divides, format_layout, intersect, local_region
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,8 @@ def transfers(
             starts = np.maximum(bounds[:, :, 0], box[:, 0])
             shared = (starts < np.minimum(bounds[:, :, 1], box[:, 1])).all(axis=1)
             near = [regions[number] for number in np.flatnonzero(shared).tolist()]
-            boxes[wanted] = [(each, intersect(each, wanted)) for each in near]
+            shares = ((each, intersect(each, wanted)) for each in near)
+            boxes[wanted] = [(each, part) for each, part in shares if part is not None]
         for region, part in boxes[wanted]:
             source = min(
                 holders[region],
@@ -91,27 +92,6 @@ def transfers(
             sent[source] += transfer.numel
             chosen.append(transfer)
     return tuple(sorted(chosen, key=lambda transfer: (transfer.target, transfer.box)))
-
-
-def intersect(first: Region, second: Region) -> Region:
-    """Return the intersection of two boxes.
-
-    >>> intersect(((0, 4), (0, 2)), ((2, 6), (0, 2)))
-    ((2, 4), (0, 2))
-    """
-    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
-
-
-def relative(box: Region, frame: Region) -> tuple[slice, ...]:
-    """Return the slices that cut ``box`` out of a local tensor that holds ``frame``.
-
-    >>> relative(((2, 4),), ((2, 6),))
-    (slice(0, 2, None),)
-    """
-    return tuple(
-        slice(start - origin, stop - origin)
-        for (start, stop), (origin, _) in zip(box, frame, strict=True)
-    )
 
 
 def _regions(shape: Sequence[int], layout: Layout, mesh: Mesh) -> list[Region]:

@@ -192,9 +192,7 @@ class _Shared:
         graph, own = model.structure.graph, model.structure.blocks
         layouts = stage_layouts(model.structure, model, answer, self.blocks)
         names = [node.name for node in graph if node.kind in ("op", "input")]
-        return not why_not(
-            graph, names, lambda n: layouts.get(n, layouts.get(own.template.get(n, n)))
-        )
+        return not why_not(graph, names, lambda name: own.entry(layouts, name))
 
     def _of_solution(self, start: StageAnswer) -> Iterator[SharedAnswer]:
         """Yield the best shares of a solution under every ZeRO stage, up to the cheapest

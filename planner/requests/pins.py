@@ -260,7 +260,7 @@ def broken_pins(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -
         own = blocks.blocks[start : start + len(stage.blocks)]
         start += len(stage.blocks)
         for name in dict.fromkeys(name for block in own for name in _read(block, graph)):
-            layout = stage.layouts.get(name) or stage.layouts.get(blocks.template.get(name, name))
+            layout = stage.layout_of(name, blocks)
             if layout is None:
                 continue
             for pin in by_name.get(name, ()):

@@ -14,7 +14,7 @@ from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.ops.compute import least_seconds
 from ..graph import Node
 from ..intra_op.intra_op import StageAnswer
-from ..layout import INVARIANT, Layout, NodeLayout, conversion_steps
+from ..layout import INVARIANT, Layout, NodeLayout, boundary_layout, conversion_steps
 from ..plan import (
     Alternative,
     BlockPlan,
@@ -26,7 +26,7 @@ from ..plan import (
 )
 from ..pricing.branches import StagePlacement, stage_edges
 from ..pricing.choices import input_specs, unsharded_ops
-from ..pricing.prices import Prices, boundary_layout
+from ..pricing.prices import Prices
 from ..pricing.stage_model import StageModel
 from ..pricing.step import prediction_of, send_seconds
 from ..pricing.structure import Structure

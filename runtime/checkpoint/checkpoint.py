@@ -1,6 +1,6 @@
 """Checkpoints: everything that a training run is, loadable under any plan of the model.
 
-In: a ``TrainingState``, what one process holds. Out: a folder ``step-N`` with
+In: the ``TrainingState`` of a process. Out: a folder ``step-N`` with
 
 - tensors, written by ``torch.distributed.checkpoint``: ``model.<name>`` for every entry of the
   model's ``state_dict``, ``buffer.<name>`` for other buffers that training changes,
@@ -26,12 +26,11 @@ from torch.optim import Optimizer
 
 from ...planner.errors import UsageError
 from ..messages.shared_objects import gather_values
-from .damage import choose_checkpoint
-from .folder import STATE
+from .folder import STATE, choose_checkpoint
 from .metadata import SafeFileSystemReader, missing_files, read_tensors, stored_tensors
-from .optimizer_state import PREFIX, NamedOptimizer, empty_state
+from .optimizer_state import PREFIX, NamedOptimizer, decode, empty_state
 from .parts import GENERATORS, Stateful, load_part, merge_groups, part_tensors, save_parts
-from .values import decode
+from .weight_files import few_names
 from .writer import CheckpointWriter, PendingSave, Snapshot
 
 FORMAT = 1
@@ -39,7 +38,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What one stage on this process holds, by the model's names; filled in place by a load."""
+    """The tensors of one stage on this process, by the model's names; filled in place by a load."""
 
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
@@ -48,14 +47,14 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What a checkpoint holds, as one process has it.
+    """The content of a checkpoint, as one process has it.
 
-    ``shapes`` is of every entry of the whole model's ``state_dict``; ``aliases`` maps further
-    names of tied tensors to the first. ``slots`` is what the process has in memory, and
-    ``written`` names those of its entries that this process writes (None: all). ``facts`` is
-    JSON that the checkpoint carries; ``parts`` are objects with ``state_dict`` and
-    ``load_state_dict``, of which a checkpoint may lack those in ``optional``. ``beside`` are
-    parameters that the optimizer may have though no slot has them.
+    ``shapes`` is of every entry of the whole model's ``state_dict``; ``aliases`` maps further names
+    of tied tensors to the first. ``slots`` are in the process' memory, and ``written`` names those
+    of its entries that this process writes (None: all). ``facts`` is JSON that the checkpoint
+    carries; ``parts`` are objects with ``state_dict`` and ``load_state_dict``, of which a
+    checkpoint may lack those in ``optional``. ``beside`` are parameters that the optimizer may have
+    though no slot has them.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -82,7 +81,7 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load found besides what it filled in: the step and the ``facts``."""
+    """The step of a checkpoint that was loaded, and its ``facts``."""
 
     step: int
     facts: Mapping[str, Any]
@@ -147,7 +146,7 @@ def _model_tensors(state: TrainingState) -> dict[str, Tensor]:
 
 
 def _optimizer_entry(ranks: list[Any]) -> dict[str, Any] | None:
-    """What all ranks' optimizers are together; those of ranks that train nothing say nothing."""
+    """Merge the entries of all ranks' optimizers; ranks that train nothing do not count."""
     saved = [each for each in ranks if each is not None]
     if not saved:
         return None
@@ -172,8 +171,11 @@ def load_checkpoint(path: str | Path, state: TrainingState) -> Loaded:
     document = _read_document(path)
     reader = SafeFileSystemReader(path, tuple(document["hosts"]))
     stored = stored_tensors(reader.read_metadata())
-    _check_model(path, state, {k.removeprefix("model."): v.size for k, v in stored.items()
-                               if k.startswith("model.")})  # fmt: skip
+    _check_model(
+        path,
+        state,
+        {k.removeprefix("model."): v.size for k, v in stored.items() if k.startswith("model.")},
+    )
     found_parts = {
         name: part_tensors(name, document["parts"][name])
         for name in _parts_to_load(path, state, document)
@@ -192,8 +194,9 @@ def load_checkpoint(path: str | Path, state: TrainingState) -> Loaded:
             key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in keys
         }
         read_tensors(reader, tensors)
-        load_part(state.parts[name], document["parts"][name], rank, list(tensors.values()),
-                  state.names())  # fmt: skip
+        load_part(
+            state.parts[name], document["parts"][name], rank, list(tensors.values()), state.names()
+        )
     return Loaded(int(document["step"]), document["facts"])
 
 
@@ -219,7 +222,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _check_model(path: Path, state: TrainingState, stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises UsageError (AP885) unless the checkpoint is of a model with these names and shapes."""
+    """Raise UsageError (AP885) unless the checkpoint is of a model with these names and shapes."""
     lacking = [name for name in state.shapes if name not in stored]
     unknown = [name for name in stored if name not in state.shapes]
     other = [
@@ -230,9 +233,9 @@ def _check_model(path: Path, state: TrainingState, stored: Mapping[str, tuple[in
     differences = [
         text
         for names, text in (
-            (lacking, f"the checkpoint lacks {_some(lacking)}"),
-            (unknown, f"the model lacks {_some(unknown)}"),
-            (other, _some(other)),
+            (lacking, f"the checkpoint lacks {few_names(lacking, 3)}"),
+            (unknown, f"the model lacks {few_names(unknown, 3)}"),
+            (other, few_names(other, 3)),
         )
         if names
     ]
@@ -244,11 +247,6 @@ def _check_model(path: Path, state: TrainingState, stored: Mapping[str, tuple[in
             where=str(path),
             fix="use the model and settings that the checkpoint was saved with",
         )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _parts_to_load(path: Path, state: TrainingState, document: Mapping[str, Any]) -> list[str]:
@@ -303,7 +301,7 @@ def _fill(
     stored: Mapping[str, Any],
     document: Mapping[str, Any],
 ) -> None:
-    """Read what ``slot`` holds, and its parameters' optimizer state."""
+    """Read the tensors of ``slot``, and its parameters' optimizer state."""
     wanted = {
         f"model.{name}": tensor.detach()
         for name, tensor in {**slot.parameters, **slot.buffers}.items()
@@ -338,7 +336,7 @@ def _fill(
 
 
 def _optimizer_keys(stored: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """By parameter and state, the key of each stored tensor of an optimizer."""
+    """Return the key of each stored tensor of an optimizer, by parameter and state."""
     found: dict[str, dict[str, str]] = {}
     for entry in stored:
         if entry.startswith(PREFIX):

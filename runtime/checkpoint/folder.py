@@ -1,19 +1,30 @@
-"""The folder of a run's checkpoints: which are complete, and how one appears at once.
+"""The folder of a run's checkpoints: which are complete and whole, and how one appears at once.
 
 A checkpoint is written into ``step-00000010.tmp-<id>`` and renamed when every rank is done. One
 of the same step that is there already is first renamed to ``step-00000010.old-<id>`` and counts
 as that step's until the new one has its name, so that at every moment the last good checkpoint
 can be loaded.
+
+A checkpoint is whole if its index can be read and its files are as long as the index says: a disk
+that was full, a copy that was cut off or a failing disk leave shorter ones. Others are named on
+stderr. Every rank looks at the files that its host has, and all choose the same checkpoint.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import sys
+from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
+
 from ...planner.errors import UsageError
+from ..messages.shared_objects import gather_values, on_first, share_value
+from .metadata import SafeFileSystemReader, damaged_file
 
 INDEX, STATE = ".metadata", "checkpoint.json"
 """The files that a complete checkpoint has: of torch's, and of ours."""
@@ -23,7 +34,7 @@ TEMPORARY = re.compile(r"step-\d{8,}\.tmp-\w+")
 
 
 def checkpoint_path(folder: str | Path, step: int) -> Path:
-    """Where the checkpoint of a step goes; names sort by step.
+    """Return the path of a step's checkpoint; names sort by step.
 
     >>> str(checkpoint_path("run", 12))
     'run/step-00000012'
@@ -32,12 +43,12 @@ def checkpoint_path(folder: str | Path, step: int) -> Path:
 
 
 def temporary_path(path: Path, identifier: str) -> Path:
-    """Where the checkpoint ``path`` is written until it is complete."""
+    """Return the path at which the checkpoint ``path`` is written until it is complete."""
     return path.with_name(f"{path.name}.tmp-{identifier}")
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a folder has what every checkpoint has."""
+    """Tell whether a folder has the files of a complete checkpoint."""
     return (path / INDEX).is_file() and (path / STATE).is_file()
 
 
@@ -81,9 +92,11 @@ def newest_checkpoint(path: str | Path) -> Path:
 
 def _none(path: Path, why: str) -> UsageError:
     return UsageError(
-        "AP132", f"{path} contains no checkpoint", why=why,
+        "AP132",
+        f"{path} contains no checkpoint",
+        why=why,
         fix="use the folder of --save (or autoparallel.save), or a step-N folder in it",
-    )  # fmt: skip
+    )
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -99,7 +112,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what saves left that were cut off; a replaced checkpoint gets its name back.
+    """Remove the rest of saves that were cut off; a replaced checkpoint gets its name back.
 
     Only while no save is under way in ``folder``.
     """
@@ -130,3 +143,53 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def choose_checkpoint(path: str | Path) -> Path:
+    """The checkpoint ``path``, or the newest whole one in the folder. Collective over all ranks.
+
+    Rank 0 says which there are. Raises UsageError: AP132 where there is none, AP880 where
+    ``path`` is a checkpoint that is damaged, or all in the folder are.
+    """
+    found = share_value(on_first(partial(_candidates, path)))
+    assert found is not None
+    for position, checkpoint in enumerate(found):
+        damages = [each for each in gather_values(damage(checkpoint)) if each is not None]
+        if not damages:
+            return checkpoint
+        if position == len(found) - 1:
+            raise damages[0]
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            instead = f"{checkpoint.name} is damaged, {found[position + 1].name} is taken instead"
+            print(f"{damages[0]}\nautoparallel: {instead}", file=sys.stderr, flush=True)
+    raise AssertionError(path)
+
+
+def damage(checkpoint: Path) -> UsageError | None:
+    """Return the error for files of a checkpoint that are too short on this host; None if it is
+    whole. Their content is checked where it is read."""
+    try:
+        metadata = SafeFileSystemReader(checkpoint).read_metadata()
+        json.loads((checkpoint / STATE).read_text())
+    except FileNotFoundError:
+        return None  # on another host, which is said where it is read
+    except ValueError as error:
+        return damaged_file(checkpoint / STATE, f"{type(error).__name__}: {error}")
+    except UsageError as error:
+        return None if error.code == "AP132" else error
+    needed: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        end = info.offset + info.length
+        needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
+    for name, length in sorted(needed.items()):
+        file = checkpoint / name
+        if file.exists() and (size := file.stat().st_size) < length:
+            return damaged_file(file, f"it has {size} bytes of the {length} that were written")
+    return None
+
+
+def _candidates(path: str | Path) -> list[Path]:
+    """Return the checkpoints to try, newest first."""
+    newest = newest_checkpoint(path)
+    is_named = is_complete(Path(path)) or newest not in complete_checkpoints(path)
+    return [newest] if is_named else complete_checkpoints(path)[::-1]

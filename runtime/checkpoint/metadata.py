@@ -33,8 +33,14 @@ METADATA = ".metadata"
 
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": (
-        "Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata",
-        "BytesStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        "Metadata",
+        "MetadataIndex",
+        "ChunkStorageMetadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch": ("Size",),
@@ -42,12 +48,12 @@ ALLOWED = {
     "pathlib": ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "pathlib._local": ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "collections": ("OrderedDict",),
-}  # fmt: skip
+}
 """The classes, by module, that an index may name; the torch dtypes come on top."""
 
 
 def _member(owner: Any, name: Any) -> Any:
-    """A member of an enumeration: what ``getattr`` in an index is for.
+    """Return a member of an enumeration, the only use of ``getattr`` in an index.
 
     Python 3.11.0 to 3.11.3 pickle members so. Raises ``UnpicklingError`` for anything else.
     """
@@ -70,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafeFileSystemReader(FileSystemReader):
-    """A ``FileSystemReader`` that runs nothing of what it reads.
+    """A ``FileSystemReader`` that runs no code from its files.
 
     ``hosts`` are the hosts that the ranks ran on when the checkpoint was written; an error about
     a missing file names the one that wrote it.
@@ -104,7 +110,7 @@ class SafeFileSystemReader(FileSystemReader):
         return metadata  # type: ignore[no-any-return]
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Reads what ``plan`` needs. Raises UsageError (AP881) where a file is missing."""
+        """Read the items of ``plan``. Raise UsageError (AP881) where a file is missing."""
         needed = {self._file_of(item) for item in plan.items}
         missing = sorted(name for name in needed if not (self.folder / name).exists())
         if missing:
@@ -114,7 +120,7 @@ class SafeFileSystemReader(FileSystemReader):
             try:
                 super().read_data(replace(plan, items=items), planner)
             except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
-                raise damaged(self.folder / name, f"{type(error).__name__}: {error}") from None
+                raise damaged_file(self.folder / name, f"{type(error).__name__}: {error}") from None
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -124,7 +130,7 @@ class SafeFileSystemReader(FileSystemReader):
         return name
 
 
-class _TensorsOnly(DefaultLoadPlanner):
+class TensorsOnly(DefaultLoadPlanner):
     """Reads no pickled objects: the default planner would run them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -140,7 +146,7 @@ def read_tensors(reader: SafeFileSystemReader, state: Mapping[str, Tensor]) -> N
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(dict(state), storage_reader=reader, planner=_TensorsOnly(), no_dist=True)
+            load(dict(state), storage_reader=reader, planner=TensorsOnly(), no_dist=True)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         if isinstance(cause, AutoparallelError):
@@ -155,7 +161,7 @@ def read_tensors(reader: SafeFileSystemReader, state: Mapping[str, Tensor]) -> N
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """What the index says of each tensor, by key."""
+    """Return the index's entry for each tensor, by key."""
     return {
         key: value
         for key, value in metadata.state_dict_metadata.items()
@@ -163,12 +169,15 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     }
 
 
-def damaged(file: Path, why: str) -> UsageError:
+def damaged_file(file: Path, why: str) -> UsageError:
     """The error about a file of a checkpoint that is not as it was written."""
     return UsageError(
-        "AP880", f"the file {file.name} of the checkpoint is damaged", why=why, where=str(file),
+        "AP880",
+        f"the file {file.name} of the checkpoint is damaged",
+        why=why,
+        where=str(file),
         fix="use another checkpoint: --resume DIR/step-N; --resume DIR takes the newest whole one",
-    )  # fmt: skip
+    )
 
 
 def missing_files(folder: Path, missing: list[str], hosts: tuple[str, ...]) -> UsageError:
@@ -189,7 +198,7 @@ def missing_files(folder: Path, missing: list[str], hosts: tuple[str, ...]) -> U
 
 
 def _check(metadata: Any) -> None:
-    """Refuses an index of the wrong types, or with files outside of its folder."""
+    """Refuse an index of the wrong types, or with files outside of its folder."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise pickle.UnpicklingError(f"the index is a {type(metadata).__name__}")
     for info in metadata.storage_data.values():

@@ -1,13 +1,16 @@
-"""An optimizer's state by the names of parameters, so that it loads under another plan.
+"""States as JSON and tensors apart: of any object, and of optimizers by the names of parameters.
 
-Plans cut an optimizer's ``param_groups`` differently, so hyperparameters are kept by parameter:
-In: an optimizer and the names of its parameters. Out: tensors ``optimizer.<name>.<state>``, and
-for JSON the groups' options with the names that each holds; and back. A scheduler's lists with
-one value per group go the same way.
+In: the result of ``state_dict()``: numbers, strings, None, tensors, bytes, and dicts, lists,
+tuples and sets of them. Out: JSON in which each tensor is a number, and the tensors; and back.
+
+Plans cut an optimizer's ``param_groups`` differently, so hyperparameters are kept by parameter, as
+the groups' options with the names that each holds, and tensors as ``optimizer.<name>.<state>``. A
+scheduler's lists with one value per group go the same way.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +24,96 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...planner.errors import UsageError
-from .values import decode, encode
+
+TAG = "!"
+"""The key of a JSON object that stands for something else than a dict of strings."""
+
+
+def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
+    """Encode ``value`` for ``json.dumps``; its tensors are appended to ``tensors``.
+
+    ``where`` names the value in errors. Raises UsageError (AP882) for any other type.
+
+    >>> encode({"epochs": (1, 2), 3: None}, [], "data")
+    {'!': 'dict', 'items': [['epochs', {'!': 'tuple', 'items': [1, 2]}], [3, None]]}
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return _plain(value)
+    if isinstance(value, Tensor) and not isinstance(value, DTensor):
+        tensors.append(value.detach())
+        return {TAG: "tensor", "index": len(tensors) - 1}
+    if isinstance(value, bytes | bytearray):
+        return {TAG: "bytes", "hex": bytes(value).hex()}
+    if isinstance(value, torch.dtype):
+        return {TAG: "dtype", "name": str(value).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        items = [[key, encode(part, tensors, f"{where}.{key}")] for key, part in value.items()]
+        if isinstance(value, Counter) or TAG in value or not _has_string_keys(value):
+            kind = "counter" if isinstance(value, Counter) else "dict"
+            keys = [encode(key, tensors, where) for key in value]
+            return {TAG: kind, "items": [[k, part] for k, (_, part) in zip(keys, items)]}  # noqa: B905
+        return dict(items)
+    if isinstance(value, list):
+        return [encode(part, tensors, f"{where}[{i}]") for i, part in enumerate(value)]
+    if isinstance(value, tuple | set | frozenset):
+        kind = "tuple" if isinstance(value, tuple) else "set"
+        return {TAG: kind, "items": [encode(part, tensors, where) for part in value]}
+    if hasattr(value, "__array__") and hasattr(value, "item") and not getattr(value, "ndim", 1):
+        return encode(value.item(), tensors, where)  # A number of numpy's.
+    kind = type(value).__name__
+    raise UsageError(
+        "AP882",
+        f"{where} is a {kind}, which a checkpoint cannot hold",
+        why="states are stored as JSON and plain tensors, so that loading one runs no code",
+        fix="have state_dict() return numbers, strings, tensors, and dicts and lists of them",
+    )
+
+
+def decode(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the value that ``encode`` was given.
+
+    >>> decode(encode({"epochs": (1, 2), 3: None}, [], "data"), [])
+    {'epochs': (1, 2), 3: None}
+    """
+    if isinstance(value, list):
+        return [decode(part, tensors) for part in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(TAG)
+    if kind is None:
+        return {key: decode(part, tensors) for key, part in value.items()}
+    if kind == "tensor":
+        return tensors[value["index"]]
+    if kind == "bytes":
+        return bytes.fromhex(value["hex"])
+    if kind == "dtype":
+        found = getattr(torch, value["name"])
+        assert isinstance(found, torch.dtype)
+        return found
+    items = [decode(part, tensors) for part in value["items"]]
+    if kind == "tuple":
+        return tuple(items)
+    if kind == "set":
+        return set(items)
+    pairs = {key: part for key, part in items}  # noqa: C416
+    return Counter(pairs) if kind == "counter" else pairs
+
+
+def _plain(value: Any) -> Any:
+    """A number or string without its subclass (an enum's, numpy's)."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return None
+
+
+def _has_string_keys(value: Mapping[Any, Any]) -> bool:
+    return all(isinstance(key, str) for key in value)
+
 
 PREFIX = "optimizer."
 HOW = frozenset(("params", "foreach", "fused", "capturable", "differentiable"))
-"""Entries of a group that say how the update is computed, not what it does."""
+"""Entries of a group on the computation of an update, which do not change its result."""
 PER_GROUP = frozenset(
     ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 )
@@ -44,7 +132,7 @@ class NamedOptimizer:
     names: Mapping[int, str]
 
     def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """Each group's options, encoded for JSON, and its parameters' names."""
+        """Return each group's options, encoded for JSON, and its parameters' names."""
         return [
             (
                 {
@@ -93,7 +181,7 @@ class NamedOptimizer:
                 yield name, key, value
 
     def options_to_load(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """For each group, the options that it takes of the saved groups, by name.
+        """Return for each group the options that it takes of the saved groups, by name.
 
         Raises UsageError (AP884) where one group holds parameters that were saved with
         different options.
@@ -166,8 +254,9 @@ def take_group_values(scheduler: LRScheduler, named: NamedOptimizer) -> tuple[An
     return taken(scheduler.state_dict(), ()), found
 
 
-def put_group_values(state: Any, path: Sequence[str | int], values: ByNames,
-                     named: NamedOptimizer) -> None:  # fmt: skip
+def put_group_values(
+    state: Any, path: Sequence[str | int], values: ByNames, named: NamedOptimizer
+) -> None:
     """Put a list with a value for each group of ``named`` back into a scheduler's state."""
     by_name = {name: value for value, names in values for name in names}
     found = []

@@ -22,8 +22,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...planner.errors import UsageError
 from ..messages.shared_objects import gather_values
-from .optimizer_state import NamedOptimizer, Path, put_group_values, take_group_values
-from .values import decode, encode
+from .optimizer_state import (
+    NamedOptimizer,
+    Path,
+    decode,
+    encode,
+    put_group_values,
+    take_group_values,
+)
 
 PREFIX = "part."
 GENERATORS = "generators"
@@ -31,7 +37,7 @@ GENERATORS = "generators"
 
 
 class Stateful(Protocol):
-    """What can be a part of a checkpoint."""
+    """An object that can be a part of a checkpoint."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any, /) -> Any: ...
@@ -47,7 +53,8 @@ class Generators:
         self._device = device
 
     def state_dict(self) -> dict[str, Any]:
-        """Those of Python and torch, of numpy if the process uses it, and of the GPU."""
+        """Return the states of Python and torch, of numpy if the process uses it, and of the
+        GPU."""
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if "numpy" in sys.modules:
             kind, key, *rest = sys.modules["numpy"].random.get_state()
@@ -57,7 +64,7 @@ class Generators:
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Sets those that this process has."""
+        """Set those that this process has."""
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
         if "numpy" in state and "numpy" in sys.modules:
@@ -119,7 +126,7 @@ def _encode(name: str, part: Stateful, names: Mapping[int, str], tensors: list[T
 
 
 def _digest(tensors: list[Tensor]) -> str:
-    """Of the values of all tensors."""
+    """Return a digest of the values of all tensors."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -171,7 +178,7 @@ def merge_groups(values: list[Any]) -> list[Any]:
 
 
 def part_tensors(name: str, entry: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """Which of a part's states is this rank's, and the keys of its tensors.
+    """Return the number of this rank's state of a part, and the keys of its tensors.
 
     Raises UsageError (AP887) where each rank had a state of its own, and there are now more or
     fewer ranks.

@@ -1,7 +1,11 @@
-"""Tensors in files, by name, of which any box can be read alone.
+"""Weights in files, by name: any box of a tensor is read alone, and tensors are written in shards.
 
 In: the path of a safetensors file, of a file of ``torch.save``, of a folder that Hugging Face
-wrote (whole or in shards with an index), or of a checkpoint folder. Out: ``WeightFiles``.
+wrote (whole or in shards with an index), or of a checkpoint folder of
+``torch.distributed.checkpoint`` (ours, with keys ``model.<name>`` beside the optimizer's, or any
+state dict). Out: ``WeightFiles``; no process group is needed. Files are written as
+``model.safetensors`` or ``model.pt``, or as shards and an index, named as Hugging Face names them,
+with one shard in memory at a time.
 Format of safetensors: https://github.com/huggingface/safetensors#format
 """
 
@@ -9,26 +13,154 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ...planner.errors import UsageError
-from ...planner.layout import Region
-from .dcp_weights import CheckpointWeights, find_checkpoint
-from .file_errors import reading
+from ...planner.errors import AutoparallelError, UsageError
+from ...planner.layout import Region, region_shape, region_slices
+from .folder import STATE, complete_checkpoints
+from .metadata import SafeFileSystemReader, TensorsOnly, stored_tensors
+
+
+@contextmanager
+def reading_file(path: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Inside, an error of ``kinds`` becomes a UsageError AP861 that names the file."""
+    try:
+        yield
+    except AutoparallelError:
+        raise
+    except kinds as error:
+        lines = str(error).strip().splitlines()
+        raise UsageError(
+            "AP861",
+            f"the weights in {path} cannot be read",
+            why=f"{type(error).__name__}: {lines[0] if lines else ''}",
+            where=str(path.resolve()),
+            fix="write the file again; a .pt file may contain only tensors by name",
+        ) from error
+
+
+INDEX = ".metadata"
+"""The file in which torch lists the content of a checkpoint."""
+
+MODEL = "model."
+OTHERS = ("optimizer.", "optim.")
+"""Keys that tell a checkpoint of a whole training from one of weights alone."""
+
+
+def find_checkpoint(path: str | Path) -> Path | None:
+    """``path`` itself, or the newest of the checkpoints in it; None where there is none."""
+    if (Path(path) / INDEX).exists():
+        return Path(path)
+    found = complete_checkpoints(Path(path))
+    return found[-1] if found else None
+
+
+class CheckpointWeights:
+    """The weights of a checkpoint, by the model's own names.
+
+    A read takes from the files the stored pieces that meet the box, one after the other.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raise UsageError AP861 where the folder is damaged."""
+        self.place = str(path)
+        self._reader = SafeFileSystemReader(path)
+        with reading_file(path, OSError, EOFError, pickle.UnpicklingError, AttributeError):
+            self._metadata: Metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._keys = _weights_in(self._metadata, is_training=(path / STATE).exists())
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._keys)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._stored(name).size)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._stored(name).properties.dtype
+
+    def read(self, name: str, region: Region) -> Tensor:
+        stored = self._stored(name)
+        box = ChunkStorageMetadata(
+            offsets=torch.Size(start for start, _ in region),
+            sizes=torch.Size(region_shape(region)),
+        )
+        part = torch.empty(tuple(box.sizes), dtype=stored.properties.dtype)
+        items = create_read_items_for_chunk_list(self._keys[name], stored, [box])
+        with reading_file(
+            Path(self.place), OSError, EOFError, pickle.UnpicklingError, RuntimeError
+        ):
+            self._reader.read_data(LoadPlan(items), _IntoTensor(part)).wait()
+        return part
+
+    def _stored(self, name: str) -> TensorStorageMetadata:
+        stored = self._metadata.state_dict_metadata[self._keys[name]]
+        assert isinstance(stored, TensorStorageMetadata)
+        return stored
+
+
+def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
+    """Return the keys of the weights by their names, without the prefix of a training's
+    checkpoint."""
+    tensors = tuple(stored_tensors(metadata))
+    if not is_training and "step" not in tensors and not any(k.startswith(OTHERS) for k in tensors):
+        return {key: key for key in tensors}
+    return {key.removeprefix(MODEL): key for key in tensors if key.startswith(MODEL)}
+
+
+class _IntoTensor(TensorsOnly):
+    """A planner that puts pieces of one tensor into their boxes of ``part``."""
+
+    def __init__(self, part: Tensor) -> None:
+        super().__init__()
+        self._part = part
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        starts = read_item.dest_offsets
+        bounds = zip(starts, read_item.lengths, strict=True)
+        return self._part[tuple(slice(start, start + length) for start, length in bounds)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Do nothing: the tensor was read into its place."""
+
 
 TORCH_ENDINGS = (".pt", ".pth", ".bin")
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin", "model.pt")
-"""What Hugging Face and ``autoparallel export`` call the file of a model, in the order tried;
-with ``.index.json`` after it, the index of one in several."""
+"""Names of the file of a model, of Hugging Face and ``autoparallel export``, in the order tried;
+with ``.index.json`` after it, the index of a model in several files."""
 
 CONTAINERS = ("state_dict", "model_state_dict", "model")
-"""Under which keys a file of ``torch.save`` may hold the weights beside other things."""
+"""Keys under which a file of ``torch.save`` may hold the weights beside other things."""
+
+
+LISTED = 5
+"""Number of names that an error or a summary lists."""
+
+
+def few_names(names: Collection[str], most: int = LISTED) -> str:
+    """Return the first names, and the number of further ones.
+
+    >>> few_names(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    rest = len(names) - most
+    return ", ".join(islice(names, most)) + (f" and {rest} more" if rest > 0 else "")
 
 
 class WeightFiles(Protocol):
@@ -47,11 +179,6 @@ class WeightFiles(Protocol):
 
     def read(self, name: str, region: Region) -> Tensor:
         """The box ``region`` of a tensor, on the CPU, in the dtype that it is stored in."""
-
-
-def whole_region(shape: tuple[int, ...]) -> Region:
-    """The box that is all of a tensor of ``shape``."""
-    return tuple((0, size) for size in shape)
 
 
 def open_weights(path: str | Path) -> WeightFiles:
@@ -105,7 +232,7 @@ def _open_file(path: Path) -> WeightFiles:
 
 
 def _open_index(index: Path) -> WeightFiles:
-    with reading(index, OSError, ValueError, KeyError):
+    with reading_file(index, OSError, ValueError, KeyError):
         files: dict[str, str] = json.loads(index.read_text())["weight_map"]
     missing = sorted({file for file in files.values() if not (index.parent / file).exists()})
     if missing:
@@ -123,7 +250,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.place = str(path)
-        with reading(path, SafetensorError, OSError):
+        with reading_file(path, SafetensorError, OSError):
             self._file = cast(Any, safe_open(path, framework="pt"))
             self._names = tuple(self._file.keys())
 
@@ -137,11 +264,11 @@ class SafetensorsFile:
         return self.read(name, tuple((0, 0) for _ in self.shape(name))).dtype
 
     def read(self, name: str, region: Region) -> Tensor:
-        with reading(Path(self.place), SafetensorError):
+        with reading_file(Path(self.place), SafetensorError):
             if not region:
                 scalar: Tensor = self._file.get_tensor(name)
                 return scalar
-            part: Tensor = self._file.get_slice(name)[tuple(slice(*bounds) for bounds in region)]
+            part: Tensor = self._file.get_slice(name)[region_slices(region)]
             return part
 
 
@@ -150,7 +277,9 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self.place = str(path)
-        with reading(path, RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError):
+        with reading_file(
+            path, RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError
+        ):
             self._tensors = _tensors_of(_load_mapped(path))
         if not self._tensors:
             raise UsageError("AP860", f"{path} contains no named tensors", where=self.place)
@@ -165,11 +294,11 @@ class TorchFile:
         return self._tensors[name].dtype
 
     def read(self, name: str, region: Region) -> Tensor:
-        return self._tensors[name][tuple(slice(*bounds) for bounds in region)]
+        return self._tensors[name][region_slices(region)]
 
 
 def _load_mapped(path: Path) -> Any:
-    """What the file holds; only torch's format since 1.6, a zip file, can be mapped."""
+    """Load a file of ``torch.save``; only torch's format since 1.6, a zip file, can be mapped."""
     with path.open("rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"
     return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -214,7 +343,65 @@ class ShardedFiles:
         opened = self._opened[file]
         if name not in opened.names():
             raise UsageError(
-                "AP861", f"{file} has no tensor {name!r}, where the index says it is",
+                "AP861",
+                f"{file} has no tensor {name!r}, where the index says it is",
                 where=self.place,
-            )  # fmt: skip
+            )
         return opened
+
+
+ENDINGS = {"safetensors": ".safetensors", "pt": ".pt"}
+
+
+def split_by_size(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:
+    """The names cut, in their order, into lists of at most ``most_bytes``, or one name.
+
+    >>> split_by_size({"a": 3, "b": 2, "c": 9, "d": 1}, most_bytes=5)
+    [['a', 'b'], ['c'], ['d']]
+    """
+    found: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if found[-1] and held + size > most_bytes:
+            found.append([])
+            held = 0
+        found[-1].append(name)
+        held += size
+    return found
+
+
+def write_shards(
+    folder: Path,
+    sizes: Mapping[str, int],
+    tensor: Callable[[str], Tensor],
+    *,
+    kind: str,
+    most_bytes: int,
+) -> list[Path]:
+    """Write the tensors, ``kind`` safetensors or pt; return the files with tensors."""
+    ending = ENDINGS[kind]
+    parts = split_by_size(sizes, most_bytes)
+    files = [folder / _file_name(number, len(parts), ending) for number in range(len(parts))]
+    for file, names in zip(files, parts, strict=True):
+        _write_shard(file, names, tensor, kind)
+    if len(parts) > 1:
+        places = {
+            name: file.name for file, names in zip(files, parts, strict=True) for name in names
+        }
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (folder / f"model{ending}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return files
+
+
+def _file_name(number: int, count: int, ending: str) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}{ending}" if count > 1 else f"model{ending}"
+
+
+def _write_shard(
+    file: Path, names: Sequence[str], tensor: Callable[[str], Tensor], kind: str
+) -> None:
+    tensors = {name: tensor(name).contiguous() for name in names}
+    if kind == "safetensors":
+        save_file(tensors, file, metadata={"format": "pt"})
+    else:
+        torch.save(tensors, file)

@@ -35,7 +35,8 @@ from .folder import STATE, checkpoint_path, clean_up, keep_newest, publish, temp
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank writes. ``document`` is rank 0's JSON, None elsewhere."""
+    """The part of a checkpoint that one rank writes. ``document`` is rank 0's JSON, None
+    elsewhere."""
 
     folder: Path
     step: int
@@ -65,13 +66,13 @@ class PendingSave:
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
+        """Tell whether ``wait`` would return, or raise, at once."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Returns when the checkpoint is complete.
+        """Wait until the checkpoint is complete.
 
-        Raises what has gone wrong with it, once: MachineError (AP886).
+        Raises its error once: MachineError (AP886).
         """
         if self._thread is not None:
             self._thread.join()
@@ -91,8 +92,7 @@ class CheckpointWriter:
     def write(self, snapshot: Snapshot, *, asynchronous: bool = False) -> PendingSave:
         """Write ``snapshot``; ``asynchronous``: return when its tensors are copied.
 
-        A save that is under way is waited for, and what went wrong with it is raised. Collective
-        over all ranks.
+        A save that is under way is waited for, and its error is raised. Collective over all ranks.
         """
         self.wait()
         pending = PendingSave(checkpoint_path(snapshot.folder, snapshot.step))
@@ -103,7 +103,7 @@ class CheckpointWriter:
         copy = Snapshot(
             snapshot.folder,
             snapshot.step,
-            {key: copied(tensor) for key, tensor in snapshot.tensors.items()},
+            {key: copy_to_cpu(tensor) for key, tensor in snapshot.tensors.items()},
             snapshot.document,
             snapshot.keep,
         )
@@ -114,12 +114,12 @@ class CheckpointWriter:
         return pending
 
     def check(self) -> None:
-        """Raise what went wrong in the background; waits for nothing."""
+        """Raise the error of a save in the background; wait for nothing."""
         if self._pending is not None and self._pending.is_done():
             self._pending.wait()
 
     def wait(self) -> None:
-        """Wait for the save that is under way, and raise what went wrong with it."""
+        """Wait for the save that is under way, and raise its error."""
         if self._pending is not None:
             self._pending.wait()
 
@@ -132,16 +132,15 @@ class CheckpointWriter:
         return self._group
 
     def _end(self) -> None:
-        """At the end of the process, where an exception would not change the exit code."""
+        """Wait at the end of the process, where an exception would not change the exit code."""
         try:
             self.wait()
         except AutoparallelError as error:
-            sys.stderr.write(f"{error}\n")
-            sys.stderr.flush()
+            print(error, file=sys.stderr, flush=True)
             os._exit(error.exit_code)
 
 
-def copied(tensor: Tensor) -> Tensor:
+def copy_to_cpu(tensor: Tensor) -> Tensor:
     """A copy in CPU memory; of a DTensor, of this rank's shard."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)
@@ -155,8 +154,8 @@ def copied(tensor: Tensor) -> Tensor:
 def write_snapshot(snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
     """Write and publish a checkpoint. Collective over all ranks; ``group`` is for messages.
 
-    Raises MachineError (AP886), on every rank, where it cannot be written; what was in the
-    folder before is then still there.
+    Raises MachineError (AP886), on every rank, where it cannot be written; the folder is then as
+    before.
     """
     path = checkpoint_path(snapshot.folder, snapshot.step)
     temporary = temporary_path(path, share_value(uuid.uuid4().hex[:12], group))

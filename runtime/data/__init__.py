@@ -1,1 +1,1 @@
-"""What a rank reads of a global batch, in every variant of the step."""
+"""The parts of a global batch that ranks read, in every variant of the step."""

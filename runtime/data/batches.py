@@ -1,16 +1,21 @@
-"""What a step is given: the global batch, or on each rank its own rows of it.
+"""The inputs of a step: the global batch, or on each rank its own rows of it.
 
 In: a rank's inputs by name. Out: the same as the executors read them, and how many rows the
 global batch has. Which of the two the inputs are follows from their rows; a batch of
 ``autoparallel.distribute`` says it (``global_rows``).
+
+Ranks that must have the same rows compare hashes of their batches: an error on every rank names the
+ranks and the input that differ. The first batch is compared before it is trained on; those of steps
+2, 4, 8, … while the step runs, and the result is read when the next one begins, so no device waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,12 +27,162 @@ from ...passes.programs.program import Program
 from ...planner.errors import UsageError
 from ...planner.graph import TensorSpec
 from ...planner.plan import Plan
-from ..messages.pending_results import Progress
-from ..messages.shared_objects import gather_values
-from .batch_check import ALL_ROWS, GLOBAL, NOTHING, SHARE, BatchCheck, Given
-from .rank_batch import check_batch
-from .share_batch import ShareBatch, whole_batch
-from .small_batches import SmallerBatch, smaller_batch
+from ..messages.pending_results import Arrival, Progress, arrival_of
+from ..messages.shared_objects import gather_values, group_for
+from .rank_batch import ShareBatch, check_batch, whole_batch
+from .variants import SmallerBatch, smaller_batch
+
+NOTHING, GLOBAL, SHARE, ALL_ROWS = range(4)
+"""Forms of a rank's batch: none, whole, its rows, or its rows, which are all."""
+
+_CHUNK = 1 << 20
+_INDEX, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
+
+
+def content_hash(tensor: Tensor) -> Tensor:
+    """64 bits of a tensor's content, as a scalar on its device; nothing is waited for.
+
+    A sum over the elements' bits, each mixed with its position (splitmix64's constants).
+
+    >>> a, b = torch.tensor([1, 2]), torch.tensor([2, 1])
+    >>> bool(content_hash(a) == content_hash(a.clone())), bool(content_hash(a) == content_hash(b))
+    (True, False)
+    """
+    flat = tensor.detach()
+    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().view(-1)
+    flat = flat.view(_BITS[flat.element_size()])
+    total = torch.full((), flat.numel(), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        bits = flat[start : start + _CHUNK].to(torch.int64)
+        bits = bits + torch.arange(start, start + bits.numel(), device=bits.device) * _INDEX
+        bits = (bits ^ bits >> 30) * _FIRST
+        bits = (bits ^ bits >> 27) * _SECOND
+        total = total + (bits ^ bits >> 31).sum()
+    return total
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A rank's batch of one step: how it was given, of how many rows in all, and the inputs."""
+
+    how: int
+    global_rows: int
+    held: HeldRows | None
+    inputs: Mapping[str, Tensor]
+
+
+class BatchCheck:
+    """Compares the batches of all ranks, each with those that must be equal."""
+
+    def __init__(
+        self, names: Sequence[str], device: torch.device, progress: Progress | None = None
+    ) -> None:
+        """``names`` are the model's inputs; ``device`` is that of this rank's collectives;
+        ``progress`` is told of waits, for a watchdog."""
+        self._progress = progress
+        self._names = tuple(sorted(names))
+        self._device = device
+        self._num_steps = 0
+        self._running: tuple[Arrival, int] | None = None
+
+    def see(self, given: Given) -> None:
+        """Call it before each step, on every rank.
+
+        Raises UsageError AP830 where the batches of a step differ, and AP831 where some ranks
+        are given the global batch and others their rows of it.
+        """
+        self.read()
+        self._num_steps += 1
+        if self._num_steps & (self._num_steps - 1) or dist.get_world_size() == 1:
+            return
+        own = self._message(given)
+        every = own.new_empty((dist.get_world_size(), own.numel()))
+        work = dist.all_gather(list(every.unbind(0)), own, group=group_for(own), async_op=True)
+        others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        words = "waiting until all ranks' batches are compared"
+        arrival = arrival_of(every, work, words, others=others, progress=self._progress)
+        self._running = (arrival, self._num_steps)
+        if self._num_steps == 1:
+            self.read()
+
+    def forget(self) -> None:
+        """Take the last step for one that was not made."""
+        self.read()
+        self._num_steps -= 1
+
+    def read(self) -> None:
+        """Wait for the comparison that is under way, if any, and raise its error."""
+        if self._running is None:
+            return
+        (arrival, step), self._running = self._running, None
+        self._compare(arrival.host_value().tolist(), step)
+
+    def _message(self, given: Given) -> Tensor:
+        held = given.held
+        place = (0, 0) if held is None else (held.first, held.rows)
+        head = torch.tensor([given.how, given.global_rows, *place], device=self._device)
+        hashes = [
+            content_hash(given.inputs[name]).to(self._device, non_blocking=True)
+            if name in given.inputs
+            else torch.zeros((), dtype=torch.int64, device=self._device)
+            for name in self._names
+        ]
+        return torch.cat([head, torch.stack(hashes)]) if hashes else head
+
+    def _compare(self, table: Sequence[Sequence[int]], step: int) -> None:
+        given = {rank: row for rank, row in enumerate(table) if row[0] != NOTHING}
+        hows = {how: [r for r, row in given.items() if row[0] == how] for how in (GLOBAL, SHARE)}
+        if all(hows.values()):
+            raise _mixed(hows, step)
+        sizes = {rank: row[1] for rank, row in given.items()}
+        if len(set(sizes.values())) > 1:
+            raise _differing("the number of rows", sizes, step)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, row in given.items():
+            whole = row[0] == GLOBAL or row[0] == ALL_ROWS
+            groups.setdefault((-1, -1) if whole else (row[2], row[3]), []).append(rank)
+        for members in groups.values():
+            for at, name in enumerate(self._names):
+                hashes = {r: given[r][4 + at] for r in members if given[r][4 + at]}
+                if len(set(hashes.values())) > 1:
+                    raise _differing(f"input {name!r}", hashes, step)
+
+
+def _mixed(hows: Mapping[int, Sequence[int]], step: int) -> UsageError:
+    return UsageError(
+        "AP831",
+        f"in step {step} some ranks got the global batch and others a part of it",
+        why=f"{_ranks(hows[GLOBAL])} the global batch, {_ranks(hows[SHARE])} a share",
+        fix="give every rank the same global batch, or every rank its own samples: "
+        "autoparallel.distribute(dataloader, model)",
+    )
+
+
+def _differing(what: str, values: Mapping[int, int], step: int) -> UsageError:
+    groups: dict[int, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    return UsageError(
+        "AP830",
+        f"the batch of step {step} is not the same on all ranks: {what} differs",
+        why=" and ".join(_ranks(ranks) for ranks in groups.values())
+        + " need the same samples but got different ones",
+        fix="draw the same batch on every rank (one seed, no DistributedSampler), "
+        "or use autoparallel.distribute(dataloader, model)",
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words, at most eight of them.
+
+    >>> _ranks([0]), _ranks([1, 3])
+    ('rank 0', 'ranks 1, 3')
+    """
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 class RankInputs(dict[str, Tensor]):
@@ -36,7 +191,7 @@ class RankInputs(dict[str, Tensor]):
     global_rows: int | None = None
 
 
-def marked(inputs: Mapping[str, Tensor], batch: object = None) -> RankInputs:
+def mark_inputs(inputs: Mapping[str, Tensor], batch: object = None) -> RankInputs:
     """Inputs by name with the ``global_rows`` that the batch, or a tensor of it, says."""
     found = RankInputs(inputs)
     marks = [batch, *found.values()]
@@ -85,6 +240,21 @@ def _lacking(path: LeafPath) -> Iterator[None]:
         ) from error
 
 
+class DataSource(Protocol):
+    """The batches of a run on one rank.
+
+    ``place`` is the ``(rank, world)`` that its data is asked for, None where it needs none;
+    ``teller`` the rank that tells the others the rows of each batch, None where all read.
+    """
+
+    place: tuple[int, int] | None
+
+    @property
+    def teller(self) -> int | None: ...
+    def rows_of(self, inputs: Mapping[str, Tensor]) -> int: ...
+    def named(self, batch: Any) -> RankInputs: ...
+
+
 class StepBatches:
     """The batches of a run on one rank, in the order of its steps.
 
@@ -130,16 +300,17 @@ class StepBatches:
         return tuple(r for r in ranks if rows_of_rank(found, self._plan, r) is not None)
 
     @property
-    def is_for_all(self) -> bool:
-        """Whether every rank reads data, or none does."""
-        return len(self.sources) in (0, dist.get_world_size())
+    def teller(self) -> int | None:
+        """The first rank that reads data, where some ranks read none; else None."""
+        sources = self.sources
+        return sources[0] if len(sources) not in (0, dist.get_world_size()) else None
 
     def rows_of(self, inputs: Mapping[str, Tensor]) -> int:
         """The rows of the global batch that a rank's inputs are or belong to."""
         return self._recognize(inputs)[1]
 
     def batch(self, rows: int) -> SmallerBatch:
-        """What a global batch of ``rows`` runs.
+        """Return the plan and rows of a global batch of ``rows``.
 
         Raises UsageError AP836 where the plan cannot run it.
         """
@@ -149,14 +320,14 @@ class StepBatches:
         return self._batches[rows]
 
     def held(self, rows: int) -> HeldRows | None:
-        """What this rank reads of a global batch of ``rows``; None if nothing."""
+        """Return the rows that this rank reads of a global batch of ``rows``; None if none."""
         if rows not in self._held:
             found = self.batch(rows)
             self._held[rows] = rows_of_rank(found.rows, found.plan, self._rank)
         return self._held[rows]
 
     def announce(self, rows: int) -> None:
-        """Says that the next batch of rows of their own is one of ``rows`` in all."""
+        """Say that the next batch of rows of their own is one of ``rows`` in all."""
         self._last = rows
         self._announced[rows] = None
 
@@ -166,7 +337,7 @@ class StepBatches:
         A rank that needs no data may be given an empty batch.
         """
         is_empty = batch is None or (isinstance(batch, Sized) and not len(batch))
-        return marked({} if is_empty else named_inputs(batch, self._program), batch)
+        return mark_inputs({} if is_empty else named_inputs(batch, self._program), batch)
 
     def take(self, inputs: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], int]:
         """A step's inputs as its executors read them, and the rows of the global batch.
@@ -214,7 +385,7 @@ class StepBatches:
         self._is_share = self._was_share
 
     def check_shapes(self, batch: Mapping[str, Tensor], rows: int) -> None:
-        """Raises UsageError AP130 unless a batch has the shapes of one of ``rows`` in all."""
+        """Raise UsageError AP130 unless a batch has the shapes of one of ``rows`` in all."""
         if not batch and self.held(rows) is None:
             return
         if rows not in self._specs:
@@ -230,7 +401,7 @@ class StepBatches:
         return {name: dim for name, dim in dims.items() if dim is not None}
 
     def _recognize(self, inputs: Mapping[str, Tensor]) -> tuple[bool, int]:
-        """Whether a rank's inputs are its share of a batch, and of how many rows in all."""
+        """Tell whether a rank's inputs are its share of a batch, and of how many rows in all."""
         told = getattr(inputs, "global_rows", None)
         if told is not None or not inputs:
             return True, self._last if told is None else told
@@ -256,7 +427,7 @@ class StepBatches:
         return None
 
     def _told_before(self, given: int) -> int:
-        """The rows in all of a smaller batch whose share has lost what said so."""
+        """Return the rows in all of a smaller batch whose share does not say them any more."""
         planned = self.held(self.global_rows)
         assert planned is not None
         fitting = []

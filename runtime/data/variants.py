@@ -1,40 +1,53 @@
 """The variants of a plan's training step: every number of rows and positions that it can run.
 
-In: the captured program, the plan, lengths of buckets, the plans of smaller batches. Out: for
-each a ``Variant``: what a micro-batch runs, by which schedule, and the programs of a stage. The
-planned batch is one variant of several:
+In: the captured program, the plan, lengths of buckets, numbers of rows. Out: for each a
+``Variant``: the programs of a micro-batch, their schedule, and the programs of a stage. The planned
+batch is one variant of several:
 
 ==================  ============================================================================
 planned             whole sequences, or those slices of them that the plan has (TeraPipe)
 a bucket            the first positions of the sequences, cut as the first slice of one is
-a smaller batch     whole sequences of fewer rows (``runtime.data.small_batches``)
+a smaller batch     whole sequences of fewer rows (``smaller_batch``)
 ==================  ============================================================================
 
 A bucket is exact wherever padding is (``planner.padding``): positions after a batch's last one,
-which nothing depends on, are not computed.
+which nothing depends on, are not computed. Other shorter sequences are padded to the planned length
+(``SequencePadding``), or refused on every rank before any of them has sent a message.
+
+A smaller batch has the plan's layouts, and micro-batches no larger than planned. Rows that the data
+axis does not divide are shared out unevenly (``planner.shares``), where the plan has one stage; a
+rank without rows then computes on a row that weighs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import floor
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from ...cost_model.simulator.actions import Schedule
+from ...passes.local.input_rows import StageRows, rows_of_stages
 from ...passes.local.stage_cut import Boundary, boundaries, with_replicas
 from ...passes.local.stage_program import OfSlice, StageProgram, build_stage
 from ...passes.ops.collectives import Communicator
 from ...passes.ops.random_ops import Draws
 from ...passes.programs.program import Program
 from ...planner.asynchronous import check_asynchronous
-from ...planner.errors import UsageError
-from ...planner.padding import find_padding
-from ...planner.plan import Plan
+from ...planner.errors import AutoparallelError, UsageError
+from ...planner.graph import Graph
+from ...planner.layout import divides
+from ...planner.padding import Padding, find_padding
+from ...planner.plan import Plan, StagePlan
 from ...planner.plan_schedule import schedule_of, updating_plan
 from ...planner.precision import with_precision
 from ...planner.pricing.sequence_slices import SequenceSlice, sequence_slice, slice_bounds
 from ...planner.replicas import check_replicas
 from ...planner.sequence_places import find_places
+from ...planner.shares import share_of, why_not
 
 
 class BatchShape(NamedTuple):
@@ -52,8 +65,8 @@ class BatchShape(NamedTuple):
 class Variant:
     """One form of a plan's step. ``program`` has whole sequences, and a micro-batch's rows.
 
-    ``slices`` are what runs a micro-batch, one after another: one, of whole sequences or of a
-    bucket, or those of the plan.
+    ``slices`` run a micro-batch, one after another: one, of whole sequences or of a bucket, or the
+    slices of the plan.
     """
 
     shape: BatchShape
@@ -149,7 +162,8 @@ def stage_programs(
     communicator: Communicator,
     draws: Draws | None = None,
 ) -> tuple[StageProgram, ...]:
-    """What the rank at ``coordinates`` of a stage runs of each slice, without what is carried.
+    """Return the programs of a rank of a stage, one for each slice, without carried values as
+    inputs.
 
     ``draws`` are those of the stage's programs of another variant, if it has one.
     """
@@ -160,10 +174,15 @@ def stage_programs(
         carried = each.carried[index]
         of_slice = OfSlice(variant.program.graph, tuple(c.made for c in carried), draws)
         program = build_stage(
-            each.graph, each.blocks, each.plan, stage_index=index, coordinates=coordinates,
-            communicator=communicator, of_slice=None if is_first else of_slice,
+            each.graph,
+            each.blocks,
+            each.plan,
+            stage_index=index,
+            coordinates=coordinates,
+            communicator=communicator,
+            of_slice=None if is_first else of_slice,
             outputs=variant.program.returned,
-        )  # fmt: skip
+        )
         earlier = {c.earlier for c in carried}
         inputs = {name: held for name, held in program.inputs.items() if name not in earlier}
         found.append(replace(program, inputs=inputs))
@@ -172,6 +191,221 @@ def stage_programs(
 
 def _refused(what: str, why: str) -> UsageError:
     return UsageError(
-        "AP561", f"{what} are not possible", why=why,
+        "AP561",
+        f"{what} are not possible",
+        why=why,
         fix="use lengths in ascending order, all below the planned one",
-    )  # fmt: skip
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SmallerBatch:
+    """The plan of a batch, and which rows of it each stage's ranks read."""
+
+    plan: Plan
+    rows: tuple[StageRows | None, ...]
+
+
+def smaller_batch(program: Program, plan: Plan, rows: int) -> SmallerBatch:
+    """Return the plan and rows of a batch of ``rows``.
+
+    Raises UsageError AP836 where the plan cannot run such a batch.
+    """
+    why = _why_none(program.graph, plan)
+    uneven = why or _why_not_uneven(program, plan)
+    crossing = crossing_pairs(program, plan)
+    for size in range(min(rows, plan.microbatch_size), 0, -1):
+        if why or rows % size:
+            continue
+        found = _even(program, plan, rows // size, size) if not plan.stages[0].shares else None
+        if found is None and not uneven:
+            found = _uneven(program, plan, rows // size, size)
+        if found is not None and _can_be_scheduled(found, crossing):
+            graph = program.graph.with_batch_size(size)
+            return SmallerBatch(found, rows_of_stages(graph, program.blocks, found, counts=True))
+    raise refused_batch(
+        plan, rows, why or f"the plan's layouts do not divide the samples, and {uneven}"
+    )
+
+
+def refused_batch(plan: Plan, rows: int, why: str) -> UsageError:
+    """Make the error of a batch of ``rows`` that a plan cannot run."""
+    return UsageError(
+        "AP836",
+        f"a batch of {rows} samples cannot be run by a plan for {plan.model.global_batch}",
+        why=why,
+        fix="drop such batches (drop_last=True of the DataLoader), or pad them",
+    )
+
+
+def _why_none(graph: Graph, plan: Plan) -> str:
+    if not graph.batch_dims:
+        return "rows of the batch meet before the loss"
+    if plan.slices:
+        return f"schedule {plan.schedule} runs slices of the sequences"
+    return ""
+
+
+def _with_batch(plan: Plan, count: int, size: int, stages: Sequence[StagePlan]) -> Plan:
+    model = replace(plan.model, global_batch=count * size)
+    return replace(plan, num_microbatches=count, model=model, stages=tuple(stages))
+
+
+def _even(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
+    graph = program.graph.with_batch_size(size)
+    if not all(_divides(program, graph, stage) for stage in plan.stages):
+        return None
+    return _with_batch(plan, count, size, plan.stages)
+
+
+def _divides(program: Program, graph: Graph, stage: StagePlan) -> bool:
+    """Tell whether a stage's mesh divides all values at the graph's batch size as the plan asks."""
+    for node in graph:
+        layout = stage.layout_of(node.name, program.blocks)
+        if layout is None or node.kind not in ("op", "input"):
+            continue
+        specs = (*map(graph.spec, node.inputs), *node.outputs)
+        held = (*layout.inputs, *layout.outputs)
+        pairs = zip(specs, held, strict=True)
+        if not all(divides(spec.shape, each, stage.mesh.shape) for spec, each in pairs):
+            return False
+    return True
+
+
+def _why_not_uneven(program: Program, plan: Plan) -> str:
+    if len(plan.stages) > 1:
+        return "a pipeline cannot have unequal shares of the batch"
+    stage, graph = plan.stages[0], program.graph
+    leaves = {node.name for node in graph if node.kind not in ("op", "input")}
+    return why_not(
+        graph,
+        [*graph.by_name],
+        lambda name: None if name in leaves else stage.layout_of(name, program.blocks),
+    )
+
+
+def _uneven(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
+    stage = plan.stages[0]
+    shares = divide_rows(size, stage.shares or (1,) * stage.mesh.shape[0])
+    for coordinate in range(len(shares)):
+        share = share_of(shares, coordinate)
+        assert share is not None
+        if not _divides(program, program.graph.with_batch_size(share.batch_size), stage):
+            return None
+    return _with_batch(plan, count, size, (replace(stage, shares=shares),))
+
+
+def divide_rows(rows: int, weights: Sequence[int]) -> tuple[int, ...]:
+    """Whole numbers in proportion to ``weights`` that add up to ``rows``, by largest remainder.
+
+    >>> divide_rows(3, (1, 1)), divide_rows(1, (1, 1, 1)), divide_rows(4, (3, 5))
+    ((2, 1), (1, 0, 0), (2, 2))
+    """
+    exact = [rows * weight / sum(weights) for weight in weights]
+    found = [floor(each) for each in exact]
+    order = sorted(range(len(weights)), key=lambda part: found[part] - exact[part])
+    for part in order[: rows - sum(found)]:
+        found[part] += 1
+    return tuple(found)
+
+
+def _can_be_scheduled(plan: Plan, crossing: frozenset[tuple[int, int]]) -> bool:
+    try:
+        schedule = schedule_of(plan, crossing)
+    except AutoparallelError:
+        return False
+    return not schedule.is_asynchronous
+
+
+class SequencePadding:
+    """Pads the batches of one model; ``graph`` has the shapes of a micro-batch."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        check: Callable[[int, Mapping[str, Padding]], None] = lambda length, paddings: None,
+    ) -> None:
+        """``check`` is called with the length of the first batch that is padded."""
+        self._graph, self._check = graph, check
+        self._is_checked = False
+        self._found: tuple[int, Mapping[str, Padding]] | None = None
+
+    @property
+    def planned(self) -> int:
+        """The planned length."""
+        if self._found is None:
+            self._found = find_padding(self._graph)
+        return self._found[0]
+
+    def length(self, batch: Mapping[str, Tensor]) -> int | None:
+        """Return the length of a batch that is shorter than planned; None for others.
+
+        Raises as a call does.
+        """
+        if not any(self._is_shorter(name, tensor) for name, tensor in batch.items()):
+            return None
+        if self._found is None:
+            self._found = find_padding(self._graph)
+        length, paddings = self._found
+        sizes = {
+            name: {batch[name].shape[dim] for dim in padding.dims}
+            for name, padding in paddings.items()
+            if name in batch and batch[name].dim() > max(padding.dims)
+        }
+        lengths = set().union(*sizes.values())
+        if len(lengths) != 1 or max(lengths) > length:
+            raise _unequal_lengths(sizes, length)
+        given = lengths.pop()
+        if not self._is_checked:
+            self._check(given, paddings)
+            self._is_checked = True
+        return given
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The batch with sequences of the planned length.
+
+        Raises PlanError AP560 where a padded batch would train another way than a shorter one,
+        and UsageError AP130 where its inputs are of several lengths. A batch that has other
+        shapes for another reason comes back as it is.
+        """
+        if self.length(batch) is None:
+            return batch
+        assert self._found is not None
+        length, paddings = self._found
+        return {
+            name: pad_tensor(tensor, paddings[name], length) if name in paddings else tensor
+            for name, tensor in batch.items()
+        }
+
+    def _is_shorter(self, name: str, tensor: Tensor) -> bool:
+        """Tell whether a dimension that does not count rows is shorter than planned."""
+        known = self._graph.by_name.get(name)
+        if known is None or tensor.dim() != len(known.spec.shape):
+            return False
+        rows = self._graph.batch_dims.get(name, (None,))[0]
+        return any(
+            have < want
+            for dim, (have, want) in enumerate(zip(tensor.shape, known.spec.shape, strict=True))
+            if dim != rows
+        )
+
+
+def pad_tensor(tensor: Tensor, padding: Padding, length: int) -> Tensor:
+    """``tensor`` with ``length`` entries along the dimensions of ``padding``."""
+    for dim in padding.dims:
+        shape = [*tensor.shape]
+        shape[dim] = length - shape[dim]
+        tensor = torch.cat([tensor, tensor.new_full(shape, padding.value)], dim)
+    return tensor
+
+
+def _unequal_lengths(sizes: Mapping[str, set[int]], length: int) -> UsageError:
+    words = ", ".join(
+        f"{name} {' and '.join(map(str, sorted(found)))}" for name, found in sorted(sizes.items())
+    )
+    return UsageError(
+        "AP130",
+        "the inputs of the batch have sequences of several lengths",
+        why=f"{words}; the plan is for {length}",
+        fix="pass all inputs with the same number of positions",
+    )

@@ -1,8 +1,8 @@
 """The agent of one host: starts its ranks, and starts them again when ranks or hosts fail.
 
-In: a job, and how many hosts there are. Out: what the function returns on this host's first rank,
-or the error of the run. It is torch's elastic agent, with the processes of our own launcher: hosts
-meet (``rendezvous``), a failed rank or a host that comes or goes makes all meet again, and after
+In: a job, and how many hosts there are. Out: the function's value on this host's first rank, or the
+error of the run. It is torch's elastic agent, with the processes of our own launcher: hosts meet
+(``rendezvous``), a failed rank or a host that comes or goes makes all meet again, and after
 ``max_restarts`` failures the run ends. torch does not notice a host that is gone while its ranks'
 connections stay open; so agents also hear each other's heartbeats, and watch the store.
 """
@@ -38,18 +38,24 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ...planner.errors import AutoparallelError, MachineError, UsageError, WorkerError
-from ..messages.failure_store import StoreBoard
-from .launch import Workers, signals_raise
+from ..messages.failure_store import SharedStore
+from .launch import Workers, can_mend, signals_raise, tell_restart
 from .process import RESULT, Job
-from .rendezvous import Hosts, interface_of, make_handler, open_store, own_address, parse_endpoint
-from .restarts import can_mend, tell_restart
-from .store_watch import StoreWatch
+from .rendezvous import (
+    Hosts,
+    StoreWatch,
+    interface_of,
+    make_handler,
+    open_store,
+    own_address,
+    parse_endpoint,
+)
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 15.0
-"""A host whose agent has not been heard for so long is lost, as in torch's rendezvous."""
+"""Silence of an agent after which its host is lost, as in torch's rendezvous."""
 LEAVING_SECONDS = 3.0
-"""How much longer than the others the host stays that keeps the store."""
+"""Time for which the host that keeps the store stays after the others."""
 JOB, ROUNDS, BEATS = "autoparallel/job", "autoparallel/rounds", "autoparallel/beats"
 
 
@@ -62,10 +68,10 @@ def launch_on_hosts(
     max_restarts: int,
     finishes: bool = False,
 ) -> Any:
-    """Runs ``job`` on ``num_local`` ranks of this host, and as many of each other.
+    """Run ``job`` on ``num_local`` ranks of this host, and as many of each other.
 
     With ``finishes`` a first SIGTERM to one of the hosts ends the ranks of all when they have
-    finished what they are at.
+    finished their step.
 
     Raises the error of the first rank that failed by itself, UsageError AP157 where hosts were
     given different runs, MachineError AP414 where the endpoint cannot be reached, AP415 where not
@@ -81,9 +87,13 @@ def launch_on_hosts(
     watch = StoreWatch(LOST_SECONDS, lambda: agent.end_without_store(hosts))
     handler = make_handler(hosts, store, endpoint, watch.asking)
     spec = WorkerSpec(
-        role="ranks", local_world_size=num_local, rdzv_handler=handler, entrypoint=sys.executable,
-        max_restarts=max_restarts, monitor_interval=0.1,
-    )  # fmt: skip
+        role="ranks",
+        local_world_size=num_local,
+        rdzv_handler=handler,
+        entrypoint=sys.executable,
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+    )
     with tempfile.TemporaryDirectory(prefix="autoparallel-") as folder:
         alone = replace(job, folder=folder, is_alone=False)
         agent = HostAgent(spec, alone, shared, store, watch.asking)
@@ -102,15 +112,16 @@ def launch_on_hosts(
 
 
 def _run(agent: HostAgent, hosts: Hosts) -> Any:
-    """What this host's first rank returns."""
+    """Run the agent, and return the value of this host's first rank."""
     try:
         result = agent.run()
     except RendezvousTimeoutError as error:
         raise MachineError(
-            "AP415", f"fewer than {hosts.least} hosts came to {hosts.endpoint}",
+            "AP415",
+            f"fewer than {hosts.least} hosts came to {hosts.endpoint}",
             why=f"this host waited {hosts.join_seconds:g} s",
             fix=f"start the same command on {hosts.least} hosts; --join-timeout waits longer",
-        ) from error  # fmt: skip
+        ) from error
     except RendezvousClosedError:
         result = None
     except (RendezvousError, DistError) as error:
@@ -126,13 +137,15 @@ def _run(agent: HostAgent, hosts: Hosts) -> Any:
 
 def _without_store(hosts: Hosts, why: str) -> MachineError:
     return MachineError(
-        "AP416", f"the host of the rendezvous endpoint {hosts.endpoint} is gone", why=why,
+        "AP416",
+        f"the host of the rendezvous endpoint {hosts.endpoint} is gone",
+        why=why,
         fix="start the run again on all hosts with --resume, or with an endpoint that stays",
-    )  # fmt: skip
+    )
 
 
 def _check_same_job(store: Any, job: Job, hosts: Hosts) -> None:
-    """Raises UsageError AP157 where another host was given another run, or another --nnodes."""
+    """Raise UsageError AP157 where another host was given another run, or another --nnodes."""
     own = json.dumps(
         {"hosts": [hosts.least, hosts.most], "entry": job.entry, "run": job.arguments},
         sort_keys=True,
@@ -148,9 +161,11 @@ def _check_same_job(store: Any, job: Job, hosts: Hosts) -> None:
         names = [name for name in one["run"] if one["run"][name] != other["run"].get(name)]
         why = f"{', '.join(names) or 'the command'} differ"
     raise UsageError(
-        "AP157", "this host was given another run than the first one", why=why,
+        "AP157",
+        "this host was given another run than the first one",
+        why=why,
         fix="give every host the same command, and the same plan at the same path",
-    )  # fmt: skip
+    )
 
 
 class HostAgent(SimpleElasticAgent):
@@ -164,7 +179,7 @@ class HostAgent(SimpleElasticAgent):
         store: Any,
         asking: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Answers of ``store`` are waited for inside of ``asking()``."""
+        """Answer of ``store`` are waited for inside of ``asking()``."""
         super().__init__(spec)
         self._asking = asking
         self.error: AutoparallelError | None = None
@@ -176,16 +191,16 @@ class HostAgent(SimpleElasticAgent):
         self._peers: Peers | None = None
 
     def value(self) -> Any:
-        """What the function returned on this host's first rank."""
+        """Return the value of the function on this host's first rank."""
         first = self._worker_group.workers[0].global_rank
         return json.loads((self._folder() / RESULT.format(first)).read_text())
 
     def ask(self) -> bool:
-        """At a SIGTERM: passes the first one on to the ranks; whether that was the first."""
+        """Pass the first SIGTERM on to the ranks; tell whether it was the first."""
         return self._workers is not None and self._workers.ask()
 
     def end_without_store(self, hosts: Hosts) -> None:
-        """Ends the ranks and this process, whose main thread waits for the store for ever.
+        """End the ranks and this process, whose main thread waits for the store for ever.
 
         A rank that has failed by itself says why; else MachineError AP416.
         """
@@ -197,8 +212,7 @@ class HostAgent(SimpleElasticAgent):
             self._workers.end()
         if error is None:
             error = _without_store(hosts, f"its store has not answered for {LOST_SECONDS:g} s")
-        sys.stderr.write(f"{error}\n")
-        sys.stderr.flush()
+        print(error, file=sys.stderr, flush=True)
         shutil.rmtree(self._job.folder, ignore_errors=True)
         os._exit(error.exit_code)
 
@@ -235,9 +249,12 @@ class HostAgent(SimpleElasticAgent):
             "PYTHONUNBUFFERED": "1",
         }
         self._workers = Workers(
-            path, environment, spec.local_world_size,
-            first_rank=worker_group.workers[0].global_rank, board=StoreBoard(environment),
-        )  # fmt: skip
+            path,
+            environment,
+            spec.local_world_size,
+            first_rank=worker_group.workers[0].global_rank,
+            failures=SharedStore(environment),
+        )
         return self._workers.start()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -258,7 +275,7 @@ class HostAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _fail(self, error: AutoparallelError, *, counts: bool = True) -> None:
-        """Keeps ``error``, and decides whether torch's agent starts all ranks again."""
+        """Keep ``error``, and decides whether torch's agent starts all ranks again."""
         self.error = error
         most = self._worker_group.spec.max_restarts
         if not can_mend(error):
@@ -270,7 +287,7 @@ class HostAgent(SimpleElasticAgent):
             tell_restart(error, most - self._remaining_restarts + 1, most)
 
     def _has_lost_a_host(self) -> bool:
-        """Whether ranks failed because a host is gone, which is known after a while."""
+        """Tell whether ranks failed because a host is gone, which is known after a while."""
         assert self._peers is not None
         is_consequence = self.error is not None and self.error.code in ("AP820", "AP821")
         deadline = time.monotonic() + LOST_SECONDS + 2 * BEAT_SECONDS
@@ -331,6 +348,7 @@ def _failed(codes: Mapping[int, int]) -> RunResult:
 def _lost_hosts(lost: tuple[int, ...]) -> WorkerError:
     names = ", ".join(map(str, lost))
     return WorkerError(
-        "AP826", f"host {names} of the run is lost",
+        "AP826",
+        f"host {names} of the run is lost",
         why=f"its agent has not been heard for {LOST_SECONDS:g} s",
-    )  # fmt: skip
+    )

@@ -1,10 +1,13 @@
 """Launching: one process per device on this machine, or joining the ones torchrun started.
 
-In: a function by name and its arguments. Out: what it returns on rank 0; or, when a worker
+In: a function by name and its arguments. Out: its value on rank 0; or, when a worker
 fails, hangs or runs out of memory, the others are ended at once and its error is raised
 here. Workers find each other by a file of the job's folder, which only this user can open; no
 port is. RANK, WORLD_SIZE and LOCAL_RANK are as under torchrun, where the same function runs on
 many hosts.
+
+A rank that died, hangs or lost another one may do better when all are started again. A wrong
+option, plan or model, too little memory or a loss that is not finite would only come again.
 """
 
 from __future__ import annotations
@@ -28,18 +31,17 @@ from typing import IO, Any
 
 from ...cost_model.cluster.detect import threads_per_device
 from ...planner.errors import AutoparallelError, HangError, UsageError, WorkerError
-from ..messages.failure_store import Board, FolderBoard, Note, blame
-from ..messages.termination import on_termination
-from .process import RESULT, Job, call, current_worker, read_failure
-from .restarts import can_mend, tell_restart
+from ..messages.failure_store import FailureReport, FailureStore, FolderStore, blame
+from ..messages.watchdog import on_termination
+from .process import FAILURE, RESULT, Job, call_entry, current_worker
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 10.0
-"""How long the other workers may go on after the first failure, to report theirs."""
+"""Time in which the other workers may go on after the first failure, to report theirs."""
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun (or this launcher) has started this process."""
+    """Tell whether torchrun (or this launcher) has started this process."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
@@ -54,32 +56,34 @@ def launch(
     finishes: bool = False,
     survives: bool = False,
 ) -> Any:
-    """Runs ``entry`` (``"module:function"``) on every rank; returns rank 0's value.
+    """Run ``entry`` (``"module:function"``) on every rank; return rank 0's value.
 
-    The function is called as ``function(worker, **arguments)``; arguments and value pass
-    through JSON. Each rank computes with its share of the cores. Rank 0 writes to this process'
-    stdout and stderr, the others' lines go to stderr with their rank before them. A worker that
-    tells its watchdog nothing for ``timeout_seconds`` counts as hanging. After a failure that a
-    restart can mend all are started again, ``max_restarts`` times at most. With ``finishes`` a
-    first SIGTERM is passed on to the workers, which end when they have finished what they are at.
-    Of a function that ``survives`` the others go on where a signal ends a worker, and the first
-    rank that is left returns the value.
+    The function is called as ``function(worker, **arguments)``; arguments and value pass through
+    JSON. Each rank computes with its share of the cores. Rank 0 writes to this process' stdout and
+    stderr, the others' lines go to stderr with their rank before them. A worker that tells its
+    watchdog nothing for ``timeout_seconds`` counts as hanging. After a failure that a restart can
+    mend all are started again, ``max_restarts`` times at most. With ``finishes`` a first SIGTERM is
+    passed on to the workers, which end when they have finished their step. Of a function that
+    ``survives`` the others go on where a signal ends a worker, and the first rank that is left
+    returns the value.
 
     Under torchrun the function runs in this process as its rank; when torchrun ends it because
-    another rank has failed, it says what it was doing. Raises UsageError AP152 if
-    torchrun started another number, else the error of the first worker that failed.
+    another rank has failed, it reports its last action. Raises UsageError AP152 if torchrun started
+    another number, else the error of the first worker that failed.
     """
     environment = os.environ if environment is None else environment
     if is_launched(environment):
         started = int(environment["WORLD_SIZE"])
         if started != num_processes:
             raise UsageError(
-                "AP152", f"the plan needs {num_processes} processes, torchrun started {started}",
-                where="torchrun", fix="start as many as the plan has devices, or plan again",
-            )  # fmt: skip
+                "AP152",
+                f"the plan needs {num_processes} processes, torchrun started {started}",
+                where="torchrun",
+                fix="start as many as the plan has devices, or plan again",
+            )
         worker = current_worker(environment, timeout_seconds)
         with on_termination(worker.watchdog.terminate):
-            return call(entry, worker, arguments)
+            return call_entry(entry, worker, arguments)
     shared = {
         **environment,
         "OMP_NUM_THREADS": str(threads_per_device(num_processes)),
@@ -96,7 +100,7 @@ def launch(
 def _restarting(
     start: Callable[[Mapping[str, str]], Any], shared: Mapping[str, str], max_restarts: int
 ) -> Any:
-    """Calls ``start`` until no error comes that a restart can mend, or too many have come."""
+    """Call ``start`` until no error comes that a restart can mend, or too many have come."""
     for restarts in range(max_restarts + 1):
         try:
             return start({**shared, "TORCHELASTIC_RESTART_COUNT": str(restarts)})
@@ -108,7 +112,7 @@ def _restarting(
 
 
 def _attempt(job: Job, shared: Mapping[str, str], *, finishes: bool) -> Any:
-    """Starts all ranks once, in a folder of their own; what the first rank returns."""
+    """Start all ranks once, in a folder of their own; return the value of the first rank."""
     with tempfile.TemporaryDirectory(prefix="autoparallel-") as folder:
         job_path = Path(folder) / "job.json"
         job_path.write_text(json.dumps(asdict(replace(job, folder=folder))))
@@ -131,7 +135,7 @@ def _loopback(environment: Mapping[str, str]) -> dict[str, str]:
 class Workers:
     """The worker processes of one launch on this machine, with the ranks from ``first_rank`` on.
 
-    Notes of those that failed are on ``board``, by default in the folder of the job.
+    Reports of those that failed are in ``failures``, by default in the folder of the job.
     """
 
     def __init__(
@@ -141,7 +145,7 @@ class Workers:
         num_processes: int,
         *,
         first_rank: int = 0,
-        board: Board | None = None,
+        failures: FailureStore | None = None,
         survives: bool = False,
     ) -> None:
         self._survives, self._lost = survives, set[int]()
@@ -150,13 +154,14 @@ class Workers:
         self._environment = environment
         self._ranks = range(first_rank, first_rank + num_processes)
         self._world_size = int(environment["WORLD_SIZE"])
-        self._board = board or FolderBoard(self._folder)
+        self._failures = failures or FolderStore(self._folder)
+        self._told = FolderStore(self._folder, FAILURE)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
         self._is_asked = False
 
     def run(self, timeout_seconds: float, *, finishes: bool) -> None:
-        """Starts all and waits for all; raises the error of the first that failed."""
+        """Start all and waits for all; raise the error of the first that failed."""
         with signals_raise(self.ask if finishes else None):
             try:
                 self.start()
@@ -169,7 +174,7 @@ class Workers:
             raise self.error(failed)
 
     def start(self) -> dict[int, int]:
-        """Starts all; their process ids by local rank."""
+        """Start all; their process ids by local rank."""
         for rank in self._ranks:
             self._processes.append(self._start(rank))
         return {number: process.pid for number, process in enumerate(self._processes)}
@@ -187,7 +192,7 @@ class Workers:
         return {**codes, **dict.fromkeys(lost, 0)}
 
     def ask(self) -> bool:
-        """At a SIGTERM: passes the first one on; whether that was the first."""
+        """Pass the first SIGTERM on to the workers; tell whether it was the first."""
         is_first, self._is_asked = not self._is_asked, True
         if is_first:
             for process in self._processes:
@@ -220,7 +225,8 @@ class Workers:
         return process
 
     def _wait(self, timeout_seconds: float) -> dict[int, int]:
-        """Until all have ended well, or one has failed: the failed ranks and their codes."""
+        """Wait until all have ended well, or one has failed; return the failed ranks and their
+        codes."""
         first_end: float | None = None
         while True:
             codes = self.codes()
@@ -234,29 +240,29 @@ class Workers:
             if first_end is not None and time.monotonic() - first_end > timeout_seconds:
                 late = [rank for rank, code in codes.items() if code is None]
                 raise HangError(
-                    "AP802", f"rank {late[0]} has not ended although other ranks have",
+                    "AP802",
+                    f"rank {late[0]} has not ended although other ranks have",
                     fix="check what it does after its last step",
-                )  # fmt: skip
+                )
             time.sleep(POLL_SECONDS)
 
     def others(self, failed: dict[int, int]) -> dict[int, int]:
-        """Gives the others a moment to fail by themselves: they may know more.
+        """Give the others a moment to fail by themselves: they may know more.
 
         For those that ended without a word the others are told here.
         """
         first = set(failed)
         deadline = time.monotonic() + GRACE_SECONDS
-        known = self._board.read()
-        for rank, code in failed.items():
-            if rank not in known and read_failure(self._folder, rank) is None:
-                self._board.tell(Note(rank, "", cause=_ending(code)))
+        known = {**self._failures.read(), **self._told.read()}
+        for rank in failed.keys() - known:
+            self._failures.tell(FailureReport(rank, cause=_ending(failed[rank])))
         while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
             time.sleep(POLL_SECONDS)
         later = {rank: code for rank, code in self.codes().items() if code and rank not in first}
         return {**failed, **later}
 
     def end(self) -> None:
-        """Ends what still runs, with its children, politely and then for good."""
+        """End the processes that still run, with their children: politely, then for good."""
         for sign, seconds in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
             for process in self._processes:
                 if process.poll() is None:
@@ -274,25 +280,24 @@ class Workers:
                 process.stdin.close()
 
     def _show_waits(self, failed: Mapping[int, int]) -> None:
-        """What each rank has said that waited for another, one after the other.
+        """Show the errors of ranks that waited for another, one after the other.
 
         The workers do not write it themselves: lines of several at once would mix.
         """
-        for rank in sorted(failed):
-            report = read_failure(self._folder, rank)
-            if report is not None and (report.is_consequence or report.kind == "HangError"):
-                _write_lines(str(report.error()).splitlines(), rank)
+        for rank, report in sorted(self._told.read().items()):
+            if rank in failed and (report.is_consequence or report.error["kind"] == "HangError"):
+                _write_lines(str(report.exception()).splitlines(), rank)
 
     def error(self, failed: Mapping[int, int]) -> AutoparallelError:
-        """The error to raise for the ranks that failed by themselves, the first one first.
+        """Return the error to raise for the ranks that failed by themselves, the first one first.
 
-        What the others waited for goes to stderr.
+        The waits of the others go to stderr.
         """
         self._show_waits(failed)
-        reports = {rank: read_failure(self._folder, rank) for rank in failed}
-        silent = [rank for rank in failed if reports[rank] is None]
+        reports = self._told.read()
+        silent = [rank for rank in failed if rank not in reports]
         told = sorted(
-            (report for report in reports.values() if report is not None),
+            (reports[rank] for rank in failed if rank in reports),
             key=lambda report: (report.is_consequence, report.seconds),
         )
         waits = self._waits()
@@ -300,17 +305,17 @@ class Workers:
             error: AutoparallelError = self._silent_error(silent[0], failed[silent[0]])
             error.why = "; ".join(part for part in (error.why, waits) if part)
             return error
-        error = told[0].error()
+        error = told[0].exception()
         if isinstance(error, HangError) or told[0].is_consequence:
-            error.why = f"{waits}; {blame(self._board.read(), self._world_size)}"
+            error.why = f"{waits}; {blame(self._failures.read(), self._world_size)}"
         return error
 
     def _waits(self) -> str:
-        """What each rank that has no error of its own was doing."""
+        """Return the last action of each rank that has no error of its own."""
         return "; ".join(
-            f"rank {rank}: {note.doing}"
-            for rank, note in sorted(self._board.read().items())
-            if not note.cause
+            f"rank {rank}: {report.doing}"
+            for rank, report in sorted(self._failures.read().items())
+            if not report.cause
         )
 
     def _silent_error(self, rank: int, code: int) -> WorkerError:
@@ -324,12 +329,12 @@ class Workers:
 
 
 def _ending(code: int) -> str:
-    """How a process ended that left no error."""
+    """Say how a process ended that left no error."""
     return f"{signal.Signals(-code).name} ended it" if code < 0 else f"it exited with code {code}"
 
 
 def _signal_group(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:
-    """To the worker and the processes it has started."""
+    """Send a signal to a worker and the processes that it has started."""
     try:
         os.killpg(process.pid, sign)
     except (ProcessLookupError, PermissionError):
@@ -348,7 +353,7 @@ def _write_lines(lines: Iterable[str], rank: int) -> None:
 
 @contextmanager
 def signals_raise(ask: Callable[[], bool] | None = None) -> Iterator[None]:
-    """While workers run, the signals that end this process raise SystemExit, so they end too.
+    """Have the signals that end this process raise SystemExit while workers run, so they end too.
 
     Not a SIGTERM for which ``ask`` says that workers end by themselves.
     """
@@ -366,3 +371,25 @@ def signals_raise(ask: Callable[[], bool] | None = None) -> Iterator[None]:
     finally:
         for sign, handler in previous.items():
             signal.signal(sign, handler)
+
+
+MENDABLE = ("AP801", "AP802", "AP820", "AP821", "AP826")
+"""The codes of a rank that failed or died, one that hangs, those that lost another one, and hosts
+that lost one."""
+
+
+def can_mend(error: AutoparallelError) -> bool:
+    """Tell whether the same run may go on after ``error``.
+
+    >>> from ...planner.errors import DeviceMemoryError, WorkerError
+    >>> can_mend(WorkerError("AP801", "rank 1 of 2 died"))
+    True
+    >>> can_mend(DeviceMemoryError("AP803", "rank 1 of 2 ran out of memory"))
+    False
+    """
+    return error.code in MENDABLE
+
+
+def tell_restart(error: AutoparallelError, number: int, most: int) -> None:
+    """Say on stderr why the ranks are started again, for the ``number``-th time."""
+    print(f"{error}\nautoparallel: restart {number} of {most}", file=sys.stderr, flush=True)

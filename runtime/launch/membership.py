@@ -1,4 +1,11 @@
-"""Becoming a process of a run: its process group and device, and whether a plan fits it."""
+"""Joining a run (process group, device, and whether a plan fits them) and ending it in order.
+
+``Stop`` ends a run early: a SIGTERM to any rank, of a scheduler that wants its machines back, makes
+all ranks agree after which step. The answer is a sum over all ranks. Where hosts run ahead of their
+devices it is begun after one step and read after the next, so that no host waits for the others'
+devices. A second SIGTERM ends the process at once, as does one after another rank has failed:
+torchrun then sends it to all that are left.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.cluster.detect import BFLOAT16_CAPABILITY, available_memory_bytes
@@ -21,17 +29,19 @@ from ...planner.errors import MachineError, PlanError
 from ...planner.plan import Plan, Precision
 from ..messages.device_queue import queue_of
 from ..messages.groups import allow_seconds, time_limit
+from ..messages.shared_objects import group_for
+from ..messages.watchdog import Watchdog, on_termination
 from .process import Worker
 
 GLOO_ENDS_SECONDS = 0.1
-"""How long the end of a process waits for gloo's threads."""
+"""Wait for gloo's threads at the end of a process."""
 
 EIGHT_BIT_CAPABILITY = (8, 9)
 """The first compute capability with units for 8-bit products (L40S)."""
 
 
 def join_as(worker: Worker, cluster: Cluster) -> torch.device:
-    """Joins the process group as a launched worker of ``cluster``, whose watchdog then follows its
+    """Join the process group as a launched worker of ``cluster``, whose watchdog then follows its
     device. Raises as ``join`` does."""
     kind = cluster.device(worker.rank).kind
     device = join(kind, worker.local_rank, worker.watchdog.timeout_seconds, worker.meet)
@@ -45,14 +55,13 @@ def join(
     timeout_seconds: float | None = None,
     meet: Callable[[], Mapping[str, Any]] = dict,
 ) -> torch.device:
-    """Joins the process group, unless the caller has; this rank's device.
+    """Join the process group, unless the caller has; return this rank's device.
 
     It meets where ``meet`` (see ``Worker``) or else the environment says.
 
-    Collectives have a minute longer than ``timeout_seconds``, in groups of the caller's at least:
-    a watchdog, which can say what was waited for, ends the process first. Without it they have
-    torch's own limit.
-    Raises MachineError (AP411) where the machine lacks that device.
+    Collectives have a minute longer than ``timeout_seconds``, in groups of the caller's at least: a
+    watchdog, which can name the rank that did not come, ends the process first. Without it they
+    have torch's own limit. Raises MachineError (AP411) where the machine lacks that device.
     """
     timeout = time_limit(timeout_seconds)
     if timeout_seconds is not None:
@@ -84,7 +93,7 @@ def join(
 
 @cache
 def _end_after_gloo() -> None:
-    """Delays the end of the process until gloo's threads are idle.
+    """Delay the end of the process until gloo's threads are idle.
 
     After a collective a thread of gloo still frees its tensors, for which it takes the lock of the
     interpreter. While the interpreter ends, that aborts the process
@@ -94,7 +103,7 @@ def _end_after_gloo() -> None:
 
 
 def check_none_idle(plan: Plan) -> None:
-    """Raises MachineError AP412 where some of the processes would have nothing to do."""
+    """Raise MachineError AP412 where some of the processes would have nothing to do."""
     needed, found = num_processes(plan), dist.get_world_size()
     if found > needed:
         raise MachineError(
@@ -107,12 +116,12 @@ def check_none_idle(plan: Plan) -> None:
 
 
 def num_processes(plan: Plan) -> int:
-    """How many processes the plan is for."""
+    """Return the number of processes that the plan is for."""
     return 1 + max(rank for stage in plan.stages for rank in stage.devices)
 
 
 def check_device(device: torch.device, precision: Precision) -> None:
-    """Raises MachineError AP413 where ``device`` is a GPU that only emulates bf16, and for fp8
+    """Raise MachineError AP413 where ``device`` is a GPU that only emulates bf16, and for fp8
     where it has no units for it or torchao is not installed."""
     if precision == "fp8":
         _check_eight_bits(device)
@@ -131,7 +140,7 @@ def check_device(device: torch.device, precision: Precision) -> None:
 
 
 def check_host_memory(program: Program, plan: Plan, available_bytes: int) -> None:
-    """Raises MachineError AP420 where this host's memory is too small for what is offloaded."""
+    """Raise MachineError AP420 where this host's memory is too small for the offloaded states."""
     needed = host_bytes(plan, program.graph, program.blocks)
     own = needed.get(plan.cluster.host_of[dist.get_rank()], 0.0)
     if own > available_bytes:
@@ -145,7 +154,7 @@ def check_host_memory(program: Program, plan: Plan, available_bytes: int) -> Non
 
 
 def _check_eight_bits(device: torch.device) -> None:
-    """Raises MachineError AP413 where ``device`` has no units for 8-bit products."""
+    """Raise MachineError AP413 where ``device`` has no units for 8-bit products."""
     name, why = f"a device of type {device.type}", "it has no units for 8-bit products"
     if device.type == "cuda":
         major, minor = capability = torch.cuda.get_device_capability(device)
@@ -159,7 +168,7 @@ def _check_eight_bits(device: torch.device) -> None:
 
 
 def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
-    """Raises where ``plan`` is not of this model, there are too few processes, or ``device``
+    """Raise where ``plan`` is not of this model, there are too few processes, or ``device``
     only emulates the plan's precision."""
     check_device(device, plan.model.precision)
     check_model(program, plan)
@@ -175,7 +184,7 @@ def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
 
 
 def check_model(program: Program, plan: Plan) -> None:
-    """Raises PlanError AP550 where ``plan`` is not of this model."""
+    """Raise PlanError AP550 where ``plan`` is not of this model."""
     found = program.graph.fingerprint
     if plan.model.fingerprint != found:
         raise PlanError(
@@ -185,3 +194,54 @@ def check_model(program: Program, plan: Plan) -> None:
             where=plan.model.target,
             fix="the model file or its settings changed: plan again",
         )
+
+
+SAME_SECONDS = 2.0
+"""Signals that come together are one: a scheduler sends them to every process of a job, and
+torchrun to its ranks."""
+
+
+class Stop:
+    """A context manager around the steps of a run: until it ends, SIGTERM asks for ``is_agreed``.
+
+    Two words of this process' SIGTERM: ``ask`` is called by a thread, ``is_agreed`` by the main
+    thread of every rank after each step.
+    """
+
+    def __init__(self, watchdog: Watchdog, *, is_behind: bool) -> None:
+        """``is_behind``: hosts run ahead of their devices."""
+        self._watchdog, self._is_behind = watchdog, is_behind
+        self._asked_seconds: float | None = None
+        self._vote: tuple[Tensor, dist.Work | None] | None = None
+        self._termination = on_termination(watchdog.terminate)
+
+    def __enter__(self) -> Stop:
+        self._watchdog.before_ending = self.ask
+        self._termination.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._watchdog.before_ending = None
+        self._termination.__exit__(*error)
+
+    def ask(self) -> bool:
+        """Take a SIGTERM; tell whether the run goes on to the end of its step."""
+        now = time.monotonic()
+        if self._asked_seconds is None:
+            self._asked_seconds = now
+        return now - self._asked_seconds < SAME_SECONDS
+
+    def is_agreed(self) -> bool:
+        """Tell whether the run ends here, after a step. Collective over all ranks."""
+        mine = torch.tensor(int(self._asked_seconds is not None))
+        if not dist.is_initialized():
+            return bool(mine)
+        work = dist.all_reduce(mine, group=group_for(mine), async_op=True)
+        before, self._vote = self._vote, (mine, work)
+        if not self._is_behind:
+            before, self._vote = self._vote, None
+        if before is None:
+            return False
+        if before[1] is not None:
+            before[1].wait()
+        return bool(before[0])

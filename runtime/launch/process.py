@@ -3,8 +3,14 @@
 ``python -m autoparallel.runtime.launch.process JOB.json`` is how the launcher starts a worker; the
 rank comes from the environment, as under torchrun (RANK, WORLD_SIZE, LOCAL_RANK). The
 function is named ``"module:function"`` and is called with a ``Worker`` and the job's
-arguments by name. What it returns on the first rank of a machine, or the error of any rank, goes
+arguments by name. Its value on the first rank of a machine, or the error of any rank, goes
 into a file of the job's folder for the launcher to read.
+
+The ranks of a process group meet at a file, or at the store of a launcher's agent. An agent keeps
+its store over restarts, and with it the addresses and communicators of processes that have ended,
+which a rank may read before the new ones are there: it then connects to nobody. So the ranks first
+agree on a prefix that no earlier process has used. Each asks under a token of its own, and rank 0
+answers every token that it sees until all ranks have heard its answer.
 """
 
 from __future__ import annotations
@@ -17,41 +23,113 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...planner import errors
 from ...planner.errors import AutoparallelError, DeviceMemoryError, HangError, WorkerError
-from ..messages.failure_store import Board, FolderBoard, Note, Ranks, StoreBoard
-from ..messages.watchdog import Watchdog, show
-from .init_method import meeting_at_agent, meeting_at_file
+from ..messages.failure_store import (
+    FailureReport,
+    FailureStore,
+    FolderStore,
+    Ranks,
+    SharedStore,
+    write_whole,
+)
+from ..messages.watchdog import Watchdog, print_error
 
-RESULT, STORE = "result-{}.json", "store"
-"""In the job's folder: what a rank's function returns, and the file that the process group meets
-at."""
+POLL_SECONDS = 0.02
+MEETING_SECONDS = 300.0
+"""Time limit of the ranks of an agent to meet."""
+ROOM = "autoparallel/meeting"
+
+
+def meeting_at_file(path: str, rank: int, world_size: int) -> dict[str, Any]:
+    """A file that all ranks see and no earlier process group has used."""
+    from torch._C._distributed_c10d import FileStore
+
+    return {"store": FileStore(path, world_size), "rank": rank, "world_size": world_size}
+
+
+def meeting_at_agent(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The store of torchrun's agent, at a place that is new; empty where there is no agent.
+
+    Collective over all ranks.
+    """
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    store = TCPStore(
+        environment["MASTER_ADDR"],
+        int(environment["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=MEETING_SECONDS),
+    )
+    name = agree_on_name(store, rank, world_size)
+    return {"store": PrefixStore(name, store), "rank": rank, "world_size": world_size}
+
+
+def agree_on_name(store: Any, rank: int, world_size: int) -> str:
+    """A name of rank 0's that all ranks of now have heard, whatever ``store`` holds of earlier."""
+    token = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"{ROOM}/asks/{rank}", token)
+        name: str = store.get(f"{ROOM}/answers/{token}").decode()
+        store.set(f"{name}/heard/{rank}", "")
+        return name
+    name = f"{ROOM}/{token}"
+    missing = set(range(1, world_size))
+    answered: set[str] = set()
+    deadline = time.monotonic() + MEETING_SECONDS
+    while missing:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"ranks {sorted(missing)} did not come to the store")
+        for other in sorted(missing):
+            if store.check([f"{name}/heard/{other}"]):
+                missing.discard(other)
+            elif store.check([f"{ROOM}/asks/{other}"]):
+                asked = store.get(f"{ROOM}/asks/{other}").decode()
+                if asked not in answered:
+                    store.set(f"{ROOM}/answers/{asked}", name)
+                    answered.add(asked)
+        if missing:
+            time.sleep(POLL_SECONDS)
+    return name
+
+
+RESULT, FAILURE, STORE = "result-{}.json", "failure", "store"
+"""Files of the job's folder: the value of a rank's function, the reports of ranks to the launcher,
+and the store that the process group meets at."""
 OUT_OF_MEMORY = (
-    "can't allocate memory", "CUDA out of memory", "Unable to allocate",
-    "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
-    "Cuda failure 2 'out of memory'", "Cuda failure 'out of memory'",  # as NCCL says it
-)  # fmt: skip
+    "can't allocate memory",
+    "CUDA out of memory",
+    "Unable to allocate",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",
+    "Cuda failure 'out of memory'",  # as NCCL says it
+)
 CONNECTION_LOST = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout",
-    "remote process exited", "Connection was likely closed", "recvValue failed",
-)  # fmt: skip
-
-
-# A rank that is lost while a checkpoint is written makes that fail (AP886) as any other message.
-CONSEQUENCES = ("AP820", "AP821")
-"""The codes of a rank that ends because another one has failed."""
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket Timeout",
+    "remote process exited",
+    "Connection was likely closed",
+    "recvValue failed",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Which rank this process is; ``watchdog.progress`` keeps it alive in long work.
+    """This process among the ranks; ``watchdog.progress`` keeps it alive in long work.
 
     ``meet`` is called where the process group is made, by all ranks at once: the arguments of
     ``init_process_group``. ``restarts``: how often all ranks were started again.
@@ -67,8 +145,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every worker of a launch runs. ``folder`` is where they leave their reports;
-    ``sys_path``, where they import from, is the launcher's unless given.
+    """The function that every worker of a launch runs. ``folder`` is where they leave their
+    reports; ``sys_path``, where they import from, is the launcher's unless given.
 
     ``is_alone``: all ranks are on this machine, and meet in the folder too. It ``survives`` that
     a signal ends one of them.
@@ -81,29 +159,6 @@ class Job:
     sys_path: tuple[str, ...] = field(default_factory=lambda: tuple(map(os.path.abspath, sys.path)))
     is_alone: bool = True
     survives: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An error of a rank as it crosses the process boundary.
-
-    ``is_consequence``: the rank only ended because another one has failed.
-    """
-
-    rank: int
-    seconds: float
-    kind: str
-    code: str
-    what: str
-    why: str
-    where: str
-    fix: str
-    is_consequence: bool
-
-    def error(self) -> AutoparallelError:
-        """The error that the rank raised."""
-        kind: type[AutoparallelError] = getattr(errors, self.kind)
-        return kind(self.code, self.what, why=self.why, where=self.where, fix=self.fix)
 
 
 def describe(error: BaseException, rank: int, world_size: int) -> AutoparallelError:
@@ -127,13 +182,14 @@ def describe(error: BaseException, rank: int, world_size: int) -> AutoparallelEr
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that a device or the host has no memory left."""
+    """Tell whether ``error`` says that a device or the host has no memory left."""
     is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return is_memory or any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
 def lost_rank(error: AutoparallelError, worker: Worker) -> AutoparallelError:
-    """``error``, or if it only says that another rank is gone, what this one waited for.
+    """Return ``error``, or, if it only says that another rank is gone, an error with this rank's
+    wait.
 
     Either way the other ranks are told.
     """
@@ -143,13 +199,16 @@ def lost_rank(error: AutoparallelError, worker: Worker) -> AutoparallelError:
     if ranks is None:
         return error
     if not is_consequence:
-        ranks.board.tell(Note(worker.rank, doing.what, cause=error.what))
+        ranks.store.tell(FailureReport(worker.rank, doing.what, cause=error.what))
         return error
-    who = ranks.blame(Note(worker.rank, doing.what, doing.waits_for))
+    who = ranks.blame(FailureReport(worker.rank, doing.what, doing.waits_for))
     return WorkerError(
-        "AP820", f"rank {worker.rank} of {worker.world_size} has lost another rank",
-        why=f"{doing.what}; {who}", where=error.where, fix="check why that rank ended",
-    )  # fmt: skip
+        "AP820",
+        f"rank {worker.rank} of {worker.world_size} has lost another rank",
+        why=f"{doing.what}; {who}",
+        where=error.where,
+        fix="check why that rank ended",
+    )
 
 
 def current_worker(
@@ -157,22 +216,25 @@ def current_worker(
     timeout_seconds: float,
     *,
     resting: Container[str] = (),
-    report: Callable[[HangError], None] = show,
-    board: Board | None = None,
+    report: Callable[[HangError], None] = print_error,
+    failures: FailureStore | None = None,
     store_path: str | None = None,
 ) -> Worker:
     """The worker that the environment says this process is.
 
-    Notes of failed ranks go to ``board``, by default in the store of the environment;
+    Reports of failed ranks go to ``failures``, by default in the store of the environment;
     ``resting``: see ``Watchdog``. Ranks of one machine meet at the file ``store_path``, others at
     the store of the environment.
     """
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    ranks = Ranks(rank, world_size, StoreBoard(environment) if board is None else board)
+    ranks = Ranks(rank, world_size, failures or SharedStore(environment))
     watchdog = Watchdog(
-        timeout_seconds, name=f"rank {rank} of {world_size}", ranks=ranks, resting=resting,
+        timeout_seconds,
+        name=f"rank {rank} of {world_size}",
+        ranks=ranks,
+        resting=resting,
         report=report,
-    )  # fmt: skip
+    )
     local_rank = int(environment.get("LOCAL_RANK", rank))
     restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if store_path is not None:
@@ -182,8 +244,8 @@ def current_worker(
     return Worker(rank, world_size, local_rank, watchdog, meet, restarts)
 
 
-def call(entry: str, worker: Worker, arguments: Mapping[str, Any]) -> Any:
-    """Calls ``"module:function"`` with the worker and the arguments, under its watchdog.
+def call_entry(entry: str, worker: Worker, arguments: Mapping[str, Any]) -> Any:
+    """Call ``"module:function"`` with the worker and the arguments, under its watchdog.
 
     Errors come out as AutoparallelErrors. The process group that it leaves is destroyed.
     """
@@ -209,29 +271,8 @@ def _leave() -> None:
         distributed.destroy_process_group()
 
 
-def read_failure(folder: Path, rank: int) -> Failure | None:
-    """What a rank reported, if it failed and could tell."""
-    path = folder / f"failure-{rank}.json"
-    return Failure(**json.loads(path.read_text())) if path.exists() else None
-
-
-def write_failure(folder: Path, rank: int, error: AutoparallelError) -> None:
-    """Leaves a rank's error for the launcher, which shows it."""
-    failure = Failure(
-        rank, time.time(), type(error).__name__, error.code, error.what, error.why, error.where,
-        error.fix, is_consequence=error.code in CONSEQUENCES,
-    )  # fmt: skip
-    _write(folder / f"failure-{rank}.json", asdict(failure))
-
-
-def _write(path: Path, value: Any) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value))
-    partial.rename(path)
-
-
 def _end_with_launcher() -> None:
-    """Ends this process and its children when the launcher is gone: its pipe then closes."""
+    """End this process and its children when the launcher is gone: its pipe then closes."""
 
     def wait() -> None:
         while os.read(0, 1):
@@ -247,20 +288,20 @@ def main(job_path: str) -> None:
     folder = Path(job.folder)
     sys.path.extend(path for path in job.sys_path if path not in sys.path)
     _end_with_launcher()
-    rank = int(os.environ["RANK"])
+    rank, launcher = int(os.environ["RANK"]), FolderStore(folder, FAILURE)
     worker = current_worker(
         os.environ,
         job.timeout_seconds,
-        report=lambda error: write_failure(folder, rank, error),
-        board=FolderBoard(folder) if job.is_alone else None,
+        report=lambda error: launcher.tell(FailureReport.of(rank, error)),
+        failures=FolderStore(folder) if job.is_alone else None,
         store_path=str(folder / STORE) if job.is_alone else None,
     )
     try:
-        value = call(job.entry, worker, job.arguments)
+        value = call_entry(job.entry, worker, job.arguments)
         if worker.local_rank == 0 or job.survives:
-            _write(folder / RESULT.format(rank), value)
+            write_whole(folder / RESULT.format(rank), json.dumps(value))
     except AutoparallelError as error:
-        write_failure(folder, rank, error)
+        launcher.tell(FailureReport.of(rank, error))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(error.exit_code)

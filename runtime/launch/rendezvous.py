@@ -1,8 +1,12 @@
-"""Where the hosts of a run meet: a store at an endpoint, on one host's own address.
+"""The meeting of a run's hosts: a store at an endpoint, on one host's own address.
 
 In: HOST:PORT, the same on every host. Out: torch's dynamic rendezvous over a store that listens at
 that address alone. The host that has the address keeps the store; torch's own would listen on
 all of its interfaces.
+
+A connection whose other end is out of reach stays open, and torch's store then waits for an answer
+for as long as the system sends again: a quarter of an hour. Nothing interrupts that wait, so a
+thread counts the time (``StoreWatch``) and ends the host's agent.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,16 +25,16 @@ from ...planner.errors import MachineError, UsageError
 
 RUN = "autoparallel"
 READ_SECONDS = 60.0
-"""How long the store may take to answer."""
+"""Time limit of the store's answers."""
 LAST_CALL_SECONDS = 5.0
-"""How long hosts wait for more of them when the least number is there."""
+"""Wait for further hosts when the least number is there."""
 BACKLOG = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """How many hosts a run has, at least and at most, where they meet, and for how long one waits
-    for the others."""
+    """The least and largest number of a run's hosts, the endpoint at which they meet, and for how
+    long one waits for the others."""
 
     least: int
     most: int
@@ -37,7 +43,7 @@ class Hosts:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the run goes on with fewer hosts."""
+        """Tell whether the run goes on with fewer hosts."""
         return self.least < self.most
 
 
@@ -59,16 +65,19 @@ def parse_endpoint(text: str) -> tuple[str, int]:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except OSError as error:
         raise MachineError(
-            "AP414", f"the rendezvous endpoint {text} cannot be found", why=str(error),
+            "AP414",
+            f"the rendezvous endpoint {text} cannot be found",
+            why=str(error),
             fix="give the address of one of the hosts, the same on every host",
-        ) from error  # fmt: skip
+        ) from error
     address = str(found[0][4][0])
     if address in ("0.0.0.0", "::"):
         raise UsageError(
-            "AP156", f"--rdzv-endpoint {text} is no address of a host",
+            "AP156",
+            f"--rdzv-endpoint {text} is no address of a host",
             why="others would reach a store that listens on every interface",
             fix="give the address at which the other hosts reach this one",
-        )  # fmt: skip
+        )
     return address, int(port)
 
 
@@ -105,9 +114,13 @@ def open_store(endpoint: tuple[str, int], join_seconds: float) -> tuple[Any, boo
     host, port = endpoint
     if listening is not None:
         store = TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=timeout,
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
             master_listen_fd=listening.detach(),
-        )  # fmt: skip
+        )
         return store, True
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=join_seconds))
@@ -136,9 +149,11 @@ def _listen(endpoint: tuple[str, int]) -> socket.socket | None:
 
 def _unreachable(endpoint: tuple[str, int], why: str) -> MachineError:
     return MachineError(
-        "AP414", f"the rendezvous endpoint {endpoint[0]}:{endpoint[1]} cannot be reached", why=why,
+        "AP414",
+        f"the rendezvous endpoint {endpoint[0]}:{endpoint[1]} cannot be reached",
+        why=why,
         fix="start the run on the host that has this address, and let the port through",
-    )  # fmt: skip
+    )
 
 
 def make_handler(
@@ -183,10 +198,64 @@ def make_handler(
                 return super().set_state(state, token)
 
     return Handler.from_backend(
-        RUN, store, Backend(store, RUN), hosts.least, hosts.most,
+        RUN,
+        store,
+        Backend(store, RUN),
+        hosts.least,
+        hosts.most,
         local_addr=own_address(endpoint),
         timeout=RendezvousTimeout(
             join=timedelta(seconds=hosts.join_seconds),
             last_call=timedelta(seconds=LAST_CALL_SECONDS),
         ),
-    )  # fmt: skip
+    )
+
+
+POLL_SECONDS = 0.5
+
+
+class StoreWatch:
+    """Calls ``give_up`` in a thread of its own when a question stays open for ``lost_seconds``.
+
+    A context manager, on while inside. Questions are asked inside of ``asking``.
+    """
+
+    def __init__(self, lost_seconds: float, give_up: Callable[[], None]) -> None:
+        self._most_polls = lost_seconds / POLL_SECONDS
+        self._give_up = give_up
+        self._open: dict[object, int] = {}
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="store watch", daemon=True)
+
+    def __enter__(self) -> StoreWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Inside, an answer of the store is waited for."""
+        question = object()
+        with self._lock:
+            self._open[question] = 0
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._open[question]
+
+    def _watch(self) -> None:
+        """Count how often it finds a question open, not the time, in which this process may have
+        been stopped."""
+        while not self._stopped.wait(POLL_SECONDS):
+            with self._lock:
+                for question in self._open:
+                    self._open[question] += 1
+                is_lost = max(self._open.values(), default=0) > self._most_polls
+            if is_lost:
+                self._give_up()
+                return

@@ -1,36 +1,38 @@
-"""The watchdog of a user's own script under torchrun: what ``launch`` gives to our entries.
+"""The watchdog of a user's own script under torchrun, as ``launch`` gives it to our entries.
 
-In: the environment and a timeout. Out: a worker, whose ``watchdog.progress`` the trainer tells
-what it is about to do. While a step is under way a rank has the timeout to go on; between
-steps the script may take any time. When a rank hangs, dies or fails, every other one ends: it
-says which action, stage and micro-batch it was at and which rank failed to come.
+In: the environment and a timeout. Out: a worker, whose ``watchdog.progress`` the trainer tells its
+next action. While a step is under way a rank has the timeout to go on; between steps the script may
+take any time. When a rank hangs, dies or fails, every other one ends: it says which action, stage
+and micro-batch it was at and which rank failed to come.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cache
 from types import TracebackType
 
-from ..messages.termination import LAST_WORDS_SECONDS, on_termination
-from ..messages.watchdog import BETWEEN_STEPS, STARTING
+from ...planner.errors import UsageError
+from ..messages.watchdog import BETWEEN_STEPS, STARTING, end_soon, on_termination
 from .process import Worker, current_worker, describe, lost_rank
-from .script_advice import advice_for
 
 TIMEOUT_SECONDS = 600.0
-"""How long a rank may make no progress in a step, unless the script says so."""
+"""Time without progress in a step after which a rank hangs, unless the script gives another."""
 _OF_JOB = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
-    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE",
-)  # fmt: skip
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 
 
 def watch_script(environment: Mapping[str, str], timeout_seconds: float | None = None) -> Worker:
-    """This process as a worker, watched from the first call to its end.
+    """Return this process as a worker, watched from the first call to its end.
 
     ``timeout_seconds`` replaces the one of an earlier call; None leaves it.
     """
@@ -46,10 +48,9 @@ def _watched(job: tuple[tuple[str, str], ...]) -> Worker:
     stderr = sys.stderr
 
     def say(error: Exception) -> None:
-        """Where stderr is now: while torch's own hook runs, ``sys.stderr`` is a buffer of it,
-        which is lost when another thread ends the process."""
-        stderr.write(f"{error}\n")
-        stderr.flush()
+        """Write to the stderr of now: while torch's own hook runs, ``sys.stderr`` is a buffer of
+        it, which is lost when another thread ends the process."""
+        print(error, file=stderr, flush=True)
 
     worker = current_worker(dict(job), TIMEOUT_SECONDS, resting=resting, report=say)
     _KEPT.enter_context(worker.watchdog)
@@ -63,10 +64,10 @@ _KEPT = ExitStack()
 
 
 def _say_at_errors(worker: Worker, say: Callable[[Exception], None]) -> None:
-    """An error that ends the script is told to the other ranks.
+    """Have an error that ends the script told to the other ranks.
 
-    Where it only says that another rank is gone, what this one waited for is shown after it.
-    Then nothing may wait for that rank at exit, so the process ends soon.
+    Where it only says that another rank is gone, this rank's wait is shown after it. Then nothing
+    may wait for that rank at exit, so the process ends soon.
     """
     before = sys.excepthook
 
@@ -82,8 +83,32 @@ def _say_at_errors(worker: Worker, say: Callable[[Exception], None]) -> None:
             # first the words: the launcher's SIGTERM may come at any moment
             say(ours)
             worker.watchdog.__exit__(kind, error, trace)
-            end = threading.Timer(LAST_WORDS_SECONDS, os._exit, (ours.exit_code,))
-            end.daemon = True
-            end.start()
+            end_soon(ours.exit_code)
 
     sys.excepthook = hook
+
+
+_PAGE = "docs/weights.md has these lines for averages, penalties, norms and other optimizers"
+_WHOLE = (
+    "autoparallel.whole(tensor) gives the whole of it, on every rank; methods beside forward are "
+    f"named to parallelize: methods=[...]; {_PAGE}"
+)
+_ADVICE = (
+    ("mixed torch.Tensor and DTensor", "a plain tensor meets a weight that is spread", _WHOLE),
+    ("reshape sharded dimension", "a weight that is spread cannot be given this shape", _WHOLE),
+    ("Sharding propagation failed", "this op has no form for weights that are spread", _WHOLE),
+    ("sharding strategy registered", "this op has no form for weights that are spread", _WHOLE),
+    ("in-place operations", "this op cannot write to a weight that is spread", _WHOLE),
+)
+
+
+def advice_for(error: BaseException) -> UsageError | None:
+    """Return AP944 with the line to write, for an error of torch about tensors that are spread."""
+    text = str(error)
+    if not isinstance(error, RuntimeError | NotImplementedError | TypeError):
+        return None
+    for sign, what, fix in _ADVICE:
+        if sign in text:
+            why = text.strip().splitlines()[0][:200]
+            return UsageError("AP944", what, why=f"torch: {why}", fix=fix)
+    return None

@@ -33,15 +33,15 @@ Span = tuple[int, int]
 """Elements from the first to before the second."""
 
 
-class SumWork:
-    """An all-reduce that a thread runs; ``wait`` raises what it raised."""
+class ThreadTask:
+    """A function that a thread runs; ``wait`` raises its error."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self._error: BaseException | None = None
 
-    def run(self, function: Callable[[], None]) -> None:
-        """Runs it, in the thread."""
+    def run(self, function: Callable[[], object]) -> None:
+        """Run it, in the thread."""
         try:
             function()
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
@@ -54,19 +54,19 @@ class SumWork:
             raise self._error
 
 
-class SumLane:
+class TaskThread:
     """A thread that runs functions in the order in which they are submitted."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[SumWork, Callable[[], None]]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[ThreadTask, Callable[[], object]]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, function: Callable[[], None]) -> SumWork:
+    def submit(self, function: Callable[[], object]) -> ThreadTask:
         if self._thread is None:
             # Nobody waits for it at the end of the process: what was waited for is done.
-            self._thread = threading.Thread(target=self._serve, name="sums", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="lane", daemon=True)
             self._thread.start()
-        work = SumWork()
+        work = ThreadTask()
         self._queue.put((work, function))
         return work
 
@@ -79,23 +79,23 @@ class SumLane:
 class AllReduces:
     """The all-reduces of one rank over the axes of a mesh, in the order in which they are started.
 
-    ``cluster`` says which ranks share a host, and what the links are. Making it is collective over
-    each axis' ranks.
+    ``cluster`` has the hosts of the ranks, and the links. Making it is collective over each axis'
+    ranks.
     """
 
     def __init__(self, device_mesh: DeviceMesh, axes: Sequence[int], cluster: Cluster) -> None:
         self._cluster = cluster
-        self._lane = SumLane()
+        self._lane = TaskThread()
         self._ranks: dict[int, list[int]] = {}
         self._groups: dict[int, Any] = {}
-        self._known: dict[tuple[str, int, int], MessageAllReduce] = {}
+        self._known: dict[tuple[str, int, int], TableMessages] = {}
         for axis in sorted(axes):
             group = device_mesh.get_group(axis)
             self._ranks[axis] = dist.get_process_group_ranks(group)
             self._groups[axis] = gloo_group_beside(group)
 
-    def start(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> SumWork:
-        """Sums a flat tensor in place over the axes, one after the other, once all that was
+    def start(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> ThreadTask:
+        """Sum a flat tensor in place over the axes, one after the other, once all that was
         started before is summed."""
         return self._lane.submit(partial(self._run, algorithm, tensor, axes))
 
@@ -106,14 +106,14 @@ class AllReduces:
             else:
                 self._by_messages(algorithm, tensor, axis)(tensor)
 
-    def _by_messages(self, algorithm: str, tensor: Tensor, axis: int) -> MessageAllReduce:
+    def _by_messages(self, algorithm: str, tensor: Tensor, axis: int) -> TableMessages:
         key = algorithm, tensor.numel(), axis
         if key not in self._known:
             ranks = self._ranks[axis]
             num_bytes = tensor.numel() * tensor.element_size()
             group = group_of(self._cluster, ranks)
             table = table_for(algorithm, num_bytes, group, hosts_of(self._cluster, ranks))
-            self._known[key] = MessageAllReduce(table, tensor.numel(), self._groups[axis])
+            self._known[key] = TableMessages(table, tensor.numel(), self._groups[axis])
         return self._known[key]
 
 
@@ -133,11 +133,12 @@ class _Leaving(NamedTuple):
     spans: tuple[Span, ...]
 
 
-class MessageAllReduce:
-    """An all-reduce of flat tensors of ``numel`` elements by a table's messages, in place.
+class TableMessages:
+    """A collective on flat tensors of ``numel`` elements by a table's messages, in place.
 
-    Unlike ``algorithms.run_table``, which checks the tables, it takes any number of elements: the
-    parts of a tensor are as equal as can be, and what is empty is not sent.
+    The parts of a tensor are as equal as can be, and empty parts are not sent. Parts that a rank
+    does not hold at the start are 0 there, or are not added to. ``rounds`` are the messages that
+    the rank gets and sends.
     """
 
     def __init__(self, table: Table, numel: int, group: Any) -> None:
@@ -145,18 +146,19 @@ class MessageAllReduce:
         self._group, rank = group, group.rank()
         assert table.num_ranks == group.size()
         bounds = [part * numel // table.num_parts for part in range(table.num_parts + 1)]
-        self._rounds = [_own_round(messages, rank, bounds) for messages in table.rounds]
+        self.rounds = [_own_round(messages, rank, bounds) for messages in table.rounds]
         self._buffer: Tensor | None = None
 
     def __call__(self, tensor: Tensor) -> None:
-        for arriving, leaving in self._rounds:
+        for arriving, leaving in self.rounds:
             if arriving or leaving:
                 self._run_round(tensor, arriving, leaving)
 
     def _run_round(
         self, tensor: Tensor, arriving: Sequence[_Arriving], leaving: Sequence[_Leaving]
     ) -> None:
-        """All messages are under way at once, and leave with what the tensor held before."""
+        """Run a round: all messages are under way at once, and leave with the values from before
+        it."""
         buffers, offset, works = [], 0, []
         scratch = self._scratch(tensor, sum(_size(m.spans) for m in arriving if not m.in_place))
         for message in arriving:
@@ -178,7 +180,7 @@ class MessageAllReduce:
                 _put(tensor, message, buffer)
 
     def _scratch(self, tensor: Tensor, numel: int) -> Tensor:
-        """Memory for what arrives: the last round's, if there is enough."""
+        """Return memory for the messages that arrive: the last round's, if there is enough."""
         if self._buffer is None or self._buffer.numel() < numel:
             self._buffer = tensor.new_empty(numel)
         return self._buffer
@@ -204,7 +206,7 @@ def _own_round(
 
 
 def _spans(parts: Sequence[int], bounds: Sequence[int]) -> tuple[Span, ...]:
-    """Where parts lie, neighbours joined and nothing empty.
+    """Return the elements of parts, neighbours joined and nothing empty.
 
     >>> _spans((0, 1, 3), (0, 2, 4, 6, 7)), _spans((1,), (0, 2, 2))
     (((0, 4), (6, 7)), ())

@@ -1,20 +1,26 @@
-"""Collectives over the axes of a stage's device mesh, on torch.distributed.
+"""Collectives over the axes of a stage's device mesh, and the collective that a thread waits in.
 
 In: a ``DeviceMesh``; local tensors. Out: new local tensors, without autograd (the passes
 wrap each collective and its dual into an autograd function). Works on gloo and on NCCL:
 only sums and maxima are used, every buffer handed over is contiguous, and booleans travel
 as bytes.
+
+``describe_stack`` reads from the stack of a thread in which block and collective it is. Nothing is
+told while training goes on, so it costs nothing; but in a backward, where autograd calls no block,
+each block says when its backward begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 # Named all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
@@ -46,10 +52,10 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """This rank's part of the sum of ``whole`` over a group, the parts along dimension 0.
+    """Sum ``whole`` over a group into each rank's part, the parts along dimension 0.
 
-    On a CPU each rank sends every other its part and sums what it gets. gloo's own reduce-scatter
-    is an all-reduce of a copy, which sends twice as much
+    On a CPU each rank sends every other its part and sums the parts that it gets. gloo's own
+    reduce-scatter is an all-reduce of a copy, which sends twice as much
     (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
     """
     if whole.device.type != "cpu":
@@ -77,7 +83,7 @@ class ProcessCommunicator:
         return self.device_mesh.size(axis)
 
     def coordinate(self, axis: int) -> int:
-        """This rank's position along ``axis``."""
+        """Return this rank's position along ``axis``."""
         return self.device_mesh.get_local_rank(axis)
 
     def all_reduce(self, tensor: Tensor, axis: int, op: Literal["sum", "max"] = "sum") -> Tensor:
@@ -87,7 +93,7 @@ class ProcessCommunicator:
             # A sum of bytes could leave 2 in a boolean; the sum of booleans is their maximum.
             is_sum = op == "sum" and result.dtype != torch.bool
             operation = dist.ReduceOp.SUM if is_sum else dist.ReduceOp.MAX
-            dist.all_reduce(_as_bytes(result), op=operation, group=self.device_mesh.get_group(axis))
+            dist.all_reduce(as_bytes(result), op=operation, group=self.device_mesh.get_group(axis))
         return result
 
     def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
@@ -97,14 +103,14 @@ class ProcessCommunicator:
             return tensor.detach()
         parts = tensor.new_empty((size, *tensor.shape))
         all_gather(
-            _as_bytes(parts),
-            _as_bytes(tensor.detach().contiguous()).unsqueeze(0),
+            as_bytes(parts),
+            as_bytes(tensor.detach().contiguous()).unsqueeze(0),
             group=self.device_mesh.get_group(axis),
         )
         return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
 
     def reduce_scatter(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
-        """This rank's part along ``dim`` of the sum over the ranks of ``axis``."""
+        """Return this rank's part along ``dim`` of the sum over the ranks of ``axis``."""
         size = self.size(axis)
         if size == 1:
             return tensor.detach()
@@ -114,7 +120,7 @@ class ProcessCommunicator:
         return result
 
     def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
-        """From split along ``concat_dim`` to split along ``split_dim``.
+        """Split along ``split_dim`` a tensor that is split along ``concat_dim``.
 
         Rank ``i``'s result is the ``i``-th chunk along ``split_dim`` of every rank's tensor,
         in rank order, side by side along ``concat_dim``.
@@ -125,7 +131,7 @@ class ProcessCommunicator:
         parts = _stacked_chunks(tensor.detach(), size, split_dim)
         received = torch.empty_like(parts)
         dist.all_to_all_single(
-            _as_bytes(received), _as_bytes(parts), group=self.device_mesh.get_group(axis)
+            as_bytes(received), as_bytes(parts), group=self.device_mesh.get_group(axis)
         )
         return torch.cat(received.unbind(0), concat_dim)
 
@@ -137,7 +143,7 @@ class ProcessCommunicator:
         size = self.size(axis)
         if size == 1:
             return tensor.detach()
-        given = _as_bytes(tensor.detach().contiguous()).flatten()
+        given = as_bytes(tensor.detach().contiguous()).flatten()
         counts = [0] * size
         counts[size - 1 - self.coordinate(axis)] = given.numel()
         received = torch.empty_like(given)
@@ -154,6 +160,63 @@ def _stacked_chunks(tensor: Tensor, size: int, dim: int) -> Tensor:
     return torch.stack(tensor.chunk(size, dim))
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes if it is boolean (gloo and NCCL know no booleans)."""
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a boolean tensor as bytes, which gloo and NCCL know."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+_COLLECTIVE_FILES = (distributed_c10d.__file__, _functional_collectives.__file__)
+
+
+class BackwardPosition:
+    """The block whose backward autograd has begun last, of one stage."""
+
+    def __init__(self) -> None:
+        self.block = ""
+
+
+def describe_stack(frame: FrameType | None) -> str:
+    """The block and the collective that a thread is in; "" where it is in neither.
+
+    The innermost of each counts; the collective by the name that the outermost caller of
+    ``torch.distributed`` calls it by, and with the mesh axis where it is a stage's.
+    """
+    block = collective = ""
+    is_backward = False
+    for each in _outwards(frame):
+        owner, name = each.f_locals.get("self"), each.f_code.co_name
+        if each.f_code.co_filename in _COLLECTIVE_FILES and not name.startswith("_"):
+            collective = name
+        elif isinstance(owner, ProcessCommunicator):
+            axis = each.f_locals.get("axis")
+            names = owner.device_mesh.mesh_dim_names or ()
+            on = f" over {names[axis]}" if isinstance(axis, int) and axis < len(names) else ""
+            collective = f"{name}{on}"
+        elif name in _SHARDED and type(owner).__name__ == "FSDPParamGroup":
+            collective, block = collective or _SHARDED[name], block or _block_of(owner)
+        block = block or getattr(owner, "block_name", "")
+        position = getattr(getattr(owner, "stage", None), "backward_position", None)
+        if name == "_run_backward" and position is not None:
+            is_backward = True
+            block = block or position.block
+    way = "the backward of block" if is_backward else "block"
+    return ", ".join(part for part in (f"in {way} {block}" if block else "", collective) if part)
+
+
+_SHARDED = {
+    "wait_for_unshard": "all-gather of its parameters",
+    "unshard": "all-gather of its parameters",
+    "post_backward": "reduce-scatter of its gradients",
+}
+
+
+def _block_of(group: Any) -> str:
+    """The blocks whose parameters ``fully_shard`` keeps in a group."""
+    names = (getattr(module, "block_name", "") for module in group.modules)
+    return ", ".join(name for name in names if name)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -23,10 +23,10 @@ class Event(Protocol):
     """A point in the queue of a device, like ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Whether the device has reached it. Does not block."""
+        """Tell whether the device has reached it. Does not block."""
 
     def synchronize(self) -> None:
-        """Blocks the host until the device has reached it."""
+        """Block the host until the device has reached it."""
 
 
 class Waitable(Protocol):
@@ -76,7 +76,7 @@ class _Passed:
         return True
 
     def synchronize(self) -> None:
-        """Returns at once."""
+        """Return at once."""
 
 
 PASSED = _Passed()
@@ -175,7 +175,7 @@ def packed_copies(
     empty: Callable[[int, torch.dtype], Tensor],
     copy: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, ...]:
-    """Copies of all tensors by one call of ``copy`` per dtype, on their values in one flat tensor.
+    """Copy of all tensors by one call of ``copy`` per dtype, on their values in one flat tensor.
 
     ``empty(num_elements, dtype)`` allocates that flat tensor. Tensors that share their memory are
     copied once.

@@ -2,8 +2,8 @@
 
 In: the boundaries of a rank's stage, where each stage's devices are, the schedule. Out:
 asynchronous sends and receives of exactly the boxes each rank needs, by direction, stage and
-micro-batch. A receive is posted first and waited for later; what is sent is kept alive until it
-has gone, of each lane the latest few messages (``pending_sends``).
+micro-batch. A receive is posted first and waited for later; messages are kept alive until it has
+gone, of each lane the latest few messages (``pending_sends``).
 
 No message has a tag. The messages from one rank to another are a lane, which keeps their order
 (NCCL does so in each communicator, gloo for each pair of ranks). Both sides know the order from
@@ -31,12 +31,12 @@ from ...cost_model.simulator.actions import (
     Schedule,
 )
 from ...planner.errors import WorkerError
-from ...planner.layout import Layout, Mesh, local_region, local_shape
-from ...planner.pricing.transfer import relative, transfers
+from ...planner.layout import Layout, Mesh, local_region, local_shape, region_slices
+from ...planner.pricing.transfer import transfers
 from ...planner.schedules.held import sends_kept
-from .ordered_channels import Lane, Lanes
+from .communicator import as_bytes
+from .ordered_channels import Lane, Lanes, PendingSends
 from .pending_results import Progress, shared_sum
-from .pending_sends import Outbox
 
 if TYPE_CHECKING:
     from ...passes.local.stage_cut import Boundary
@@ -45,12 +45,12 @@ Direction = Literal["forward", "backward"]
 
 
 Sent = tuple[Direction, int, int]
-"""Names all that a stage sends after one action: the direction, the stage, and the micro-batch (or
+"""Names the messages of a stage after one action: the direction, the stage, and the micro-batch (or
 the slice of one)."""
 
 
 class StagePlace(Protocol):
-    """Where a stage is: its mesh and the global ranks of its devices, in row-major order."""
+    """The place of a stage: its mesh and the global ranks of its devices, in row-major order."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -59,7 +59,7 @@ class StagePlace(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """One message: ``slices`` of this rank's part of a boundary's value, to or from ``peer``.
 
     No slices are the whole part.
@@ -82,7 +82,7 @@ class _Port:
     taker: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(slots=True)
@@ -128,8 +128,10 @@ class Exchange:
         self._ports = [_make_ports(each, stages, rank) for each in boundaries]
         self._posted: dict[Sent, dict[tuple[str, int], _Arriving]] = {}
         self._lanes = Lanes(device) if lanes is None else lanes
-        self._outbox = Outbox(sends_kept(schedule, is_gpu=bool(self._lanes.has_groups)), progress)
-        self._messages: dict[tuple[int, Direction, int, int], list[tuple[_Port, _Piece]]] = {}
+        self._outbox = PendingSends(
+            sends_kept(schedule, is_gpu=bool(self._lanes.has_groups)), progress
+        )
+        self._messages: dict[tuple[int, Direction, int, int], list[tuple[_Port, Piece]]] = {}
         lanes_of_rank: set[Lane] = set()
         for part, (sends, receives) in enumerate(self._ports):
             lanes_of_rank.update((rank, piece.peer) for _, piece in _pieces(sends))
@@ -141,13 +143,14 @@ class Exchange:
             messages.sort(key=lambda message: (message[0].taker, message[0].key))
         self._order = {
             peer: [sent for sent in sends_of(schedule, stages, peer) if self._from(peer, sent)]
-            for peer, target in sorted(lanes_of_rank) if target == rank
-        }  # fmt: skip
+            for peer, target in sorted(lanes_of_rank)
+            if target == rank
+        }
         self._lanes.join(rank, lanes_of_rank)
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Every lane begins anew, with the first message of the schedule."""
+        """Begin every lane anew, with the first message of the schedule."""
         self._expected = {peer: deque(order) for peer, order in self._order.items()}
         self._taken: set[tuple[int, Sent]] = set()
 
@@ -156,13 +159,13 @@ class Exchange:
         return self._peers[stage]
 
     def post(self, direction: Direction, stage: int, microbatch: int) -> None:
-        """Post the receives of what ``stage`` needs from other stages."""
+        """Post the receives of values that ``stage`` needs from other stages."""
         for peer, sent in self._wanted(direction, stage, microbatch):
             for each in self._up_to(peer, sent):
                 self._post_all(peer, each)
 
     def receive(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
-        """Wait for what was posted; this rank's part of every value, by key.
+        """Wait for the posted receives; return this rank's part of every value, by key.
 
         Gradients of a value that went to several stages are summed.
         """
@@ -185,7 +188,8 @@ class Exchange:
     def send(
         self, direction: Direction, stage: int, microbatch: int, values: Mapping[str, Tensor]
     ) -> None:
-        """Send this rank's share of what ``stage`` has computed; waits only if too much is kept.
+        """Send this rank's share of the values that ``stage`` has computed; wait only if too much
+        is kept.
 
         ``values`` holds the rank's part of every value by key; a gradient that is missing is
         zero. They must not be written to afterwards.
@@ -202,7 +206,7 @@ class Exchange:
             value = value.detach()
             for piece in port.pieces:
                 packed = (value[piece.slices] if piece.slices else value).contiguous()
-                messages.setdefault(piece.peer, []).append(_wire(packed))
+                messages.setdefault(piece.peer, []).append(as_bytes(packed))
         for peer, tensors in messages.items():
             works = self._lanes.send(tensors, self._rank, peer)
             self._outbox.add(peer, works, tuple(tensors), what)
@@ -227,7 +231,8 @@ class Exchange:
         return shared_sum(own, others=others, progress=self._progress)
 
     def sequences(self) -> tuple[dict[Lane, list[str]], dict[Lane, list[str]]]:
-        """By lane, in words, the messages of a step that this rank sends, and that it takes."""
+        """Return by lane, in words, the messages of a step that this rank sends, and that it
+        takes."""
         sent: dict[Lane, list[str]] = {}
         taken: dict[Lane, list[str]] = {}
         for direction, stage, unit in sends_of(self._schedule, self._stages, self._rank):
@@ -241,29 +246,30 @@ class Exchange:
                 lane = taken.setdefault((peer, self._rank), [])
                 lane += [
                     _words(port, piece, own[2], len(self._ports))
-                    for own in self._up_to(peer, each) for port, piece in self._from(peer, own)
-                ]  # fmt: skip
+                    for own in self._up_to(peer, each)
+                    for port, piece in self._from(peer, own)
+                ]
                 if (peer, each) not in self._taken:
                     lane.append(f"{_send(*each, len(self._ports))}, which is not sent,")
         self.begin_step()
         return sent, taken
 
     def _wanted(self, direction: Direction, stage: int, unit: int) -> Iterator[tuple[int, Sent]]:
-        """What a stage needs of other ranks: whose, and of which send."""
+        """Yield the ranks and the sends from which a stage needs values."""
         receives = self._ports[unit % len(self._ports)][1]
         for port in receives.get((direction, stage), ()):
             for piece in port.pieces:
                 yield piece.peer, (direction, port.sender, unit)
 
     def _up_to(self, peer: int, wanted: Sent) -> Iterator[Sent]:
-        """What comes next in a lane up to ``wanted``, or to its end; nothing if that was taken."""
+        """Take the next sends of a lane up to ``wanted``, or to its end; none if that was taken."""
         expected = self._expected[peer]
         while (peer, wanted) not in self._taken and expected:
             self._taken.add((peer, expected[0]))
             yield expected.popleft()
 
     def _post_all(self, peer: int, sent: Sent) -> None:
-        """Posts everything that ``peer`` sends this rank at once."""
+        """Post everything that ``peer`` sends this rank at once."""
         direction, _, microbatch = sent
         tensors: list[Tensor] = []
         filled: list[_Arriving] = []
@@ -278,25 +284,25 @@ class Exchange:
             if not place.is_contiguous():
                 place = torch.empty_like(place, memory_format=torch.contiguous_format)
                 arriving.copies.append((piece.slices, place))
-            tensors.append(_wire(place))
+            tensors.append(as_bytes(place))
             filled.append(arriving)
         works = self._lanes.receive(tensors, peer, self._rank)
         for index, arriving in enumerate(filled):
             arriving.works.append((peer, works[min(index, len(works) - 1)]))
 
-    def _from(self, peer: int, sent: Sent) -> Sequence[tuple[_Port, _Piece]]:
-        """What ``peer`` sends this rank at once, in its order."""
+    def _from(self, peer: int, sent: Sent) -> Sequence[tuple[_Port, Piece]]:
+        """Return the messages that ``peer`` sends this rank at once, in its order."""
         direction, stage, microbatch = sent
         return self._messages.get((peer, direction, stage, microbatch % len(self._ports)), ())
 
 
 def sends_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> list[Sent]:
-    """What a rank sends in a step, in its order."""
+    """Return the sends of a rank in a step, in its order."""
     return _units(schedule, stages, rank, {SEND_FORWARD: "forward", SEND_BACKWARD: "backward"})
 
 
 def receives_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> list[Sent]:
-    """What a rank's stages receive in a step, in the order in which it posts that."""
+    """Return the receives of a rank's stages in a step, in the order in which they are posted."""
     return _units(schedule, stages, rank, {RECV_FORWARD: "forward", RECV_BACKWARD: "backward"})
 
 
@@ -307,19 +313,21 @@ def _units(
     directions: Mapping[ActionKind, Direction],
 ) -> list[Sent]:
     rows = (
-        schedule.table[row] for row, place in zip(schedule.stage_rank, stages, strict=True)
+        schedule.table[row]
+        for row, place in zip(schedule.stage_rank, stages, strict=True)
         if rank in place.devices
-    )  # fmt: skip
+    )
     return [
         (directions[kind], stage, m * schedule.num_slices + part)
-        for kind, stage, m, part in next(rows, ()) if kind in directions
-    ]  # fmt: skip
+        for kind, stage, m, part in next(rows, ())
+        if kind in directions
+    ]
 
 
 _PortTable = dict[tuple[Direction, int], tuple[_Port, ...]]
 
 
-def _pieces(table: _PortTable) -> Iterator[tuple[_Port, _Piece]]:
+def _pieces(table: _PortTable) -> Iterator[tuple[_Port, Piece]]:
     return ((port, piece) for ports in table.values() for port in ports for piece in port.pieces)
 
 
@@ -328,14 +336,14 @@ def _make_ports(
     stages: Sequence[StagePlace],
     rank: int,
 ) -> tuple[_PortTable, _PortTable]:
-    """What the rank sends and what it receives, by direction and stage."""
+    """Return the ports at which the rank sends and receives, by direction and stage."""
     sends: _PortTable = {}
     receives: _PortTable = {}
     between: dict[tuple[int, int], list[Boundary]] = {}
     for boundary in sorted(boundaries, key=lambda boundary: boundary.key):
         between.setdefault((boundary.source_stage, boundary.target_stage), []).append(boundary)
     for pair, crossing in sorted(between.items()):
-        for boundary, direction in ((b, way) for b in crossing for way in _directions(b)):
+        for boundary, direction in ((b, way) for b in crossing for way in directions_of(b)):
             source, target = pair if direction == "forward" else pair[::-1]
             for table, stage, is_sender in ((sends, source, True), (receives, target, False)):
                 if rank in stages[stage].devices:
@@ -344,7 +352,8 @@ def _make_ports(
     return sends, receives
 
 
-def _directions(boundary: Boundary) -> tuple[Direction, ...]:
+def directions_of(boundary: Boundary) -> tuple[Direction, ...]:
+    """Return the directions in which a boundary's value or gradient goes."""
     return ("forward", "backward") if boundary.spec.requires_grad else ("forward",)
 
 
@@ -365,32 +374,45 @@ def _port(
     if direction == "backward":
         ends.reverse()
         sender, taker = taker, sender
-    (source, source_layout), (target, target_layout) = ends
+    end = 0 if is_sender else 1
+    places, layouts = [place for place, _ in ends], [layout for _, layout in ends]
     shape = boundary.spec.shape
-    messages = transfers(shape, source_layout, source.mesh, target_layout, target.mesh)
-    place, layout = ends[0] if is_sender else ends[1]
-    mine = place.devices.index(rank)
-    frame = local_region(shape, layout, place.mesh, place.mesh.coordinates(mine))
-    pieces = tuple(
-        _Piece(
-            target.devices[message.target] if is_sender else source.devices[message.source],
-            () if message.box == frame else relative(message.box, frame),
-        )
-        for message in messages
-        if mine == (message.source if is_sender else message.target)
-    )
     return _Port(
         boundary.key,
         direction,
         sender,
         taker,
-        local_shape(shape, layout, place.mesh.shape),
+        local_shape(shape, layouts[end], places[end].mesh.shape),
         getattr(torch, boundary.spec.dtype),
-        pieces,
+        find_pieces(shape, places, layouts, rank=rank, is_sender=is_sender),
     )
 
 
-def _words(port: _Port, piece: _Piece, unit: int, num_slices: int) -> str:
+def find_pieces(
+    shape: tuple[int, ...],
+    places: Sequence[StagePlace],
+    layouts: Sequence[Layout],
+    *,
+    rank: int,
+    is_sender: bool,
+) -> tuple[Piece, ...]:
+    """Return the messages that bring a value from one stage to another, as one rank has them."""
+    (source, target), (source_layout, target_layout) = places, layouts
+    messages = transfers(shape, source_layout, source.mesh, target_layout, target.mesh)
+    place, layout = (source, source_layout) if is_sender else (target, target_layout)
+    mine = place.devices.index(rank)
+    frame = local_region(shape, layout, place.mesh, place.mesh.coordinates(mine))
+    return tuple(
+        Piece(
+            target.devices[message.target] if is_sender else source.devices[message.source],
+            () if message.box == frame else region_slices(message.box, frame),
+        )
+        for message in messages
+        if mine == (message.source if is_sender else message.target)
+    )
+
+
+def _words(port: _Port, piece: Piece, unit: int, num_slices: int) -> str:
     """A message in words, the same on both sides."""
     send = _send(port.direction, port.sender, unit, num_slices)
     shape = tuple(
@@ -426,11 +448,6 @@ def _waiting(direction: Direction, stage: int, microbatch: str, *, sender: int) 
         f"{stage}RECV_{letter}{microbatch}: stage {stage} waits in micro-batch {microbatch}"
         f" for {sender}SEND_{letter}{microbatch}"
     )
-
-
-def _wire(tensor: Tensor) -> Tensor:
-    """The same memory as bytes if it is boolean, which backends do not know."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def _mismatch(port: _Port, value: Tensor | None, stage: int) -> WorkerError:

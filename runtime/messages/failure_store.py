@@ -1,9 +1,9 @@
-"""What ranks tell each other when one of them fails, beside their messages.
+"""Reports of ranks that end, for the other ranks and for their launcher.
 
-In: the note of a rank that ends: what it was doing, and whom it waited for. Out: the notes
-of the others, and from them who is to blame. Notes lie in the job's folder where a launcher
-has started all ranks on one machine (``FolderBoard``), else in the store that they met at
-(``StoreBoard``). Nothing is written while all goes well.
+In: the report of a rank that ends: its action, the ranks it waited for, its error. Out: the reports
+of the others, and from them who is to blame. Reports lie in the job's folder where a launcher
+has started all ranks on one machine (``FolderStore``), else in the store that they met at
+(``SharedStore``). Nothing is written while all goes well.
 """
 
 from __future__ import annotations
@@ -12,82 +12,117 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from ...planner import errors
+from ...planner.errors import AutoparallelError
+
 T = TypeVar("T")
 
+# A rank that is lost while a checkpoint is written makes that fail (AP886) as any other message.
+CONSEQUENCES = ("AP820", "AP821")
+"""Codes of a rank that ends because another one has failed."""
+
 GATHER_SECONDS = 4.0
-"""How long a rank that ends waits for the others' notes, to say who failed."""
+"""Wait of a rank that ends for the others' reports, to say who failed."""
 ANSWER_SECONDS = 1.0
-"""How long the store may take to answer."""
+"""Time limit of the store's answers."""
 MOST_FAILURES = 3
-"""How often a store may be out of reach."""
+"""Failed attempts after which a store is not asked any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """What a rank was doing when it ended, and the ranks whose message it waited for.
+class FailureReport:
+    """The end of a rank: its last action, and the ranks whose message it waited for.
 
-    ``cause`` is its own error; empty where it waits for another rank or has lost one.
+    ``cause`` is its own error in words; empty where it waits for another rank or has lost one. For
+    the launcher there are also the fields of its ``error``, with the class, and the time.
     """
 
     rank: int
-    doing: str
+    doing: str = ""
     waits_for: tuple[int, ...] = ()
     cause: str = ""
+    error: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
 
     @staticmethod
-    def parse(text: str) -> Note:
-        """The inverse of ``json.dumps(asdict(note))``."""
+    def of(rank: int, error: AutoparallelError) -> FailureReport:
+        """Make the report of a rank to its launcher."""
+        fields = {name: getattr(error, name) for name in ("code", "what", "why", "where", "fix")}
+        fields["kind"] = type(error).__name__
+        return FailureReport(rank, error=fields, seconds=time.time())
+
+    @staticmethod
+    def parse(text: str) -> FailureReport:
+        """Parse the text that ``str`` makes."""
         fields = json.loads(text)
-        return Note(**{**fields, "waits_for": tuple(fields["waits_for"])})
+        return FailureReport(**{**fields, "waits_for": tuple(fields["waits_for"])})
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def is_consequence(self) -> bool:
+        """Tell whether the rank only ended because another one has failed."""
+        return self.error["code"] in CONSEQUENCES
+
+    def exception(self) -> AutoparallelError:
+        """Make the error that the rank raised."""
+        fields = dict(self.error)
+        kind: type[AutoparallelError] = getattr(errors, fields.pop("kind"))
+        return kind(fields.pop("code"), fields.pop("what"), **fields)
 
 
-class Board(Protocol):
-    """Where notes are left. No call takes longer than twice ``ANSWER_SECONDS``, and none raises."""
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears at once with all of its text."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(text)
+    partial.rename(path)
 
-    def tell(self, note: Note) -> None: ...
-    def read(self) -> dict[int, Note]: ...
+
+class FailureStore(Protocol):
+    """The place of reports. No call takes longer than twice ``ANSWER_SECONDS``, and none raises."""
+
+    def tell(self, report: FailureReport) -> None: ...
+    def read(self) -> dict[int, FailureReport]: ...
     def is_empty(self) -> bool: ...
     def finish(self) -> None:
-        """Wait for what is still asked, before the interpreter ends."""
+        """Wait for the question that is open, before the interpreter ends."""
 
 
 @dataclass(frozen=True, slots=True)
-class FolderBoard:
-    """Notes as files of a folder that all ranks see."""
+class FolderStore:
+    """Reports as files of a folder that all ranks see."""
 
     folder: Path
+    prefix: str = "note"
 
-    def tell(self, note: Note) -> None:
-        path = self.folder / f"note-{note.rank}.json"
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        try:
-            partial.write_text(json.dumps(asdict(note)))
-            partial.rename(path)
-        except OSError:
-            return
+    def tell(self, report: FailureReport) -> None:
+        with suppress(OSError):
+            write_whole(self.folder / f"{self.prefix}-{report.rank}.json", str(report))
 
-    def read(self) -> dict[int, Note]:
-        notes = {}
-        for path in self.folder.glob("note-*.json"):
-            note = Note.parse(path.read_text())
-            notes[note.rank] = note
-        return notes
+    def read(self) -> dict[int, FailureReport]:
+        reports = [FailureReport.parse(path.read_text()) for path in self._paths()]
+        return {report.rank: report for report in reports}
 
     def is_empty(self) -> bool:
-        return next(self.folder.glob("note-*.json"), None) is None
+        return next(self._paths(), None) is None
+
+    def _paths(self) -> Iterator[Path]:
+        return self.folder.glob(f"{self.prefix}-*.json")
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Return at once: no question is open."""
 
 
-class StoreBoard:
-    """Notes in the store of MASTER_ADDR and MASTER_PORT, by a connection of its own.
+class SharedStore:
+    """Reports in the store of MASTER_ADDR and MASTER_PORT, by a connection of its own.
 
     Nothing more is asked of a store while it owes an answer, or when it cannot be reached for
     ``MOST_FAILURES`` times. Where no agent of torchrun keeps the store, rank 0 makes it with the
@@ -107,17 +142,16 @@ class StoreBoard:
         self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
 
-    def tell(self, note: Note) -> None:
-        text = json.dumps(asdict(note)) + "\n"
-        self._ask(lambda store: store.append(self._key, text), None)
+    def tell(self, report: FailureReport) -> None:
+        self._ask(lambda store: store.append(self._key, f"{report}\n"), None)
 
-    def read(self) -> dict[int, Note]:
+    def read(self) -> dict[int, FailureReport]:
         def get(store: Any) -> bytes:
             found: bytes = store.get(self._key) if store.check([self._key]) else b""
             return found
 
-        notes = map(Note.parse, self._ask(get, b"").decode().splitlines())
-        return {note.rank: note for note in notes}
+        reports = map(FailureReport.parse, self._ask(get, b"").decode().splitlines())
+        return {report.rank: report for report in reports}
 
     def is_empty(self) -> bool:
         return not self._ask(lambda store: store.check([self._key]), False)
@@ -153,7 +187,7 @@ class StoreBoard:
                 self._store = None
                 self._failures += 1
 
-        asking = threading.Thread(target=ask, name="board", daemon=True)
+        asking = threading.Thread(target=ask, name="failure store", daemon=True)
         asking.start()
         self._asking = asking  # only now: ``finish`` may join it at any time
         asking.join(max(0.0, deadline - time.monotonic()))
@@ -169,57 +203,62 @@ class StoreBoard:
 
         host, port = self._address
         return dist.TCPStore(  # type: ignore[attr-defined]
-            str(host), int(str(port)), is_master=False, wait_for_workers=False,
+            str(host),
+            int(str(port)),
+            is_master=False,
+            wait_for_workers=False,
             timeout=timedelta(seconds=ANSWER_SECONDS),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One rank among all: what it tells the others at its end, and learns from them."""
+    """One rank among all: its reports to the others, and their reports."""
 
     rank: int
     world_size: int
-    board: Board
+    store: FailureStore
 
     def has_failure(self) -> bool:
-        """Whether any rank has left a note."""
-        return not self.board.is_empty()
+        """Tell whether any rank has left a report."""
+        return not self.store.is_empty()
 
-    def blame(self, note: Note) -> str:
-        """Leaves ``note``, waits for those of the others, and says who has failed."""
-        self.board.tell(note)
+    def blame(self, report: FailureReport) -> str:
+        """Leave ``report``, waits for those of the others, and says who has failed."""
+        self.store.tell(report)
         deadline = time.monotonic() + GATHER_SECONDS
-        notes = self.board.read()
-        while len(notes) < self.world_size and time.monotonic() < deadline:
-            if any(other.cause for other in notes.values()):
+        reports = self.store.read()
+        while len(reports) < self.world_size and time.monotonic() < deadline:
+            if any(other.cause for other in reports.values()):
                 break
             time.sleep(0.05)
-            notes = self.board.read()
-        return blame({**notes, note.rank: note}, self.world_size)
+            reports = self.store.read()
+        return blame({**reports, report.rank: report}, self.world_size)
 
 
-def blame(notes: Mapping[int, Note], world_size: int) -> str:
-    """Who has failed, by the notes that ``world_size`` ranks have left.
+def blame(reports: Mapping[int, FailureReport], world_size: int) -> str:
+    """Name the ranks that have failed, by the reports that ``world_size`` ranks have left.
 
-    First those with an error of their own; else those that left no note, for they are dead,
+    First those with an error of their own; else those that left no report, for they are dead,
     stopped or out of reach; else those that wait for nobody, for the others wait for them. Where
-    all wait, what each is at.
+    all wait, the action of each.
 
-    >>> waiting = Note(0, "0B0: waiting for gradients", (1,))
+    >>> waiting = FailureReport(0, "0B0: waiting for gradients", (1,))
     >>> blame({0: waiting}, 2)
     'rank 1 failed to come: it does not answer'
-    >>> blame({0: waiting, 1: Note(1, "1F0: computing")}, 2)
+    >>> blame({0: waiting, 1: FailureReport(1, "1F0: computing")}, 2)
     'rank 1 failed to come: it was at 1F0: computing'
     """
-    failed = [note for note in notes.values() if note.cause]
+    failed = [report for report in reports.values() if report.cause]
     if failed:
-        return "; ".join(f"rank {note.rank} failed: {note.cause}" for note in failed)
-    silent = [rank for rank in range(world_size) if rank not in notes]
+        return "; ".join(f"rank {report.rank} failed: {report.cause}" for report in failed)
+    silent = [rank for rank in range(world_size) if rank not in reports]
     if len(silent) == 1:
         return f"rank {silent[0]} failed to come: it does not answer"
     if silent:
         return f"ranks {', '.join(map(str, silent))} failed to come: they do not answer"
-    ordered = [note for _, note in sorted(notes.items())]
-    last = [note for note in ordered if not note.waits_for] or ordered
-    return "; ".join(f"rank {note.rank} failed to come: it was at {note.doing}" for note in last)
+    ordered = [reports[rank] for rank in sorted(reports)]
+    last = [report for report in ordered if not report.waits_for] or ordered
+    return "; ".join(
+        f"rank {report.rank} failed to come: it was at {report.doing}" for report in last
+    )

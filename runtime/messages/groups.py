@@ -1,9 +1,12 @@
-"""Process groups whose time limit is a minute longer than the watchdog's.
+"""Process groups: a device mesh per stage, and limits longer than the watchdog's by a minute.
 
 NCCL ends a process whose collective exceeds the time limit of its group (by default 10 minutes)
 and names neither the action nor the rank that did not come. The watchdog does, so its limit has to
 end first. ``torch.distributed.new_group`` uses torch's default limit, not the default group's;
 ``new_group`` of this module uses the default group's.
+
+Making a process group is collective over the whole world, so every rank makes every stage's groups,
+in the order of the stages.
 """
 
 from __future__ import annotations
@@ -12,7 +15,13 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...planner.layout import Mesh
+from ...planner.plan import Plan, StagePlan
+from ...planner.replicas import placed_stages
 
 MARGIN_SECONDS = 60.0
 
@@ -49,7 +58,7 @@ def gloo_group_beside(group: dist.ProcessGroup) -> Any:
 
 
 def share_limit(group: dist.ProcessGroup) -> None:
-    """Gives ``group`` the limit of the default group, if that is longer."""
+    """Give ``group`` the limit of the default group, if that is longer."""
     world = dist.group.WORLD
     limits = [] if world is None else [each.options._timeout for each in _backends(world)]
     if limits:
@@ -57,7 +66,7 @@ def share_limit(group: dist.ProcessGroup) -> None:
 
 
 def allow_seconds(timeout_seconds: float) -> None:
-    """Gives the groups of this process at least the limit of ``time_limit``."""
+    """Give the groups of this process at least the limit of ``time_limit``."""
     limit = time_limit(timeout_seconds)
     assert limit is not None
     for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
@@ -78,3 +87,37 @@ def _backends(group: Any) -> Iterator[Any]:
         backend = group._get_backend(device)
         if hasattr(getattr(backend, "options", None), "_timeout"):
             yield backend
+
+
+DATA_AXIS = "dp"
+
+
+def build_meshes(plan: Plan, device_type: str = "cpu") -> dict[int, DeviceMesh]:
+    """The device mesh of every stage by its index. Collective over all ranks.
+
+    A rank outside a stage gets that stage's mesh too, with no coordinates on it
+    (``get_coordinate()`` is None). Stages on the same devices in the same mesh share it.
+    """
+    known: dict[tuple[tuple[int, ...], Mesh], DeviceMesh] = {}
+    found: dict[int, DeviceMesh] = {}
+    for index, stage in enumerate(placed_stages(plan)):
+        key = (stage.devices, stage.mesh)
+        if key not in known:
+            known[key] = _mesh(stage, device_type)
+        found[index] = known[key]
+    return found
+
+
+def _mesh(stage: StagePlan, device_type: str) -> DeviceMesh:
+    ranks = torch.tensor(stage.devices, dtype=torch.int).view(stage.mesh.shape)
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axes)
+    if mesh.get_coordinate() is not None:
+        for group in mesh.get_all_groups():
+            share_limit(group)
+    return mesh
+
+
+def stages_of_rank(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The indices of the stages that ``rank`` works for; none if the plan leaves it idle."""
+    stages = enumerate(placed_stages(plan))
+    return tuple(index for index, stage in stages if rank in stage.devices)

@@ -1,9 +1,9 @@
 """Values between stages of one rank: handed over in memory, not sent.
 
-In: the boundaries between stages that share their devices. Out: what a stage made, kept until
-the other stage takes it. Where the two stages lay a value out alike nothing is copied; where
-not, the ranks of the stages swap the boxes they need among themselves, all at the same action
-of the same row.
+In: the boundaries between stages that share their devices. Out: a stage's values, kept until the
+other stage takes them. Where the two stages lay a value out alike nothing is copied; where not, the
+ranks of the stages swap the boxes they need among themselves, all at the same action of the same
+row.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.layout import Layout, local_region, local_shape
-from ...planner.pricing.transfer import Transfer, relative, transfers
+from .communicator import as_bytes
+from .exchange import Direction, Piece, StagePlace, directions_of, find_pieces
 from .groups import new_group
 
 if TYPE_CHECKING:
     from ...passes.local.stage_cut import Boundary
-    from .exchange import Direction, StagePlace
 
-Key = tuple["Direction", int, int]
+Key = tuple[Direction, int, int]
 """The direction, the stage that takes, the micro-batch."""
 
 
@@ -45,8 +45,8 @@ class _Swap:
     """A value whose layout changes: this rank's part afterwards, and who sends which box."""
 
     shape: tuple[int, ...]
-    sends: tuple[tuple[int, tuple[slice, ...]], ...]
-    receives: tuple[tuple[int, tuple[slice, ...]], ...]
+    sends: tuple[Piece, ...]
+    receives: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,9 @@ class _Way:
     swap: _Swap | None
 
 
-class Handover:
-    """What one rank's stages make for each other. Every rank of the world makes its own."""
+class LocalTransfer:
+    """The values that one rank's stages make for each other. Every rank of the world makes its
+    own."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Handover:
     ) -> None:
         layouts = boundary.source_layout, boundary.target_layout
         ends = (boundary.source_stage, boundary.target_stage)
-        for direction in _directions(boundary):
+        for direction in directions_of(boundary):
             order = 1 if direction == "forward" else -1
             maker, taker = ends[::order]
             shape, dtype = boundary.spec.shape, getattr(torch, boundary.spec.dtype)
@@ -109,18 +110,16 @@ class Handover:
     def _swap(
         self, shape: tuple[int, ...], places: Sequence[StagePlace], layouts: Sequence[Layout]
     ) -> _Swap:
-        maker, taker = places
-        messages = transfers(shape, layouts[0], maker.mesh, layouts[1], taker.mesh)
         return _Swap(
-            local_shape(shape, layouts[1], taker.mesh.shape),
-            _boxes(messages, shape, places, layouts, rank=self._rank, is_sender=True),
-            _boxes(messages, shape, places, layouts, rank=self._rank, is_sender=False),
+            local_shape(shape, layouts[1], places[1].mesh.shape),
+            find_pieces(shape, places, layouts, rank=self._rank, is_sender=True),
+            find_pieces(shape, places, layouts, rank=self._rank, is_sender=False),
         )
 
     def give(
         self, direction: Direction, stage: int, microbatch: int, values: Mapping[str, Tensor]
     ) -> None:
-        """Keep what ``stage`` has computed for the other stages of this rank.
+        """Keep the values that ``stage`` has computed for the other stages of this rank.
 
         A gradient that is missing is zero. The values must not be written to afterwards.
         """
@@ -135,42 +134,40 @@ class Handover:
             kept[way.key] = kept[way.key] + value if way.key in kept else value
 
     def take(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
-        """What the other stages of this rank have made for ``stage``, by key.
+        """Return the values that the other stages of this rank have made for ``stage``, by key.
 
         Gradients of a value that went to several stages are summed.
         """
         return self._kept.pop((direction, stage, microbatch), {})
 
     def _swapped(self, value: Tensor, swap: _Swap) -> Tensor:
-        """This rank's part in the other layout. Collective over the ranks of the stages."""
+        """Return this rank's part in the other layout. Collective over the ranks of the stages."""
         result = value.new_empty(swap.shape)
         operations: list[dist.P2POp] = []
-        copies: list[tuple[tuple[slice, ...], Tensor]] = []
-        own = [slices for peer, slices in swap.sends if peer == self._rank]
-        for peer, slices in swap.receives:
-            if peer == self._rank:
-                result[slices] = value[own.pop(0)]
+        copies: list[tuple[Tensor, Tensor]] = []
+        own = [piece.slices for piece in swap.sends if piece.peer == self._rank]
+        for piece in swap.receives:
+            part = result[piece.slices]
+            if piece.peer == self._rank:
+                part.copy_(value[own.pop(0)])
                 continue
-            buffer = torch.empty_like(result[slices], memory_format=torch.contiguous_format)
-            copies.append((slices, buffer))
-            operations.append(dist.P2POp(dist.irecv, _wire(buffer), peer, group=self._group))
-        for peer, slices in swap.sends:
-            if peer != self._rank:
-                packed = _wire(value[slices].contiguous())
-                operations.append(dist.P2POp(dist.isend, packed, peer, group=self._group))
+            buffer = torch.empty_like(part, memory_format=torch.contiguous_format)
+            copies.append((part, buffer))
+            receive = dist.P2POp(dist.irecv, as_bytes(buffer), piece.peer, group=self._group)
+            operations.append(receive)
+        for piece in swap.sends:
+            if piece.peer != self._rank:
+                packed = as_bytes(value[piece.slices].contiguous())
+                operations.append(dist.P2POp(dist.isend, packed, piece.peer, group=self._group))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
-        for slices, buffer in copies:
-            result[slices] = buffer
+        for part, buffer in copies:
+            part.copy_(buffer)
         return result
 
 
-def _directions(boundary: Boundary) -> tuple[Direction, ...]:
-    return ("forward", "backward") if boundary.spec.requires_grad else ("forward",)
-
-
 def _is_alike(boundary: Boundary, places: tuple[StagePlace, StagePlace]) -> bool:
-    """Whether every rank holds the same part at both ends."""
+    """Tell whether every rank holds the same part at both ends."""
     layouts = boundary.source_layout, boundary.target_layout
     source, target = (
         {
@@ -180,29 +177,3 @@ def _is_alike(boundary: Boundary, places: tuple[StagePlace, StagePlace]) -> bool
         for layout, place in zip(layouts, places, strict=True)
     )
     return source == target
-
-
-def _boxes(
-    messages: Sequence[Transfer],
-    shape: tuple[int, ...],
-    places: Sequence[StagePlace],
-    layouts: Sequence[Layout],
-    *,
-    rank: int,
-    is_sender: bool,
-) -> tuple[tuple[int, tuple[slice, ...]], ...]:
-    """What a rank sends or receives: the other rank, and the slices of its part."""
-    end = 0 if is_sender else 1
-    mine, mesh = places[end].devices.index(rank), places[end].mesh
-    frame = local_region(shape, layouts[end], mesh, mesh.coordinates(mine))
-    found = []
-    for message in messages:
-        ends = (message.source, message.target)
-        if ends[end] == mine:
-            found.append((places[1 - end].devices[ends[1 - end]], relative(message.box, frame)))
-    return tuple(found)
-
-
-def _wire(tensor: Tensor) -> Tensor:
-    """The same memory as bytes if it is boolean, which backends do not know."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -7,11 +7,19 @@ first message would else wait for its peer inside the send).
 
 Both sides of each lane must know the same messages in the same order (``check_lanes``): a
 difference would be a hang, or, between messages of one size, a wrong gradient.
+
+Messages that may not have gone yet are kept alive (``PendingSends``), the latest few of each
+receiver: a send waits for an earlier one to the same rank once so many are kept. On a GPU the
+device waits and the host goes on: it may run far ahead, and memory that it frees is used again in
+its own order. On gloo the host waits, as its works only know after a wait whether they are done.
+So the memory follows from the schedule (``planner.schedules.messages_held``), however fast the
+receivers are.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -23,6 +31,7 @@ from torch import Tensor
 
 from ...planner.errors import PlanError
 from .groups import new_group
+from .pending_results import Progress
 from .shared_objects import control_group, gather_values
 
 TAG = 2**30 - 1
@@ -49,7 +58,7 @@ class Lanes:
             self.has_groups = self.device.type != "cpu" or control_group() is not None
 
     def join(self, rank: int, lanes: Set[Lane]) -> None:
-        """Makes the ``lanes`` of ``rank``, and those of others. Collective over all ranks."""
+        """Make the ``lanes`` of ``rank``, and those of others. Collective over all ranks."""
         if not self.has_groups:
             return
         for lane in sorted(set[Lane]().union(*gather_values(lanes - self._known)) - self._known):
@@ -63,11 +72,11 @@ class Lanes:
                     work.wait()
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> Sequence[dist.Work]:
-        """Starts to send ``tensors``; a work for each, or one for all."""
+        """Start to send ``tensors``; a work for each, or one for all."""
         return self._start(dist.isend, tensors, (source, target), target)
 
     def receive(self, tensors: Sequence[Tensor], source: int, target: int) -> Sequence[dist.Work]:
-        """Starts to fill ``tensors`` with what is sent at once; works as of ``send``."""
+        """Start to fill ``tensors`` with a message; works as of ``send``."""
         return self._start(dist.irecv, tensors, (source, target), source)
 
     def _start(
@@ -87,7 +96,7 @@ Messages = Mapping[Lane, Sequence[str]]
 
 
 def check_lanes(sent: Messages, taken: Messages) -> None:
-    """Raises PlanError AP542 on every rank where two sides differ. Collective over all ranks."""
+    """Raise PlanError AP542 on every rank where two sides differ. Collective over all ranks."""
     if dist.get_world_size() == 1:
         return
     digests = [_merged(found) for found in _gathered((_digests(sent), _digests(taken)))]
@@ -111,8 +120,9 @@ def check_lanes(sent: Messages, taken: Messages) -> None:
 def _digests(found: Messages) -> dict[Lane, str]:
     return {
         lane: hashlib.sha256("\n".join(messages).encode()).hexdigest()
-        for lane, messages in found.items() if messages
-    }  # fmt: skip
+        for lane, messages in found.items()
+        if messages
+    }
 
 
 def _only(found: Messages, lane: Lane) -> Messages:
@@ -120,10 +130,50 @@ def _only(found: Messages, lane: Lane) -> Messages:
 
 
 def _gathered(own: tuple[T, T]) -> list[tuple[T, ...]]:
-    """Of every rank, in the order of ranks: the first of the two, and the second."""
+    """Gather two values of every rank: the first of each in the order of ranks, then the second."""
     return list(zip(*gather_values(own), strict=True))
 
 
 def _merged(parts: Sequence[Mapping[Lane, T]]) -> dict[Lane, T]:
-    """Each lane's is of one rank."""
+    """Merge tables of lanes, each lane of which is of one rank."""
     return {lane: value for part in parts for lane, value in part.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    works: Sequence[dist.Work]
+    tensors: tuple[Tensor, ...]
+    words: str
+
+
+@dataclass(slots=True)
+class PendingSends:
+    """The messages of one rank that are on their way. ``most``: how many to one rank are kept."""
+
+    most: int
+    tell: Progress | None = None
+    _held: dict[int, deque[_Sent]] = field(default_factory=dict)
+
+    def add(
+        self, peer: int, works: Sequence[dist.Work], tensors: tuple[Tensor, ...], words: str
+    ) -> None:
+        """Keep ``tensors``, sent at once, until ``works`` are done; ``words`` name the message.
+
+        Raises RuntimeError if a receiver is lost.
+        """
+        self._end_all_but(self.most - 1, peer)
+        self._held[peer].append(_Sent(works, tensors, words))
+
+    def finish(self) -> None:
+        """Wait until everything has gone. Raises RuntimeError if a receiver is lost."""
+        for peer in self._held:
+            self._end_all_but(0, peer)
+
+    def _end_all_but(self, count: int, peer: int) -> None:
+        held = self._held.setdefault(peer, deque())
+        while len(held) > count:
+            sent = held.popleft()
+            if self.tell is not None:
+                self.tell(f"{sent.words}: waiting for rank {peer} to receive", (peer,))
+            for work in sent.works:
+                work.wait()

@@ -4,8 +4,8 @@ In: the collective that brings a number to every rank, under way. Out: a tensor 
 it when it is read. So a step has no wait for all ranks: the first stage begins the next step
 while the last one's loss travels.
 
-What the host reads is copied to its memory when it is made: to read a tensor of a GPU is to wait
-for all that the GPU was given to do since.
+A number that the host reads is copied to its memory when it is made: to read a tensor of a GPU is
+to wait for all that the GPU was given to do since.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .device_queue import Waitable, queue_of
 from .watchdog import BETWEEN_STEPS
 
 Progress = Callable[[str, tuple[int, ...]], None]
-"""Is told what the rank waits for, and from which ranks, before each wait."""
+"""A function that is told before each wait its reason, and the ranks that are waited for."""
 
 
 class Pending(Protocol):
@@ -67,7 +67,7 @@ class Arrival:
         return copy.tensor
 
     def end(self) -> None:
-        """Waits until it has arrived, whoever reads it."""
+        """Wait until it has arrived, whoever reads it."""
         work = self._work  # another thread may read it too
         if work is None:
             return
@@ -94,22 +94,30 @@ class _WithGraph:
 
 _PROPERTIES = ("device", "dtype", "grad_fn", "ndim", "requires_grad", "shape")
 NEEDS_NO_VALUE = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
-    Tensor.backward, Tensor.dim, Tensor.numel, Tensor.size, Tensor.is_floating_point,
-}  # fmt: skip
-"""What a tensor may be asked, as its first argument, while its value is on its way."""
+    Tensor.backward,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.size,
+    Tensor.is_floating_point,
+}
+"""Functions of a tensor, as their first argument, that need not wait for its value."""
 
 READ_BY_HOST = {
-    Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__format__,
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__bool__,
+    Tensor.__float__,
+    Tensor.__format__,
     Tensor.__int__,
-}  # fmt: skip
-"""What gives a number of a tensor to Python."""
+}
+"""Functions that give a number of a tensor to Python."""
 
 
 class ArrivingTensor(Tensor):
-    """A tensor whose value comes later: the first use of any kind waits for it, but for those
-    that ``NEEDS_NO_VALUE``.
+    """A tensor whose value comes later: the first use of any kind waits for it, but for uses in
+    ``NEEDS_NO_VALUE``.
 
-    What is made of it is an ordinary tensor.
+    Results of ops on it are ordinary tensors.
     """
 
     arrival: Pending
@@ -138,12 +146,13 @@ class ArrivingTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What reaches the tensor by no function of Python's: collectives of a script, for one."""
+        """Run ops that reach the tensor by no function of Python's: collectives of a script, for
+        one."""
         given = tree_map_only(ArrivingTensor, lambda t: t.arrival.value().detach(), (args, kwargs))
         return function(*given[0], **(given[1] or {}))
 
 
-def arriving(arrival: Pending, like: Tensor) -> Tensor:
+def arriving_tensor(arrival: Pending, like: Tensor) -> Tensor:
     """A tensor, on the device and with the graph of ``like``, that waits for ``arrival`` when it
     is used."""
     tensor = like.as_subclass(ArrivingTensor)
@@ -168,7 +177,7 @@ def shared_sum(
     words = f"waiting for the loss of {names}" if names else "waiting until the loss has gone"
     arrival = arrival_of(memory, work, words, others=others, progress=progress)
     end_before_exit("loss", arrival)
-    return arriving(_WithGraph(part, arrival), part)
+    return arriving_tensor(_WithGraph(part, arrival), part)
 
 
 def arrival_of(
@@ -183,12 +192,14 @@ def arrival_of(
     if progress is None:
         return Arrival(tensor, work)
     return Arrival(
-        tensor, work,
-        tell=partial(progress, words, tuple(others)), told=partial(progress, BETWEEN_STEPS, ()),
-    )  # fmt: skip
+        tensor,
+        work,
+        tell=partial(progress, words, tuple(others)),
+        told=partial(progress, BETWEEN_STEPS, ()),
+    )
 
 
-def figure(tensor: Tensor) -> Pending:
+def pending_figure(tensor: Tensor) -> Pending:
     """A number of a step for the host to read, on its way or not."""
     return tensor.arrival if isinstance(tensor, ArrivingTensor) else Arrival(tensor, None)
 
@@ -211,10 +222,11 @@ def _arrived(value: Any) -> Any:
 
 
 def end_before_exit(kind: str, arrival: Arrival) -> None:
-    """A collective that nobody waits for until the end would abort the process, in gloo's threads.
+    """End an earlier collective that nobody waited for: at the end of the process it would abort
+    it, in gloo's threads.
 
     The one of the same ``kind`` before is ended here: by now every rank that this one exchanges
-    messages with has begun it, as it has sent what belongs to a later step.
+    messages with has begun it, as it has sent messages of a later step.
     """
     if not _LATEST:
         atexit.register(_end_all)

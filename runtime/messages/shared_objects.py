@@ -20,7 +20,7 @@ from .groups import new_group
 T = TypeVar("T")
 
 PULSE_SECONDS = 5.0
-"""How often ranks that wait for rank 0 hear of it."""
+"""Time between messages of rank 0 to ranks that wait for it."""
 
 _CONTROL: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """By the default group."""
@@ -120,7 +120,7 @@ def share_in_place(tensor: Tensor) -> None:
 
 
 def gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, in the order of ranks, on every rank. Collective.
+    """Return every rank's value, in the order of ranks, on every rank. Collective.
 
     ``group`` is as of ``share_value``.
     """
@@ -132,7 +132,7 @@ def gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def gather_on_first(value: T) -> list[T]:
-    """On rank 0 every rank's value, in the order of ranks; on other ranks an empty list.
+    """Return on rank 0 every rank's value, in the order of ranks; on other ranks an empty list.
     Collective."""
     found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, found, dst=0, group=control_group())
@@ -140,7 +140,7 @@ def gather_on_first(value: T) -> list[T]:
 
 
 class Pulse:
-    """Work of rank 0 alone, during which the other ranks know what it is at.
+    """Work of rank 0 alone, during which the other ranks hear of its progress.
 
     ``tell`` is given it on every rank, so that neither a watchdog nor a limit of the process
     group ends ranks that wait for a long piece of work.
@@ -150,14 +150,14 @@ class Pulse:
         self._tell, self._sent_seconds = tell, time.monotonic()
 
     def tell(self, what: str) -> None:
-        """On rank 0: the work is at ``what``."""
+        """Tell the other ranks, on rank 0, where the work is."""
         self._tell(what)
         if time.monotonic() - self._sent_seconds > PULSE_SECONDS:
             share_value((False, what))
             self._sent_seconds = time.monotonic()
 
     def value(self, work: Callable[[], T]) -> T:
-        """What ``work`` gives on rank 0, on every rank. Collective."""
+        """Return the result of ``work`` on rank 0, on every rank. Collective."""
         if not dist.is_initialized() or dist.get_rank() == 0:
             found = work()
             share_value((True, found))
@@ -178,7 +178,7 @@ class SharedCount:
     """
 
     def __init__(self, source: int) -> None:
-        self._source = source
+        self.source = source
         self._running: tuple[dist.Work | None, Tensor] | None = None
 
     def __call__(self, count: int | None) -> int:
@@ -186,7 +186,7 @@ class SharedCount:
         if self._running is not None and self._running[0] is not None:
             self._running[0].wait()
         box = torch.tensor(0 if count is None else count)
-        work = dist.broadcast(box, src=self._source, group=group_for(box), async_op=True)
+        work = dist.broadcast(box, src=self.source, group=group_for(box), async_op=True)
         self._running = (work, box)
         if count is not None:
             return count

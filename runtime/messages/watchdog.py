@@ -1,12 +1,15 @@
-"""The watchdog: ends a process that makes no progress, and says what it was doing.
+"""The watchdog: ends a process that makes no progress, and reports its last action.
 
-In: what the process is about to do and whom it waits for, told again and again. Out:
-nothing while it goes on; after ``timeout_seconds`` without progress, or when another rank has
-failed, a HangError with what the process was at, where the main thread is and which rank failed
-to come, and the process ends with its exit code. A wait inside a collective cannot be
-interrupted from Python, so ending the process is the only way out.
+In: the process' next action and the ranks it waits for, told again and again. Out: nothing while it
+goes on; after ``timeout_seconds`` without progress, or when another rank has failed, a HangError
+with the current action, the line of the main thread and the rank that failed to come, and the
+process ends with its exit code. A wait inside a collective cannot be interrupted from Python, so
+ending the process is the only way out. A GPU is behind its host: there the current action is the
+GPU's, not the one that the host told last.
 
-A GPU is behind its host: there a process is at what its GPU is at, not at what the host told last.
+A SIGTERM is heard even while a message is waited for (``on_termination``). torchrun ends all ranks
+so when one of them has failed, a scheduler when the time is up. Python runs handlers in the main
+thread alone, which may sit in a collective and never return; so another thread acts on it.
 """
 
 from __future__ import annotations
@@ -14,38 +17,41 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from ...planner.errors import HangError
-from .failure_store import ANSWER_SECONDS, Note, Ranks
+from .failure_store import ANSWER_SECONDS, FailureReport, Ranks
 
 if TYPE_CHECKING:
     from .device_queue import DeviceQueue, Event
 
+
 POLL_SECONDS = 0.5
-"""How often the watchdog looks whether another rank has failed."""
+"""Time between the watchdog's looks at the other ranks."""
 LAST_WORDS_SECONDS = 0.3
-"""How long the main thread then has to fail by itself: it may know more."""
+"""Time in which the main thread may then fail by itself: it may know more."""
 MOST_AHEAD = 64
-"""How many things told a host may be ahead of its device: some ten micro-batches.
+"""Actions that a host may be ahead of its device: some ten micro-batches.
 
 A host that fills a GPU's queue of launches is blocked inside of the driver, and may then hold the
 interpreter's lock, without which no watchdog runs. It waits here before, without the lock.
 """
 STARTING, BETWEEN_STEPS = "starting", "between steps"
-"""What is told before a first step, and after each."""
+"""Actions before a first step, and after each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a process is about to do, and the ranks whose message it waits for."""
+    """An action that a process is about to do, and the ranks whose message it waits for."""
 
     what: str
     waits_for: tuple[int, ...]
@@ -53,7 +59,7 @@ class Doing:
 
 
 class Position:
-    """What a process is at: the last thing told that its device has come to.
+    """The current action of a process: the last one told that its device has come to.
 
     Each thing told is marked in the device's queue by an event, which is done when all is that was
     told before. Events are used again.
@@ -67,16 +73,16 @@ class Position:
         self._lock = threading.Lock()
 
     def follow(self, queue: DeviceQueue) -> None:
-        """From now on the process is where this device is; by default it is where its host is."""
+        """Have the process be where this device is; by default it is where its host is."""
         self._queue = queue if queue.runs_behind else None
 
     @property
     def is_behind(self) -> bool:
-        """Whether the process is not where its host is."""
+        """Tell whether the process is not where its host is."""
         return self._queue is not None
 
     def tell(self, doing: Doing) -> None:
-        """``doing`` is what the host is about to do, or to give to the device."""
+        """Take the next action of the host, or the next that it gives to the device."""
         if self._queue is None:
             self._at = doing
             return
@@ -88,7 +94,7 @@ class Position:
         self._ahead.append((doing, event))
 
     def now(self) -> Doing:
-        """What the process is at, since when it was seen to be."""
+        """Return the current action of the process, since when it was seen."""
         self._advance()
         return self._at
 
@@ -100,10 +106,9 @@ class Position:
                 self._at = replace(doing, since_seconds=time.monotonic())
 
 
-def show(error: HangError) -> None:
-    """The default report: the error on stderr."""
-    sys.stderr.write(f"{error}\n")
-    sys.stderr.flush()
+def print_error(error: HangError) -> None:
+    """Print an error on stderr."""
+    print(error, file=sys.stderr, flush=True)
 
 
 class Watchdog:
@@ -120,10 +125,11 @@ class Watchdog:
         name: str,
         ranks: Ranks | None = None,
         resting: Container[str] = (),
-        report: Callable[[HangError], None] = show,
+        report: Callable[[HangError], None] = print_error,
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        """``resting`` are things told that may take any time: what is not ours to judge."""
+        """Watch a process; ``resting`` are actions that may take any time, as they are not ours to
+        judge."""
         self.timeout_seconds = timeout_seconds
         self.ranks = ranks
         self._name = name
@@ -138,23 +144,23 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def progress(self, what: str, waits_for: tuple[int, ...] = ()) -> None:
-        """What the process is about to do; it has then ``timeout_seconds`` to do it and tell more.
+        """Take the next action; the process has then ``timeout_seconds`` to do it and tell more.
 
         ``waits_for`` are the ranks whose message it waits for.
         """
         self._position.tell(Doing(what, waits_for, time.monotonic()))
 
     def follow(self, queue: DeviceQueue) -> None:
-        """From now on what is told is done by the device of ``queue``."""
+        """Have actions count as done by the device of ``queue``."""
         self._position.follow(queue)
 
     @property
     def last(self) -> Doing:
-        """What the process is at: the last thing told, or where its device is."""
+        """The current action: the last one told, or the device's."""
         return self._position.now()
 
     def terminate(self) -> None:
-        """Ends the process as its launcher wants it, and says what it was doing and why.
+        """End the process as its launcher wants it, with a report of its action and of the reason.
 
         Not if ``before_ending`` says that it goes on, unless another rank has failed.
         """
@@ -169,22 +175,17 @@ class Watchdog:
         atexit.register(self._finish)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         atexit.unregister(self._finish)
         self._finish()
 
     def _finish(self) -> None:
-        """Ends the thread: one that asks the store when the interpreter ends aborts the process."""
+        """End the thread: one that asks the store when the interpreter ends aborts the process."""
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * ANSWER_SECONDS)
         if self.ranks is not None:
-            self.ranks.board.finish()
+            self.ranks.store.finish()
 
     def _watch(self) -> None:
         while True:
@@ -199,40 +200,46 @@ class Watchdog:
                 return self._give_up("AP821", "stops because another rank has failed")
 
     def _left_seconds(self) -> float:
-        """Until it counts as hanging."""
+        """Return the seconds until it counts as hanging."""
         last = self.last
         if last.what in self._resting:
             return math.inf
         return last.since_seconds + self.timeout_seconds - time.monotonic()
 
     def _give_up(self, code: str, what: str) -> None:
-        """Reports what the process was doing and who failed to come, and ends it; only once."""
+        """Report the current action and the ranks that failed to come, and end the process; only
+        once."""
         if not self._giving_up.acquire(blocking=False):
             return
         doing, place, where = self.last, *self._place()
         why = ", ".join(part for part in (doing.what, where) if part)
         if self.ranks is not None:
-            why += f"; {self.ranks.blame(Note(self.ranks.rank, why, doing.waits_for))}"
+            report = FailureReport(self.ranks.rank, why, doing.waits_for)
+            why += f"; {self.ranks.blame(report)}"
         error = HangError(
-            code, f"{self._name} {what}", why=why, where=place,
+            code,
+            f"{self._name} {what}",
+            why=why,
+            where=place,
             fix="check which rank is late, and why"
             + ("; raise --timeout if it was only slow" if code == "AP802" else ""),
-        )  # fmt: skip
+        )
         if self._stopped.is_set():
             return
         self._report(error)
         self._end(HangError.exit_code)
 
     def _place(self) -> tuple[str, str]:
-        """Where the main thread is: ``file:line in function``, and in which block and collective.
+        """Return the place of the main thread: ``file:line in function``, and its block and
+        collective.
 
         The latter is that of a host, and says nothing where a device is behind it.
         """
         frame = sys._current_frames().get(self._watched or 0)
-        module = sys.modules.get(f"{__package__}.stack_location")  # with torch; not imported here
+        module = sys.modules.get(f"{__package__}.communicator")  # with torch; not imported here
         if module is None or self._position.is_behind:
             return place_of(frame), ""
-        return place_of(frame), module.whereabouts(frame)
+        return place_of(frame), module.describe_stack(frame)
 
 
 def place_of(frame: FrameType | None) -> str:
@@ -240,3 +247,65 @@ def place_of(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+END_SECONDS = 10.0
+"""Time in which a process that has failed may say so, from when it is told to end."""
+
+
+@contextmanager
+def on_termination(act: Callable[[], None]) -> Iterator[None]:
+    """Call ``act`` in another thread when SIGTERM comes while the block runs.
+
+    Leaves a program alone that handles SIGTERM itself, also from later on, and the processes
+    that it forks; does nothing outside the main thread. After an error in the block the process
+    is about to say so and to end: from then on the signal ends it only ``END_SECONDS``
+    later.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    listening, told = os.pipe()
+    os.set_blocking(told, False)
+
+    def ours(number: int, frame: FrameType | None) -> None:
+        """Do nothing: the thread that listens has heard of it."""
+
+    def listen() -> None:
+        while number := os.read(listening, 1):
+            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is ours:
+                act()
+        os.close(listening)
+
+    signal.signal(signal.SIGTERM, ours)
+    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: _forget(ours))
+    threading.Thread(target=listen, name="termination", daemon=True).start()
+    has_failed = True
+    try:
+        yield
+        has_failed = False
+    finally:
+        signal.set_wakeup_fd(before)
+        if signal.getsignal(signal.SIGTERM) is ours:
+            signal.signal(signal.SIGTERM, _end_later if has_failed else signal.SIG_DFL)
+        os.close(told)
+
+
+def _forget(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Restore signals in a forked process, which shares the pipe but has no thread that listens."""
+    if signal.getsignal(signal.SIGTERM) is handler:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end_later(number: int, frame: FrameType | None) -> None:
+    end_soon(128 + number)
+
+
+def end_soon(exit_code: int) -> None:
+    """End this process in ``END_SECONDS``, if it has not ended by itself."""
+    end = threading.Timer(END_SECONDS, os._exit, (exit_code,))
+    end.daemon = True
+    end.start()

@@ -1,7 +1,7 @@
 """Compiles the blocks of a rank with inductor; equal blocks are compiled once.
 
 In: the graphs of a rank's blocks. Out: the same graphs, in which the runs of plain ops
-(``passes.local.compiled_runs``) are compiled when they are first called. The graphs are captured
+(``passes.backward.compiled_runs``) are compiled when they are first called. The graphs are captured
 already, so ``torch.compile``'s tracer is not needed; inductor is called directly. A run is compiled
 for the shapes, strides and dtypes of its inputs and for whether they require gradients: equal
 blocks share one compilation, and a micro-batch of another size needs another one.
@@ -31,7 +31,7 @@ class BlockCompiler:
     compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
 
     def compile(self, graph: fx.GraphModule, block: str, *, in_parts: bool) -> None:
-        """Replaces the runs of a block's graph by functions compiled at their first call, in place.
+        """Replace the runs of a block's graph by functions compiled at their first call, in place.
 
         ``in_parts``: see ``compile_runs``.
         """
@@ -40,7 +40,7 @@ class BlockCompiler:
 
 @dataclass(eq=False)
 class _CompiledRun:
-    """A run of one block. What it compiles is shared through ``compiler``."""
+    """A run of one block, whose compiled form is shared through ``compiler``."""
 
     compiler: BlockCompiler
     run: Run
@@ -55,7 +55,7 @@ class _CompiledRun:
         return found(*inputs)
 
     def _compile(self, inputs: tuple[Tensor, ...]) -> Compiled:
-        """Raises RunError AP823 where inductor fails."""
+        """Raise RunError AP823 where inductor fails."""
         import torch._inductor as inductor
 
         try:

@@ -1,20 +1,35 @@
-"""Values of tensors that are spread over ranks, as a script reads them: those of the whole tensor.
+"""Tensors that are spread over ranks, as a script sees them: whole.
 
-``parameter.grad.norm().item()`` of a DTensor is this rank's part of the norm, and its branches on
-it go different ways on different ranks. Once a model is adopted, numbers, lists and texts made of
-a DTensor are made of the whole one, which every rank gathers.
+Once a model is adopted,
+
+- numbers, lists and texts made of a DTensor are made of the whole tensor, which every rank
+  gathers. ``parameter.grad.norm().item()`` would else be this rank's part of the norm, and branches
+  on it would differ between ranks;
+- random ops (``nn.init.xavier_uniform_(weight)``, ``torch.randn_like(gradient)``) draw the numbers
+  that one device draws for the whole tensor, of which each rank keeps its part. torch itself draws
+  each part alone, and the same numbers for every part;
+- inside of ``one_process()``, state dicts of optimizers have whole tensors, as a trainer of one
+  process writes them, and each rank loads its part of such a state dict. So these checkpoints load
+  under every plan and without one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from ...passes.ops.collectives import local_tensor
 
 _READS = (
     "item",
@@ -102,3 +117,139 @@ def _norm(tensor: Tensor, order: float) -> Tensor:
         for placement in tensor.placements
     ]
     return DTensor.from_local(largest, tensor.device_mesh, placements, run_check=False)
+
+
+_aten = torch.ops.aten
+_DRAWS = (
+    _aten.normal_,
+    _aten.uniform_,
+    _aten.bernoulli_,
+    _aten.exponential_,
+    _aten.log_normal_,
+    _aten.cauchy_,
+    _aten.geometric_,
+    _aten.random_,
+    _aten.rand_like,
+    _aten.randn_like,
+    _aten.randint_like,
+    _aten.bernoulli,
+    _aten.native_dropout,
+)
+_READING = (_aten.bernoulli.default, _aten.native_dropout.default)
+"""Random ops that read the tensor; the others take its shape and dtype alone."""
+
+_MESHES: set[DeviceMesh] = set()
+"""The meshes of planned models: tensors of other ones are left to torch."""
+
+
+def draw_whole_values(masters: Iterable[Tensor]) -> None:
+    """Make random ops on tensors of these parameters' meshes draw for the whole tensor.
+
+    Each is collective over its mesh: all ranks take the numbers that the first one draws.
+    """
+    handlers = op_handlers()
+    if not _MESHES:
+        for op in _draws():
+            handlers[op] = _drawn
+    _MESHES.update(master.device_mesh for master in masters if isinstance(master, DTensor))
+
+
+def _draws() -> Iterator[Any]:
+    for packet in _DRAWS:
+        for name in packet.overloads():  # type: ignore[no-untyped-call]
+            if "out" not in name:
+                yield getattr(packet, name)
+
+
+def _drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    spread, *others = args
+    if not isinstance(spread, DTensor) or spread.device_mesh not in _MESHES:
+        return _left_to_torch(op, args, kwargs)
+    base = (
+        whole(spread)
+        if op in _READING
+        else torch.empty_strided(
+            spread.shape, spread.stride(), dtype=spread.dtype, device=local_tensor(spread).device
+        )
+    )
+    others, kwargs = tree_map_only(DTensor, whole, (others, kwargs))
+    made = tree_map_only(Tensor, lambda each: _placed(each, spread), op(base, *others, **kwargs))
+    if not op._schema.is_mutable:
+        return made
+    local_tensor(spread).copy_(local_tensor(made))
+    return spread
+
+
+def _placed(drawn: Tensor, like: DTensor) -> DTensor:
+    """Spread the numbers that the mesh's first rank has drawn as another tensor is."""
+    mesh = like.device_mesh
+    for dimension in range(mesh.ndim):
+        flat = drawn.view(torch.uint8) if drawn.dtype == torch.bool else drawn
+        dist.broadcast(flat, group=mesh.get_group(dimension), group_src=0)
+    same = DTensor.from_local(drawn, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    held = [Replicate() if isinstance(each, Partial) else each for each in like.placements]
+    return same.redistribute(placements=held)
+
+
+def _left_to_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handlers = op_handlers()
+    del handlers[op]
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = _drawn
+
+
+_depth = 0
+
+
+def are_whole() -> bool:
+    """Return whether state dicts are to have whole tensors."""
+    return _depth > 0
+
+
+@contextmanager
+def whole_states() -> Iterator[None]:
+    """Have state dicts of optimizers hold whole tensors while inside. Collective over all ranks."""
+    global _depth
+    get, put = Optimizer.state_dict, Optimizer.load_state_dict
+
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        found: dict[str, Any] = tree_map_only(DTensor, lambda part: part.full_tensor(), get(self))
+        return found
+
+    def load_state_dict(self: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        put(self, _parts(self, state_dict))
+
+    Optimizer.state_dict = state_dict  # type: ignore[method-assign]
+    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+        Optimizer.state_dict = get  # type: ignore[method-assign]
+        Optimizer.load_state_dict = put  # type: ignore[method-assign]
+
+
+def _parts(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with each whole tensor as this rank's part of it."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    numbers = [each for group in state["param_groups"] for each in group["params"]]
+    own = dict(state["state"])
+    for number, parameter in zip(numbers, parameters, strict=False):
+        if isinstance(parameter, DTensor) and number in own:
+            own[number] = {key: _part(value, parameter) for key, value in own[number].items()}
+    return {**state, "state": own}
+
+
+def _part(value: Any, parameter: DTensor) -> Any:
+    """Return a value of a parameter's state, laid out like the parameter if it has its shape."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or not value.dim():
+        return value
+    mesh = parameter.device_mesh
+    value = value.to(parameter.to_local().device)
+    is_alike = value.shape == parameter.shape
+    placements = parameter.placements if is_alike else [Replicate()] * mesh.ndim
+    with torch.no_grad():
+        return distribute_tensor(value, mesh, placements, src_data_rank=None)

@@ -1,7 +1,8 @@
-"""What stages start with: their parameters and buffers, and the constants that they read.
+"""Initial values of stages: of their parameters and buffers, and of the constants that they read.
 
-In: a recorded build of the model, its tensors by name, or files of weights. Out: this rank's
-part of them in the stages' modules; the constants' whole values, computed once.
+In: a recorded build of the model, its tensors by name, or files of weights. Out: the stages' memory
+filled in place, each rank with its own shards; the constants' whole values, computed once. At most
+one whole tensor is kept at a time.
 """
 
 from __future__ import annotations
@@ -12,17 +13,42 @@ import torch
 from torch import Tensor
 
 from ...passes.initialization import deferred_init
-from ...passes.initialization.sharded_replay import full_box
 from ...passes.local.stage_program import StageProgram
 from ...passes.programs.constants import ancestors, evaluate
 from ...passes.programs.program import Program
-from ...planner.layout import Region
-from .materialize import box_of, fill, fill_box, tensor_names
+from ...planner.errors import UsageError
+from ...planner.layout import Region, region_slices, whole_region
 from .pretrained import Pretrained
 from .stage import StageModule
 
+Source = Callable[[str], Tensor] | Mapping[str, Tensor]
+
+
+def fill(stage: StageModule, name: str, whole: Tensor) -> None:
+    """Copy this rank's box of ``whole`` into the stage's parameter or buffer ``name``.
+
+    Raises UsageError (AP131) where the shape differs from the plan's.
+    """
+    held = stage.by_name if name in stage.by_name else stage.program.buffers
+    shape = held[name].spec.shape
+    if tuple(whole.shape) != shape:
+        raise UsageError(
+            "AP131",
+            f"{name!r} has shape {tuple(whole.shape)}",
+            why=f"the plan was made for {shape}",
+        )
+    stage.fill(name, whole.detach()[region_slices(stage.region_of(name))])
+
+
+def materialize(stage: StageModule, source: Source) -> None:
+    """Fill everything from ``source``, which gives the whole tensor of a name."""
+    get = source if callable(source) else source.__getitem__
+    for name in stage.held_names():
+        fill(stage, name, get(name))
+
+
 Weights = deferred_init.Deferred | Mapping[str, Tensor] | Pretrained
-"""Where initial parameters and buffers come from: a recorded build, tensors by name, or files."""
+"""Sources of initial parameters and buffers: a recorded build, tensors by name, or files."""
 
 
 def fill_stages(
@@ -31,7 +57,7 @@ def fill_stages(
     program: Program,
     progress: Callable[[str], object] | None = None,
 ) -> dict[str, Tensor]:
-    """Gives the stages' parameters and buffers their initial values, this rank's part.
+    """Give the stages' parameters and buffers their initial values, this rank's part.
 
     All are made together: a recorded build is replayed once. Tensors that the build says are
     ``given`` stay as they are. ``progress`` is told again and again that values are made.
@@ -53,7 +79,7 @@ def fill_stages(
         needed -= weights.sources.keys()
         weights = weights.rest
     for stage in stages:
-        for name in tensor_names(stage):
+        for name in stage.held_names():
             if name in program.literals:
                 fill(stage, name, program.literals[name])
             elif isinstance(weights, Mapping) and name not in filled:
@@ -64,7 +90,7 @@ def fill_stages(
         return buffers
     boxes, takers = _boxes(stages, weights.without(weights.given | filled), program)
     for name in needed:
-        whole = full_box(weights.shape(name))
+        whole = whole_region(weights.shape(name))
         boxes.setdefault(name, []).append(whole)
         takers.setdefault((name, whole), []).append(keep)
 
@@ -86,24 +112,17 @@ Take = Callable[[str, Tensor], None]
 def _boxes(
     stages: Collection[StageModule], weights: deferred_init.Deferred, program: Program
 ) -> tuple[dict[str, list[Region]], dict[tuple[str, Region], list[Take]]]:
-    """The boxes that the stages hold, by name, and what takes each."""
+    """Return the boxes that the stages hold, by name, and the functions that take each."""
     boxes: dict[str, list[Region]] = {}
     takers: dict[tuple[str, Region], list[Take]] = {}
     for stage in stages:
-        for name in tensor_names(stage):
+        for name in stage.held_names():
             if name in program.literals or name in weights.given:
                 continue
-            box = box_of(stage, name)
+            box = stage.region_of(name)
             boxes.setdefault(name, []).append(box)
-            takers.setdefault((name, box), []).append(_taker(stage))
+            takers.setdefault((name, box), []).append(stage.fill)
     return boxes, takers
-
-
-def _taker(stage: StageModule) -> Take:
-    def take(name: str, part: Tensor) -> None:
-        fill_box(stage, name, part)
-
-    return take
 
 
 def buffers_read(program: Program, stage: StageProgram) -> set[str]:
@@ -129,13 +148,15 @@ def _constants(stage: StageProgram) -> tuple[str, ...]:
 
 
 def whole_tensors(names: Sequence[str], weights: Weights) -> dict[str, Tensor]:
-    """Copies of the initial values of ``names``."""
+    """Copy of the initial values of ``names``."""
     found: dict[str, Tensor] = {}
     if isinstance(weights, Pretrained):
         stored = [name for name in names if name in weights.sources]
         rest = [name for name in names if name not in weights.sources]
-        return {**{name: weights.whole(name) for name in stored},
-                **whole_tensors(rest, weights.rest)}  # fmt: skip
+        return {
+            **{name: weights.whole(name) for name in stored},
+            **whole_tensors(rest, weights.rest),
+        }
     if isinstance(weights, deferred_init.Deferred):
         deferred_init.materialize(weights, names, found.__setitem__)
         return found

@@ -1,4 +1,4 @@
-"""A stage's parameters: what the optimizer, the checkpoint and the blocks each see of one.
+"""A stage's parameters: the views of a parameter for optimizer, checkpoint and blocks, and its box.
 
 Three views of a parameter of one rank:
 
@@ -7,40 +7,90 @@ Three views of a parameter of one rank:
 - the tensor the block computes with. Where ``fully_shard`` owns the parameter it makes that
   by all-gather (ZeRO 1-3). Elsewhere it is ``leaf``, a plain local tensor: the master's own
   memory, or, in mixed precision, a copy in the compute dtype.
-- ``gradient``: the local gradient, summed over micro-batches in the master dtype, or in that of
-  the compute where the plan says so.
+- ``gradient``: the local gradient, summed over micro-batches in the master dtype, or in the
+  compute dtype where the plan says so.
 
 With the optimizer's states in host memory the master is there too, and ``fully_shard`` owns
 ``shard``, a copy of it in the compute dtype.
+
+A parameter is held split or whole on each mesh axis (its layout). If it is whole on axis ``dp`` and
+the stage's ZeRO stage is at least 1, ``fully_shard`` cuts the rank's part once more, along
+dimension 0, as ``torch.chunk`` does: chunks of ``ceil(rows / ranks)`` rows, the last ones shorter
+or empty. A rank's part is always one box.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
 from ...cost_model.ops.memory import DEFAULT, StateOptions
 from ...passes.ops.collectives import local_tensor
 from ...planner.graph import TensorSpec
-from ...planner.layout import Layout, Region, local_shape
+from ...planner.layout import Layout, Mesh, Region, local_region, local_shape, region_shape
 from ...planner.plan import Precision
-from ..messages.process_mesh import DATA_AXIS
-from .shards import is_fully_sharded, placements, shard_region
+from ..messages.groups import DATA_AXIS
 
 if TYPE_CHECKING:
     from ...passes.local.stage_program import ParameterProgram, StageProgram
 
+
+def is_fully_sharded(shape: Sequence[int], layout: Layout, mesh: Mesh, zero: int) -> bool:
+    """Tell whether ZeRO shards this parameter over axis ``dp``.
+
+    >>> from autoparallel.planner.layout import REPLICATE, shard
+    >>> is_fully_sharded((4, 4), (REPLICATE, shard(0)), Mesh(("dp", "tp"), (2, 2)), zero=3)
+    True
+    """
+    return (
+        zero > 0
+        and mesh.axes[0] == DATA_AXIS
+        and mesh.shape[0] > 1
+        and not layout[0].is_shard
+        and len(shape) > 0
+    )
+
+
+def shard_region(
+    shape: Sequence[int], layout: Layout, mesh: Mesh, coordinates: Sequence[int], zero: int
+) -> Region:
+    """The box of the whole parameter that the rank at ``coordinates`` holds.
+
+    >>> from autoparallel.planner.layout import REPLICATE, shard
+    >>> shard_region((10, 3), (REPLICATE, shard(0)), Mesh(("dp", "tp"), (2, 2)), (1, 1), 3)
+    ((8, 10), (0, 3))
+    """
+    box = local_region(shape, layout, mesh, coordinates)
+    if not is_fully_sharded(shape, layout, mesh, zero):
+        return box
+    start, stop = box[0]
+    rows = -(-(stop - start) // mesh.shape[0])
+    first = min(start + coordinates[0] * rows, stop)
+    return ((first, min(first + rows, stop)), *box[1:])
+
+
+def dtensor_placements(layout: Layout) -> tuple[DTensorPlacement, ...]:
+    """The DTensor placements of a parameter's layout: split or replicated on each axis."""
+    return tuple(
+        Shard(placement.dim) if placement.is_shard else Replicate() for placement in layout
+    )
+
+
 COMPUTE_DTYPES: dict[Precision, torch.dtype] = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
     "fp8": torch.bfloat16,
-}  # fmt: skip
+}
 MASTER_DTYPES = COMPUTE_DTYPES | dict.fromkeys(("bf16", "fp16", "fp8"), torch.float32)
 
 
@@ -58,7 +108,8 @@ def precision_of(dtype: torch.dtype) -> Precision | None:
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """In what a stage holds its states; ``offloads``: masters are in the host's memory."""
+    """The dtypes in which a stage holds its states; ``offloads``: masters are in the host's
+    memory."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -67,7 +118,7 @@ class Formats:
 
     @staticmethod
     def of(precision: Precision, states: StateOptions = DEFAULT) -> Formats:
-        """Those of a plan."""
+        """Return the formats of a plan."""
         compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
         gradient = compute if states.gradient_dtype == "compute" else master
         return Formats(compute, master, gradient, states.offload)
@@ -97,19 +148,18 @@ class StageParameter:
     shard: nn.Parameter | None = None
     accumulated: Tensor | None = None
     has_copy: bool = field(init=False)
-    """Whether blocks compute with a copy, in another dtype or elsewhere than the master."""
+    """Set if blocks compute with a copy, in another dtype or elsewhere than the master."""
     is_stale: bool = field(init=False)
-    """Whether the device's copy of a master in host memory is not up to date."""
+    """Set while the device's copy of a master in host memory is not up to date."""
     local_bytes: int = field(init=False)
-    """Of this rank's part of the gradient."""
+    """Bytes of this rank's part of the gradient."""
 
     def __post_init__(self) -> None:
         formats = self.formats
         is_other = formats.offloads or formats.compute != formats.master
         self.has_copy = self.leaf is not None and is_other
         self.is_stale = formats.offloads
-        sizes = (stop - start for start, stop in self.region)
-        self.local_bytes = math.prod(sizes) * formats.gradient.itemsize
+        self.local_bytes = math.prod(region_shape(self.region)) * formats.gradient.itemsize
 
     @property
     def local(self) -> Tensor:
@@ -119,19 +169,20 @@ class StageParameter:
 
     @property
     def held(self) -> nn.Parameter:
-        """What is on the stage's device, and gets its gradient there."""
+        """The parameter on the stage's device, which gets its gradient there."""
         if self.leaf is not None:
             return self.leaf
         return self.master if self.shard is None else self.shard
 
     @property
     def sums_apart(self) -> bool:
-        """Whether gradients are summed in another dtype than autograd or ``fully_shard`` has."""
+        """Tell whether gradients are summed in another dtype than autograd or ``fully_shard``
+        has."""
         return self.held.dtype != self.formats.gradient
 
     @property
     def casts_gradient(self) -> bool:
-        """Whether the optimizer gets a cast or moved copy of the gradient."""
+        """Tell whether the optimizer gets a cast or moved copy of the gradient."""
         return self.formats.offloads or self.formats.gradient != self.formats.master
 
     @property
@@ -211,11 +262,7 @@ def make_parameter(
     device: torch.device,
     is_plain: bool,
 ) -> StageParameter:
-    """The parameter ``name``: empty memory on ``device``, or meta where ZeRO will shard it.
-    Complex parameters are in the dtype that they are computed in, and ZeRO leaves them whole:
-    ``fully_shard`` takes parameters of one dtype. Masters are in the host's memory where
-    ``formats`` say so; of a sharded parameter, it is made when ZeRO has sharded what is on the
-    device.
+    """Make the parameter ``name``: empty memory on ``device``, or meta where ZeRO will shard it.
 
     ``is_plain``: the stage splits nothing, its parameters are ordinary tensors.
     """
@@ -291,7 +338,7 @@ def _like(whole: Tensor, local: Tensor) -> Tensor:
 
 
 def _dtensor(local: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
-    return DTensor.from_local(local, mesh, placements(layout), run_check=False)
+    return DTensor.from_local(local, mesh, dtensor_placements(layout), run_check=False)
 
 
 def attach_gradient_hook(

@@ -1,13 +1,18 @@
 """Initial weights from files: each rank reads the boxes that it holds, and nothing else.
 
-In: a file or folder (``weight_files``) and a model on ``meta``. Out: ``Pretrained``, a source
-of initial values that a stage is filled from; what the files lack comes from another source.
+In: a file or folder (``weight_files``) and a model on ``meta``. Out: ``Pretrained``, a source of
+initial values that a stage is filled from; names that the files lack come from another source.
+
+Names of a model and of a file match however the model is wrapped. Parts of names that wrappers add
+(``_orig_mod``) do not count. Of the prefixes that one side has before all its names (``module.``,
+``model.``, ``base_model.model.``), the prefix that makes the most names equal is taken.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +20,114 @@ import torch
 from torch import Tensor, nn
 
 from ...passes.capture.tie import find_tied
-from ...passes.initialization.deferred_init import Deferred
+from ...passes.initialization.deferred_init import Deferred, named_tensors
 from ...planner.errors import UsageError
-from ..checkpoint.weight_files import WeightFiles, open_weights, whole_region
-from ..checkpoint.weight_names import MatchedNames, match_names, without
+from ...planner.layout import whole_region
+from ..checkpoint.weight_files import WeightFiles, few_names, open_weights
 from .stage import StageModule
 
-LISTED = 5
-"""How many names of a kind an error and a summary list."""
+WRAPPERS = frozenset(
+    {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
+)
+"""Parts of names that ``torch.compile``, FSDP, checkpointing and adapters of peft add."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedNames:
+    """``sources`` maps names of the model to the file's; ``missing`` are the model's names that
+    the file lacks, ``unexpected`` the file's that the model lacks."""
+
+    sources: Mapping[str, str]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def match_names(
+    wanted: Iterable[str],
+    stored: Iterable[str],
+    *,
+    tied: Mapping[str, str] | None = None,
+    optional: Collection[str] = (),
+    ignored: Iterable[str] = (),
+) -> MatchedNames:
+    """The stored name of each of ``wanted``.
+
+    ``tied`` maps further names of a tied tensor to its first: any of them in the file serves
+    all. ``optional`` are names of the model that a file may have and need not: they are
+    neither missing nor unexpected. Stored names in which a pattern of ``ignored`` is found are
+    not unexpected.
+
+    >>> match_names(["a.weight", "a.bias"], ["module.a.weight", "module.b"]).sources
+    {'a.weight': 'module.a.weight'}
+    """
+    names, files = list(wanted), list(stored)
+    plain_names = {_plain(name): name for name in (*optional, *names)}
+    plain_files = {_plain(name): name for name in files}
+    removed, added = _prefix(plain_files, plain_names)
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    for plain, file in plain_files.items():
+        for candidate in _candidates(plain, removed, added):
+            if candidate in plain_names:
+                found.setdefault(plain_names[candidate], file)
+                taken.add(file)
+                break
+    first_names = tied or {}
+    shared: dict[str, str] = {}
+    for name, file in found.items():
+        shared.setdefault(first_names.get(name, name), file)
+    found |= {
+        name: shared[first]
+        for name in names
+        if name not in found and (first := first_names.get(name, name)) in shared
+    }
+    sources = {name: found[name] for name in names if name in found}
+    return MatchedNames(
+        sources,
+        tuple(name for name in names if name not in sources and name not in first_names),
+        names_without([file for file in files if file not in taken], ignored),
+    )
+
+
+def names_without(names: Iterable[str], patterns: Iterable[str]) -> tuple[str, ...]:
+    """The names in which none of the regular expressions is found."""
+    compiled = [re.compile(pattern) for pattern in patterns]
+    return tuple(name for name in names if not any(each.search(name) for each in compiled))
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _prefix(stored: Collection[str], wanted: Collection[str]) -> tuple[str, str]:
+    """Return the prefix to remove from the stored names, and the prefix to add; one of them is
+    empty.
+
+    Every prefix is counted by how many names it makes equal; of equal counts the shortest.
+    """
+    votes: Counter[tuple[str, str]] = Counter()
+    for name in stored:
+        votes.update((name[: -len(end)], "") for end in _ends(name) if end in wanted)
+    for name in wanted:
+        votes.update(("", name[: -len(end)]) for end in _ends(name) if end in stored)
+    votes[("", "")] = sum(name in wanted for name in stored)
+    return max(votes, key=lambda pair: (votes[pair], -len(pair[0]) - len(pair[1])))
+
+
+def _ends(name: str) -> Iterator[str]:
+    """A dotted name without its first part, its first two, and so on."""
+    while "." in name:
+        _, _, name = name.partition(".")
+        yield name
+
+
+def _candidates(name: str, removed: str, added: str) -> Iterator[str]:
+    """Yield the names that a stored name may have in the model, the likeliest first."""
+    if removed and name.startswith(removed):
+        yield name[len(removed) :]
+    if added:
+        yield added + name
+    yield name
 
 
 @dataclass(frozen=True)
@@ -37,90 +142,82 @@ class Pretrained:
     unexpected: tuple[str, ...] = ()
 
     def fill(self, stage: StageModule) -> frozenset[str]:
-        """Fills what the files have of the stage's tensors, cast to the stage's dtypes.
+        """Fill the stage's tensors that the files have, cast to the stage's dtypes.
 
         Returns the names that were filled.
         """
-        filled = []
-        for name in (*stage.by_name, *stage.buffer_regions):
-            if name not in self.sources:
-                continue
-            filled.append(name)
-            parameter = stage.by_name.get(name)
-            region = stage.buffer_regions[name] if parameter is None else parameter.region
-            target = stage.buffer(name) if parameter is None else parameter.local
-            with torch.no_grad():
-                target.copy_(self.files.read(self.sources[name], region))
-            if parameter is not None:
-                parameter.refresh()
+        filled = [name for name in stage.held_names() if name in self.sources]
+        for name in filled:
+            stage.fill(name, self.files.read(self.sources[name], stage.region_of(name)))
         return frozenset(filled)
 
     def whole(self, name: str) -> Tensor:
-        """All of a tensor, in the dtype that it is stored in."""
+        """Read a whole tensor, in the dtype that it is stored in."""
         source = self.sources[name]
         return self.files.read(source, whole_region(self.files.shape(source)))
 
     def summary(self) -> str:
-        """What was taken from where, in a line or a few."""
+        """Return a line on the file and its tensors, and one on the names of either side alone."""
         lines = [f"weights: {len(self.sources)} tensors from {self.files.place}"]
         if self.missing:
-            lines.append(f"not in the file, so newly initialized: {_few(self.missing)}")
+            lines.append(f"not in the file, so newly initialized: {few_names(self.missing)}")
         if self.unexpected:
-            lines.append(f"not in the model, so not used: {_few(self.unexpected)}")
+            lines.append(f"not in the model, so not used: {few_names(self.unexpected)}")
         return "\n  ".join(lines)
 
 
-def pretrained(
+def open_pretrained(
     path: str | Path,
     model: nn.Module,
     rest: Deferred | Mapping[str, Tensor],
     *,
     partial: bool = False,
 ) -> Pretrained:
-    """The weights at ``path`` for ``model``, which may be on ``meta``.
+    """Return the weights at ``path`` for ``model``, which may be on ``meta``.
 
-    All names must be in both and all shapes equal; with ``partial`` names may be in one only,
-    and what the file lacks comes from ``rest``. What the model's attributes
-    ``_keys_to_ignore_on_load_missing`` and ``_unexpected`` match (patterns, as in
-    transformers) is no error either way.
+    All names must be in both and all shapes equal; with ``partial`` names may be in one only, and
+    names that the file lacks come from ``rest``. Names that the model's attributes
+    ``_keys_to_ignore_on_load_missing`` and ``_unexpected`` match (patterns, as in transformers) are
+    no error either way.
 
     Raises UsageError: AP860 and AP861 as ``open_weights``, AP862 where names or shapes differ.
     """
     files = open_weights(path)
-    shapes, optional = _tensors(model)
+    shapes = {name: tuple(each.shape) for name, each in persistent_tensors(model).items()}
     matched = match_names(
-        shapes, files.names(), tied=find_tied(model), optional=optional,
+        shapes,
+        files.names(),
+        tied=find_tied(model),
+        optional=passing_names(model),
         ignored=getattr(model, "_keys_to_ignore_on_load_unexpected", None) or (),
-    )  # fmt: skip
+    )
     _check(matched, shapes, files, model, partial=partial)
     return Pretrained(files, matched.sources, rest, matched.missing, matched.unexpected)
 
 
 def load_pretrained(path: str | Path, model: nn.Module, *, partial: bool = False) -> Pretrained:
-    """Fills a model in this process's memory from ``path``. Raises as ``pretrained`` does."""
-    tensors = {**dict(_named(model, "parameters")), **dict(_named(model, "buffers"))}
-    found = pretrained(path, model, tensors, partial=partial)
+    """Fill a model in this process's memory from ``path``. Raises as ``open_pretrained`` does."""
+    tensors = dict(named_tensors(model))
+    found = open_pretrained(path, model, tensors, partial=partial)
     with torch.no_grad():
         for name in found.sources:
             tensors[name].copy_(found.whole(name))
     return found
 
 
-def _named(model: nn.Module, kind: str) -> list[tuple[str, Tensor]]:
-    named: list[tuple[str, Tensor]] = list(getattr(model, f"named_{kind}")(remove_duplicate=False))
-    return named
+def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the entries of a model's ``state_dict``, tied tensors under each of their names."""
+    passing = frozenset(passing_names(model))
+    return {name: each for name, each in named_tensors(model) if name not in passing}
 
 
-def _tensors(model: nn.Module) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
-    """The shapes of what a state dict of the model holds, and the names of other buffers."""
-    passing = {
+def passing_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the buffers that a model's ``state_dict`` lacks."""
+    return tuple(
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
-    }
-    named = [*_named(model, "parameters"), *_named(model, "buffers")]
-    shapes = {name: tuple(tensor.shape) for name, tensor in named if name not in passing}
-    return shapes, tuple(passing)
+    )
 
 
 def _check(
@@ -131,10 +228,10 @@ def _check(
     *,
     partial: bool,
 ) -> None:
-    """Raises UsageError AP862, with all that differs, where the weights are not the model's."""
+    """Raise UsageError AP862, with all that differs, where the weights are not the model's."""
     initialized = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     kinds = {
-        "missing in the file": () if partial else without(matched.missing, initialized),
+        "missing in the file": () if partial else names_without(matched.missing, initialized),
         "not in the model": () if partial else matched.unexpected,
         "of another shape": tuple(
             f"{name} {files.shape(source)} in the file, {shapes[name]} in the model"
@@ -142,7 +239,7 @@ def _check(
             if files.shape(source) != shapes[name]
         ),
     }
-    wrong = [f"{len(names)} {kind}: {_few(names)}" for kind, names in kinds.items() if names]
+    wrong = [f"{len(names)} {kind}: {few_names(names)}" for kind, names in kinds.items() if names]
     if not wrong and (matched.sources or not shapes):
         return
     is_shape_alone = not kinds["missing in the file"] and not kinds["not in the model"]
@@ -155,8 +252,3 @@ def _check(
         if is_shape_alone
         else "--weights-partial (weights_partial=True) loads only the names that are in both",
     )
-
-
-def _few(names: Collection[str]) -> str:
-    rest = len(names) - LISTED
-    return ", ".join(itertools.islice(names, LISTED)) + (f" and {rest} more" if rest > 0 else "")

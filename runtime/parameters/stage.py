@@ -23,11 +23,10 @@ from ...passes.backward.recomputing import Recomputing
 from ...passes.backward.weight_gradients import WeightGradients, defer
 from ...passes.local.localize import held_path
 from ...passes.ops.collectives import local_tensor
-from ...planner.layout import Region, local_region
+from ...planner.layout import Region, local_region, region_shape
 from ...planner.plan import Precision, Recompute
-from ..messages.stack_location import BackwardPosition
-from .parameters import Formats, StageParameter, get_by_path, make_parameter
-from .shards import placements
+from ..messages.communicator import BackwardPosition
+from .parameters import Formats, StageParameter, dtensor_placements, get_by_path, make_parameter
 from .zero import apply_zero
 
 if TYPE_CHECKING:
@@ -72,10 +71,10 @@ class StageBlock(nn.Module):
         self._compile(program.module)
 
     def _find_recomputing(self) -> Recomputing | None:
-        """What runs the block again, where that is not all of it until nothing is wanted.
+        """Return how parts of the block run again; None where all of it does, or nothing.
 
-        An op that puts off its weights' gradients keeps what it reads after it has run: it
-        would not be the end of what ``checkpoint`` runs again.
+        An op that puts off its weights' gradients keeps its inputs after it has run:
+        ``checkpoint``'s second run would not end with it.
         """
         if self.recompute == "none" or (self.recompute == "full" and not self.deferred):
             return None
@@ -89,7 +88,8 @@ class StageBlock(nn.Module):
             self._compiler.compile(graph, self.name, in_parts=in_parts)
 
     def _defer(self, program: BlockProgram) -> frozenset[str]:
-        """Has a program of this block put off the gradients of weights; whose these are."""
+        """Have a program of this block put off the gradients of weights; return the names of
+        these."""
         if self._deferring is None:
             return frozenset()
         nodes = [node for node in program.module.graph.nodes if node.op == "placeholder"]
@@ -104,8 +104,7 @@ class StageBlock(nn.Module):
             return tuple(graph(*inputs))
         outputs = graph(*inputs) if self.recompute == "none" else self._recomputed(graph, *inputs)
         # fully_shard hooks a block's outputs and warns of views, which may be written to.
-        outputs = tuple(_own(o) if o._base is not None and o.requires_grad else o
-                        for o in outputs)  # fmt: skip
+        outputs = tuple(_own(o) if o._base is not None and o.requires_grad else o for o in outputs)
         for output in outputs:
             if output.requires_grad:
                 output.register_hook(self._begin_backward)
@@ -167,7 +166,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _is_random(module: nn.Module) -> bool:
-    """Whether the block draws from the global random generator."""
+    """Tell whether the block draws from the global random generator."""
     if not isinstance(module, fx.GraphModule):
         return True
     return any(
@@ -181,7 +180,7 @@ class StageModule(nn.Module):
     """The blocks of a stage, run in order.
 
     ``forward(values)`` takes this rank's local inputs, constants and received values by key;
-    it returns what the stage sends, and the loss where the stage computes it. Parameters
+    it returns the values that the stage sends, and the loss where the stage computes it. Parameters
     used by several blocks are held here and passed to the blocks as values.
     """
 
@@ -244,7 +243,7 @@ class StageModule(nn.Module):
 
     @property
     def is_fully_sharded(self) -> bool:
-        """Whether ``fully_shard`` holds parameters of the stage (ZeRO 1 to 3)."""
+        """Tell whether ``fully_shard`` holds parameters of the stage (ZeRO 1 to 3)."""
         return self.reductions is not None
 
     @property
@@ -284,8 +283,8 @@ class StageModule(nn.Module):
             region = local_region(
                 held.spec.shape, held.layout, self.program.mesh, self.program.coordinates
             )
-            shape = [stop - start for start, stop in region]
-            memory = torch.zeros(shape, dtype=getattr(torch, held.spec.dtype), device=self.device)
+            dtype = getattr(torch, held.spec.dtype)
+            memory = torch.zeros(region_shape(region), dtype=dtype, device=self.device)
             if name in owners:
                 holder, attribute = get_by_path(owners[name].module, held_path(name))
                 holder.register_buffer(attribute, memory)
@@ -296,11 +295,28 @@ class StageModule(nn.Module):
         return regions
 
     def buffer(self, name: str) -> Tensor:
-        """This rank's part of buffer ``name``."""
+        """Return this rank's part of buffer ``name``."""
         if name in self._shared:
             return self.get_buffer(self._shared[name])
         owner = next(block for block in self.program.blocks if name in block.buffers)
         return owner.module.get_buffer(held_path(name))
+
+    def region_of(self, name: str) -> Region:
+        """Return the box of a whole parameter or buffer that this rank holds."""
+        parameter = self.by_name.get(name)
+        return self.buffer_regions[name] if parameter is None else parameter.region
+
+    def held_names(self) -> tuple[str, ...]:
+        """Return the names of the parameters and buffers that the stage holds."""
+        return (*self.by_name, *self.buffer_regions)
+
+    def fill(self, name: str, part: Tensor) -> None:
+        """Copy this rank's box of a parameter or buffer into its memory, cast to its dtype."""
+        parameter = self.by_name.get(name)
+        with torch.no_grad():
+            (self.buffer(name) if parameter is None else parameter.local).copy_(part)
+            if parameter is not None:
+                parameter.refresh()
 
     def keep_buffers(self) -> None:
         """Write the buffers' new values, when no backward needs the old ones any more."""
@@ -328,7 +344,10 @@ class StageModule(nn.Module):
             name: self.buffer(name)
             if self._is_plain
             else DTensor.from_local(
-                self.buffer(name), self.device_mesh, placements(held[name].layout), run_check=False
+                self.buffer(name),
+                self.device_mesh,
+                dtensor_placements(held[name].layout),
+                run_check=False,
             )
             for name in names
         }
@@ -381,7 +400,7 @@ def _registered(parameter: StageParameter) -> nn.Parameter:
 
 
 def _is_split(program: StageProgram) -> bool:
-    """Whether any rank holds a part of a parameter or buffer only."""
+    """Tell whether any rank holds a part of a parameter or buffer only."""
     held = (*program.parameters.values(), *program.buffers.values())
     return any(placement.is_shard for each in held for placement in each.layout)
 
@@ -393,7 +412,7 @@ def _leaving(program: StageProgram) -> tuple[str, ...]:
 
 
 def _last_uses(program: StageProgram) -> dict[int, list[str]]:
-    """For each block position the keys that nobody needs after it, but those to be kept."""
+    """Map each block position to the keys that nobody needs after it, but for kept ones."""
     kept = {*_leaving(program), *program.updates.values()}
     last = {
         key: position

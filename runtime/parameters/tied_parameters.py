@@ -17,16 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.layout import Region
+from ...planner.layout import Region, intersect, region_shape, region_slices
 from ..messages.shared_objects import gather_values
 from .parameters import StageParameter
-from .shards import intersection, within
 
 TAG = 2**30
 """Apart from the tags of the values that cross stages."""
 
 Holding = Mapping[int, Mapping[str, Region]]
-"""What a rank holds: its box of each parameter, by stage."""
+"""A rank's box of each parameter, by stage."""
 
 Held = tuple[int, str]
 """A stage, and a parameter that it holds."""
@@ -45,7 +44,7 @@ class Piece:
 
 
 def plan_pieces(holdings: Sequence[Holding]) -> tuple[Piece, ...]:
-    """Every transfer that the sum over stages needs, in one order for all ranks.
+    """Return every transfer that the sum over stages needs, in one order for all ranks.
 
     ``holdings`` is indexed by rank.
 
@@ -78,7 +77,7 @@ def _pieces(
     pieces: list[Piece] = []
     for region, targets in wanted.items():
         for held, sources in offered.items():
-            common = intersection(region, held)
+            common = intersect(region, held)
             if common is not None:
                 pieces.extend(
                     Piece(name, _source(sources, position, target), target, *stages, common)
@@ -108,8 +107,11 @@ class TiedParameters:
     @property
     def held(self) -> tuple[Held, ...]:
         """This rank's stages and the tied parameters that each holds."""
-        shared = {(piece.name, stage) for piece in self.pieces
-                  for stage in (piece.source_stage, piece.target_stage)}  # fmt: skip
+        shared = {
+            (piece.name, stage)
+            for piece in self.pieces
+            for stage in (piece.source_stage, piece.target_stage)
+        }
         return tuple(
             (stage, name)
             for stage, regions in sorted(self.regions.items())
@@ -123,8 +125,11 @@ class TiedParameters:
         ``parameters`` are this rank's, by stage and name.
         """
         for name in dict.fromkeys(name for _, name in sorted(self.held, key=lambda held: held[1])):
-            own = {held: _gradient_or_zeros(parameters[held[0]][name])
-                   for held in self.held if held[1] == name}  # fmt: skip
+            own = {
+                held: _gradient_or_zeros(parameters[held[0]][name])
+                for held in self.held
+                if held[1] == name
+            }
             self._sum_one(own, parameters)
 
     def _sum_one(
@@ -132,14 +137,14 @@ class TiedParameters:
         own: Mapping[Held, Tensor],
         parameters: Mapping[int, Mapping[str, StageParameter]],
     ) -> None:
-        """Of one parameter, so that no others' sums take memory meanwhile."""
+        """Sum one parameter, so that no others' sums take memory meanwhile."""
         terms: dict[Held, dict[int, Tensor]] = {
             (stage, name): {stage: gradient} for (stage, name), gradient in own.items()
         }
         for piece, values in self._exchange(own):
             held = (piece.target_stage, piece.name)
             term = terms[held].setdefault(piece.source_stage, torch.zeros_like(own[held]))
-            term[within(piece.region, self.regions[held[0]][piece.name])] = values
+            term[region_slices(piece.region, self.regions[held[0]][piece.name])] = values
         for (stage, name), by_stage in terms.items():
             ordered = [by_stage[each] for each in sorted(by_stage)]
             total = ordered[0].clone()
@@ -149,7 +154,7 @@ class TiedParameters:
             parameters[stage][name].publish()
 
     def _exchange(self, gradients: Mapping[Held, Tensor]) -> list[tuple[Piece, Tensor]]:
-        """What the other stages hold of this rank's boxes of a parameter."""
+        """Exchange the stages' parts of this rank's boxes of a parameter."""
         operations: list[dist.P2POp] = []
         received: list[tuple[Piece, Tensor]] = []
         names = {name for _, name in gradients}
@@ -158,10 +163,10 @@ class TiedParameters:
             if piece.source == self.rank:
                 frame = self.regions[piece.source_stage][piece.name]
                 whole = gradients[piece.source_stage, piece.name]
-                part = whole[within(piece.region, frame)].contiguous()
+                part = whole[region_slices(piece.region, frame)].contiguous()
             if piece.target == self.rank:
-                shape = [stop - start for start, stop in piece.region]
-                buffer = gradients[piece.target_stage, piece.name].new_empty(shape)
+                like = gradients[piece.target_stage, piece.name]
+                buffer = like.new_empty(region_shape(piece.region))
                 received.append((piece, buffer if part is None else part))
             if part is not None and buffer is None:
                 operations.append(dist.P2POp(dist.isend, part, piece.target, tag=TAG))
@@ -199,7 +204,9 @@ def find_tied(parameters: Mapping[int, Mapping[str, StageParameter]]) -> TiedPar
         regions=regions,
         pieces=tuple(p for p in plan_pieces(holdings) if rank in (p.source, p.target)),
         elsewhere=frozenset(
-            (stage, name) for stage, names in regions.items() for name in names
+            (stage, name)
+            for stage, names in regions.items()
+            for name in names
             if first[name] != stage
         ),
-    )  # fmt: skip
+    )

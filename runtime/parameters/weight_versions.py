@@ -61,13 +61,13 @@ class WeightVersions:
         self.begin()
 
     def begin(self) -> None:
-        """Before a step: its version 0 is what the last one left, or what was loaded since."""
+        """Begin a step: its version 0 is the last one, or the weights that were loaded since."""
         self._newest = 0
         self._held = {0: [_compute_copy(parameter) for parameter in self._parameters]}
         self._bring(0)
 
     def use(self, kind: ActionKind, microbatch: int) -> None:
-        """Before an action: the leaves have the values that it computes with."""
+        """Bring in the values that an action computes with."""
         version = self._newest if self._in_place else self._version_of[kind, microbatch]
         if version != self._in_use:
             self._bring(version)
@@ -110,7 +110,8 @@ def _move(parameter: StageParameter) -> None:
 
 
 def _compute_copy(parameter: StageParameter) -> Tensor:
-    """What the blocks compute with, up to date: the master's memory, or a copy of its own."""
+    """Return the tensor that blocks compute with, up to date: the master's memory, or a copy of its
+    own."""
     parameter.refresh()
     assert parameter.leaf is not None
     return parameter.leaf.data if parameter.has_copy else parameter.local

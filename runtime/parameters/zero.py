@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from ...passes.ops.collectives import local_tensor
 from ..messages.communicator import reduce_scatter
-from ..messages.process_mesh import DATA_AXIS
+from ..messages.groups import DATA_AXIS
 from .parameters import Formats, StageParameter, on_host
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 
 
 GROUP_BYTES = 2_000_000
-"""So many bytes of small blocks are gathered and reduced together: each collective costs a
-latency, and holding them for longer costs nothing beside a stage's activations."""
+"""Bytes of small blocks that are gathered and reduced together: each collective costs a latency,
+and holding them for longer costs nothing beside a stage's activations."""
 TINY_BYTES = 50_000
 """A block of at most so many bytes, which is little more than norms, is gathered together with its
 neighbour, however large that is. A larger block is not: its compute would have to wait for the
 neighbour, and could not hide the neighbour's collectives."""
 ASYNC_ON_CPU = True
-"""Whether all-gathers and reduce-scatters run beside compute on a CPU; on a GPU they always do."""
+"""Set to run all-gathers and reduce-scatters beside compute on a CPU; on a GPU they always do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ def _groups(stage: StageModule, sharded: Sequence[StageParameter]) -> list[list[
 
 
 def _set_prefetch(stage: StageModule, blocks: list[nn.Module]) -> None:
-    """In the forward each group gathers the one after it, in the backward the one before it.
+    """Have each group gather the one after it in the forward, the one before it in the backward.
 
     ``blocks`` are the first of each group. By itself ``fully_shard`` gathers a group in the
     forward only when the host gets to it. Its guess for the backward follows the order of past
@@ -282,7 +282,7 @@ def _allocate(stage: StageModule, parameter: StageParameter) -> None:
 
 
 def _take(parameter: StageParameter, held: Tensor) -> None:
-    """Move what ``fully_shard`` has reduced to where gradients are summed."""
+    """Move a gradient that ``fully_shard`` has reduced to where gradients are summed."""
     if held.grad is not None:
         parameter.add_gradient(local_tensor(held.grad))
         held.grad = None
@@ -300,9 +300,9 @@ def _parameter_groups(stage: nn.Module) -> Iterator[Any]:
             yield state._fsdp_param_group
 
 
-def unsharded(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Each sharded parameter's gathered copy, which has no memory while it is not gathered, and
-    the whole gradient that has been summed so far where ZeRO does not split it yet."""
+def gathered_copies(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield each sharded parameter's gathered copy, which has no memory while it is not gathered,
+    and the whole gradient that has been summed so far where ZeRO does not split it yet."""
     for group in _parameter_groups(stage) if stage.is_fully_sharded else ():
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
@@ -312,9 +312,9 @@ def unsharded(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 def begin_step(stage: StageModule) -> None:
-    """Before a step's first forward: drop gathered parameters that may be out of date.
+    """Drop gathered parameters that may be out of date, before a step's first forward.
 
-    What an interrupted forward has begun to gather must have come first.
+    Parameters that an interrupted forward has begun to gather must have come first.
     """
     if not stage.is_fully_sharded:
         return
@@ -324,7 +324,7 @@ def begin_step(stage: StageModule) -> None:
 
 
 def begin_backward(stage: StageModule, *, last: bool) -> None:
-    """Before the backward of a micro-batch: what is reduced and freed after it."""
+    """Set for the backward of a micro-batch which gradients are reduced and freed after it."""
     if not stage.is_fully_sharded:
         return
     assert isinstance(stage, FSDPModule)
@@ -334,7 +334,7 @@ def begin_backward(stage: StageModule, *, last: bool) -> None:
 
 
 def begin_input_backward(stage: StageModule) -> None:
-    """Before a backward that leaves gradients of weights for later: nothing is reduced yet."""
+    """Begin a backward that leaves gradients of weights for later: nothing is reduced yet."""
     if not stage.is_fully_sharded:
         return
     assert isinstance(stage, FSDPModule)
@@ -344,7 +344,7 @@ def begin_input_backward(stage: StageModule) -> None:
 
 
 def reduce_finished(stage: StageModule, remaining: Container[int]) -> None:
-    """While gradients of weights come outside of a backward: reduce the groups that have theirs.
+    """Reduce the groups whose gradients of weights have come outside of a backward.
 
     ``remaining`` are the positions of the blocks whose weights have not.
     """
@@ -359,7 +359,7 @@ def reduce_finished(stage: StageModule, remaining: Container[int]) -> None:
 
 
 def finish_weight_backward(stage: StageModule) -> None:
-    """After gradients of weights came outside of a backward of the stage: reduce and free.
+    """Reduce and free after gradients of weights came outside of a backward of the stage.
 
     ``fully_shard`` does that when a backward through the module ends, and has no public name
     for it; ``torch.distributed.pipelining`` calls the same.
@@ -369,10 +369,10 @@ def finish_weight_backward(stage: StageModule) -> None:
 
 
 def abandon_backward(stage: StageModule) -> None:
-    """After a backward that an error ended: ``fully_shard`` waits for no end of it any more.
+    """Have ``fully_shard`` forget a backward that an error ended.
 
     It would take the next backward for a part of that one, and never hand over its gradients.
-    What it has gathered of gradients is forgotten.
+    Gradients that it has gathered are forgotten.
     """
     if not stage.is_fully_sharded:
         return

@@ -1,1 +1,1 @@
-"""Measurements: ops, links and states on real devices, and what a step takes."""
+"""Measurements of ops, links and states on real devices, and of a step's memory and time."""

@@ -35,7 +35,8 @@ Value = TypeVar("Value")
 
 MOST_COPIES = 4
 LEAST_RUNS, ENOUGH_RUNS, MOST_RUNS = 2, 4, 40
-"""Runs of all copies: what a median takes, what the time should allow for, and the most."""
+"""Runs of all copies: the least for a median, the number that the time should allow, and the
+most."""
 
 MEMORY_SHARE = 0.4
 STATE_COPIES = 8
@@ -113,6 +114,11 @@ def measure_everywhere(
     found = [answer for answer in answers if isinstance(answer, Measurement)]
     if len(found) < len(answers):
         return next(answer for answer in answers if isinstance(answer, str))
+    return median_of_ranks(found)
+
+
+def median_of_ranks(found: Sequence[Measurement]) -> Measurement:
+    """Return one measurement for those of several ranks."""
     return Measurement(
         median(each.forward_seconds for each in found),
         median(each.backward_seconds for each in found),
@@ -146,7 +152,7 @@ def _forget(copies: Sequence[_Copy]) -> None:
 
 
 def _num_copies(graph: Graph, block: Block, device: torch.device) -> int:
-    """How many copies there is the memory for. Raises RuntimeError where there is for none."""
+    """Return the number of copies that memory allows. Raise RuntimeError where it allows none."""
     refs = block_inputs(graph, block)
     needed = STATE_COPIES * sum(graph.spec(ref).num_bytes for ref in refs)
     free = _free_bytes(device) * MEMORY_SHARE
@@ -184,7 +190,7 @@ def _copy(graph: Graph, block: Block, device: torch.device) -> _Copy:
 def _module(
     graph: Graph, block: Block
 ) -> tuple[fx.GraphModule, list[tuple[str, int]], list[TensorSpec]]:
-    """The block on one rank, what it takes besides its parameters, and its outputs' specs."""
+    """Return the block on one rank, its inputs besides its parameters, and its outputs' specs."""
     whole = (INVARIANT,)
     refs = block_inputs(graph, block)
     held = {ref.name: whole for ref in refs if graph[ref.name].kind in ("parameter", "buffer")}
@@ -197,9 +203,11 @@ def _module(
         {value_key(ref): whole for ref in used},
     )
     module = localize_block(
-        graph, interface,
-        layouts=reference_layouts(graph, 1), rank=Rank(ONE_DEVICE, (0,), Alone()),
-    )  # fmt: skip
+        graph,
+        interface,
+        layouts=reference_layouts(graph, 1),
+        rank=Rank(ONE_DEVICE, (0,), Alone()),
+    )
     return module, [(ref.name, ref.index) for ref in taken], [graph.spec(ref) for ref in used]
 
 

@@ -1,14 +1,22 @@
-"""Measuring collectives and messages between real processes.
+"""Measure collectives and messages between real processes.
 
-In: what to measure — a kind, the groups of ranks that run it at the same time, sizes. Out:
-median seconds, the same on every rank. Collectives run as training runs them, through
-``ProcessCommunicator`` (with the copies it makes), and all groups of a partition at once, so
-that links and memory are shared as in training. Messages go back and forth between pairs of
-ranks, all pairs at once; one way is half of that.
+In: a kind of operation, the groups of ranks that run it at the same time, sizes. Out: median
+seconds, the same on every rank.
+
+- Collectives run as in training, through ``ProcessCommunicator`` (with the copies it makes), in
+  all groups of a partition at once, so that links and memory are shared as in training.
+- Messages go back and forth between pairs of ranks, all pairs at once; one way is half of that.
+- States of a block are gathered and scattered by ``fully_shard`` itself, with the copies into and
+  out of its buffers. A gather is ``unshard`` then ``reshard``. A scatter is a backward of a small
+  product that keeps its parameters gathered, less the same backward of a plain module.
+- Compute that hides a collective is matrix products that take about twice as long. They run
+  beside the collective and alone; the difference is the cost of the hidden collective. On a GPU
+  the two share memory and multiprocessors, on a CPU its cores.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -17,23 +25,144 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ...cost_model.cluster.cluster import STATE_COLLECTIVES, Cluster
 from ...cost_model.collectives.collectives import Group, group_of
 from ...cost_model.profile.clocks import stopwatch
 from ...cost_model.profile.transfers import level_of, overlapped
-from ..messages.communicator import ProcessCommunicator
+from ..messages.communicator import ProcessCommunicator, all_gather, reduce_scatter
 from ..messages.shared_objects import control_group, share_tensor
-from .overlap import overlap_calls
-from .states import ITEM_BYTES, Timed, state_calls
+from ..parameters.zero import AsyncReduceScatter, PendingReductions
+
+NUM_TENSORS = 4
+COLUMNS = 64
+ITEM_BYTES = 4
+
+Timed = tuple[Callable[[], object], Callable[[], object] | None, int]
+"""The call to time, the call whose time is taken off (or None), and the bytes it really has."""
+
+
+class _Block(nn.Module):
+    """A block of several parameters, used once each."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.zeros(rows, COLUMNS, device=device)) for _ in range(NUM_TENSORS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(x @ weight.t()).sum() for weight in self.weights]).sum()
+
+
+def state_calls(kind: str, num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Timed:
+    """Return the calls to time for "zero_gather" or "zero_scatter" of about ``num_bytes``.
+
+    ``mesh`` has one axis, whose ranks are the group.
+    """
+    row_bytes = NUM_TENSORS * COLUMNS * ITEM_BYTES * mesh.size()
+    rows = max(1, num_bytes // row_bytes) * mesh.size()
+    sharded = _sharded(_Block(rows, device), mesh, keeps=kind == "zero_scatter")
+    whole_bytes = rows * COLUMNS * NUM_TENSORS * ITEM_BYTES
+    if kind == "zero_gather":
+        return _gather(sharded), None, whole_bytes
+    return _step(sharded, device), _step(_Block(rows, device), device), whole_bytes
+
+
+def _sharded(block: nn.Module, mesh: DeviceMesh, *, keeps: bool) -> FSDPModule:
+    made = fully_shard(block, mesh=mesh, reshard_after_forward=not keeps)
+    made.set_gradient_divide_factor(1.0)
+    made.set_force_sum_reduction_for_comms(True)
+    made.set_reshard_after_backward(not keeps)
+    if mesh.device_type == "cpu":
+        reduces = AsyncReduceScatter(PendingReductions(), is_async=False)
+        made.set_custom_reduce_scatter(reduces)  # type: ignore[arg-type]  # no public base
+    return made
+
+
+def _gather(block: FSDPModule) -> Callable[[], object]:
+    def gather() -> None:
+        block.unshard()
+        block.reshard()
+
+    return gather
+
+
+def _step(block: nn.Module | FSDPModule, device: torch.device) -> Callable[[], object]:
+    assert isinstance(block, nn.Module)
+    x = torch.ones(1, COLUMNS, device=device)
+
+    def step() -> None:
+        block(x).backward()
+        block.zero_grad()
+
+    return step
+
+
+SIZES = {"cpu": 256, "cuda": 4096}
+"""Rows and columns of the factors, by kind of device."""
+COMPUTE_RATIO = 2.0
+"""The collective is slower beside compute, too, and must end first: waiting for it is no loss."""
+CALIBRATION_CALLS = 5
+
+
+def overlap_calls(
+    kind: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> Timed:
+    """Return the calls to time for a collective of about ``num_bytes`` beside matrix products: with
+    it, the products alone, and the bytes it really has.
+
+    ``kind``: "all_reduce", "all_gather" or "reduce_scatter"; the bytes are those of the whole
+    tensor. All ranks of ``group`` call it together, and compute as long as the slowest of them
+    needs to hide its collective.
+    """
+    size = dist.get_world_size(group)
+    part = max(1, num_bytes // ITEM_BYTES // size)
+    whole, own = (torch.zeros(count, device=device) for count in (size * part, part))
+    starts: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group, async_op=True),
+        "all_gather": lambda: all_gather(whole, own, group=group, async_op=True),
+        "reduce_scatter": lambda: reduce_scatter(own, whole, group=group, async_op=True),
+    }
+    start = starts[kind]
+    rows = SIZES[device.type]
+    left, product = (torch.ones(rows, rows, device=device) for _ in range(2))
+
+    def multiply() -> None:
+        torch.mm(left, left, out=product)
+
+    ratio = _seconds(lambda: start().wait(), device) / _seconds(multiply, device)
+    box = torch.tensor(ratio, dtype=torch.float64, device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group)
+    count = max(1, math.ceil(COMPUTE_RATIO * float(box)))
+
+    def compute() -> None:
+        for _ in range(count):
+            multiply()
+
+    def both() -> None:
+        work = start()
+        compute()
+        work.wait()
+
+    return both, compute, size * part * ITEM_BYTES
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    call()
+    samples = stopwatch(device.type).samples(call, CALIBRATION_CALLS)
+    return max(min(samples), 1e-9)
+
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 STATES = ("zero_gather", "zero_scatter")
-"""What ``fully_shard`` does with a block's parameters and gradients (``states``)."""
+"""Kinds that measure ``fully_shard`` on a block's parameters and gradients."""
 OVERLAPPED = {overlapped(kind): kind for kind in STATE_COLLECTIVES}
-"""Kinds that measure what compute loses beside a collective of states (``overlap``), with
-that collective."""
+"""Kinds that measure the slowdown of compute beside a collective of states, with that
+collective."""
 
 LEAST_SECONDS = 1e-7
 WARMUP_CALLS = 2
@@ -76,7 +205,7 @@ class Meshes:
         return self._made[key]
 
     def close(self) -> None:
-        """Destroys the communicators that were made. Collective over all ranks."""
+        """Destroy the communicators that were made. Collective over all ranks."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         dist.barrier(group=control_group())
@@ -114,7 +243,7 @@ def measure_links(
 
 
 Prepared = Callable[[int], Timed]
-"""For a size: what to time, what to take off, and the bytes it really has."""
+"""A function from a size to its calls."""
 
 
 def _on_mesh(links: Links, device: torch.device, meshes: Meshes) -> Prepared:
@@ -151,7 +280,7 @@ def _collective(links: Links, mesh: DeviceMesh, device: torch.device) -> Prepare
 
 
 def message_call(links: Links, device: torch.device) -> Prepared:
-    """For a size: a message of each pair there and back, at the same time."""
+    """Return for each size a message of each pair there and back, at the same time."""
     rank = dist.get_rank()
     pair = next((pair for pair in links.partition if rank in pair), None)
 
@@ -203,7 +332,7 @@ def _slowest(seconds: float, device: torch.device) -> float:
 
 
 def agree(wanted: bool, device: torch.device) -> bool:
-    """What rank 0 wants, on every rank. Collective."""
+    """Return rank 0's value on every rank. Collective."""
     return bool(share_tensor(torch.tensor(wanted, device=device).float()))
 
 

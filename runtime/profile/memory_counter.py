@@ -1,10 +1,10 @@
-"""What a training step really takes: the bytes of a rank's tensors at their fullest moment.
+"""The memory of a training step: the bytes of a rank's tensors at their fullest moment.
 
 In: a step to run, and which tensors are parameters, gradients, optimizer states. Out: a
-``MemoryReport``. On a CPU every storage is counted from the op that makes it until it is
-freed (``passes.memory.storages``), in the allocator's multiples; on a GPU the allocator's own peak
-is read beside (``torch.cuda.max_memory_allocated``). What gloo or a kernel allocates for
-itself is not seen on a CPU.
+``MemoryReport``. On a CPU every storage is counted from the op that makes it until it is freed
+(``passes.memory.storages``), in the allocator's multiples; on a GPU the allocator's own peak is
+read beside (``torch.cuda.max_memory_allocated``). Memory that gloo or a kernel allocates for itself
+is not seen on a CPU.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from ...cost_model.ops.memory import allocated_bytes
 from ...passes.memory.storages import LiveBytes
 from ...passes.ops.collectives import local_tensor
-from ..parameters.zero import unsharded
+from ..parameters.zero import gathered_copies
 
 if TYPE_CHECKING:
     from ..parameters.stage import StageModule
-    from ..step.trainer import Trainer
+    from ..step.trainer import RankTrainer, Trainer
 
 Tensors = Mapping[str, Iterable[Tensor]]
 """Tensors by category."""
@@ -35,8 +35,8 @@ Tensors = Mapping[str, Iterable[Tensor]]
 class MemoryReport:
     """The fullest moment of a step. ``peak_bytes`` is the sum of ``by_category``.
 
-    ``allocator_peak_bytes``: what the device's allocator says, None on a CPU.
-    ``between_bytes``: what is still alive when the step is done.
+    ``allocator_peak_bytes`` is of the device's allocator, None on a CPU; ``between_bytes`` are
+    still alive when the step is done.
     """
 
     peak_bytes: int
@@ -53,12 +53,12 @@ def measure_peak(
     watch: Callable[[LiveBytes], AbstractContextManager[object]] = nullcontext,
     resizes: bool = True,
 ) -> MemoryReport:
-    """Runs ``step`` once and says what it took.
+    """Run ``step`` once and report its memory.
 
-    ``held`` names the tensors there are, before and after the step: what it gives counts
-    even where no op of the step touches it. ``watch`` is entered around the step and may
-    name tensors meanwhile. A step that is measured should not be the first one: an optimizer
-    makes its states then. ``resizes``: see ``LiveBytes``.
+    ``held`` names the tensors there are, before and after the step; they count even where no op of
+    the step touches it. ``watch`` is entered around the step and may name tensors meanwhile. A step
+    that is measured should not be the first one: an optimizer makes its states then. ``resizes``:
+    see ``LiveBytes``.
 
     >>> weight = torch.ones(1000, requires_grad=True)
     >>> def step():
@@ -91,11 +91,15 @@ def _mark(live: LiveBytes, held: Tensors) -> None:
         live.mark(tensors, category)
 
 
-def held_by(trainer: Trainer) -> Tensors:
-    """What a rank's trainer holds from step to step, and its gradients."""
+def held_by(trainer: RankTrainer) -> Tensors:
+    """Return the tensors that a rank's trainer holds from step to step, and its gradients."""
     found: dict[str, list[Tensor]] = {
-        "parameters": [], "master": [], "gradients": [], "optimizer": [], "buffers": []
-    }  # fmt: skip
+        "parameters": [],
+        "master": [],
+        "gradients": [],
+        "optimizer": [],
+        "buffers": [],
+    }
     for parameter in trainer.model.all_parameters():
         is_own = parameter.leaf is None or parameter.has_copy
         found["master" if is_own else "parameters"].append(parameter.local)
@@ -106,7 +110,8 @@ def held_by(trainer: Trainer) -> Tensors:
             None if parameter.held.grad is None else local_tensor(parameter.held.grad),
         ]
         found["gradients"] += [each for each in gradients if each is not None]
-    for states in trainer.optimizer.state.values():
+    optimizer = trainer.optimizer
+    for states in () if optimizer is None else optimizer.state.values():
         found["optimizer"] += [each for each in states.values() if isinstance(each, Tensor)]
     for stage in trainer.model.stages.values():
         found["buffers"] += list(stage.buffers())
@@ -125,7 +130,7 @@ def states_of(trainer: Trainer) -> dict[str, int]:
             stage.reductions.finish()
     tensors = {name: list(found) for name, found in held_by(trainer).items()}
     for stage in trainer.model.stages.values():
-        for whole, gradient in unsharded(stage):
+        for whole, gradient in gathered_copies(stage):
             tensors["parameters"].append(whole)
             tensors["gradients"] += [] if gradient is None else [gradient]
     seen: set[int] = set()
@@ -162,7 +167,7 @@ def states_before_last_backward(trainer: Trainer, inputs: Mapping[str, Tensor]) 
 
 @contextmanager
 def _gathered(stages: Iterable[StageModule], live: LiveBytes) -> Iterator[None]:
-    """While inside, what ZeRO gathers of a block's parameters is told from activations."""
+    """Tell parameters that ZeRO gathers from activations while inside."""
 
     def mark(block: nn.Module, _: object) -> None:
         live.mark((each for each in block.parameters()), "gathered", over=False)

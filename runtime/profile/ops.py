@@ -1,26 +1,37 @@
-"""Measuring ops on every rank of a cluster.
+"""Measure ops, and updates of parameters, on every rank of a cluster.
 
-In: op cases in the order of their importance. Out: each case's measurement, the same on
-every rank. CPU ranks share the machine's memory and maybe its cores, so there every rank
-measures the same case at the same time, and what they take from each other is in the figure:
-the median over the ranks. GPUs do not share, so there the ranks split the list.
+In: op cases in the order of their importance. Out: each case's measurement, the same on every
+rank. CPU ranks share the machine's memory and maybe its cores, so there every rank measures the
+same case at the same time, and the median over the ranks includes the contention. GPUs do not
+share, so there the ranks split the list.
+
+Updates: in, an optimizer's name or the function that builds a model's own, and sizes of tensors;
+out, seconds per tensor of each size on the slowest rank, of the runtime's own update: the norm of
+the gradient in float64, then the optimizer's step on DTensor masters. Each size is measured with
+as many tensors as make ``TOTAL_BYTES``, so that small ones are a few of many and large ones come
+from memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
 from ...cost_model.profile.case import OpCase, ProfileError
 from ...cost_model.profile.measure import Budget, measure
 from ...cost_model.profile.records import Measurement
 from ..messages.shared_objects import gather_values
-from .links import agree
+from ..update.optimizer import BuildOptimizer, build_with, default_optimizer, sum_of_all_squares
+from .blocks import median_of_ranks
+from .links import LinkTime, Meshes, agree, median_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +75,94 @@ def _joined(case: OpCase, answers: Sequence[Any]) -> OpTime:
     if len(found) < len(answers):
         reasons = [answer for answer in answers if isinstance(answer, str)]
         return OpTime(case, None, reasons[0] if reasons else "not measured")
-    return OpTime(
-        case,
-        Measurement(
-            forward_seconds=median(each.forward_seconds for each in found),
-            backward_seconds=median(each.backward_seconds for each in found),
-            repeats=min(each.repeats for each in found),
-            spread=max(each.spread for each in found),
-        ),
-    )
+    return OpTime(case, median_of_ranks(found))
+
+
+TOTAL_BYTES = 1 << 26
+MOST_TENSORS = 64
+SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24, 1 << 27)
+_ITEM_BYTES = 4
+
+
+def measure_updates(
+    optimizer: str,
+    sizes: Sequence[int] = SIZES,
+    *,
+    device: torch.device,
+    case_seconds: float,
+    until: Callable[[], bool],
+    build: BuildOptimizer | None = None,
+) -> Iterator[LinkTime]:
+    """Measure for each size in bytes the seconds per parameter. Collective over all ranks.
+
+    ``build``, the model's own, goes before the name.
+    """
+    meshes = Meshes(device)
+    mesh = meshes.of(torch.arange(dist.get_world_size()).tolist())
+    for size in sorted(sizes):
+        if not agree(not until(), device):
+            break
+        count = max(1, min(MOST_TENSORS, TOTAL_BYTES // size))
+        masters = [_master(max(1, size // _ITEM_BYTES), mesh, device) for _ in range(count)]
+        made = _own(build, masters) or default_optimizer(
+            masters, optimizer, fused=True, learning_rate=1e-6
+        )
+        step = _update(made, masters, device)
+        seconds, repeats = median_seconds(step, device=device, case_seconds=case_seconds)
+        yield LinkTime(size, seconds / count, repeats)
+    meshes.close()
+
+
+def own_name(build: BuildOptimizer) -> str:
+    """Name a model's own optimizer by its class and its switches, which decide its step's time.
+
+    "" where it cannot be made of other parameters than the model's.
+
+    >>> own_name(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)).split()[::3]
+    ['SGD', 'fused=None', 'nesterov=False']
+    """
+    made = _own(build, [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))])
+    if made is None:
+        return ""
+    found = {
+        name: value
+        for name, value in made.defaults.items()
+        if value is None or isinstance(value, bool)
+    }
+    found["momentum"] = bool(made.defaults.get("momentum"))
+    return " ".join([type(made).__name__, *(f"{name}={found[name]}" for name in sorted(found))])
+
+
+def _own(build: BuildOptimizer | None, parameters: list[nn.Parameter]) -> Optimizer | None:
+    """The model's own optimizer of other parameters; None where it refuses these.
+
+    An optimizer may be for matrices only, or for parameters of certain names.
+    """
+    if build is None:
+        return None
+    try:
+        return build_with(build, [(f"{at}.weight", each) for at, each in enumerate(parameters)])
+    except Exception:  # noqa: BLE001 - whatever it is: the run shows it, of the model's parameters
+        return None
+
+
+def _master(numel: int, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
+    def held() -> DTensor:
+        local = torch.full((numel,), 1e-3, device=device)
+        return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+
+    master = nn.Parameter(held())
+    master.grad = held()
+    return master
+
+
+def _update(
+    optimizer: Optimizer, masters: Sequence[nn.Parameter], device: torch.device
+) -> Callable[[], object]:
+    def step() -> None:
+        gradients = [master.grad for master in masters]
+        local = [each.to_local() for each in gradients if isinstance(each, DTensor)]
+        sum_of_all_squares(local, device)
+        optimizer.step()
+
+    return step

@@ -1,7 +1,7 @@
 """Measuring every device and link of a cluster apart, to find the slow ones.
 
-In: rounds of pairs of ranks that send each other messages at the same time. Out: what each pair
-took, for messages of several sizes, and what a product of matrices took on each rank.
+In: rounds of pairs of ranks that send each other messages at the same time. Out: the time of each
+pair, for messages of several sizes, and of a product of matrices on each rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = (1 << 14, 1 << 18, 1 << 22)
 GPU_FACTOR = 16
 CALLS = 7
 ROUND_SECONDS = 0.5
-"""How long the messages of a size may take, beyond ``CALLS`` of them."""
+"""Time for the messages of a size, beyond ``CALLS`` of them."""
 PRODUCT = {"cpu": 512, "cuda": 4096}
 """Rows of the square matrices that are multiplied."""
 
@@ -35,7 +35,7 @@ Round = tuple[Pair, ...]
 
 @dataclass(frozen=True, slots=True)
 class PairTime:
-    """What a message of ``num_bytes`` took from one rank of ``pair`` to the other."""
+    """The time of a message of ``num_bytes`` from one rank of ``pair`` to the other."""
 
     pair: Pair
     num_bytes: int
@@ -44,7 +44,7 @@ class PairTime:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """Where a rank runs, and the seconds of the same product of matrices on each."""
+    """The place of a rank, and the seconds of the same product of matrices on each."""
 
     host: str
     device: str
@@ -67,10 +67,13 @@ def rounds_of(cluster: Cluster) -> tuple[Round, ...]:
     starts = cluster.first_ranks
     rounds: list[Round] = []
     for odd in (0, 1):
-        rounds.append(tuple(
-            (start + at, start + at + 1)
-            for start, size in zip(starts, sizes, strict=True) for at in range(odd, size - 1, 2)
-        ))  # fmt: skip
+        rounds.append(
+            tuple(
+                (start + at, start + at + 1)
+                for start, size in zip(starts, sizes, strict=True)
+                for at in range(odd, size - 1, 2)
+            )
+        )
     count = len(sizes)
     ring = [(host, (host + 1) % count) for host in range(count if count > 2 else count - 1)]
     for group in (
@@ -78,10 +81,13 @@ def rounds_of(cluster: Cluster) -> tuple[Round, ...]:
         ring[1::2],
         ring[count - 1 :] if count % 2 else [],
     ):
-        rounds.append(tuple(
-            (starts[one] + at, starts[other] + at)
-            for one, other in group for at in range(min(sizes[one], sizes[other]))
-        ))  # fmt: skip
+        rounds.append(
+            tuple(
+                (starts[one] + at, starts[other] + at)
+                for one, other in group
+                for at in range(min(sizes[one], sizes[other]))
+            )
+        )
     return tuple(each for each in rounds if each)
 
 

@@ -1,4 +1,4 @@
-"""Recording steps: what every rank did when, on one clock.
+"""Recording the actions of every rank in a step, on one clock.
 
 In: a trainer whose steps are recorded. Out: on rank 0 the actions of all ranks in seconds of its
 own clock, from the first recorded step on. On a GPU an action's seconds are those at which the
@@ -55,7 +55,7 @@ class StepRecorder:
         self._zero: tuple[Any, float] | None = None
 
     def begin(self) -> None:
-        """Has the next step note its moments."""
+        """Have the next step note its moments."""
         if self._zero is None:
             zero = self._queue.moment()
             if self._queue.runs_behind:
@@ -64,14 +64,15 @@ class StepRecorder:
         self._trainer.runner.set_clock(self._queue.moment)
 
     def end(self) -> None:
-        """Takes the moments of the step that has just run; of several batches the last one's."""
+        """Take the moments of the step that has just run; of several batches the last one's."""
         moments = self._trainer.runner.moments
         if moments is not None:
             self._steps.append((moments, self._queue.moment()))
         self._trainer.runner.set_clock(None)
 
     def gather(self) -> list[list[RecordedStep]]:
-        """On rank 0 the steps of every rank, in rank order; elsewhere nothing. Collective."""
+        """Return on rank 0 the steps of every rank, in rank order; elsewhere nothing.
+        Collective."""
         offset = clock_offset()
         return gather_on_first([self._seconds(step, end, offset) for step, end in self._steps])
 
@@ -91,7 +92,7 @@ class StepRecorder:
 
 
 def clock_offset() -> float:
-    """By how much this rank's clock is ahead of rank 0's. Collective.
+    """Return by how much this rank's clock is ahead of rank 0's. Collective.
 
     Processes of one machine have one clock. Of others it is compared by messages there and back:
     rank 0 is taken to answer in the middle of their time (Cristian, Distributed Computing 3, 1989).
@@ -125,7 +126,7 @@ def _compared(other: int) -> float:
 
 
 def _machine() -> str:
-    """What tells machines apart, and a machine from itself before it was restarted."""
+    """Return an identifier of this machine since its last boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

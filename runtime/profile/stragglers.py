@@ -1,4 +1,4 @@
-"""Which rank the others wait for, while training goes on.
+"""The rank that the others wait for, while training goes on.
 
 In: for how much of the time each rank works and does not wait for others, sampled, and for how
 much the plan predicts. Out: the slow rank, if one works much longer than its peers.
@@ -21,13 +21,8 @@ from dataclasses import dataclass
 from statistics import median
 from types import CodeType, FrameType
 
-import torch
-import torch.distributed as dist
 from torch import _ops
 from torch.distributed import _functional_collectives, distributed_c10d
-
-from ..messages.communicator import all_gather
-from ..messages.shared_objects import group_for
 
 SAMPLE_SECONDS = 0.02
 """The time between two samples. One takes about 10 µs, during which the main thread stands."""
@@ -35,16 +30,16 @@ WINDOW_SECONDS, WINDOW_STEPS = 4.0, 10
 """Ranks are compared over at least so much time and so many steps. On two busy cores the shares of
 four equal ranks differ by up to 0.12 over 2 seconds; a single step may be anything."""
 CHECK_STEPS, FIRST_STEP = 5, 3
-"""Every how many steps ranks look whether the time is over, and the step before the first one
-that counts: the first steps make buffers, connections and the optimizer's state."""
+"""Steps between looks at the time, and the step before the first one that counts: the first steps
+make buffers, connections and the optimizer's state."""
 PEER_RATIO, PLANNED_RATIO = 1.4, 2.0
-"""How many times as long as the median a slow rank works: of ranks of the same stage, and of ranks
-of other stages, relative to what is planned, as predictions of stages are off by tens of percent.
+"""Work of a slow rank over the median: of ranks of the same stage, and of ranks of other stages,
+relative to the plan, as predictions of stages are off by tens of percent.
 """
 LEAST_DIFFERENCE = 0.15
-"""By this share of the time a slow rank works longer than the median."""
+"""Share of the time by which a slow rank works longer than the median."""
 WINDOWS = 2
-"""In so many windows in succession the same rank must be slow: one may be chance."""
+"""Number of windows in succession in which a rank must be slow: one may be chance."""
 
 _BLOCKING_FILES = (distributed_c10d.__file__, _functional_collectives.__file__)
 _PASSED_THROUGH = (_ops.__file__, threading.__file__)
@@ -53,7 +48,7 @@ _waiting_places: dict[tuple[CodeType, int], bool] = {}
 
 
 def is_waiting(frame: FrameType) -> bool:
-    """Whether a thread whose innermost Python frame is ``frame`` waits for other ranks.
+    """Tell whether a thread whose innermost Python frame is ``frame`` waits for other ranks.
 
     It does inside of the collectives of ``torch.distributed``, and on a line that calls ``wait``
     of a collective's work.
@@ -119,7 +114,7 @@ class Straggler:
 
     It waits for others for ``waits`` of the time, the median of those that it is compared with for
     ``others_wait``: the other ranks of its stage (``is_of_stage``) or all others. It works
-    ``ratio`` times as long as they, relative to what is planned.
+    ``ratio`` times as long as they, relative to the plan.
     """
 
     rank: int
@@ -139,10 +134,10 @@ class Straggler:
 def find_straggler(
     works: Sequence[float], planned: Sequence[float], stages: Sequence[Hashable]
 ) -> Straggler | None:
-    """The rank that the others wait for, if there is one.
+    """Return the rank that the others wait for, if there is one.
 
     ``works`` and ``planned`` are the share of the time in which each rank does not wait for
-    others, measured and predicted; ``stages`` are what each rank works for. Ranks that the plan
+    others, measured and predicted; ``stages`` are those of each rank. Ranks that the plan
     leaves idle are not compared.
 
     >>> find_straggler([0.5, 0.95, 0.45, 0.5], [0.9] * 4, [0] * 4).rank
@@ -198,11 +193,3 @@ class StragglerWatch:
         self._num_windows += 1
         is_power = self._num_windows & (self._num_windows - 1) == 0
         return found if self._num_windows >= WINDOWS and is_power else None
-
-
-def gather_times(times: tuple[float, float]) -> list[tuple[float, float]]:
-    """Every rank's ``times``, in the order of the ranks. Collective over all ranks."""
-    own = torch.tensor(times, dtype=torch.float64)
-    found = own.new_empty(2 * dist.get_world_size())
-    all_gather(found, own, group=group_for(own))
-    return [(working, seconds) for working, seconds in found.view(-1, 2).tolist()]

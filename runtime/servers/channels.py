@@ -1,23 +1,33 @@
 """Requests of workers to servers, over process groups of two ranks each.
 
-In: a request and what goes with it. Out: the reply, or ``PeerLostError`` where the other process is
-gone. A group of two ranks fails only with one of the two, so all others go on.
+In: a request and its payload. Out: the reply, or ``PeerLostError`` where the other process is gone.
+A group of two ranks fails only with one of the two, so all others go on.
+
+A worker pushes gradients and pulls weights in threads of their own (``Traffic``). Where a server is
+lost, its requests go to the server that holds the replicas of its pieces, the unanswered request
+first: a server knows which pushes it had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...planner.errors import RunError
+from ..messages.all_reduces import TaskThread, ThreadTask
+
 PUSH, COPY, PULL, GRADIENT, LOSS, READ_LOSS, BYE = range(7)
-"""What is asked: apply a gradient, the same for a replica, give weights, give the gradient of the
-last update, note a part's loss, give the loss of a step, nothing more."""
+"""Kinds of requests: apply a gradient, the same for a replica, give weights, give the gradient of
+the last update, note a part's loss, give the loss of a step, nothing more."""
 
 READY, LOST = range(2)
 """The reply: done; or, workers were lost of whom the asking one does not know."""
@@ -48,14 +58,14 @@ class Reply(NamedTuple):
 
 
 class Channel(Protocol):
-    """Where requests go, one at a time."""
+    """A way for requests, one at a time."""
 
     def call(self, request: Request, payload: Tensor | None, into: Tensor | None) -> Reply: ...
 
 
 @dataclass(frozen=True)
 class LocalChannel:
-    """To a server of this process."""
+    """A channel to a server of this process."""
 
     handle: Callable[[Request, Tensor | None], Reply]
 
@@ -110,3 +120,168 @@ class PeerChannel:
         self.send(torch.tensor([reply.status, reply.lost]))
         if reply.value is not None:
             self.send(reply.value)
+
+
+Key = tuple[int, int]
+"""A home server, and a block."""
+
+
+class Link:
+    """Requests to the pieces of one home server, which its replica answers after it."""
+
+    def __init__(self, home: int, targets: list[Channel]) -> None:
+        self._home, self._targets = home, targets
+
+    def call(self, request: Request, payload: Tensor | None, into: Tensor | None) -> Reply:
+        """Raise RunError AP958 where no server with these pieces is left."""
+        while self._targets:
+            try:
+                return self._targets[0].call(request, payload, into)
+            except PeerLostError:
+                self._targets.pop(0)
+        raise RunError(
+            "AP958",
+            f"parameter server {self._home} is lost, and no replica of its weights is left",
+            fix="run again from the last checkpoint; replicas need two servers or more",
+        )
+
+    def close(self) -> None:
+        for target in self._targets:
+            try:
+                target.call(Request(BYE), None, None)
+            except PeerLostError:
+                continue
+
+
+class Traffic:
+    """All links of a worker. ``sizes`` are the elements of every piece.
+
+    A server that has no replica fails pushes and pulls alike: the error of a pull is raised first.
+    """
+
+    def __init__(
+        self,
+        pushes: Mapping[int, Link],
+        pulls: Mapping[int, Link],
+        sizes: Mapping[Key, int],
+        dtype: torch.dtype,
+    ) -> None:
+        self.arrived: dict[Key, tuple[int, Tensor]] = {}
+        self.lost = 0
+        self._known = 0
+        self._pushes, self._pulls = pushes, pulls
+        self._sizes, self._dtype = sizes, dtype
+        self._changed = threading.Condition()
+        self._lanes = {home: TaskThread() for home in pushes}
+        self._last: dict[int, ThreadTask] = {}
+        self._to_pull: dict[int, deque[Request]] = {home: deque() for home in pulls}
+        self._busy = dict.fromkeys(pulls, False)
+        self._loss: dict[int, float] = {}
+        self._error: BaseException | None = None
+        self._is_over = False
+        self._threads = [self._start(home) for home in pulls]
+
+    def _start(self, home: int) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                self._pull_all(home)
+            except BaseException as error:  # noqa: BLE001 — raised again in the main thread
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+
+        thread = threading.Thread(target=guarded, daemon=True)
+        thread.start()
+        return thread
+
+    def push(self, request: Request, payload: Tensor) -> None:
+        """Have a server get ``payload``, after earlier pushes."""
+        call = partial(self._pushes[request.home].call, request, payload, None)
+        self._last[request.home] = self._lanes[request.home].submit(call)
+
+    def pull(self, request: Request) -> None:
+        """Have a piece's weights, or a step's loss, come from a server."""
+        with self._changed:
+            self._to_pull[request.home].append(request)
+            self._changed.notify_all()
+
+    def wait(self, is_there: Callable[[], bool], known: int) -> bool:
+        """Wait until something is there; return False where workers beyond ``known`` were lost
+        before."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: is_there() or self._error is not None or bool(self.lost & ~known)
+            )
+            if self._error is not None:
+                raise self._error
+            return is_there()
+
+    def know(self, lost: int) -> None:
+        """Go on asking, without the ``lost`` workers."""
+        with self._changed:
+            self._known |= lost
+            self._changed.notify_all()
+
+    def has(self, key: Key, clock: int) -> bool:
+        return self.arrived.get(key, (-1,))[0] == clock
+
+    def loss(self, clock: int) -> float | None:
+        return self._loss.get(clock)
+
+    def forget_pulls(self) -> None:
+        """Drop the pulls that are queued, and wait for the pull that is under way."""
+        with self._changed:
+            for queue in self._to_pull.values():
+                queue.clear()
+            self._changed.wait_for(lambda: self._error is not None or not any(self._busy.values()))
+            self.arrived.clear()
+
+    def flush(self) -> None:
+        """Wait until all that was pushed has been acknowledged."""
+        for work in self._last.values():  # those before it are done
+            work.wait()
+
+    def close(self) -> None:
+        """Say to all servers that nothing more comes."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for link in (*self._pushes.values(), *self._pulls.values()):
+            link.close()
+
+    def _pull_all(self, home: int) -> None:
+        queue = self._to_pull[home]
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._is_over or (bool(queue) and not self.lost & ~self._known)
+                )
+                if not queue:
+                    return
+                request = queue[0]._replace(known=self._known)
+                self._busy[home] = True
+            into = self._memory(request)
+            reply = self._pulls[home].call(request, None, into)
+            with self._changed:
+                self._took(queue, request, reply, into)
+                self._busy[home] = False
+                self._changed.notify_all()
+
+    def _memory(self, request: Request) -> Tensor:
+        if request.operation == READ_LOSS:
+            return torch.zeros((), dtype=torch.float64)
+        return torch.empty(self._sizes[request.home, request.block], dtype=self._dtype)
+
+    def _took(self, queue: deque[Request], request: Request, reply: Reply, into: Tensor) -> None:
+        """A pull that is told of lost workers stays first in the queue."""
+        self.lost |= reply.lost
+        if reply.status == LOST:
+            return
+        if queue and queue[0][:5] == request[:5]:
+            queue.popleft()
+        if request.operation == READ_LOSS:
+            self._loss = {request.clock: float(into)}
+        else:
+            self.arrived[request.home, request.block] = (request.clock, into)

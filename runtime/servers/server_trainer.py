@@ -7,7 +7,7 @@ In: the captured program, a plan with ``servers``, initial weights. Out: ``step(
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,22 +18,40 @@ from ...cost_model.simulator.consistency import Clocks, bound_of
 from ...passes.programs.program import Program
 from ...planner.plan import Plan, ServerPlan
 from ...planner.server_shards import Shard, shards_of
+from ..data.batches import DataSource, RankInputs, mark_inputs, named_inputs
 from ..data.variants import variant_of
-from ..messages.process_mesh import DATA_AXIS
+from ..messages.groups import DATA_AXIS
 from ..parameters.initial_values import Weights
 from ..step.rank_model import RankModel
 from ..step.training_step import StepResult
 from ..update.optimizer import BuildOptimizer
-from .channels import Channel, LocalChannel, PeerChannel
-from .links import Key, Link, Traffic
-from .served_piece import ServedPiece
-from .server import Server
+from .channels import Channel, Key, Link, LocalChannel, PeerChannel, Traffic
+from .server import ServedPiece, Server
 from .server_worker import SHARED, ServerWorker
 
 
+@dataclass(slots=True)
+class WholeBatches:
+    """The batches of a worker: all rows, as it may have to compute a lost worker's part."""
+
+    plan: Plan
+    program: Program
+    place: tuple[int, int] | None = (0, 1)
+    teller: int | None = None
+
+    def rows_of(self, inputs: Mapping[str, Tensor]) -> int:
+        """Return the planned rows of a global batch."""
+        return self.plan.model.global_batch
+
+    def named(self, batch: object) -> RankInputs:
+        """Return a batch's tensors by the names that the plan has for them."""
+        return mark_inputs(named_inputs(batch, self.program), batch)
+
+
 class ServerTrainer:
-    """``model`` is what a worker computes with; ``worker`` and ``server`` are None where the rank
-    is no such."""
+    """One rank's part in a run: a worker that computes with ``model``, a server, or both."""
+
+    optimizer = None
 
     def __init__(
         self,
@@ -46,15 +64,17 @@ class ServerTrainer:
         progress: Callable[..., None] | None = None,
         seed: int = 0,
     ) -> None:
-        """Collective over all ranks; what comes after is not."""
+        """Make this rank's part. Collective over all ranks; later calls are not."""
         assert plan.servers is not None
         self.plan, self.device, self.servers = plan, device, plan.servers
         own = plan_of_worker(plan, dist.get_rank())
         planned = variant_of(program, own)
         mesh = DeviceMesh(
-            device.type, torch.tensor([dist.get_rank()]), mesh_dim_names=(DATA_AXIS,),
+            device.type,
+            torch.tensor([dist.get_rank()]),
+            mesh_dim_names=(DATA_AXIS,),
             _init_backend=False,
-        )  # fmt: skip
+        )
         self.model = RankModel(planned, weights, device=device, progress=progress, meshes={0: mesh})
         self.program = planned.program
         self._pieces = pieces_of(self.model, len(self.servers.servers))
@@ -69,8 +89,24 @@ class ServerTrainer:
             self.model.stages.clear()
             self.model.parameters.clear()
 
-    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
-        """One iteration of this rank's worker, if it has one."""
+    @property
+    def batches(self) -> DataSource:
+        """The batches of this rank's worker."""
+        return WholeBatches(self.plan, self.program)
+
+    @property
+    def trains(self) -> bool:
+        """Tell whether this rank has a worker."""
+        return self.worker is not None
+
+    @property
+    def reports(self) -> bool:
+        """Tell whether this rank has the first worker that is left, which prints the steps."""
+        return self.worker is not None and self.worker.is_first
+
+    def step(self, *batches: Mapping[str, Tensor]) -> StepResult:
+        """Take one iteration of this rank's worker, if it has one."""
+        (batch,) = batches
         loss = float("nan") if self.worker is None else self.worker.step(batch)
         return StepResult((torch.tensor(loss, dtype=torch.float64),), None)
 
@@ -95,16 +131,22 @@ class ServerTrainer:
         servers = self.servers
         count = len(servers.servers)
         homes = {index, *([(index - 1) % count] if has_replicas(servers) else [])}
-        shapes = {n: p.local.shape for n, p in self.model.parameters.items()
-                  if p.spec.requires_grad}  # fmt: skip
+        shapes = {
+            n: p.local.shape for n, p in self.model.parameters.items() if p.spec.requires_grad
+        }
         bound = bound_of(servers.consistency, servers.staleness)
         pieces = {
             key: ServedPiece(
-                self._values(shards), shards, Clocks(range(len(servers.workers)), bound),
-                shapes=shapes, build=build, optimizer=self.plan.model.optimizer,
+                self._values(shards),
+                shards,
+                Clocks(range(len(servers.workers)), bound),
+                shapes=shapes,
+                build=build,
+                optimizer=self.plan.model.optimizer,
             )
-            for key, shards in self._pieces.items() if key[0] in homes
-        }  # fmt: skip
+            for key, shards in self._pieces.items()
+            if key[0] in homes
+        }
         channels = self._channels
         replica = channels.get(f"servers/copy/{index}")
         server = Server(index, pieces, len(servers.workers), replica)
@@ -118,10 +160,12 @@ class ServerTrainer:
 
     def _values(self, shards: tuple[Shard, ...]) -> Tensor:
         parameters = self.model.parameters
-        return torch.cat([
-            parameters[shard.parameter].local.reshape(-1)[shard.start : shard.stop]
-            for shard in shards
-        ])  # fmt: skip
+        return torch.cat(
+            [
+                parameters[shard.parameter].local.reshape(-1)[shard.start : shard.stop]
+                for shard in shards
+            ]
+        )
 
     def _make_worker(self, index: int, program: Program, seed: int) -> ServerWorker:
         servers = self.servers
@@ -148,8 +192,8 @@ class ServerTrainer:
 
 
 def plan_of_worker(plan: Plan, rank: int) -> Plan:
-    """What a worker runs: all micro-batches of a step under bsp, of which it then takes its
-    part; else a batch of its own."""
+    """Return the plan of a worker: all micro-batches of a step under bsp, of which it then takes
+    its part; else a batch of its own."""
     assert plan.servers is not None
     (stage,) = plan.stages
     own = replace(plan, stages=(replace(stage, devices=(rank,)),))
@@ -177,8 +221,8 @@ def channel_names(servers: ServerPlan, worker: int) -> list[tuple[str, int]]:
 
 
 def make_channels(servers: ServerPlan, rank: int) -> dict[str, PeerChannel]:
-    """This rank's end of each of its channels. All ranks make them in one order: each end waits
-    for the other."""
+    """Make this rank's end of each of its channels. All ranks make them in one order: each end
+    waits for the other."""
     count, made = len(servers.servers), nth_of_run(rank)
     ends = [
         (name, servers.workers[worker], servers.servers[target])
@@ -196,7 +240,8 @@ def make_channels(servers: ServerPlan, rank: int) -> dict[str, PeerChannel]:
 
 
 def nth_of_run(rank: int) -> int:
-    """How many trainers a rank has made: names of channels must not be those of another one."""
+    """Count the trainers that a rank has made: names of channels must not be those of another
+    one."""
     store = dist.distributed_c10d._get_default_store()
     return int(store.add(f"servers/made/{rank}", 1))
 

@@ -19,8 +19,7 @@ from ...planner.server_shards import Shard
 from ..data.rank_batch import microbatch_rows
 from ..parameters.parameters import StageParameter, attach_gradient_hook
 from ..step.executor import StageExecutor
-from .channels import GRADIENT, LOSS, PULL, PUSH, READ_LOSS, Request
-from .links import Key, Traffic
+from .channels import GRADIENT, LOSS, PULL, PUSH, READ_LOSS, Key, Request, Traffic
 
 SHARED = -1
 """The block of parameters that several blocks use."""
@@ -70,7 +69,7 @@ class ServerWorker:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first worker, as far as it knows, that is left."""
+        """Tell whether it is the first worker, as far as it knows, that is left."""
         return self.index == self._owner(0)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
@@ -124,7 +123,7 @@ class ServerWorker:
             self._fill(block, gradients=True)
 
     def _parts(self) -> list[int]:
-        """Its own part, and those of lost workers that it is the next after."""
+        """Return its own part, and the parts of lost workers that it comes next after."""
         if not self.is_bsp:
             return [self.index]
         return [

@@ -1,9 +1,9 @@
 """Forwards and backwards of global batches, each by the variant of the step that it fits.
 
-In: what a rank holds of the model (``RankModel``), the planned variant and its buckets. Out:
+In: a rank's part of the model (``RankModel``), the planned variant and its buckets. Out:
 ``backward(batch)``, the loss of a batch, whose gradients are then complete, their norm, and a
-diagnosis, as ``TrainingStep`` asks for them. Variants of smaller batches are made when such a
-batch comes.
+diagnosis, as ``TrainingStep`` asks for them. Variants of smaller batches are made when such a batch
+comes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from ...planner.errors import AutoparallelError
 from ...planner.padding import Padding, unpaddable
 from ...planner.replicas import placed_stages
 from ..data.batches import StepBatches
-from ..data.padded_batches import SequencePadding
-from ..data.share_batch import ShareBatch, gather_whole
-from ..data.variants import BatchShape, Variant, bucket_of, variant_of
+from ..data.rank_batch import ShareBatch, gather_whole
+from ..data.variants import BatchShape, SequencePadding, Variant, bucket_of, variant_of
 from ..messages.communicator import ProcessCommunicator
 from ..messages.exchange import Exchange
-from ..messages.local_transfer import Handover, split_boundaries
+from ..messages.local_transfer import LocalTransfer, split_boundaries
 from ..messages.ordered_channels import Lanes, check_lanes
 from ..messages.pending_results import Pending, Progress, end_before_exit
 from ..messages.shared_objects import gather_values, group_for
 from ..update.deferred_update import DeferredUpdate
-from ..update.optimizer import gradient_norm, published
+from ..update.optimizer import gradient_norm, published_gradients
 from .diagnosis import diagnosis
 from .executor import StageVariant
 from .pipeline import Hooks, PipelineRunner, StepMoments
@@ -115,20 +114,26 @@ class BatchRunner:
         return True
 
     def _make_pipeline(self, variant: Variant) -> PipelineRunner:
-        """What runs a variant's steps. Collective over all ranks; raises as ``check_lanes``."""
+        """Make the runner of a variant's steps. Collective over all ranks; raises as
+        ``check_lanes``."""
         model, stages = self.model, placed_stages(variant.plan)
         crossing = [split_boundaries(each, stages) for each in variant.crossing()]
         exchange = Exchange(
-            [sent for sent, _ in crossing], schedule=variant.schedule, stages=stages,
-            rank=model.rank, device=model.device, lanes=self._lanes, progress=self.progress,
-        )  # fmt: skip
+            [sent for sent, _ in crossing],
+            schedule=variant.schedule,
+            stages=stages,
+            rank=model.rank,
+            device=model.device,
+            lanes=self._lanes,
+            progress=self.progress,
+        )
         check_lanes(*exchange.sequences())
         handed = crossing[0][1]  # no schedule of slices has two stages on one rank
         return PipelineRunner(
             variant.schedule,
             self.executors,
             exchange,
-            handover=Handover(handed, stages=stages, rank=model.rank, device=model.device),
+            handover=LocalTransfer(handed, stages=stages, rank=model.rank, device=model.device),
             hooks=Hooks(
                 model.sum_tied,
                 self._update_early if variant.schedule.is_asynchronous else None,
@@ -149,7 +154,8 @@ class BatchRunner:
         accumulates: bool = False,
         is_last: bool = True,
     ) -> Tensor:
-        """The loss; every parameter's gradient is complete afterwards, if this ``is_last``.
+        """Run forward and backward and return the loss. If this ``is_last``, all gradients are
+        complete on return.
 
         Gradients are those of the loss times ``scale``, added to those that are there if this
         ``accumulates``. By an asynchronous schedule the weights are updated as well.
@@ -169,7 +175,7 @@ class BatchRunner:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """While inside, a batch updates nothing and counts for nothing."""
+        """Have a batch update nothing and count for nothing while inside."""
         deferred, self._deferred = self._deferred, None
         try:
             yield
@@ -191,7 +197,7 @@ class BatchRunner:
         self._deferred = executor.deferred_update(optimizer, tell)
 
     def settle(self) -> None:
-        """Make what is left of the last update: parameters are as they are after it."""
+        """Finish the last update: parameters are as they are after it."""
         if self._deferred is not None:
             self._deferred.settle()
 
@@ -202,7 +208,7 @@ class BatchRunner:
 
     @property
     def moments(self) -> StepMoments | None:
-        """When the actions of the last batch were, where there is a clock."""
+        """The moments of the last batch's actions, where there is a clock."""
         return self._pipelines[self.shape].moments
 
     def fit(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -251,7 +257,7 @@ class BatchRunner:
         return int(longest)
 
     def _gather(self, batch: ShareBatch, index: int) -> None:
-        """Completes the inputs of which a stage needs all rows. Collective over the stage."""
+        """Complete the inputs of which a stage needs all rows. Collective over the stage."""
         rows = self.batches.batch(self.shape.rows).rows[self.model.planned.schedule.part(index)]
         if rows is not None:
             program = self.executors[index].program
@@ -270,7 +276,7 @@ class BatchRunner:
             executor.forget_constants(rows, capture)
 
     def publish_later(self, later: bool) -> None:
-        """Whether the caller publishes gradients that the optimizer gets as copies."""
+        """Set whether the caller publishes gradients that the optimizer gets as copies."""
         for executor in self.executors.values():
             executor.publishes_later = later
 
@@ -284,8 +290,8 @@ class BatchRunner:
         return norm
 
     def gradients(self) -> list[Tensor]:
-        """This rank's part of the gradients that the optimizer reads."""
-        return published(self.model.all_parameters())
+        """Return this rank's part of the gradients that the optimizer reads."""
+        return published_gradients(self.model.all_parameters())
 
     def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
         """The error that says where the first value came from that is not finite. Collective."""
@@ -293,13 +299,13 @@ class BatchRunner:
 
     @property
     def updates_itself(self) -> bool:
-        """Whether the weights are updated without the trainer: in the middle of a step, by the
+        """Tell whether the weights are updated without the trainer: in the middle of a step, by the
         schedule, or in the next step's forward."""
         return self._deferred is not None or self.model.planned.schedule.is_asynchronous
 
     @property
     def batches_begun(self) -> int:
-        """How many batches were run: they decide the random numbers of the next one."""
+        """The number of batches that were run: they decide the random numbers of the next one."""
         return next((e.steps_begun for e in self.executors.values()), 0)
 
     @batches_begun.setter
@@ -308,7 +314,8 @@ class BatchRunner:
             executor.steps_begun = count
 
     def draws(self) -> dict[str, int] | None:
-        """What decides the random numbers of the next batch; None of a rank that is idle."""
+        """Return the seed and count that decide the random numbers of the next batch; None of a
+        rank that is idle."""
         for executor in self.executors.values():
             return {"seed": executor.seed, "steps_begun": executor.steps_begun}
         return None

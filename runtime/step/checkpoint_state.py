@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a trainer's rank, and of a plain module.
+"""The state of a trainer's rank, and of a plain module, for a checkpoint.
 
 In: a ``RankModel``, or a module in one process. Out: a ``TrainingState`` over their memory. Both
 have the names and shapes of the model's ``state_dict``, so that either loads the other's.
@@ -7,20 +7,21 @@ have the names and shapes of the model's ``state_dict``, so that either loads th
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...passes.initialization import deferred_init
+from ...passes.initialization.deferred_init import named_tensors
 from ...passes.programs.program import Program
 from ...planner.plan_file import dumps
 from ..checkpoint.checkpoint import Slot, TrainingState
 from ..checkpoint.parts import GENERATORS, Generators, Stateful
 from ..parameters.initial_values import Weights
-from ..parameters.pretrained import Pretrained
+from ..parameters.pretrained import Pretrained, persistent_tensors
 
 if TYPE_CHECKING:
     from .rank_model import RankModel
@@ -34,8 +35,8 @@ def rank_state(
     draws: Mapping[str, int] | None,
     optional: Container[str] = (),
 ) -> TrainingState:
-    """What this rank holds. ``draws`` decides the random numbers of the next batch; ``optional``:
-    the parts that a checkpoint may lack."""
+    """Return the state of this rank. ``draws`` decides the random numbers of the next batch;
+    ``optional``: the parts that a checkpoint may lack."""
     persistent = model.persistent
     slots = [Slot({}, model.untrained)]
     changing: set[str] = set()
@@ -72,11 +73,11 @@ def rank_state(
 def module_state(
     module: nn.Module, optimizer: Optimizer | None, parts: Mapping[str, Stateful]
 ) -> TrainingState:
-    """What a process holds that trains ``module`` alone."""
+    """Return the state of a process that trains ``module`` alone."""
     shapes = persistent_shapes(module)
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
-    for name, tensor in _named(module):
+    for name, tensor in named_tensors(module):
         if id(tensor) in first:
             aliases[name] = first[id(tensor)]
         first.setdefault(id(tensor), name)
@@ -102,7 +103,7 @@ def untrained_names(program: Program, weights: Weights) -> list[str]:
     graph = program.graph
     trained = {node.name for node in graph.nodes if node.kind == "parameter"} | set(graph.updates)
     given = weights.rest if isinstance(weights, Pretrained) else weights
-    known = dict(_named(given.model)) if isinstance(given, deferred_init.Deferred) else given
+    known = dict(named_tensors(given.model)) if isinstance(given, deferred_init.Deferred) else given
     return [
         name
         for name in persistent_shapes(program.model)
@@ -111,17 +112,5 @@ def untrained_names(program: Program, weights: Weights) -> list[str]:
 
 
 def persistent_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The parameters and buffers of a module's ``state_dict``, tied ones under all names."""
-    transient = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, each in module.named_modules(remove_duplicate=False)
-        for name in each._non_persistent_buffers_set
-    }
-    return {name: tuple(t.shape) for name, t in _named(module) if name not in transient}
-
-
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, tied ones under all names."""
-    named: Any = (module.named_parameters, module.named_buffers)
-    for each in named:
-        yield from each(remove_duplicate=False)
+    """Return the shapes of a module's ``state_dict``, tied tensors under all names."""
+    return {name: tuple(each.shape) for name, each in persistent_tensors(module).items()}

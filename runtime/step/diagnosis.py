@@ -1,4 +1,4 @@
-"""Where the first value that is not finite came from.
+"""The origin of the first value that is not finite.
 
 In: the batches of a step whose loss or gradient is not finite. Out: the error that names the
 place. The batches are run again, forward and backward, with the same weights and random
@@ -10,26 +10,33 @@ numbers, and in this order the first that is found is named:
    no gradient flows, may hold infinities), and of its ops the first that made such a value;
 4. the parameter whose gradient is not, the last one in the graph: the backward comes to it first;
    and the op in whose backward the first gradient of an op's result was not.
+
+Blocks run op by op (``OpCheck``), with the same collectives. Only an op whose inputs are finite is
+named, so a mask of infinities, or its sum with another value, is not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from ...passes.local.localize import MADE_BY
 from ...planner.errors import AutoparallelError, RunError
+from ...planner.graph import Node
 from ..messages.shared_objects import gather_values
 from ..parameters.stage import StageBlock, StageModule
-from .op_check import OpCheck
 
 if TYPE_CHECKING:
     from ..parameters.parameters import StageParameter
     from .batch_runner import BatchRunner
     from .training_step import Used
+
 
 WEIGHT, INPUT, OUTPUT, GRADIENT = range(4)
 """The kinds of places, in the order in which they are looked for."""
@@ -60,8 +67,9 @@ def not_finite(found: Iterable[Place]) -> AutoparallelError:
             fix=ADVICE,
         )
     first = places[0]
-    return RunError("AP910", f"{first.what} is not finite", why=WHY[first.kind],
-                    where=first.where, fix=ADVICE)  # fmt: skip
+    return RunError(
+        "AP910", f"{first.what} is not finite", why=WHY[first.kind], where=first.where, fix=ADVICE
+    )
 
 
 WHY = {
@@ -77,7 +85,8 @@ ADVICE = (
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value has no element, or only finite ones; what holds no numbers is."""
+    """Tell whether a value has no element, or only finite ones; a value without numbers is
+    finite."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return True
     return bool(torch.isfinite(value.detach()).all())
@@ -94,7 +103,7 @@ def bad_inputs(batch: Mapping[Any, Any]) -> Iterator[Place]:
 
 @contextmanager
 def watching(modules: Mapping[str, nn.Module], found: Callable[[str, Any], None]) -> Iterator[None]:
-    """While inside, ``found(name, outputs)`` is told of every forward of these modules."""
+    """Tell ``found(name, outputs)`` of every forward of these modules while inside."""
     with ExitStack() as stack:
         for name, module in modules.items():
             handle = module.register_forward_hook(
@@ -105,7 +114,8 @@ def watching(modules: Mapping[str, nn.Module], found: Callable[[str, Any], None]
 
 
 def bad_outputs(outputs: Any) -> bool:
-    """Whether one of a module's outputs has a NaN, or, if a gradient flows through it, infinity.
+    """Tell whether one of a module's outputs has a NaN, or, if a gradient flows through it,
+    infinity.
 
     Masks hold infinities by right.
     """
@@ -141,7 +151,7 @@ def diagnosis(runner: BatchRunner, batches: Sequence[Used]) -> AutoparallelError
 
 
 def _places(runner: BatchRunner, batch: Mapping[str, Tensor]) -> list[Place]:
-    """What is not finite on this rank."""
+    """Return the places on this rank whose values are not finite."""
     position = {block.name: at for at, block in enumerate(runner.model.program.blocks.blocks)}
     places = list(bad_inputs(batch))
     blocks: dict[str, nn.Module] = {}
@@ -184,7 +194,7 @@ def _op_check(stage: StageModule) -> OpCheck:
 
 @contextmanager
 def op_by_op(stage: StageModule, check: OpCheck) -> Iterator[None]:
-    """While inside, the blocks of ``stage`` run op by op and ``check`` sees each."""
+    """Run the blocks of ``stage`` op by op while inside, with ``check`` seeing each."""
     kept = [(block, list(block.graphs)) for block in stage.blocks if isinstance(block, StageBlock)]
     for block, graphs in kept:
         block.graphs[:] = map(check.checked, graphs)  # type: ignore[arg-type]
@@ -207,3 +217,93 @@ def _of_parameter(kind: int, runner: BatchRunner, index: int, parameter: StagePa
     what = f"{of} {parameter.name} ({block})"
     where = f"stage {index}, rank {runner.model.rank}"
     return Place(kind, at if kind == WEIGHT else -at, 0, what, where)
+
+
+class Found(NamedTuple):
+    """An op, and the micro-batch in which it made the value."""
+
+    op: str
+    microbatch: int
+
+
+class OpCheck:
+    """The first ops of one stage's blocks whose values are not finite; ``forward`` by the number of
+    the run of a block."""
+
+    def __init__(self, microbatch: Callable[[], int]) -> None:
+        self._microbatch = microbatch
+        self.forward: Found | None = None
+        self.backward: Found | None = None
+
+    def begin(self) -> None:
+        """Forget the op of the forward: the next block begins."""
+        self.forward = None
+
+    def checked(self, graph: fx.GraphModule) -> Callable[..., tuple[Tensor, ...]]:
+        """Return a function that runs ``graph`` op by op."""
+
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            outputs: tuple[Tensor, ...] = _Checking(graph, self).run(*inputs)
+            return tuple(outputs)
+
+        return run
+
+    def see(self, node: fx.Node, read: tuple[Any, ...], made: Any) -> None:
+        """Check an op that has run, by the values that it read and made."""
+        microbatch = self._microbatch()
+        is_bad = self.forward is None and not all(map(_is_finite, values_of(made)))
+        if is_bad and all(map(_is_finite, values_of(read))):
+            self.forward = Found(op_words(node), microbatch)
+        for tensor in values_of(made):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                hook = partial(self._see_gradient, node, microbatch)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _see_gradient(self, node: fx.Node, microbatch: int, gradient: Tensor) -> None:
+        if self.backward is None and not _is_finite(gradient):
+            users = [op_words(user) for user in node.users if user.op != "output"]
+            op = " or ".join(dict.fromkeys(users)) or f"what reads the result of {op_words(node)}"
+            self.backward = Found(op, microbatch)
+
+
+class _Checking(fx.Interpreter):
+    def __init__(self, graph: fx.GraphModule, check: OpCheck) -> None:
+        super().__init__(graph)
+        self.extra_traceback = False
+        self._check = check
+
+    def run_node(self, n: fx.Node) -> Any:
+        made = super().run_node(n)
+        if n.op in ("call_function", "call_module", "call_method"):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            self._check.see(n, (*args, *kwargs.values()), made)
+        return made
+
+
+def values_of(value: Any) -> Iterator[Any]:
+    """The tensors and numbers in nested tuples and lists."""
+    if isinstance(value, tuple | list):
+        for part in value:
+            yield from values_of(part)
+    elif isinstance(value, Tensor | float):
+        yield value
+
+
+def op_words(node: fx.Node) -> str:
+    """An op in words: its name, the module path that called it, the user's file and line.
+
+    Conversions between layouts, and ops that were compiled together, have only a name.
+    """
+    made_by = node.meta.get(MADE_BY)
+    if not isinstance(made_by, Node):
+        return str(node.name)
+    places = ", ".join(part for part in (made_by.module, made_by.source) if part)
+    return f"{made_by.op or made_by.name}{f' ({places})' if places else ''}"
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return True
+    return bool(torch.isfinite(value.detach()).all())

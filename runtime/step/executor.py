@@ -5,10 +5,9 @@ the loss, and, after ``finish_step``, every parameter's gradient ready for the o
 The order of the calls is the schedule's business; any order in which a micro-batch's
 forward comes before its backward works, with any number in flight.
 
-What is run at once is a unit: a micro-batch, or a slice of its sequences. Unit
-``m * num_slices + j`` is slice ``j`` of micro-batch ``m``. The keys and values that a slice's
-attention has seen are an input of the next slice; their gradient comes back from that slice's
-backward, which therefore runs first.
+A unit is run at once: a micro-batch, or a slice of its sequences. Unit ``m * num_slices + j`` is
+slice ``j`` of micro-batch ``m``. The keys and values that a slice's attention has seen are an input
+of the next slice; their gradient comes back from that slice's backward, which therefore runs first.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ from torch.optim import Optimizer
 from ...cost_model.simulator.actions import BACKWARD, FORWARD
 from ...passes.ops.random_ops import step_key
 from ...planner.graph import Node
-from ...planner.layout import local_region
-from ..data.rank_batch import batch_rows, local_part, step_inputs
-from ..data.share_batch import ShareBatch
+from ...planner.layout import local_region, whole_region
+from ..data.rank_batch import ShareBatch, batch_rows, local_part, step_inputs
 from ..messages.device_queue import queue_of
 from ..parameters.stage import StageModule
 from ..parameters.weight_versions import WeightVersions
@@ -63,7 +61,7 @@ def no_constants(variant: StageVariant, program: StageProgram) -> Constants:
 
 @dataclass(frozen=True, slots=True)
 class StageVariant:
-    """What a stage runs in one variant of the step (``runtime.data.variants``).
+    """The programs of a stage in one variant of the step (``runtime.data.variants``).
 
     ``parts`` are the numbers of the stage's programs that run a micro-batch, one after another;
     ``carried`` goes from each to the next. ``rows`` are those of the global batch and ``capture``
@@ -80,15 +78,15 @@ class StageVariant:
 
     @property
     def per_update(self) -> int:
-        """How many micro-batches make an update."""
+        """The number of micro-batches that make an update."""
         return self.num_microbatches // self.num_updates
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """What a micro-batch keeps from its forward to its backward.
+    """The values that a micro-batch keeps from its forward to its backward.
 
-    Of what it made only the place in autograd's graph, so that what was sent is freed.
+    Of its own values only the places in autograd's graph, so that sent values are freed.
     """
 
     received: Mapping[str, Tensor]
@@ -98,7 +96,8 @@ class _InFlight:
 
 @dataclass(slots=True)
 class _Sequence:
-    """What passes from slice to slice of a micro-batch: keys and values, and their gradients."""
+    """The values that pass from slice to slice of a micro-batch: keys and values, and their
+    gradients."""
 
     made: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -122,7 +121,7 @@ class StageExecutor:
         versions: WeightVersions | None = None,
         sums: PlannedSums = PlannedSums(),  # noqa: B008 - frozen
     ) -> None:
-        """Steps run ``planned`` until ``use`` chooses another variant.
+        """Step run ``planned`` until ``use`` chooses another variant.
 
         ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues
         another one sets ``steps_begun`` to that one's. Asynchronous schedules update the
@@ -221,7 +220,7 @@ class StageExecutor:
             self.versions.begin()
 
     def _counted(self) -> Iterator[Mapping[str, Tensor | None]]:
-        """For each update, what its micro-batches must know of each other.
+        """Yield for each update the counts that its micro-batches must know of each other.
 
         None for a count that takes rows of other ranks: the loss sums it over them.
         """
@@ -242,13 +241,13 @@ class StageExecutor:
             yield {} if counting is None else counting.evaluate(value_of, first)
 
     def _counted_inputs(self, nodes: Iterable[Node]) -> dict[tuple[str, int], Tensor]:
-        """Every micro-batch's whole value of the inputs that the stage's counting reads."""
+        """Return every micro-batch's whole value of the inputs that the stage's counting reads."""
         count = self.num_microbatches
         units = [(node, m) for node in nodes if node.kind == "input" for m in range(count)]
         parts = []
         for node, microbatch in units:
             rows = batch_rows(self._batch, node.name, node.spec, microbatch, count)
-            whole = tuple((0, size) for size in node.spec.shape)
+            whole = whole_region(node.spec.shape)
             parts.append(local_part(rows, whole, node.spec.dtype))
         copies = self._queue.to_device(parts)
         return {(node.name, m): copy for (node, m), copy in zip(units, copies, strict=True)}
@@ -279,7 +278,7 @@ class StageExecutor:
         return {boundary.key: outputs[boundary.key].detach() for boundary in program.sends}
 
     def run(self, unit: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All that leaves the stage in a unit's forward, by key, with its graph."""
+        """Return the values that leave the stage in a unit's forward, by key, with their graph."""
         microbatch, at = divmod(unit, len(self.variant.parts))
         self.program.draws.microbatch = microbatch
         if self.versions is not None:
@@ -291,8 +290,9 @@ class StageExecutor:
 
     def _kept(self, leaves: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> _InFlight:
         edges = {key: get_gradient_edge(o) for key, o in outputs.items() if o.requires_grad}
-        return _InFlight(leaves, edges, None if self.program.loss is None
-                         else outputs[self.program.loss])  # fmt: skip
+        return _InFlight(
+            leaves, edges, None if self.program.loss is None else outputs[self.program.loss]
+        )
 
     def backward(
         self, unit: int, gradients: Mapping[str, Tensor], *, last: bool
@@ -315,7 +315,7 @@ class StageExecutor:
         return self._run_backward(unit, gradients)
 
     def backward_inputs(self, unit: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The half of ``backward`` that others wait for; ``backward_weights`` is the other.
+        """Run the half of ``backward`` that others wait for; ``backward_weights`` is the other.
 
         The stage must have been made with ``splits_backward``.
         """
@@ -361,7 +361,7 @@ class StageExecutor:
         return received
 
     def loss(self, microbatch: int) -> Tensor | None:
-        """This rank's part of a micro-batch's loss, or None where another stage computes it.
+        """Return this rank's part of a micro-batch's loss, or None where another stage computes it.
 
         The parts of a stage's ranks add up to the loss, and so do those of slices.
         """
@@ -371,7 +371,7 @@ class StageExecutor:
         return sum(parts[1:], parts[0]) if parts else None
 
     def loss_part(self, loss: Tensor) -> Tensor:
-        """This rank's part of a loss that it holds: 0 where another rank counts for it."""
+        """Return this rank's part of a loss that it holds: 0 where another rank counts for it."""
         assert self.program.loss is not None
         layout = self.program.layouts[self.program.loss]
         counts = all(
@@ -381,20 +381,21 @@ class StageExecutor:
         return loss if counts else torch.zeros_like(loss)
 
     def mean_loss(self) -> Tensor | None:
-        """This rank's part of the step's loss: the mean over the micro-batches run so far."""
+        """Return this rank's part of the step's loss: the mean over the micro-batches run so
+        far."""
         losses = map(self.loss, range(self.num_microbatches))
         found = [loss for loss in losses if loss is not None]
         return torch.stack(found).mean() if found else None
 
     def begin_reduction(self) -> None:
-        """Before a step's only backward, where autograd starts it: sums begin as it goes."""
+        """Begin sums as a step's only backward goes, which autograd starts."""
         self._reducer.begin_backward(last=True)
 
     def finish_step(self) -> None:
-        """After the last backward: complete the gradient sums and hand them to the optimizer.
+        """Complete the gradient sums after the last backward, and hand them to the optimizer.
 
-        Collective over the stage; a stage that ``defers`` its update only begins the sums. What
-        several stages hold is yet to be summed over these (``runtime.parameters.tied_parameters``).
+        Collective over the stage; a stage that ``defers`` its update only begins the sums. A
+        parameter of several stages is yet to be summed over these (``tied_parameters``).
         """
         if self.stage.reductions is not None:
             self.stage.reductions.finish()
@@ -412,8 +413,8 @@ class StageExecutor:
     def deferred_update(
         self, optimizer: Optimizer, tell: Callable[[], None]
     ) -> DeferredUpdate | None:
-        """What updates the stage's parameters as the next forward comes to them; None where the
-        plan sums gradients in backward order."""
+        """Return the update of the stage's parameters as the next forward comes to them; None where
+        the plan sums gradients in backward order."""
         self.stage.before_block = lambda block: None
         if not self._reducer.can_defer:
             return None

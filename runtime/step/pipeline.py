@@ -1,10 +1,9 @@
 """The interpreter of a schedule: one rank's row of the action table, step by step.
 
-In: the schedule, the rank's executors by stage, its exchange with other ranks. Out:
-``step(batch)`` runs the row and returns the loss of the whole step, the mean over the
-micro-batches, on every rank; who reads it waits for it. Every plan runs through it; a plan
-with one stage has a row without messages. What a stage makes for a stage of the same rank is
-handed over.
+In: the schedule, the rank's executors by stage, its exchange with other ranks. Out: ``step(batch)``
+runs the row and returns the loss of the whole step, the mean over the micro-batches, on every rank;
+who reads it waits for it. Every plan runs through it; a plan with one stage has a row without
+messages. Values for a stage of the same rank are handed over.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...cost_model.simulator.actions import (  # fmt: skip
+from ...cost_model.simulator.actions import (
     BACKWARD,
     COMPUTE,
     FORWARD,
@@ -37,13 +36,13 @@ from ...cost_model.simulator.actions import (  # fmt: skip
 )
 from ...planner.errors import PlanError
 from ..messages.exchange import Direction, Exchange
-from ..messages.local_transfer import Handover
+from ..messages.local_transfer import LocalTransfer
 from ..messages.pending_results import Progress
 from ..messages.watchdog import BETWEEN_STEPS
 
 Key = tuple[Direction, int, int]
-"""The direction of values, the stage, and the unit: what is computed and sent at once, a
-micro-batch or a slice of one."""
+"""The direction of values, the stage, and the unit that is computed and sent at once: a micro-batch
+or a slice of one."""
 
 Values = Mapping[str, Tensor]
 _NOTHING: Values = {}
@@ -69,8 +68,8 @@ class Executor(Protocol):
 
 
 class StepMoments(NamedTuple):
-    """When a step began and ended, and each action: at its start, when its messages were there
-    (None where it takes none) and at its end. Moments are what ``Hooks.clock`` returns."""
+    """The moments of a step: its begin and end, and each action: its start, the arrival of its
+    messages (None where it takes none) and its end. Moments are made by ``Hooks.clock``."""
 
     began: Any
     actions: tuple[tuple[Action, Any, Any | None, Any], ...]
@@ -91,13 +90,13 @@ class ActionTiming(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What a runner calls besides its executors.
+    """The functions that a runner calls besides its executors.
 
     ``complete`` when all of them have reduced their gradients, ``update`` at each STEP.
-    ``progress`` is told what the rank is about to do, and which ranks do it with this one, for a
-    watchdog. ``clock`` returns the
-    second and turns on ``timings``; on an accelerator it should synchronize first. (A recorder
-    sets the runner's ``clock`` to one of moments and reads ``moments``.)
+    ``progress`` is told the rank's next action, and the ranks that do it with this one, for a
+    watchdog. ``clock`` returns the second and turns on ``timings``; on an accelerator it should
+    synchronize first. (A recorder sets the runner's ``clock`` to one of moments and reads
+    ``moments``.)
     """
 
     complete: Callable[[], None] | None = None
@@ -118,12 +117,12 @@ class PipelineRunner:
         executors: Mapping[int, Executor],
         exchange: Exchange,
         *,
-        handover: Handover | None = None,
+        handover: LocalTransfer | None = None,
         hooks: Hooks = NO_HOOKS,
     ) -> None:
         """``executors`` are those of the stages this rank works for; none if it is left idle.
 
-        ``handover`` carries what its stages make for each other.
+        ``handover`` carries values between its stages.
         """
         self.schedule = schedule
         self.moments: StepMoments | None = None
@@ -147,10 +146,11 @@ class PipelineRunner:
             return ()
         began = self.moments.began
         return tuple(
-            ActionTiming(action, start - began, (start if ready is None else ready) - began,
-                         end - began)
+            ActionTiming(
+                action, start - began, (start if ready is None else ready) - began, end - began
+            )
             for action, start, ready, end in self.moments.actions
-        )  # fmt: skip
+        )
 
     def step(self, batch: Values, *, reduces: bool = True) -> Tensor:
         """Run one step on the global ``batch``: the true loss on every rank (float64 scalar).
@@ -186,7 +186,7 @@ class PipelineRunner:
         return loss
 
     def _perform(self, prepared: Prepared) -> Any | None:
-        """Does one action; the moment when its messages were there, if there is a clock."""
+        """Do one action; return the moment when its messages were there, if there is a clock."""
         kind = prepared.action.kind
         if kind in RECEIVES:
             self._exchange.post(*prepared.key)
@@ -210,7 +210,8 @@ class PipelineRunner:
         return ready
 
     def _compute(self, prepared: Prepared, received: Values) -> None:
-        """Hands what was computed to this rank's stages, and keeps it until it is sent."""
+        """Compute an action; hand its values to this rank's stages, and keep them until they are
+        sent."""
         kind, (_, stage, unit) = prepared.action.kind, prepared.key
         executor = self._executors[stage]
         if kind == WEIGHT_BACKWARD:
@@ -228,7 +229,7 @@ class PipelineRunner:
             self._outputs[prepared.key] = values
 
     def _received(self, prepared: Prepared) -> Values:
-        """Waits for what a compute action needs from other stages.
+        """Wait for the values that a compute action needs from other stages.
 
         Gradients of a value that went to several stages are summed.
         """
@@ -244,7 +245,8 @@ class PipelineRunner:
         return received
 
     def _mean_loss(self) -> Tensor | None:
-        """This rank's part of the mean over all micro-batches; None where it makes no loss."""
+        """Return this rank's part of the mean over all micro-batches; None where it makes no
+        loss."""
         found = [
             loss.detach().to(torch.float64)
             for executor in self._executors.values()
@@ -260,13 +262,13 @@ class PipelineRunner:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An action of this rank, with what would else be worked out anew in every step: in a
-    pipeline of small stages that is as much work as sending the messages.
+    """An action of this rank, with facts that would else be found anew in every step: in a pipeline
+    of small stages that is as much work as sending the messages.
 
     ``key`` names the values that it takes, makes or sends. ``is_last``: it gives its stage's
-    weights gradients last before they are reduced; or, of REDUCE, no other follows.
-    ``is_sent``: the row sends what it computes. ``doing`` and ``waiting`` are what a watchdog is
-    told before it is done, and before its messages are waited for.
+    weights gradients last before they are reduced; or, of REDUCE, no other follows. ``is_sent``:
+    the row sends its values. ``doing`` and ``waiting`` are the words for a watchdog before it is
+    done, and before its messages are waited for.
     """
 
     action: Action
@@ -306,7 +308,7 @@ _DONE: Mapping[ActionKind, str] = {
 
 
 def _sender(action: Action) -> ActionKind:
-    """The kind of action that sends what this one computes; STEP where none does."""
+    """Return the kind of action that sends the values of this one; STEP where none does."""
     if action.kind in (BACKWARD, INPUT_BACKWARD):
         return SEND_BACKWARD
     return SEND_FORWARD if action.kind == FORWARD else STEP

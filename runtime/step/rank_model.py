@@ -1,4 +1,4 @@
-"""What one rank holds of a model: its stages' programs, parameters, buffers and constants.
+"""One rank's part of a model: its stages' programs, parameters, buffers and constants.
 
 In: the planned variant of the step, and the initial weights. Out: the modules of this rank's
 stages with this rank's shards, and, by the model's own names, all that training, checkpoints and
@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...passes.local.live_numbers import LiveNumbers, make_live
 from ...passes.local.stage_program import StageProgram
 from ...passes.programs.program import Program
+from ...planner.layout import region_slices
 from ...planner.plan import Plan
 from ...planner.plan_schedule import splits_backward
 from ...planner.replicas import placed_stages
-from ..data.small_batches import refused_batch
-from ..data.variants import Variant, stage_programs
+from ..data.variants import Variant, refused_batch, stage_programs
 from ..messages.communicator import ProcessCommunicator
-from ..messages.process_mesh import build_meshes, stages_of_rank
+from ..messages.groups import build_meshes, stages_of_rank
 from ..parameters.compiling import BlockCompiler
 from ..parameters.initial_values import Weights, constants_of, fill_stages, whole_tensors
 from ..parameters.parameters import StageParameter
@@ -37,12 +37,12 @@ from .executor import Constants, StageExecutor, StageVariant
 
 
 class RankModel:
-    """``stages`` are those that this rank works for, none if the plan leaves it idle.
+    """This rank's part of a model: its ``stages``, none if the plan leaves it idle.
 
     ``parameters`` has each parameter once; two of the stages may both hold it. ``leaves`` are the
-    whole values of the buffers that constants read. ``untrained`` is, on rank 0, what training
-    leaves alone of the model's ``state_dict``, whose shapes are ``persistent``; ``beside`` has the
-    parameters among it that a script has.
+    whole values of the buffers that constants read. ``untrained`` are, on rank 0, the entries of
+    the model's ``state_dict`` that training leaves alone, whose shapes are ``persistent``;
+    ``beside`` has the parameters among them that a script has.
     """
 
     def __init__(
@@ -82,14 +82,21 @@ class RankModel:
         """A stage's module, without values; its ops are compiled if there is a ``compiler``."""
         own = placed_stages(self.plan)[index]
         first, *others = stage_programs(
-            self.planned, index, communicator=communicator,
+            self.planned,
+            index,
+            communicator=communicator,
             coordinates=own.mesh.coordinates(own.devices.index(self.rank)),
-        )  # fmt: skip
+        )
         stage = StageModule(
-            first, communicator.device_mesh, zero=own.zero, device=self.device,
-            precision=self.plan.model.precision, states=self.plan.states, compiler=compiler,
+            first,
+            communicator.device_mesh,
+            zero=own.zero,
+            device=self.device,
+            precision=self.plan.model.precision,
+            states=self.plan.states,
+            compiler=compiler,
             splits_backward=splits_backward(self.planned.schedule, index),
-        )  # fmt: skip
+        )
         for program in others:
             stage.add_program(program)
         return stage
@@ -104,9 +111,12 @@ class RankModel:
         """
         stage = self.stages[index]
         programs = stage_programs(
-            variant, index, communicator=ProcessCommunicator(stage.device_mesh),
-            coordinates=stage.program.coordinates, draws=stage.program.draws,
-        )  # fmt: skip
+            variant,
+            index,
+            communicator=ProcessCommunicator(stage.device_mesh),
+            coordinates=stage.program.coordinates,
+            draws=stage.program.draws,
+        )
         if not all(_is_over_same(stage.program, each) for each in programs):
             return None
         if numbers is not None and not make_live(programs, variant.program.graph, numbers):
@@ -114,7 +124,7 @@ class RankModel:
         return _stage_variant(variant, index, tuple(map(stage.add_program, programs)))
 
     def executor(self, index: int, seed: int) -> StageExecutor:
-        """What runs a stage, at first its planned variant."""
+        """Make the executor of a stage, at first of its planned variant."""
         stage, schedule = self.stages[index], self.planned.schedule
         versions = None
         if schedule.is_asynchronous:
@@ -122,9 +132,13 @@ class RankModel:
         parts = tuple(range(len(self.planned.slices)))
         sums = PlannedSums.of(self.plan, placed_stages(self.plan)[index])
         return StageExecutor(
-            stage, _stage_variant(self.planned, index, parts), self._constants,
-            seed=seed, versions=versions, sums=sums,
-        )  # fmt: skip
+            stage,
+            _stage_variant(self.planned, index, parts),
+            self._constants,
+            seed=seed,
+            versions=versions,
+            sums=sums,
+        )
 
     def program_of(self, rows: int, capture: int = 0) -> Program:
         """Return the program of a global batch of ``rows``, which is captured once.
@@ -153,7 +167,7 @@ class RankModel:
         self._programs[rows, capture] = program
 
     def _constants(self, variant: StageVariant, stage: StageProgram) -> Constants:
-        """The constants of a stage's program: for its blocks, and for what it counts."""
+        """Return the constants of a stage's program: for its blocks, and for its counting."""
         size = variant.rows // variant.num_microbatches
         program = self.program_of(variant.rows, variant.capture).with_batch_size(size)
         counted = constants_of(program, stage, self.leaves, str(self.device))
@@ -167,7 +181,7 @@ class RankModel:
         self.tied.sum({index: stage.by_name for index, stage in self.stages.items()})
 
     def all_parameters(self) -> list[StageParameter]:
-        """What this rank's stages hold, one stage after the other."""
+        """Return the parameters of this rank's stages, one stage after the other."""
         return [p for stage in self.stages.values() for p in stage.by_name.values()]
 
     def own_parameters(self) -> list[StageParameter]:
@@ -205,7 +219,7 @@ class RankModel:
             self.leaves[name].copy_(buffers[name].detach())
         for stage in self.stages.values():
             for name in stage.program.buffers.keys() & buffers.keys():
-                box = tuple(slice(start, stop) for start, stop in stage.buffer_regions[name])
+                box = region_slices(stage.buffer_regions[name])
                 stage.buffer(name).copy_(buffers[name].detach()[box])
 
 
@@ -226,6 +240,10 @@ def _is_over_same(one: StageProgram, other: StageProgram) -> bool:
 def _stage_variant(variant: Variant, index: int, parts: tuple[int, ...]) -> StageVariant:
     count, schedule = variant.plan.num_microbatches, variant.schedule
     return StageVariant(
-        count, parts, variant.slices[-1].carried[schedule.part(index)], variant.shape.rows,
-        variant.shape.capture, count // schedule.per_update,
-    )  # fmt: skip
+        count,
+        parts,
+        variant.slices[-1].carried[schedule.part(index)],
+        variant.shape.rows,
+        variant.shape.capture,
+        count // schedule.per_update,
+    )

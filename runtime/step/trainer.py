@@ -1,15 +1,16 @@
 """One rank's trainer: a captured program and a plan in, training steps out.
 
-Everything that a process needs to train by a plan is put together here, in this order: the
-variants of the step (``variants``), what this rank holds of the model (``RankModel``), what runs
-batches on it (``BatchRunner``), the optimizer and its updates. Every rank of the world makes a
-``Trainer``, and calls ``step`` with the same global batch or its share of it.
+Everything that a process needs to train by a plan is put together here, in this order: the variants
+of the step (``variants``), this rank's part of the model (``RankModel``), the runner of its batches
+(``BatchRunner``), the optimizer and its updates. Every rank of the world makes a ``Trainer``, and
+calls ``step`` with the same global batch or its share of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,27 +22,60 @@ from ...planner.plan import Plan
 from ..checkpoint.checkpoint import TrainingState, load_checkpoint, save_checkpoint
 from ..checkpoint.parts import Stateful
 from ..checkpoint.writer import CheckpointWriter, PendingSave
-from ..data.batches import RankInputs
+from ..data.batches import DataSource
 from ..data.variants import bucket_variants, variant_of
 from ..launch.membership import check_plan
 from ..parameters.initial_values import Weights
 from ..update.deferred_update import why_not_deferred
 from ..update.optimizer import BuildOptimizer, build_optimizer
-from ..update.parted_update import PartedUpdate
-from ..update.update import BuildScheduler, Update, UpdateOptions, check_updates_itself
+from ..update.update import (
+    BuildScheduler,
+    PartedUpdate,
+    Update,
+    UpdateOptions,
+    check_updates_itself,
+)
 from .batch_runner import BatchRunner
 from .checkpoint_state import rank_state
 from .rank_model import RankModel
 from .training_step import StepResult, TrainingStep
 
 
+class RankTrainer(Protocol):
+    """One rank's training by a plan, alone with the other ranks or with parameter servers.
+
+    ``trains``: the rank takes steps; a rank that only serves weights does so in ``finish``.
+    ``reports``: the rank prints the steps. ``optimizer`` is None where servers step the weights.
+    """
+
+    plan: Plan
+    program: Program
+    model: RankModel
+    device: torch.device
+
+    @property
+    def trains(self) -> bool: ...
+    @property
+    def optimizer(self) -> Optimizer | None: ...
+    @property
+    def batches(self) -> DataSource: ...
+    @property
+    def reports(self) -> bool: ...
+
+    def step(self, *batches: Mapping[str, Tensor]) -> StepResult: ...
+    def settle(self) -> None: ...
+    def finish(self, progress: Callable[[str], None] | None = None) -> None: ...
+
+
 class Trainer:
-    """Trains on this rank: ``model`` is what it holds, ``runner`` what runs batches.
+    """Training on this rank: ``model`` is its part of the model, ``runner`` runs batches.
 
     ``parts`` are objects with ``state_dict`` and ``load_state_dict`` that checkpoints hold under
     their names. ``overlaps_steps``, read by ``use_update``: where the plan says so, a step's update
     is left to the next one's forward. Who then reads weights between steps calls ``settle`` first.
     """
+
+    trains = True
 
     def __init__(
         self,
@@ -73,14 +107,16 @@ class Trainer:
         self.checkpoints = CheckpointWriter()
         self.overlaps_steps = False
         self.model = RankModel(planned, weights, device=device, progress=progress)
+        self.reports = self.model.rank == 0
         self.runner = BatchRunner(
             self.model, shorter, step_optimizer=self._step_optimizer, seed=seed, progress=progress
         )
         self.use_optimizer(build)
 
-    def inputs(self, batch: object) -> RankInputs:
-        """A batch's tensors by the names that the plan has for them."""
-        return self.runner.batches.named(batch)
+    @property
+    def batches(self) -> DataSource:
+        """The batches of the run on this rank."""
+        return self.runner.batches
 
     def step(self, *batches: Mapping[str, Tensor]) -> StepResult:
         """One step on the global batch: forward, backward, gradient sums, the update.
@@ -94,14 +130,15 @@ class Trainer:
             self.steps.accumulate(batch)
         return self.steps.step(last)
 
-    def finish(self) -> None:
-        """End a run: nothing is left to do."""
+    def finish(self, progress: Callable[[str], None] | None = None) -> None:
+        """Read the numbers of the last step."""
+        self.steps.finish()
 
     def _step_optimizer(self) -> None:
         self.optimizer.step()
 
     def settle(self) -> None:
-        """Make what is left of the last update, so that weights and states can be read."""
+        """Finish the last update, so that weights and states can be read."""
         self.runner.settle()
 
     def take_buffers(self, buffers: Mapping[str, Tensor]) -> None:
@@ -117,9 +154,11 @@ class Trainer:
         """
         self.settle()
         self.optimizer: Optimizer = build_optimizer(
-            self.model.all_parameters(), build, name=self.plan.model.optimizer,
+            self.model.all_parameters(),
+            build,
+            name=self.plan.model.optimizer,
             stand_ins=self.model.stand_ins(),
-        )  # fmt: skip
+        )
         self.use_update(UpdateOptions())
 
     def use_update(
@@ -143,9 +182,12 @@ class Trainer:
         defers = defers and not why_not_deferred(options, self.optimizer)
         self.runner.defer_updates(self.optimizer if defers else None)
         update = Update(
-            options, self.optimizer, device=self.device, build_scheduler=build_scheduler,
+            options,
+            self.optimizer,
+            device=self.device,
+            build_scheduler=build_scheduler,
             parted=parted,
-        )  # fmt: skip
+        )
         self.steps = TrainingStep(self.runner, update)
 
     def save(

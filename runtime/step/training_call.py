@@ -13,6 +13,7 @@ carries finished gradients, which its backward scales by the gradient it is give
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from ...passes.ops.collectives import convert, local_tensor
 from ...planner.errors import UsageError
 from ...planner.layout import INVARIANT, conversion_steps
-from ..data.share_batch import ShareBatch
+from ..data.rank_batch import ShareBatch
 from ..messages.communicator import ProcessCommunicator
+from ..messages.groups import DATA_AXIS
 from ..messages.pending_results import shared_sum
-from ..messages.process_mesh import DATA_AXIS
 from ..messages.shared_objects import group_for
 from ..messages.watchdog import BETWEEN_STEPS
 from ..parameters.parameters import StageParameter
@@ -58,7 +59,7 @@ class TrainingCall:
 
     @property
     def step_key(self) -> int:
-        """What the random numbers of the last forward are drawn from."""
+        """The key of the last forward's random numbers."""
         return self._executor.program.draws.key
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -70,7 +71,7 @@ class TrainingCall:
         return self._summed(self._differentiable((loss,))[0])
 
     def _summed(self, loss: Tensor) -> Tensor:
-        """The loss on every rank, from what each holds of it, with its graph."""
+        """Return the loss on every rank, from each rank's part of it, with its graph."""
         if self._executor.program.mesh.size == 1:
             return loss
         part = loss.clone()
@@ -103,7 +104,7 @@ class TrainingCall:
             for key, value in zip(program.kept, made, strict=True)
         )
         if not is_share and dist.get_world_size() > 1:
-            given = (_Watched.apply(value, self._gradients) for value in given)  # type: ignore[no-untyped-call]
+            given = (_with_backward(value, self._gradients.see) for value in given)
         # Scripts write to outputs in place; autograd refuses that for a custom Function's views.
         return tuple(value.clone() if value._is_view() else value for value in given)
 
@@ -126,11 +127,12 @@ class TrainingCall:
         whole = convert(value, steps, ProcessCommunicator(self._executor.stage.device_mesh))
         if not is_share or DATA_AXIS not in axes:
             return whole
-        averaged: Tensor = _Averaged.apply(whole, program.mesh.shape[axes.index(DATA_AXIS)])  # type: ignore[no-untyped-call]
-        return averaged
+        num_shares = program.mesh.shape[axes.index(DATA_AXIS)]
+        return _with_backward(whole, lambda gradient: gradient / num_shares)
 
     def _forwards(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """What leaves the stage, of each micro-batch; without gradients buffers change at once."""
+        """Return the values that leave the stage, of each micro-batch; without gradients buffers
+        change at once."""
         self._forget_open_backwards()
         executor = self._executor
         executor.begin_step(self._joined(batch), forgets_gradients=False)
@@ -154,7 +156,7 @@ class TrainingCall:
         for name in wanted:
             layout = held[name].layout if name in held else ()
             axes = tuple(at for at, placement in enumerate(layout) if placement != INVARIANT)
-            joined[name] = _Joined.apply(batch[name], communicator, axes)  # type: ignore[no-untyped-call]
+            joined[name] = _with_backward(batch[name], partial(_sum_over, communicator, axes))
         return {**batch, **joined}
 
     def _differentiable(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -164,7 +166,7 @@ class TrainingCall:
         return _around_backward(values, self._begin, self._end)
 
     def _begin(self) -> None:
-        """Before a backward. Several forwards may share one: the first of them begins it."""
+        """Prepare a backward. Several forwards may share one: the first of them begins it."""
         backward_id = torch._C._current_graph_task_id()
         if backward_id != self._backward_id:
             self._forget_open_backwards()
@@ -192,7 +194,8 @@ class TrainingCall:
         self._tell(BETWEEN_STEPS)
 
     def _add(self, beside: Mapping[str, Tensor]) -> None:
-        """Add what autograd itself gave the masters, of a penalty on the weights for one."""
+        """Add gradients that autograd itself gave the masters, of a penalty on the weights for
+        one."""
         with torch.no_grad():
             for parameter in self._parameters:
                 gradient, master = beside.get(parameter.name), parameter.master
@@ -204,7 +207,7 @@ class TrainingCall:
                 master.grad = whole if master.grad is None else master.grad + whole
 
     def _forget_open_backwards(self) -> None:
-        """After a backward that an error ended: the gradients are those from before it."""
+        """Restore the gradients from before a backward that an error ended."""
         if self._num_backwards:
             self._num_backwards = 0
             abandon_backward(self._executor.stage)
@@ -272,7 +275,7 @@ class TrainingCall:
         self._before.clear()
 
     def _taken(self) -> dict[str, Tensor]:
-        """This step's gradients by name; the masters have those from before it again."""
+        """Take this step's gradients by name; the masters have those from before it again."""
         taken = {
             parameter.name: parameter.master.grad
             for parameter in self._parameters
@@ -311,11 +314,11 @@ class _GradientCheck:
     def __init__(self) -> None:
         self._num_seen = 0
 
-    def see(self, gradient: Tensor) -> None:
-        """Raise UsageError AP945 on every rank where the gradients differ. Collective."""
+    def see(self, gradient: Tensor) -> Tensor:
+        """Return the gradient, or raise UsageError AP945 on every rank. Collective."""
         self._num_seen += 1
         if self._num_seen & (self._num_seen - 1):
-            return
+            return gradient
         flat = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         values = flat.detach().double().flatten()
         places = torch.arange(values.numel(), dtype=values.dtype, device=values.device)
@@ -332,53 +335,35 @@ class _GradientCheck:
                 fix="use the same labels and random numbers on every rank, such as those of the "
                 "global batch",
             )
+        return gradient
 
 
-class _Watched(torch.autograd.Function):
-    """The identity, whose backward shows the gradient to a check."""
+class _WithBackward(torch.autograd.Function):
+    """The identity, whose backward passes the gradient through a function."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, check: _GradientCheck) -> Tensor:
-        ctx.check = check
+    def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.check.see(gradients[0])
-        return gradients[0], None
+        return ctx.change(gradients[0]), None
 
 
-class _Joined(torch.autograd.Function):
-    """The identity, whose backward sums over axes of the mesh."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, communicator: ProcessCommunicator, axes: tuple[int, ...]
-    ) -> Tensor:
-        ctx.communicator, ctx.axes = communicator, axes
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        if torch.is_grad_enabled():
-            raise second_gradient()
-        gradient = gradients[0]
-        for axis in ctx.axes:
-            gradient = ctx.communicator.all_reduce(gradient.contiguous(), axis)
-        return gradient, None, None
+def _with_backward(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a tensor whose gradient ``change`` replaces in the backward."""
+    found: Tensor = _WithBackward.apply(tensor, change)  # type: ignore[no-untyped-call]
+    return found
 
 
-class _Averaged(torch.autograd.Function):
-    """The identity, whose backward divides by the number of shares."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, count: int) -> Tensor:
-        ctx.count = count
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] / ctx.count, None
+def _sum_over(communicator: ProcessCommunicator, axes: Sequence[int], gradient: Tensor) -> Tensor:
+    """Sum a gradient over axes of the mesh."""
+    if torch.is_grad_enabled():
+        raise second_gradient()
+    for axis in axes:
+        gradient = communicator.all_reduce(gradient.contiguous(), axis)
+    return gradient
 
 
 class _Delivered(torch.autograd.Function):
@@ -386,9 +371,12 @@ class _Delivered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, loss: Tensor, gradients: dict[str, Tensor],
+        ctx: Any,
+        anchor: Tensor,
+        loss: Tensor,
+        gradients: dict[str, Tensor],
         deliver: Callable[[Mapping[str, Tensor]], None],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.gradients, ctx.deliver = gradients, deliver
         return loss.clone()
 
@@ -432,13 +420,13 @@ class _Boundary(torch.autograd.Function):
 def _around_backward(
     tensors: tuple[Tensor, ...], begin: Callable[[], None], end: Callable[[], None]
 ) -> tuple[Tensor, ...]:
-    """``tensors``, such that a backward calls ``begin`` before anything else and ``end`` when all
-    is done, once for each of them that it goes through; what the others are made of gets no
+    """Return ``tensors``, such that a backward calls ``begin`` before anything else and ``end``
+    when all is done, once for each of them that it goes through; the sources of the others get no
     gradient."""
     return tuple(_Boundary.apply(begin, end, each) for each in tensors)  # type: ignore[no-untyped-call]
 
 
 def _at_end(function: Callable[[], None]) -> None:
-    """When a backward ends. ``queue_callback``, which ``fully_shard`` and DDP use for the same, has
-    no public name."""
+    """Call a function when a backward ends. ``queue_callback``, which ``fully_shard`` and DDP use
+    for the same, has no public name."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

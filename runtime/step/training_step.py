@@ -1,7 +1,7 @@
 """One training step: forwards and backwards of one or several batches, then an update.
 
 In: something that computes gradients (a ``BatchRunner`` of a plan, or a ``PlainTrainer`` of one
-device) and ``UpdateOptions``. Out: ``step(*batches)``, the same for both.
+device's plain module) and ``UpdateOptions``. Out: ``step(*batches)``, the same for both.
 
 With ``on_nan="stop"`` a step whose loss or gradient is not finite updates nothing and ends in
 an error that names where the first such value came from. The host reads the numbers of a step
@@ -17,12 +17,26 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ...passes.programs.batch import leaves, path_text
 from ...planner.errors import AutoparallelError
 from ..messages.device_queue import queue_of
-from ..messages.pending_results import Pending, figure
-from ..update.update import Update
+from ..messages.pending_results import Pending, pending_figure
+from ..update.optimizer import GradientNorm
+from ..update.update import BuildScheduler, Update, UpdateOptions
+from .diagnosis import (
+    GRADIENT,
+    OUTPUT,
+    WEIGHT,
+    Place,
+    bad_inputs,
+    bad_outputs,
+    is_finite,
+    not_finite,
+    watching,
+)
 
 Batch = Any
 
@@ -35,12 +49,13 @@ class Used(NamedTuple):
 
 
 class Trainable(Protocol):
-    """What computes gradients.
+    """Something that computes gradients.
 
-    ``backward`` adds those of a batch, times ``scale``, to what is there if ``accumulates``;
-    after the last one (``is_last``) they are complete. ``updates_itself``: it has stepped the
-    optimizer by then, or does so in the next step, at the latest when it is asked to ``settle``.
-    ``diagnosis`` is the error that says where the first value came from that is not finite.
+    ``backward`` adds those of a batch, times ``scale``, to gradients that are there if
+    ``accumulates``; after the last one (``is_last``) they are complete. ``updates_itself``: it has
+    stepped the optimizer by then, or does so in the next step, at the latest when it is asked to
+    ``settle``. ``diagnosis`` is the error that says where the first value came from that is not
+    finite.
     """
 
     device: torch.device
@@ -71,12 +86,12 @@ class Figures(NamedTuple):
 class StepResult:
     """The loss of the global batch and the norm of the whole gradient, on every rank.
 
-    Both are on their way when the step returns: who reads the loss waits for the last stage,
-    who reads the norm for the gradients of all ranks; the step itself waits for neither, unless
-    its update needs the norm. The norm is that before clipping. ``learning_rates`` are those of
-    the update, by group; ``skipped`` counts the updates skipped so far; ``loss_scale``
-    is what the loss was multiplied by, None where it is not scaled. ``norm`` is None where no
-    rank knows the whole gradient: with parameter servers.
+    Both are on their way when the step returns: who reads the loss waits for the last stage, who
+    reads the norm for the gradients of all ranks; the step itself waits for neither, unless its
+    update needs the norm. The norm is that before clipping. ``learning_rates`` are those of the
+    update, by group; ``skipped`` counts the updates skipped so far; ``loss_scale`` is the factor of
+    the loss, None where it is not scaled. ``norm`` is None where no rank knows the whole gradient:
+    with parameter servers.
     """
 
     losses: tuple[Tensor, ...]
@@ -87,7 +102,7 @@ class StepResult:
     _losses: tuple[Pending, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_losses", tuple(map(figure, self.losses)))
+        object.__setattr__(self, "_losses", tuple(map(pending_figure, self.losses)))
 
     @property
     def loss(self) -> Tensor:
@@ -105,11 +120,12 @@ class StepResult:
         return Figures(
             loss=float(mean([loss.host_value() for loss in self._losses])),
             gradient_norm=None if self.norm is None else float(self.norm.host_value()),
-            learning_rate=rate if rate is None or isinstance(rate, float)
+            learning_rate=rate
+            if rate is None or isinstance(rate, float)
             else float(rate.host_value()),
             skipped=0 if self.skipped is None else int(self.skipped.host_value()),
             loss_scale=None if self.loss_scale is None else float(self.loss_scale.host_value()),
-        )  # fmt: skip
+        )
 
 
 class TrainingStep:
@@ -133,7 +149,7 @@ class TrainingStep:
         Raises RunError AP910 where the options ask to stop: for this step, or the one before.
         """
         rates = tuple(
-            figure(rate.clone()) if isinstance(rate, Tensor) else float(rate)
+            pending_figure(rate.clone()) if isinstance(rate, Tensor) else float(rate)
             for rate in self.update.learning_rates()
         )
         scale = self.update.scale()
@@ -142,17 +158,20 @@ class TrainingStep:
         self._losses, self._used = [], []
         norm = self._updated(losses)
         result = StepResult(
-            losses, norm, rates, self._skipped(),
-            None if scale is None else figure(scale),
-        )  # fmt: skip
+            losses,
+            norm,
+            rates,
+            self._skipped(),
+            None if scale is None else pending_figure(scale),
+        )
         self.last_norm = norm.value
         if self.update.options.on_nan == "stop":
             self._check((result, used))
         return result
 
     def finish(self) -> None:
-        """Read what is left of the last step, which waits for it, and for its update. Raises as
-        ``step`` does."""
+        """Read the numbers of the last step, waiting for it and for its update. Raises as ``step``
+        does."""
         self.trainable.settle()
         self._read(self._unread)
         self._unread = None
@@ -168,7 +187,7 @@ class TrainingStep:
         return self._losses[-1]
 
     def _updated(self, losses: tuple[Tensor, ...]) -> Pending:
-        """Updates the weights; the gradient's norm."""
+        """Update the weights; the gradient's norm."""
         trainable, update = self.trainable, self.update
         norm = trainable.norm()
         if trainable.updates_itself:
@@ -179,13 +198,13 @@ class TrainingStep:
             return norm
         total = update(trainable.gradients, norm.value(), lambda: mean(losses))
         assert total is not None
-        return figure(total)
+        return pending_figure(total)
 
     def _skipped(self) -> Pending | None:
-        return figure(self.update.skipped.clone()) if self.update.options.decides else None
+        return pending_figure(self.update.skipped.clone()) if self.update.options.decides else None
 
     def _check(self, made: tuple[StepResult, list[Used]]) -> None:
-        """Reads the numbers of a step at once where the host waits for nothing, else one later."""
+        """Read the numbers of a step at once where the host waits for nothing, else one later."""
         update = self.update
         is_read = update.options.decides and update.decides_on_host
         if is_read or not queue_of(self.trainable.device).runs_behind:
@@ -209,3 +228,94 @@ class TrainingStep:
 def mean(losses: Sequence[Tensor]) -> Tensor:
     """The loss of a step: the mean over its batches."""
     return losses[0] if len(losses) == 1 else torch.stack(list(losses)).mean()
+
+
+class PlainTrainer:
+    """One device's trainer of a plain module."""
+
+    updates_itself = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Batch], Tensor],
+        optimizer: Optimizer,
+        options: UpdateOptions,
+        build_scheduler: BuildScheduler | None = None,
+    ) -> None:
+        """``loss(batch)`` is the model's loss, with its graph."""
+        self._model, self._loss = model, loss
+        self.optimizer = optimizer
+        self.batches_begun = 0
+        first = next(model.parameters(), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        update = Update(options, optimizer, device=self.device, build_scheduler=build_scheduler)
+        self.steps = TrainingStep(self, update)
+
+    def backward(
+        self, batch: Batch, *, scale: Tensor | float, accumulates: bool, is_last: bool
+    ) -> Tensor:
+        """The loss of a batch; its gradients, times ``scale``, are added to the parameters'."""
+        if not accumulates:
+            self.optimizer.zero_grad(set_to_none=True)
+            self._model.zero_grad(set_to_none=True)
+        self.batches_begun += 1
+        loss = self._loss(batch)
+        scaled: Any = loss * scale if isinstance(scale, Tensor) or scale != 1.0 else loss
+        scaled.backward()
+        return loss.detach()
+
+    def settle(self) -> None:
+        """Do nothing: every update is made in its own step."""
+
+    def norm(self) -> GradientNorm:
+        """The 2-norm of all gradients, in float64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for gradient in self.gradients():
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            total += norm.square().to(self.device)
+        return GradientNorm(total, None)
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._model.parameters() if p.grad is not None]
+
+    def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
+        """Run the batches again; the error that names the first module or parameter.
+
+        Buffers get their values back.
+        """
+        buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        try:
+            for used in batches:
+                places = self._places(used.batch)
+                if places:
+                    return not_finite(places)
+        finally:
+            with torch.no_grad():
+                for name, buffer in self._model.named_buffers():
+                    buffer.copy_(buffers[name])
+        return not_finite(())
+
+    def _places(self, batch: Batch) -> list[Place]:
+        parameters = list(self._model.named_parameters())
+        places = [
+            Place(WEIGHT, position, 0, f"parameter {name}", "")
+            for position, (name, parameter) in enumerate(parameters)
+            if not is_finite(parameter)
+        ]
+        tensors = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, Tensor)}
+        places += bad_inputs({path_text(path): leaf for path, leaf in tensors.items()})
+
+        def look(name: str, outputs: Any) -> None:
+            if bad_outputs(outputs):
+                what = f"the output of {name}" if name else "the output of the model"
+                places.append(Place(OUTPUT, len(places), 0, what, ""))
+
+        with watching(dict(self._model.named_modules()), look):
+            self.backward(batch, scale=1.0, accumulates=False, is_last=True)
+        places += [
+            Place(GRADIENT, -position, 0, f"the gradient of {name}", "")
+            for position, (name, parameter) in enumerate(parameters)
+            if not is_finite(parameter.grad)
+        ]
+        return places

@@ -1,8 +1,8 @@
 """The weights of a model that is spread over ranks, whole again: for evaluation and export.
 
-In: what a rank holds of a model. Out: any of its parameters, and of the buffers that training
-changes, as plain tensors on every rank: gathered within the stage that holds them, and sent from
-its first rank to the ranks of other stages.
+In: a rank's part of a model. Out: any of its parameters, and of the buffers that training changes,
+as plain tensors on every rank: gathered within the stage that holds them, and sent from its first
+rank to the ranks of other stages.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from ...passes.local.stage_cut import stage_ranges
 from ...passes.ops.collectives import local_tensor
 from ...planner.errors import UsageError
+from ...planner.layout import region_slices
 from ...planner.replicas import placed_stages
-from ..messages.pending_results import arriving
+from ..messages.pending_results import arriving_tensor
 from ..messages.shared_objects import group_for, occasion_group
 from ..parameters.parameters import COMPUTE_DTYPES
 
@@ -60,7 +61,7 @@ class WholeWeights:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that is spread: parameters and the buffers that training changes."""
+        """The names of parameters and of the buffers that training changes."""
         return tuple(self._stage_of)
 
     def meet(self, tell: Callable[[str], None]) -> None:
@@ -108,7 +109,7 @@ class WholeWeights:
         return whole
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether ``name`` is spread over other ranks only."""
+        """Tell whether ``name`` is spread over other ranks only."""
         return name in self._stage_of and self._held(self._stage_of[name], name) is None
 
     def stand_in(self, name: str) -> Tensor:
@@ -117,23 +118,27 @@ class WholeWeights:
         spec = self._model.program.graph[name].spec
         like = torch.empty((), dtype=getattr(torch, spec.dtype), device=self._model.device)
         shaped = like.expand(spec.shape)
-        return arriving(_Elsewhere(name, shaped), shaped)
+        return arriving_tensor(_Elsewhere(name, shaped), shaped)
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, laid out like that; a part, and a tensor of another
-        shape than the plan's, as it is."""
+        """Return this rank's part of a whole tensor, laid out like that; a part, and a tensor of
+        another shape than the plan's, as it is."""
         held = self._held(self._stage_of[name], name)
         if isinstance(whole, DTensor) or held is None or held.shape != whole.shape:
             return whole
         if not isinstance(held, DTensor):
             return whole.detach().to(held)
         return DTensor.from_local(
-            whole.detach()[self._box(name)].to(held.to_local()), held.device_mesh, held.placements,
-            run_check=False, shape=held.shape, stride=held.stride(),
-        )  # fmt: skip
+            whole.detach()[self._box(name)].to(held.to_local()),
+            held.device_mesh,
+            held.placements,
+            run_check=False,
+            shape=held.shape,
+            stride=held.stride(),
+        )
 
     def is_current(self, name: str, whole: Tensor) -> bool:
-        """Whether a whole tensor is what this rank's part of ``name``, if it has one, is of."""
+        """Tell whether this rank's part of ``name``, if it has one, is of a whole tensor."""
         held = self._held(self._stage_of[name], name)
         if held is None:
             return True
@@ -150,14 +155,12 @@ class WholeWeights:
                 local_tensor(held).copy_(whole[self._box(name)])
 
     def _box(self, name: str) -> tuple[slice, ...]:
-        """This rank's part of ``name``."""
+        """Return this rank's part of ``name``."""
         stage = self._model.stages[self._stage_of[name]]
-        parameter = stage.by_name.get(name)
-        region = stage.buffer_regions[name] if parameter is None else parameter.region
-        return tuple(slice(start, stop) for start, stop in region)
+        return region_slices(stage.region_of(name))
 
     def _held(self, index: int, name: str) -> Tensor | None:
-        """This rank's part of a tensor of stage ``index``, if it works for that."""
+        """Return this rank's part of a tensor of stage ``index``, if it works for that."""
         stage = self._model.stages.get(index)
         if stage is None:
             return None
@@ -178,13 +181,16 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _stage_of(model: RankModel) -> dict[str, int]:
-    """For each parameter and changing buffer the first stage that holds it, in graph order."""
+    """Map each parameter and changing buffer to the first stage that holds it, in graph order."""
     program, plan = model.program, model.plan
     ranges = stage_ranges(plan)
     of_block = {at: index for index, positions in enumerate(ranges) for at in positions}
     position = program.blocks.of_node
-    found = {name: of_block[position[name]] for name in position
-             if program.graph[name].kind == "parameter"}  # fmt: skip
+    found = {
+        name: of_block[position[name]]
+        for name in position
+        if program.graph[name].kind == "parameter"
+    }
     for name, ref in program.graph.updates.items():
         found[name] = of_block[position[ref.name]]
     return found

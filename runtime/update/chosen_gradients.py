@@ -45,15 +45,26 @@ def second_gradient() -> UsageError:
 
 
 def _run(
-    outputs: Sequence[Tensor | GradientEdge], scales: Sequence[Tensor | None], retain_graph: bool,
-    create_graph: bool, inputs: Sequence[Tensor], allow_unreachable: bool, *, accumulate_grad: bool,
-) -> Any:  # fmt: skip
+    outputs: Sequence[Tensor | GradientEdge],
+    scales: Sequence[Tensor | None],
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Tensor],
+    allow_unreachable: bool,
+    *,
+    accumulate_grad: bool,
+) -> Any:
     """Run a backward; if planned parameters are among ``inputs``, a whole one."""
     if not any(id(tensor) in _MASTERS for tensor in inputs):
         return _run_plainly(
-            outputs, scales, retain_graph, create_graph, inputs, allow_unreachable,
+            outputs,
+            scales,
+            retain_graph,
+            create_graph,
+            inputs,
+            allow_unreachable,
             accumulate_grad=accumulate_grad,
-        )  # fmt: skip
+        )
     batched = torch._C._functorch.is_legacy_batchedtensor
     if create_graph or any(isinstance(scale, Tensor) and batched(scale) for scale in scales):
         raise second_gradient()
@@ -73,9 +84,11 @@ def _run(
 
 
 def _found(
-    outputs: Sequence[Tensor | GradientEdge], scales: Sequence[Tensor | None],
-    inputs: Sequence[Tensor], retain_graph: bool,
-) -> Mapping[int, Tensor]:  # fmt: skip
+    outputs: Sequence[Tensor | GradientEdge],
+    scales: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    retain_graph: bool,
+) -> Mapping[int, Tensor]:
     """Return the gradients of ``inputs`` by their ``id``, of one whole backward."""
     leaves = {id(leaf): leaf for leaf in (*_MASTERS.values(), *_leaves(outputs))}
     before = [(leaf, leaf.grad) for leaf in leaves.values()]

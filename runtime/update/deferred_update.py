@@ -30,7 +30,7 @@ PER_PARAMETER = (*ELEMENTWISE, Adagrad)
 
 
 def why_not_deferred(options: UpdateOptions, optimizer: Optimizer) -> str:
-    """Why updates must be made at the end of a step; "" where they need not."""
+    """Say why updates must be made at the end of a step; "" where they need not."""
     if options != UpdateOptions(accumulate=options.accumulate):
         return "clipping, scaling of the loss and on_nan need all gradients before the update"
     if type(optimizer) not in PER_PARAMETER:
@@ -59,7 +59,7 @@ class DeferredUpdate:
         self.norm = DeferredNorm(self)
 
     def begin(self) -> None:
-        """After the last backward of a step, whose sums are under way."""
+        """Begin to defer, after the last backward of a step, whose sums are under way."""
         self.settle()
         order = {id(part.bucket): part.bucket for part in self._reducer.parts}
         self._left = list(order.values())
@@ -67,12 +67,12 @@ class DeferredUpdate:
         self.norm = DeferredNorm(self)
 
     def before_block(self, block: int) -> None:
-        """Has everything updated that the forward reads up to a block."""
+        """Update the parameters that the forward reads up to a block."""
         for bucket in [each for each in self._left if each.block <= block]:
             self._update(bucket)
 
     def settle(self) -> None:
-        """Has everything updated."""
+        """Update all parameters."""
         for bucket in list(self._left):
             self._update(bucket)
 
@@ -96,8 +96,8 @@ class DeferredUpdate:
 
     @contextmanager
     def _as_of_the_step(self) -> Iterator[None]:
-        """While inside, the optimizer has the options of when the step ended: a scheduler may have
-        set those of the next one."""
+        """Give the optimizer, while inside, the options of when the step ended: a scheduler may
+        have set those of the next one."""
         groups = self._optimizer.param_groups
         now = [_options(group) for group in groups]
         for group, options in zip(groups, self._options, strict=True):

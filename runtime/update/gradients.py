@@ -46,7 +46,7 @@ _users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count",
 
 @dataclass(frozen=True, slots=True)
 class PlannedSums:
-    """What a plan says of a stage's sums; without ``sums`` the library runs each bucket's.
+    """The sums of a stage in a plan; without ``sums`` the library runs each bucket's.
 
     ``in_order``: they are started in the order of ``sums``, which may be parts of buckets.
     """
@@ -57,7 +57,8 @@ class PlannedSums:
 
     @staticmethod
     def of(plan: Plan, stage: StagePlan) -> PlannedSums:
-        """Those of a stage. A plan for GPUs names what NCCL is taken to choose: NCCL runs all."""
+        """Return the sums of a stage. A plan for GPUs names the assumed choices of NCCL, which runs
+        all."""
         if any(host.device.kind != "cpu" for host in plan.cluster.hosts):
             return PlannedSums()
         return PlannedSums(stage.gradient_sums, plan.cluster, plan.gradient_order == "priority")
@@ -103,10 +104,10 @@ class Bucket:
         return any(part.work is not None for part in self.parts)
 
     def open(self) -> None:
-        """Memory for a step's gradients: the last step's, if nobody has any of it.
+        """Take memory for a step's gradients: the last step's, if nobody has any of it.
 
         On a CPU new memory costs more than writing to it: 2 ms for 4 MB, which the kernel gives
-        page by page. What a caching allocator gives is not kept.
+        page by page. Memory of a caching allocator is not kept.
         """
         self.is_open = True
         if self.flat is not None and _users_of is not None:
@@ -119,8 +120,9 @@ class Bucket:
         first = self.parameters[0]
         self.flat = torch.empty(
             sum(local.numel() for local in locals_),
-            dtype=first.formats.gradient, device=first.held.device,
-        )  # fmt: skip
+            dtype=first.formats.gradient,
+            device=first.held.device,
+        )
         views = _unflatten_dense_tensors(self.flat, locals_)  # type: ignore[no-untyped-call]
         names = (parameter.name for parameter in self.parameters)
         self.slots = dict(zip(names, views, strict=True))
@@ -171,7 +173,7 @@ class GradientReducer:
 
     @property
     def can_defer(self) -> bool:
-        """Whether each bucket's sums can be waited for alone."""
+        """Tell whether each bucket's sums can be waited for alone."""
         return self.in_order and self._all_reduces is not None
 
     def _is_on_gloo(self, axes: Sequence[int]) -> bool:
@@ -185,11 +187,11 @@ class GradientReducer:
                 attach_gradient_hook(parameter, self._arrived)
 
     def begin_backward(self, *, last: bool, among: Container[str] | None = None) -> None:
-        """Before each backward; only the last one launches reductions.
+        """Prepare a backward; only the last one launches reductions.
 
-        ``among`` are the parameters whose gradients are still to come, once each; all others
-        have theirs. What several blocks share may get its gradient in parts: it is not
-        launched before ``finish``.
+        ``among`` are the parameters whose gradients are still to come, once each; all others have
+        theirs. A parameter of several blocks may get its gradient in parts: it is not launched
+        before ``finish``.
         """
         self._is_last = last
         self._next = 0
@@ -202,7 +204,7 @@ class GradientReducer:
             bucket.waiting, bucket.is_ready = names, False
 
     def abandon(self) -> None:
-        """Leave what a backward that an error ended has begun: its memory may still be written."""
+        """Leave the sums of a backward that an error ended: its memory may still be written."""
         for bucket in self.buckets:
             if bucket.is_open or bucket.is_under_way:
                 bucket.is_open, bucket.flat, bucket.slots = False, None, {}
@@ -255,14 +257,14 @@ class GradientReducer:
         part.work = dist.all_reduce(tensor, group=group, async_op=True)
 
     def launch_all(self) -> None:
-        """After the last backward: launch what is left."""
+        """Launch the buckets that are left after the last backward."""
         for bucket in self.buckets:
             if not bucket.is_ready:
                 self._launch(bucket)
         self._is_last = False
 
     def finish(self) -> None:
-        """After the last backward: launch what is left and wait for everything."""
+        """Launch the buckets that are left after the last backward, and wait for everything."""
         self.launch_all()
         for position in range(max((len(bucket.axes) for bucket in self.buckets), default=0)):
             pending = [
@@ -280,7 +282,7 @@ class GradientReducer:
             self._close(bucket)
 
     def wait(self, bucket: Bucket) -> None:
-        """Waits for the sums of a bucket, which are in order; its gradients are in ``slots``."""
+        """Wait for the sums of a bucket, which are in order; its gradients are in ``slots``."""
         for part in bucket.parts:
             if part.work is not None:
                 part.work.wait()

@@ -37,7 +37,8 @@ from ..parameters.parameters import StageParameter
 LEARNING_RATE = 3e-4
 
 BuildOptimizer = Callable[[Any], Optimizer]
-"""Takes the parameters as a list, or, by the name ``named_parameters``, pairs with names."""
+"""A function of the parameters as a list, or, by the name ``named_parameters``, of pairs with
+names."""
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adadelta, ASGD, Rprop)
 """Optimizers whose step on an element reads nothing of other elements."""
@@ -50,22 +51,19 @@ SGD_LEARNING_RATE = 1e-2
 MOMENTUM = 0.9
 
 
-def default_optimizer(parameters: Iterable[nn.Parameter], name: str = "adamw") -> Optimizer:
-    """What trains where the user gives no optimizer: the same on one device as by a plan.
-
-    ``name`` is the plan's: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``.
-    """
-    return _named(name, list(parameters))
-
-
-def _named(
-    name: str,
-    parameters: list[Any],
+def default_optimizer(
+    parameters: Iterable[Any],
+    name: str = "adamw",
     *,
     fused: bool | None = None,
     learning_rate: float | None = None,
 ) -> Optimizer:
-    """The optimizer of a plan's name; ``fused`` where it has such a kernel for all devices."""
+    """Make the optimizer where the user gives none: the same on one device as by a plan.
+
+    ``name`` is the plan's: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``; ``fused``: by one
+    kernel, where the optimizer has one for all devices.
+    """
+    parameters = list(parameters)
     if name.startswith("sgd"):
         momentum = MOMENTUM if name == "sgd-momentum" else 0.0
         return SGD(parameters, lr=learning_rate or SGD_LEARNING_RATE, momentum=momentum)
@@ -73,8 +71,8 @@ def _named(
     return kind(parameters, lr=learning_rate or LEARNING_RATE, fused=fused)
 
 
-def built(build: BuildOptimizer, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    """What the user's ``build`` makes of the parameters that are trained.
+def build_with(build: BuildOptimizer, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Return the optimizer that the user's ``build`` makes of the parameters that are trained.
 
     It gets pairs of a name and a parameter where its only required argument is called
     ``named_parameters``, and the list of the parameters otherwise.
@@ -111,26 +109,26 @@ def build_optimizer(
     learning_rate: float | None = None,
     stand_ins: Iterable[tuple[str, nn.Parameter]] = (),
 ) -> Optimizer:
-    """The optimizer of this rank's masters: the user's (see ``built``), or the plan's by name.
+    """The optimizer of this rank's masters: the user's (see ``build_with``), or the plan's by name.
 
     Its groups are as they were made; each ``step`` runs them by mesh and layout (see
     ``LayoutGroups``). A rank that trains nothing gets the user's optimizer of ``stand_ins``,
     parameters that never have a gradient: schedulers find the same groups on every rank.
 
-    Raises UsageError AP903 as ``built`` does, and AP904 where the optimizer holds parameters
+    Raises UsageError AP903 as ``build_with`` does, and AP904 where the optimizer holds parameters
     that are not the plan's.
     """
     held = list(parameters)
     trained = [p for p in held if p.spec.requires_grad]
     if build is None:
         groups: list[Any] = [p.master for p in trained] or [{"params": []}]
-        optimizer = _named(name, groups, fused=True, learning_rate=learning_rate)
+        optimizer = default_optimizer(groups, name, fused=True, learning_rate=learning_rate)
     elif trained:
-        optimizer = built(build, [(p.name, p.master) for p in trained])
+        optimizer = build_with(build, [(p.name, p.master) for p in trained])
         _check_held(optimizer, held)
     else:
         try:
-            optimizer = built(build, stand_ins)
+            optimizer = build_with(build, stand_ins)
         except ValueError:  # ``build`` has names of its own and found none of them here
             optimizer = SGD([{"params": []}], lr=0.0)
     LayoutGroups(optimizer)
@@ -153,7 +151,7 @@ def _check_held(optimizer: Optimizer, held: Iterable[StageParameter]) -> None:
 
 
 class LayoutGroups:
-    """Has an optimizer's ``step`` run each of its groups in parts of one mesh and layout.
+    """The groups of an optimizer, whose ``step`` runs each in parts of one mesh and layout.
 
     The multi-tensor kernels of ``torch.optim`` (``foreach``, ``fused``) take DTensors of one
     mesh and layout at a time. While a step runs, a group that mixes them is replaced by its
@@ -178,7 +176,7 @@ class LayoutGroups:
         ]
 
     def _join(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Also keeps what the step has written into its groups."""
+        """Restore the groups, with the values that the step has written into their parts."""
         if self._whole is None:
             return
         parts = iter(optimizer.param_groups)
@@ -299,21 +297,22 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 
 def _summable(tensor: Tensor) -> Tensor:
-    """In float32 what is in half precision, whose sums would be rounded to that."""
+    """Return a tensor in float32 if it is in half precision, whose sums would be rounded to
+    that."""
     tensor = _as_real(tensor)
     return tensor.float() if tensor.itemsize < 4 else tensor
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What a gradient of ``norm`` is multiplied by so that its norm is at most ``max_norm``.
+    """Return the factor of a gradient of ``norm`` that makes its norm at most ``max_norm``.
 
     As ``torch.nn.utils.clip_grad_norm_`` has it: ``min(1, max_norm / (norm + 1e-6))``.
     """
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def published(parameters: Iterable[StageParameter]) -> list[Tensor]:
-    """This rank's part of the gradients that the optimizer reads."""
+def published_gradients(parameters: Iterable[StageParameter]) -> list[Tensor]:
+    """Return this rank's part of the gradients that the optimizer reads."""
     found = []
     for parameter in parameters:
         gradient = parameter.master.grad

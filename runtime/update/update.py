@@ -11,12 +11,18 @@ the weights as they were where the update is skipped. In this order:
 Every rank has the same norm, so every rank decides alike. Optimizers whose kernel takes
 ``found_inf`` (``fused=True``) decide on the device, as with ``torch.amp.GradScaler``; for others
 the host reads the norm first.
+
+Parameters whose gradients are held in half precision, or whose masters and optimizer states are in
+the host's memory, are updated in parts (``PartedUpdate``), so that copies of one part exist at a
+time: its gradients are brought to the masters, the optimizer steps, and the device's parameters
+get the new values. Optimizers of ``torch.optim`` skip parameters without a gradient. Source: Ren et
+al. 2021, "ZeRO-Offload", section 4.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -27,20 +33,22 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ...passes.ops.collectives import local_tensor
 from ...planner.errors import UsageError
 from ...planner.plan import Precision
-from .optimizer import clip_coefficient, scale_gradients
-from .parted_update import PartedUpdate
+from ..messages.device_queue import queue_of
+from ..parameters.parameters import HOST, StageParameter
+from .optimizer import clip_coefficient, published_gradients, scale_gradients
 
 OnNan = Literal["ignore", "skip", "stop"]
-"""What is done where a loss or a gradient is not finite; ``stop`` skips the update too."""
+"""Reaction to a loss or a gradient that is not finite; ``stop`` skips the update too."""
 
 BuildScheduler = Callable[[Optimizer], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """What an update does besides the optimizer's step. Raises UsageError AP900.
+    """The options of an update besides the optimizer's step. Raises UsageError AP900.
 
     ``max_norm`` and ``max_value`` clip the gradient, ``accumulate`` is the number of global
     batches per update, ``scaler`` scales the loss.
@@ -75,22 +83,22 @@ class UpdateOptions:
 
     @property
     def scales(self) -> bool:
-        """Whether the loss is scaled."""
+        """Tell whether the loss is scaled."""
         return self.scaler is not None and self.scaler.is_enabled()
 
     @property
     def decides(self) -> bool:
-        """Whether an update whose norm is not finite is skipped."""
+        """Tell whether an update whose norm is not finite is skipped."""
         return self.on_nan != "ignore" or self.scales
 
     @property
     def needs_norm(self) -> bool:
-        """Whether the update waits for the norm."""
+        """Tell whether the update waits for the norm."""
         return self.decides or self.max_norm is not None
 
 
 def check_updates_itself(options: UpdateOptions, schedule: str) -> None:
-    """Raises UsageError AP901 unless an asynchronous schedule can do what ``options`` ask for."""
+    """Raise UsageError AP901 unless an asynchronous schedule can do as ``options`` ask."""
     plain = UpdateOptions(on_nan=options.on_nan)
     if options != plain or options.on_nan == "skip":
         raise UsageError(
@@ -133,7 +141,7 @@ class Update:
 
     @property
     def decides_on_host(self) -> bool:
-        """Whether the host reads the norm before each step.
+        """Tell whether the host reads the norm before each step.
 
         SGD with momentum, unlike Adam, leaves its state undefined where its first step is
         skipped on the device.
@@ -150,13 +158,10 @@ class Update:
     def scale(self) -> Tensor | None:
         """The scaler's scale, None where there is none; a copy, on the device."""
         scaler = self.options.scaler
-        if scaler is None or not scaler.is_enabled():
-            return None
-        scale: Tensor = scaler.scale(self._one)
-        return scale
+        return scaler.scale(self._one) if scaler is not None and scaler.is_enabled() else None
 
     def loss_scale(self) -> Tensor | float:
-        """What each batch's loss is multiplied by before its backward."""
+        """The factor of each batch's loss before its backward."""
         share = 1.0 / self.options.accumulate
         scale = self.scale()
         return share if scale is None else scale * share
@@ -200,22 +205,23 @@ class Update:
                 gradient.clamp_(-self.options.max_value, self.options.max_value)
 
     def _unscaled(self, norm: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The norm without the loss scale, what gradients are multiplied by; updates the scale.
+        """Return the norm without the loss scale, and the factor of gradients; update the scale.
 
         The scaler is shown the norm as the gradient of one parameter: that is finite where all
         gradients of all ranks are.
         """
-        scaler = self.options.scaler
-        if scaler is None or not scaler.is_enabled():
+        scaler, scale = self.options.scaler, self.scale()
+        if scaler is None or scale is None:
             return norm, None
-        inverse: Tensor = scaler.scale(self._one).reciprocal()
+        inverse = scale.reciprocal()
         self._probe.grad = norm.clone()
         scaler.unscale_(self._probed)
         scaler.update()
         return self._probe.grad, inverse
 
     def _stepping(self, is_bad: Tensor | None) -> Callable[[], object] | None:
-        """What steps the optimizer, unless ``is_bad``; None where the host knows that it is."""
+        """Return the function that steps the optimizer, unless ``is_bad``; None where the host
+        knows that it is."""
         if is_bad is None:
             return self.optimizer.step
         self.skipped += is_bad
@@ -280,7 +286,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 _RATES = ("base_lrs", "_last_lr")
-"""What schedulers keep for each group; a rank's groups are those of its layouts."""
+"""Lists of schedulers with a value for each group; a rank's groups are those of its layouts."""
 
 
 def _without_rates(state: Any) -> Any:
@@ -303,3 +309,91 @@ def _load_rates(scheduler: Any, state: dict[str, Any], optimizer: Optimizer) -> 
         if hasattr(each, "_last_lr"):
             each._last_lr = [group["lr"] for group in optimizer.param_groups]
     scheduler.load_state_dict(state)
+
+
+PART_BYTES = 256_000_000
+"""Bytes of the masters of a part. On a GPU copies of less than some MB do not reach a link's
+rate."""
+
+
+class PartedUpdate:
+    """The updates of ``parameters`` on one rank."""
+
+    def __init__(
+        self, parameters: Iterable[StageParameter], device: torch.device, num_threads: int
+    ) -> None:
+        """``num_threads`` step the optimizer on the host of a GPU."""
+        self.device, self.num_threads = device, num_threads
+        self.parts = [tuple(part) for part in _parts(parameters)]
+        self._staging: dict[torch.dtype, Tensor] = {}
+
+    def __call__(
+        self, prepare: Callable[[Sequence[Tensor]], None], step: Callable[[], object]
+    ) -> None:
+        """Step each part. ``prepare`` scales and clips gradients in place."""
+        if self.device.type != "cpu":
+            torch.set_num_threads(self.num_threads)
+        for part in self.parts:
+            self._publish(part)
+            gradients = published_gradients(part)
+            if gradients:
+                prepare(gradients)
+                step()
+            for parameter in part:
+                if parameter.casts_gradient:
+                    parameter.master.grad = None
+            self._refresh([p for p in part if p.formats.offloads and p.spec.requires_grad])
+
+    def _publish(self, part: Sequence[StageParameter]) -> None:
+        """Bring gradients to their masters. On a GPU they pass through pinned memory at once."""
+        if self.device.type == "cpu":
+            for parameter in part:
+                parameter.publish()
+            return
+        gradients = {p.name: p.gradient for p in part if p.formats.offloads}
+        copies = self._slices([g for g in gradients.values() if g is not None])
+        given = {name: next(copies) for name, own in gradients.items() if own is not None}
+        for name, copy in given.items():
+            copy.copy_(gradients[name], non_blocking=True)  # type: ignore[arg-type]
+        queue_of(self.device).mark().synchronize()
+        for parameter in part:
+            parameter.publish(given.get(parameter.name))
+
+    def _refresh(self, part: Sequence[StageParameter]) -> None:
+        """Bring new values to the device, cast on the host."""
+        if self.device.type == "cpu":
+            for parameter in part:
+                parameter.refresh()
+            return
+        held = [local_tensor(parameter.held.detach()) for parameter in part]
+        for parameter, own, copy in zip(part, held, self._slices(held), strict=True):
+            own.copy_(copy.copy_(parameter.local), non_blocking=True)
+            parameter.is_stale = False
+        queue_of(self.device).mark().synchronize()
+
+    def _slices(self, like: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Pinned memory for copies of tensors of a device, all of one dtype; kept for later."""
+        total = sum(each.numel() for each in like)
+        if not total:
+            return iter(())
+        dtype = like[0].dtype
+        staging = self._staging.get(dtype)
+        if staging is None or staging.numel() < total:
+            staging = torch.empty(total, dtype=dtype, device=HOST, pin_memory=True)
+            self._staging[dtype] = staging
+        parts = torch.split(staging[:total], [each.numel() for each in like])
+        return (part.view(each.shape) for part, each in zip(parts, like, strict=True))
+
+
+def _parts(parameters: Iterable[StageParameter]) -> Iterator[list[StageParameter]]:
+    part: list[StageParameter] = []
+    size = 0
+    for parameter in parameters:
+        own = parameter.local.numel() * parameter.formats.master.itemsize
+        if part and size + own > PART_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(parameter)
+        size += own
+    if part:
+        yield part

@@ -2,8 +2,8 @@
 
 In: a trainer that has taken no step, the batch of its first one, and the plain model as a function
 of weights. Out: the norms of the gradients of both, or UsageError AP943 where they differ. The
-plan's step is run apart: nothing of it stays. What a program has built in and should not have is
-found before it trains anything.
+plan's step is run apart: nothing of it stays. Values that a program has built in and should not
+have are found before it trains anything.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 
 import psutil
 import torch
 from torch import Tensor
 
-from ...passes.ops.collectives import local_tensor
 from ...passes.ops.random_ops import step_key
 from ...passes.tracing.counter_random import batch_dims, counter_random
 from ...planner.errors import UsageError
+from ...planner.layout import region_slices
 from ...planner.plan import Plan, Precision
 from ..messages.shared_objects import on_first, share_value
 from ..parameters.parameters import StageParameter
 from ..parameters.stage import StageModule
 from ..step.trainer import Trainer
 from ..step.whole_weights import WholeWeights
-from .comparison import Piece
 from .reference import reference_split
-from .verify import collect, collect_buffers
+from .verify import Piece, collect, collect_buffers
 
 MOST_SECONDS = 10.0
 """A plain step that is estimated at more is not run unless it is asked for."""
@@ -40,10 +40,10 @@ TOLERANCES: dict[Precision, tuple[float, float, float]] = {
     "fp16": (5e-2, 2e-1, 5e-2),
     "fp8": (5e-2, 2e-1, 5e-2),
 }
-"""By precision the differences of the loss and of a gradient's norm that rounding explains.
+"""Differences of the loss and of a gradient's norm that rounding explains, by precision.
 
 A loss below the third figure is measured against it, and a gradient below that share of the largest
-against the share: what is left when 1 is taken from nearly 1 is rounding.
+against the share: the rest when 1 is taken from nearly 1 is rounding.
 """
 
 Weights = Mapping[str, Tensor]
@@ -112,7 +112,7 @@ def check_first_step(
         return why
     with _apart(trainer):
         loss = float(own())
-        pieces = collect(trainer.model.all_parameters(), graph, _gradient)
+        pieces = collect(trainer.model.all_parameters(), graph, attrgetter("gradient"))
         changed = collect_buffers(trainer, StageModule.next_buffer)
 
     def compared() -> None:
@@ -136,7 +136,7 @@ def _norm(pieces: Sequence[Piece]) -> float:
     shape = [max(stop for _, stop in bounds) for bounds in zip(*regions, strict=True)]
     whole = pieces[0][1].new_zeros(shape)
     for region, value in pieces:
-        whole[tuple(slice(*bounds) for bounds in region)] = value
+        whole[region_slices(region)] = value
     return float(whole.abs().double().norm())
 
 
@@ -215,16 +215,9 @@ def _next_key(trainer: Trainer) -> int:
     return step_key(0, 0) if drawn is None else step_key(drawn["seed"], drawn["steps_begun"])
 
 
-def _gradient(parameter: StageParameter) -> Tensor | None:
-    gradient = parameter.gradient
-    if gradient is None and parameter.master.grad is not None:
-        gradient = local_tensor(parameter.master.grad)
-    return gradient
-
-
 @contextmanager
 def _apart(trainer: Trainer) -> Iterator[None]:
-    """While inside, a step leaves no gradient, calls no hook and is not counted."""
+    """Take a step that leaves no gradient, calls no hook and is not counted while inside."""
     runner, parameters = trainer.runner, trainer.model.all_parameters()
     begun, held = runner.batches_begun, _taken(parameters)
     buffers = [

@@ -4,23 +4,125 @@ In: a plan, the program and the deferred model captured in the dtype to verify i
 function that trains the plain model (run on rank 0 alone). Out: the same ``Verification`` on
 every rank: the loss of each step, every gradient of the first step, every weight, and every
 buffer that training changes, after the last, in that order of time. Collective over all ranks.
+
+The measure is the largest absolute difference over the reference tensor's largest
+magnitude. Tensors that are zero but for rounding (a key bias under softmax has a gradient
+of exactly zero) would be noise over noise, so magnitudes below ``NOISE`` times the largest
+of all compared tensors count as that much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ...planner.graph import Graph
+from ...planner.layout import Region, region_slices
 from ..messages.shared_objects import Pulse, gather_on_first
 from ..parameters.parameters import StageParameter
 from ..parameters.stage import StageModule
-from ..servers.server_trainer import ServerTrainer
-from ..step.trainer import Trainer
-from .comparison import Difference, Piece, Verification, compare
+from ..step.trainer import RankTrainer
 from .reference import Reference
+
+NOISE = 1e-6
+"""Tensors below this share of the largest magnitude are measured against that share."""
+
+GRADIENT_NOISE = {torch.float64: 1e-13, torch.float32: 1e-6}
+"""Gradients below this share of the largest are rounding: a key bias under softmax, say."""
+
+Quantity = Literal["loss", "gradient", "weight", "buffer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One compared tensor. ``relative`` is the largest difference over its magnitude."""
+
+    quantity: Quantity
+    name: str
+    block: str
+    relative: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The result of ``verify``. ``differences`` has every compared tensor in the model's order."""
+
+    dtype: str
+    tolerance: float
+    differences: tuple[Difference, ...]
+
+    @property
+    def failures(self) -> tuple[Difference, ...]:
+        """The differences above the tolerance (NaN included), first block first."""
+        return tuple(d for d in self.differences if not d.relative <= self.tolerance)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def worst(self, quantity: Quantity) -> float:
+        """The largest relative difference of one quantity (NaN if any is NaN)."""
+        found = [d.relative for d in self.differences if d.quantity == quantity]
+        return next((value for value in found if value != value), max(found, default=0.0))
+
+
+Piece = tuple[Region, torch.Tensor]
+"""A rank's part of a tensor, and the box of the whole tensor that it is."""
+
+
+def compare(
+    quantity: Quantity,
+    reference: Mapping[str, torch.Tensor],
+    actual: Mapping[str, Sequence[Piece]],
+    blocks: Mapping[str, str],
+    *,
+    gradients: Mapping[str, torch.Tensor] | None = None,
+) -> list[Difference]:
+    """The difference of every reference tensor from the ranks' pieces of it.
+
+    Every piece is compared, so copies that drifted apart are seen. A tensor with a part that
+    no rank holds differs by infinity. Magnitudes are taken over all of ``reference`` for the
+    noise floor; ``blocks`` tells the block of each name. ``gradients`` are those that moved
+    the reference: where one is rounding noise (``GRADIENT_NOISE``) an adaptive optimizer's
+    step is too, and is measured against the largest magnitude of all.
+    """
+    largest = max((_magnitude(tensor) for tensor in reference.values()), default=0.0)
+    moving = max((_magnitude(tensor) for tensor in (gradients or {}).values()), default=0.0)
+    differences = []
+    for name, expected in reference.items():
+        scale = torch.full_like(expected, max(_magnitude(expected), NOISE * largest))
+        if gradients is not None and name in gradients and expected.dtype in GRADIENT_NOISE:
+            noise = gradients[name].abs() <= GRADIENT_NOISE[expected.dtype] * moving
+            scale[noise] = largest
+        relative = _largest_error(expected, actual.get(name, ()), scale)
+        differences.append(Difference(quantity, name, blocks.get(name, ""), relative))
+    return differences
+
+
+def _largest_error(expected: torch.Tensor, pieces: Sequence[Piece], scale: torch.Tensor) -> float:
+    """The largest error over its scale; an error where the scale is zero counts as it is."""
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    covered = torch.zeros(expected.shape, dtype=torch.bool)
+    errors = []
+    for region, values in pieces:
+        box = region_slices(region)
+        if values.shape != expected[box].shape:
+            return float("inf")
+        covered[box] = True
+        errors.append(_magnitude((values.to(expected.dtype) - expected[box]) / scale[box]))
+    if not bool(covered.all()):
+        return float("inf")
+    return next((error for error in errors if error != error), max(errors, default=0.0))
+
+
+def _magnitude(tensor: torch.Tensor) -> float:
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 """The largest relative difference that rounding explains, by dtype."""
@@ -30,15 +132,15 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def verify(
-    trainer: Trainer | ServerTrainer,
+    trainer: RankTrainer,
     batches: Sequence[Mapping[str, Tensor]],
     reference: Callable[[], Reference],
     pulse: Pulse | None = None,
 ) -> Verification:
     """Run one step per batch by the plan and compare with ``reference()``.
 
-    ``batches`` are global, by input name, the same on every rank. A long ``reference`` says what
-    it is at through ``pulse``.
+    ``batches`` are global, by input name, the same on every rank. A long ``reference`` tells its
+    progress through ``pulse``.
     """
     losses: list[float] = []
     graph = trainer.program.graph
@@ -47,7 +149,7 @@ def verify(
         losses.append(float(trainer.step(batch).loss))
         if step == 0:
             trainer.settle()
-            gradients = collect(trainer.model.all_parameters(), graph, _gradient)
+            gradients = collect(trainer.model.all_parameters(), graph, attrgetter("gradient"))
     trainer.settle()
     weights = collect(trainer.model.all_parameters(), graph, lambda parameter: parameter.local)
     buffers = collect_buffers(trainer)
@@ -59,7 +161,7 @@ def verify(
 
 
 def _compared(
-    trainer: Trainer | ServerTrainer,
+    trainer: RankTrainer,
     truth: Reference,
     losses: Sequence[float],
     gradients: Mapping[str, Sequence[Piece]],
@@ -92,13 +194,9 @@ def _in_order(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, 
     return {name: tensors[name] for name in names if name in tensors}
 
 
-def _block_names(trainer: Trainer | ServerTrainer) -> dict[str, str]:
-    """For each parameter of the graph its block, in the order of the blocks."""
+def _block_names(trainer: RankTrainer) -> dict[str, str]:
+    """Map each parameter of the graph to its block, in the order of the blocks."""
     return {name: b.name for b in trainer.program.blocks.blocks for name in b.parameters}
-
-
-def _gradient(parameter: StageParameter) -> Tensor | None:
-    return parameter.gradient
 
 
 def collect(
@@ -106,7 +204,7 @@ def collect(
     graph: Graph,
     read: Callable[[StageParameter], Tensor | None],
 ) -> dict[str, list[Piece]]:
-    """Every rank's pieces of every parameter, on rank 0 (empty elsewhere). Collective."""
+    """Return every rank's pieces of every parameter, on rank 0 (empty elsewhere). Collective."""
     collected: dict[str, list[Piece]] = {}
     for names in _chunks(graph):
         wanted = frozenset(names)
@@ -122,10 +220,10 @@ def collect(
 
 
 def collect_buffers(
-    trainer: Trainer | ServerTrainer,
+    trainer: RankTrainer,
     read: Callable[[StageModule, str], Tensor] = StageModule.buffer,
 ) -> dict[str, list[Piece]]:
-    """Every rank's pieces of the buffers that training changes, on rank 0. Collective."""
+    """Return every rank's pieces of the buffers that training changes, on rank 0. Collective."""
     own: dict[str, Piece] = {}
     for stage in trainer.model.stages.values():
         for name in stage.program.updates:

@@ -164,7 +164,7 @@ def train(case: Case, text: str) -> list[str]:
     torch.manual_seed(5 + torch.distributed.get_rank())
     loader = autoparallel.distribute(LOADERS["shuffled"](), Joined(trainer))
     torch.manual_seed(5 + torch.distributed.get_rank())
-    given = [trainer.inputs(batch) for batch in loader]
+    given = [trainer.batches.named(batch) for batch in loader]
     batches = epochs("shuffled")[0]
     program = captured(case.model, "fp64")[1]
     named = [named_inputs(batch, program) for batch in batches]

@@ -18,7 +18,7 @@ from torch.compiler import is_exporting
 import autoparallel
 from autoparallel.passes.local.input_rows import StageRows
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.runtime.data.share_batch import whole_batch
+from autoparallel.runtime.data.rank_batch import whole_batch
 from autoparallel.runtime.verify.first_step import FirstStep, _difference, _norm
 
 

@@ -118,7 +118,7 @@ def test_what_is_held_beside_states_is_in_one_row_and_rows_add_up(plan: Plan) ->
 
 
 def test_other_errors_pass_unchanged(plan: Plan) -> None:
-    ranks = Ranks(0, 2, board=None)  # type: ignore[arg-type]  # never asked
+    ranks = Ranks(0, 2, store=None)  # type: ignore[arg-type]  # never asked
     worker = Worker(0, 2, 0, Watchdog(1.0, name="rank 0 of 2", ranks=ranks))
     watched = explained_memory_errors(plan, worker, dict, lambda: 0)
     with pytest.raises(KeyError, match="a name"), watched:

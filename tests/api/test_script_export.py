@@ -40,7 +40,7 @@ from autoparallel.planning.capture import capture_program, record_target
 from autoparallel.planning.plan_files import save_plan
 from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.runtime.update.optimizer import built, default_optimizer
+from autoparallel.runtime.update.optimizer import build_with, default_optimizer
 from autoparallel.runtime.update.update import UpdateOptions
 from autoparallel.runtime.verify.verify import TOLERANCE
 from autoparallel.script.source import check_writable
@@ -131,7 +131,7 @@ def one_device(
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = default_optimizer(trained)
     if target.build_optimizer is not None:
-        optimizer = built(target.build_optimizer, module.named_parameters())
+        optimizer = build_with(target.build_optimizer, module.named_parameters())
     data, losses = script_of(folder).batches(0), []
     with promote_to_float64() if dtype == torch.float64 else nullcontext():
         for step in range(STEPS):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
 import autoparallel
-from autoparallel.runtime.launch.script_advice import advice_for
+from autoparallel.runtime.launch.watched_script import advice_for
 
 Figures = list[tuple[str, Any]]
 whole = autoparallel.whole

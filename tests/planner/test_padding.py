@@ -15,7 +15,7 @@ from autoparallel.passes.programs.interpret import run
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import PlanError, UsageError
 from autoparallel.planner.padding import Padding, find_padding
-from autoparallel.runtime.data.padded_batches import SequencePadding
+from autoparallel.runtime.data.variants import SequencePadding
 
 ROWS, SEQ, WIDTH, WORDS = 2, 8, 8, 11
 cross_entropy = nn.functional.cross_entropy

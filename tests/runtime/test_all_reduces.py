@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.collectives.algorithms import ALGORITHMS, find_table
-from autoparallel.runtime.messages.all_reduces import AllReduces, MessageAllReduce, SumLane
+from autoparallel.runtime.messages.all_reduces import AllReduces, TableMessages, TaskThread
 from autoparallel.runtime.messages.groups import gloo_group_beside
 from autoparallel.runtime.update.gradients import Bucket
 
@@ -38,7 +38,7 @@ def _summed(layouts: list[tuple[int, ...]]) -> list[bytes]:
                     own = parts[rank].clone()
                     group = dist.group.WORLD
                     assert group is not None
-                    reduce = MessageAllReduce(table, size, group)
+                    reduce = TableMessages(table, size, group)
                     reduce(own)
                     torch.testing.assert_close(own.double(), expected, rtol=0, atol=1e-5)
                     found.append(own.numpy().tobytes())
@@ -102,7 +102,7 @@ def test_what_a_sum_raises_is_raised_where_it_is_waited_for() -> None:
     def fail() -> None:
         raise ValueError("a peer is gone")
 
-    lane, ran = SumLane(), []
+    lane, ran = TaskThread(), []
     failing, after = lane.submit(fail), lane.submit(lambda: ran.append(1))
     with pytest.raises(ValueError, match="a peer is gone"):
         failing.wait()

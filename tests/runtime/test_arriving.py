@@ -18,7 +18,7 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.runtime.messages.pending_results import (
     Arrival,
     ArrivingTensor,
-    arriving,
+    arriving_tensor,
     shared_sum,
 )
 from autoparallel.runtime.step.trainer import Trainer
@@ -146,7 +146,7 @@ def test_a_loss_is_waited_for_when_it_is_used_and_only_once(read) -> None:
     work = Counted(tensor, 3.5)
     arrival = Arrival(tensor, work, tell=lambda: told.append("waits"),
                       told=lambda: told.append("goes on"))  # fmt: skip
-    loss = arriving(arrival, tensor)
+    loss = arriving_tensor(arrival, tensor)
     assert isinstance(loss, Tensor)
     assert (work.waits, told) == (0, [])
     assert read(loss) == 3.5
@@ -157,7 +157,7 @@ def test_a_loss_is_waited_for_when_it_is_used_and_only_once(read) -> None:
 
 def test_what_is_made_of_a_loss_is_an_ordinary_tensor() -> None:
     tensor = torch.zeros((), dtype=torch.float64)
-    loss = arriving(Arrival(tensor, Counted(tensor, 1.0)), tensor)
+    loss = arriving_tensor(Arrival(tensor, Counted(tensor, 1.0)), tensor)
     assert not isinstance(loss + 1, ArrivingTensor)
     assert not isinstance(loss.clone(), ArrivingTensor)
 

@@ -27,8 +27,7 @@ from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.data.batches import RankInputs, named_inputs
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.runtime.verify.comparison import Verification
-from autoparallel.runtime.verify.verify import verify
+from autoparallel.runtime.verify.verify import Verification, verify
 
 PLANNED = 8
 

@@ -24,7 +24,7 @@ from autoparallel.runtime.checkpoint.checkpoint import (
 )
 from autoparallel.runtime.checkpoint.writer import CheckpointWriter
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
-from autoparallel.runtime.parameters.materialize import materialize
+from autoparallel.runtime.parameters.initial_values import materialize
 from autoparallel.runtime.parameters.stage import StageModule
 from autoparallel.runtime.step.executor import StageExecutor, StageVariant
 from autoparallel.runtime.update.optimizer import build_optimizer

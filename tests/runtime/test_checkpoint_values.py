@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.checkpoint.values import TAG, decode, encode
+from autoparallel.runtime.checkpoint.optimizer_state import TAG, decode, encode
 
 
 class Mode(enum.IntEnum):

@@ -20,7 +20,7 @@ from autoparallel.planner.graph import Graph, Ref
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import check_replicas, placed_stages
-from autoparallel.runtime.messages.process_mesh import stages_of_rank
+from autoparallel.runtime.messages.groups import stages_of_rank
 from autoparallel.runtime.step.trainer import Trainer
 
 

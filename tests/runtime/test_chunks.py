@@ -24,9 +24,9 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_schedule import schedule_of, splits_backward
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
 from autoparallel.runtime.messages.exchange import Exchange
-from autoparallel.runtime.messages.local_transfer import Handover, split_boundaries
-from autoparallel.runtime.messages.process_mesh import build_meshes, stages_of_rank
-from autoparallel.runtime.parameters.materialize import materialize
+from autoparallel.runtime.messages.groups import build_meshes, stages_of_rank
+from autoparallel.runtime.messages.local_transfer import LocalTransfer, split_boundaries
+from autoparallel.runtime.parameters.initial_values import materialize
 from autoparallel.runtime.parameters.stage import StageModule
 from autoparallel.runtime.parameters.tied_parameters import find_tied
 from autoparallel.runtime.step.executor import StageExecutor, StageVariant
@@ -98,7 +98,7 @@ def train_step(case: Case, program: Program, expected: Truth) -> None:
         schedule,
         executors,
         Exchange([sent], schedule=schedule, stages=plan.stages, rank=rank, device=device),
-        handover=Handover(handed, stages=plan.stages, rank=rank, device=device),
+        handover=LocalTransfer(handed, stages=plan.stages, rank=rank, device=device),
         hooks=Hooks(lambda: tied.sum(parameters)),
     )  # fmt: skip
     for _ in range(2):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autoparallel.runtime.verify.comparison import Piece, Verification, compare
+from autoparallel.runtime.verify.verify import Piece, Verification, compare
 
 
 def _whole(tensor: torch.Tensor) -> list[Piece]:

@@ -18,10 +18,9 @@ from autoparallel.runtime.launch.membership import join
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
 from autoparallel.runtime.messages.shared_objects import gather_on_first, share_value
 from autoparallel.runtime.profile.links import Links, Meshes, measure_links
-from autoparallel.runtime.profile.update import measure_updates
+from autoparallel.runtime.profile.ops import measure_updates
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.runtime.verify.comparison import Verification
-from autoparallel.runtime.verify.verify import verify
+from autoparallel.runtime.verify.verify import Verification, verify
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}

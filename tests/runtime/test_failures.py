@@ -25,7 +25,7 @@ from autoparallel.planning.plan_files import save_plan
 from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
-from autoparallel.runtime.messages.failure_store import FolderBoard, Note, Ranks, blame
+from autoparallel.runtime.messages.failure_store import FailureReport, FolderStore, Ranks, blame
 from autoparallel.target.load import load_target
 
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
@@ -212,28 +212,32 @@ def _rank(pid: int) -> int | None:
 
 
 def test_an_error_of_its_own_is_blamed_before_silence():
-    notes = {
-        0: Note(0, "0B0", (1,)),
-        1: Note(1, "1F0", cause="KeyError: 'x'"),
+    reports = {
+        0: FailureReport(0, "0B0", (1,)),
+        1: FailureReport(1, "1F0", cause="KeyError: 'x'"),
     }
-    assert blame(notes, 3) == "rank 1 failed: KeyError: 'x'"
+    assert blame(reports, 3) == "rank 1 failed: KeyError: 'x'"
 
 
 def test_where_all_answer_the_one_that_waits_for_nobody_is_blamed():
-    notes = {0: Note(0, "0B0", (1,)), 1: Note(1, "1B0", (2,)), 2: Note(2, "2F0: computing")}
-    assert blame(notes, 3) == "rank 2 failed to come: it was at 2F0: computing"
+    reports = {
+        0: FailureReport(0, "0B0", (1,)),
+        1: FailureReport(1, "1B0", (2,)),
+        2: FailureReport(2, "2F0: computing"),
+    }
+    assert blame(reports, 3) == "rank 2 failed to come: it was at 2F0: computing"
 
 
 def test_several_silent_ranks_are_all_blamed():
-    assert blame({0: Note(0, "0B0", (1,))}, 3) == (
+    assert blame({0: FailureReport(0, "0B0", (1,))}, 3) == (
         "ranks 1, 2 failed to come: they do not answer"
     )  # fmt: skip
 
 
-def test_notes_pass_through_a_folder(tmp_path):
-    board = FolderBoard(tmp_path)
-    assert board.is_empty()
-    note = Note(3, "3F0: computing", (1, 2), "")
-    board.tell(note)
-    assert board.read() == {3: note}
-    assert Ranks(0, 4, board).has_failure()
+def test_reports_pass_through_a_folder(tmp_path):
+    store = FolderStore(tmp_path)
+    assert store.is_empty()
+    report = FailureReport(3, "3F0: computing", (1, 2), "")
+    store.tell(report)
+    assert store.read() == {3: report}
+    assert Ranks(0, 4, store).has_failure()

@@ -14,8 +14,8 @@ from host_spaces import host_spaces, skip_without_spaces
 from test_hosts import agents, planned
 
 from autoparallel.planner.requests.request import Forced
-from autoparallel.runtime.launch import store_watch
-from autoparallel.runtime.launch.store_watch import StoreWatch
+from autoparallel.runtime.launch import rendezvous
+from autoparallel.runtime.launch.rendezvous import StoreWatch
 
 ENDLESS = ("run", "dropout_model.json", "--steps", "1000000", "--metrics", "metrics.jsonl")
 TIMEOUT_SECONDS = 10
@@ -25,7 +25,7 @@ PORT = 29541
 def test_a_question_that_stays_open_gives_up_and_one_that_is_answered_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store_watch, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "POLL_SECONDS", 0.01)
     given_up = threading.Event()
     with StoreWatch(0.05, given_up.set) as watch:
         for _ in range(20):

@@ -26,7 +26,6 @@ from autoparallel.passes.initialization.deferred_init import (
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import plan_program
-from autoparallel.runtime.parameters.materialize import box_of, tensor_names
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.target.load import load_target
 from autoparallel.target.target import Target
@@ -86,10 +85,10 @@ def _trained(texts: list[str], init: Init) -> list[int]:
         replays.append(count)
         assert told.count("making initial values") >= 4
         for stage in trainer.model.stages.values():
-            for name in tensor_names(stage):
+            for name in stage.held_names():
                 if name not in whole:
                     continue
-                box = tuple(slice(start, stop) for start, stop in box_of(stage, name))
+                box = tuple(slice(start, stop) for start, stop in stage.region_of(name))
                 held = stage.by_name.get(name)
                 value = stage.buffer(name) if held is None else held.local
                 assert torch.equal(value, whole[name].detach()[box]), (text, name)

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.layout import Layout, Mesh, Region, parse_layout
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
-from autoparallel.runtime.parameters.materialize import materialize
-from autoparallel.runtime.parameters.shards import shard_region
+from autoparallel.runtime.parameters.initial_values import materialize
+from autoparallel.runtime.parameters.parameters import shard_region
 from autoparallel.runtime.parameters.stage import StageModule
 
 MESH = Mesh(("dp", "tp"), (2, 2))

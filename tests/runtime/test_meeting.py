@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.runtime.launch.init_method import agree_on_name
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.membership import join, join_as
-from autoparallel.runtime.launch.process import Worker, current_worker
+from autoparallel.runtime.launch.process import Worker, agree_on_name, current_worker
 from autoparallel.runtime.messages.shared_objects import gather_values
 
 ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}

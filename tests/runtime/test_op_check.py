@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from autoparallel.passes.local.localize import MADE_BY
 from autoparallel.planner.graph import Node
-from autoparallel.runtime.step.op_check import Found, OpCheck
+from autoparallel.runtime.step.diagnosis import Found, OpCheck
 
 
 def checked(function, *inputs: Tensor) -> OpCheck:

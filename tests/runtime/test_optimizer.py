@@ -13,7 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.update.optimizer import LayoutGroups, build_optimizer, built, published
+from autoparallel.runtime.update.optimizer import (
+    LayoutGroups,
+    build_optimizer,
+    build_with,
+    published_gradients,
+)
 
 LAYOUTS = (Shard(0), Replicate(), Shard(0), Shard(1))
 
@@ -79,9 +84,9 @@ def test_parameters_come_with_names_where_they_are_asked_for() -> None:
         names.extend(name for name, _ in pairs)
         return torch.optim.SGD([p for _, p in pairs], lr=lr)
 
-    built(by_name, model.named_parameters())
+    build_with(by_name, model.named_parameters())
     assert names == ["1.weight", "1.bias"]
-    listed = built(lambda params: torch.optim.SGD(params), model.named_parameters())
+    listed = build_with(lambda params: torch.optim.SGD(params), model.named_parameters())
     assert len(listed.param_groups[0]["params"]) == 2
 
 
@@ -92,7 +97,7 @@ def test_a_rank_without_parameters_gets_the_groups_of_the_others() -> None:
     )
     assert len(optimizer.param_groups) == 2
     optimizer.step()
-    assert published(()) == []
+    assert published_gradients(()) == []
 
 
 def _strange() -> str:

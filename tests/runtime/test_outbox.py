@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autoparallel.runtime.messages.pending_sends import Outbox
+from autoparallel.runtime.messages.ordered_channels import PendingSends
 
 
 class Sent:
@@ -23,7 +23,7 @@ class Sent:
 
 def test_a_host_that_runs_ahead_keeps_no_more_than_the_schedule_needs():
     """64 sends of a micro-batch each to two ranks: two to each are kept at any time."""
-    outbox, kept = Outbox(most=2), []
+    outbox, kept = PendingSends(most=2), []
     works = {peer: [Sent() for _ in range(64)] for peer in (1, 2)}
     for m in range(64):
         for peer, own in works.items():
@@ -39,7 +39,7 @@ def test_a_host_that_runs_ahead_keeps_no_more_than_the_schedule_needs():
 
 def test_a_rank_that_waits_for_a_slow_receiver_says_so():
     told: list[tuple[str, tuple[int, ...]]] = []
-    outbox = Outbox(1, lambda what, peers: told.append((what, peers)))
+    outbox = PendingSends(1, lambda what, peers: told.append((what, peers)))
     outbox.add(1, [Sent()], (torch.empty(8),), "0SEND_F0")
     outbox.add(2, [Sent()], (torch.empty(8),), "0SEND_F0")
     assert told == []

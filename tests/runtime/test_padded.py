@@ -18,9 +18,8 @@ from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan_file import loads
 from autoparallel.runtime.messages.watchdog import BETWEEN_STEPS
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.runtime.verify.comparison import Verification
 from autoparallel.runtime.verify.reference import Reference, run_reference
-from autoparallel.runtime.verify.verify import verify
+from autoparallel.runtime.verify.verify import Verification, verify
 
 CASES = (
     ("gpt", "pp=2,microbatches=4,schedule=1f1b"),

@@ -24,7 +24,7 @@ from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.parameters.parameters import StageParameter
 from autoparallel.runtime.profile.memory_counter import states_before_last_backward
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.runtime.update import parted_update
+from autoparallel.runtime.update import update
 from autoparallel.runtime.update.optimizer import GradientNorm
 from autoparallel.runtime.update.update import UpdateOptions
 from autoparallel.target.load import load_target
@@ -98,7 +98,7 @@ def with_bad_norm(trainer: Trainer) -> None:
 
 def train(text: str, case: Case) -> dict[str, torch.Tensor]:
     """A rank's masters after three steps."""
-    parted_update.PART_BYTES = 50_000
+    update.PART_BYTES = 50_000
     trainer = trainer_of(text)
     trainer.use_update(case.options)
     for step, batch in enumerate(batches(trainer)):

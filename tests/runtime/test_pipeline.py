@@ -15,8 +15,15 @@ from torch import Tensor
 from autoparallel.cost_model.simulator.actions import COMPUTE, Schedule, parse_table
 from autoparallel.passes.local.stage_cut import Boundary
 from autoparallel.planner.graph import TensorSpec
-from autoparallel.planner.layout import INVARIANT, Layout, Mesh, local_region, shard
-from autoparallel.planner.pricing.transfer import relative
+from autoparallel.planner.layout import (
+    INVARIANT,
+    Layout,
+    Mesh,
+    local_region,
+    region_slices,
+    shard,
+    whole_region,
+)
 from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.runtime.messages.exchange import Exchange
 from autoparallel.runtime.messages.ordered_channels import Lanes
@@ -236,7 +243,7 @@ def whole(key: str, m: int, spec: TensorSpec) -> Tensor:
 def part(value: Tensor, layout: Layout, where: Place, rank: int) -> Tensor:
     coordinates = where.mesh.coordinates(where.devices.index(rank))
     region = local_region(value.shape, layout, where.mesh, coordinates)
-    return value[relative(region, tuple((0, size) for size in value.shape))]
+    return value[region_slices(region, whole_region(value.shape))]
 
 
 F64 = TensorSpec((4, 6), "float64", requires_grad=True)

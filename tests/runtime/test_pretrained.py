@@ -19,7 +19,7 @@ from autoparallel.planner.layout import Region
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.capture import capture_program, record_target
 from autoparallel.runtime.checkpoint.weight_files import WeightFiles
-from autoparallel.runtime.parameters.pretrained import load_pretrained, pretrained
+from autoparallel.runtime.parameters.pretrained import load_pretrained, open_pretrained
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.target.load import load_target
 
@@ -47,7 +47,7 @@ def _start(plan_text: str, weights: str) -> tuple[int, int, bool]:
     program = capture_program(
         target, deferred, global_batch=plan.model.global_batch, seq=plan.model.seq, precision="fp32"
     )
-    start = pretrained(weights, program.model, deferred)
+    start = open_pretrained(weights, program.model, deferred)
     counted = Counting(start.files)
     object.__setattr__(start, "files", counted)
     trainer = Trainer(program, plan, start, device=torch.device("cpu"))
@@ -156,4 +156,4 @@ def test_many_names_are_counted_and_a_few_of_them_listed(tmp_path: Path) -> None
     save_file(other, tmp_path / "w.safetensors")
     target = load_target(f"hf:{folder}")
     with pytest.raises(UsageError, match=r"12 missing in the file: .* and 7 more"):
-        pretrained(tmp_path / "w.safetensors", record_target(target).model, {})
+        open_pretrained(tmp_path / "w.safetensors", record_target(target).model, {})

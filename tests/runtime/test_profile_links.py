@@ -22,8 +22,7 @@ from autoparallel.runtime.profile.links import (
     partition_of,
     spread_partition,
 )
-from autoparallel.runtime.profile.ops import measure_ops
-from autoparallel.runtime.profile.update import measure_updates
+from autoparallel.runtime.profile.ops import measure_ops, measure_updates
 
 CPU = torch.device("cpu")
 SIZES = (1 << 12, 1 << 20)

@@ -13,7 +13,7 @@ from autoparallel.cost_model.simulator.actions import (
     weight_versions,
 )
 from autoparallel.planner.schedules.schedules import build_schedule
-from autoparallel.runtime.verify.async_reference import UpdateRule, run_replay
+from autoparallel.runtime.verify.reference import UpdateRule, run_replay
 
 LEARNING_RATE = 0.1
 ROWS = (1.0, -2.0, 0.5, 3.0)

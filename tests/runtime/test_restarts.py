@@ -30,9 +30,8 @@ from autoparallel.planner.requests.request import Forced
 from autoparallel.planning.plan_files import load_plan, save_plan
 from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.checkpoint.folder import complete_checkpoints
-from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.launch import can_mend, launch
 from autoparallel.runtime.launch.process import Worker
-from autoparallel.runtime.launch.restarts import can_mend
 from autoparallel.runtime.messages.shared_objects import gather_values
 from autoparallel.target.load import load_target
 from autoparallel.training.metrics import JsonLines

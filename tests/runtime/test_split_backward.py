@@ -37,8 +37,8 @@ from autoparallel.planner.schedules.messages import complete
 from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
 from autoparallel.runtime.messages.exchange import Exchange
-from autoparallel.runtime.messages.process_mesh import build_meshes, stages_of_rank
-from autoparallel.runtime.parameters.materialize import materialize
+from autoparallel.runtime.messages.groups import build_meshes, stages_of_rank
+from autoparallel.runtime.parameters.initial_values import materialize
 from autoparallel.runtime.parameters.stage import StageModule
 from autoparallel.runtime.parameters.tied_parameters import find_tied
 from autoparallel.runtime.step.executor import StageExecutor, StageVariant

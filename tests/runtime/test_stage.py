@@ -27,7 +27,7 @@ from autoparallel.planner.layout import Mesh
 from autoparallel.runtime.data.rank_batch import microbatch_rows
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
 from autoparallel.runtime.messages.shared_objects import gather_values
-from autoparallel.runtime.parameters.materialize import materialize
+from autoparallel.runtime.parameters.initial_values import materialize
 from autoparallel.runtime.parameters.stage import StageModule
 from autoparallel.runtime.parameters.tied_parameters import find_tied
 from autoparallel.runtime.step.executor import StageExecutor, StageVariant
@@ -36,7 +36,7 @@ from autoparallel.runtime.update.optimizer import (
     build_optimizer,
     clip_coefficient,
     gradient_norm,
-    published,
+    published_gradients,
     scale_gradients,
 )
 
@@ -275,7 +275,7 @@ def _clip() -> None:
     expected = torch.nn.utils.clip_grad_norm_(w.values(), 0.1)
     norm = gradient_norm(stage.by_name.values(), device=torch.device("cpu")).value()
     assert relative_error(norm, expected) < TOLERANCE
-    scale_gradients(published(stage.by_name.values()), clip_coefficient(norm, 0.1))
+    scale_gradients(published_gradients(stage.by_name.values()), clip_coefficient(norm, 0.1))
     for name, parameter in stage.by_name.items():
         found = whole(parameter.master.grad)
         reference_gradient = w[name].grad

@@ -23,10 +23,10 @@ from autoparallel.options.parse import parse_parallel, parse_settings
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planning.plan_files import save_plan
 from autoparallel.profiling.measured_plan import make_plan
-from autoparallel.runtime.launch import stopping
+from autoparallel.runtime.launch import membership
 from autoparallel.runtime.launch.launch import launch
+from autoparallel.runtime.launch.membership import Stop
 from autoparallel.runtime.launch.process import Worker
-from autoparallel.runtime.launch.stopping import Stop
 from autoparallel.runtime.messages.watchdog import Watchdog
 from autoparallel.target.load import load_target
 
@@ -173,7 +173,7 @@ def signalled(seconds: float, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int
     after its step."""
     now, heard = [100.0], threading.Semaphore(0)
     codes: list[int] = []
-    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(membership, "time", SimpleNamespace(monotonic=lambda: now[0]))
     watchdog = Watchdog(60.0, name="rank 0 of 1", report=lambda error: None, end=codes.append)
     terminate = watchdog.terminate
 
@@ -198,8 +198,8 @@ def default_handling():
 
 
 def test_signals_that_come_together_are_one(default_handling, monkeypatch) -> None:
-    assert signalled(stopping.SAME_SECONDS - 0.1, monkeypatch) == ([], True)
-    assert signalled(stopping.SAME_SECONDS + 0.1, monkeypatch)[0] == [21]
+    assert signalled(membership.SAME_SECONDS - 0.1, monkeypatch) == ([], True)
+    assert signalled(membership.SAME_SECONDS + 0.1, monkeypatch)[0] == [21]
 
 
 def votes(is_behind: bool) -> list[bool]:

@@ -19,10 +19,10 @@ from autoparallel.planning.plan_files import save_plan
 from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.launch.launch import launch
 from autoparallel.runtime.launch.process import Worker
+from autoparallel.runtime.messages.shared_objects import gather_values
 from autoparallel.runtime.profile.stragglers import (
     StragglerWatch,
     find_straggler,
-    gather_times,
     is_waiting,
 )
 from autoparallel.target.load import load_target
@@ -248,4 +248,4 @@ def test_a_wait_is_told_from_the_line_and_the_file_that_a_thread_is_in() -> None
 
 def test_the_times_of_one_rank_are_its_own() -> None:
     with group_of_one():
-        assert gather_times((1.5, 3.0)) == [(1.5, 3.0)]
+        assert gather_values((1.5, 3.0)) == [(1.5, 3.0)]

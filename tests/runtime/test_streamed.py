@@ -15,8 +15,7 @@ from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.tracing.counter_random import batch_dims
 from autoparallel.passes.tracing.modes import promote_to_float64
-from autoparallel.runtime.step.streamed_ops import streamed
-from autoparallel.runtime.verify.reference import Batch, Reference, run_reference
+from autoparallel.runtime.verify.reference import Batch, Reference, run_reference, streaming
 from autoparallel.target.load import load_target
 
 CPU = torch.device("cpu")
@@ -32,7 +31,7 @@ def reference(name: str, device: torch.device | None, told: list[str]) -> Refere
 
     def loss(model: nn.Module, inputs: Batch) -> Tensor:
         parts = program.batch({name: each.to(device or CPU) for name, each in inputs.items()})
-        with streamed(model, device, told.append) if device is not None else nullcontext():
+        with streaming(model, device, told.append) if device is not None else nullcontext():
             return find_loss(call_model(model, parts), parts, target.loss_fn)
 
     with promote_to_float64():

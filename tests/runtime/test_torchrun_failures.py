@@ -24,7 +24,7 @@ from test_failures import (
     plan_path,  # noqa: F401
 )
 
-from autoparallel.runtime.messages.termination import on_termination
+from autoparallel.runtime.messages.watchdog import on_termination
 
 
 def run_until_failure(
@@ -100,7 +100,7 @@ def test_of_a_run_that_saves_a_killed_rank_ends_the_others_at_torchrun_s_signal(
 
 BLOCKED = """
 import os, signal, sys, threading, time
-from autoparallel.runtime.messages.termination import on_termination
+from autoparallel.runtime.messages.watchdog import on_termination
 
 def act():
     print("heard", flush=True)
@@ -116,7 +116,7 @@ with on_termination(act):
 
 FORKED = """
 import os, signal, time
-from autoparallel.runtime.messages.termination import on_termination
+from autoparallel.runtime.messages.watchdog import on_termination
 
 with on_termination(lambda: os._exit(7)):
     child = os.fork()
@@ -143,11 +143,11 @@ def default_handling():
 
 FAILED = """
 import os, signal, time
-from autoparallel.runtime.messages import termination
+from autoparallel.runtime.messages import watchdog
 
-termination.LAST_WORDS_SECONDS = 0.5
+watchdog.END_SECONDS = 0.5
 try:
-    with termination.on_termination(lambda: None):
+    with watchdog.on_termination(lambda: None):
         raise ValueError
 except ValueError:
     os.kill(os.getpid(), signal.SIGTERM)

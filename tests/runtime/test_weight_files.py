@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.runtime.checkpoint.weight_files import open_weights, whole_region
+from autoparallel.planner.layout import whole_region
+from autoparallel.runtime.checkpoint.weight_files import open_weights
 
 TENSORS = {
     "a.weight": torch.arange(24.0).view(4, 6),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoparallel.runtime.checkpoint.weight_names import match_names
+from autoparallel.runtime.parameters.pretrained import match_names
 
 NAMES = ("model.embed.weight", "model.layers.0.q.weight", "model.layers.0.q.bias", "head.weight")
 

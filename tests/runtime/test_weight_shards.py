@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoparallel.runtime.checkpoint.weight_files import open_weights, whole_region
-from autoparallel.runtime.checkpoint.weight_shards import write_shards
+from autoparallel.planner.layout import whole_region
+from autoparallel.runtime.checkpoint.weight_files import open_weights, write_shards
 
 TENSORS = {f"t{number}": torch.full((number + 1, 3), float(number)) for number in range(6)}
 SIZES = {name: tensor.nbytes for name, tensor in TENSORS.items()}

@@ -12,13 +12,16 @@ from script_ranks import group_of_one
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoparallel.runtime.messages.communicator import ProcessCommunicator
-from autoparallel.runtime.messages.stack_location import BackwardPosition, whereabouts
+from autoparallel.runtime.messages.communicator import (
+    BackwardPosition,
+    ProcessCommunicator,
+    describe_stack,
+)
 
 
 def here() -> str:
     """Return the whereabouts of the caller's thread."""
-    return whereabouts(sys._getframe())
+    return describe_stack(sys._getframe())
 
 
 class Asked(Tensor):
@@ -55,7 +58,7 @@ class Block:
 
 def test_outside_of_blocks_and_collectives_nothing_is_told() -> None:
     assert here() == ""
-    assert whereabouts(None) == ""
+    assert describe_stack(None) == ""
 
 
 def test_the_innermost_block_and_the_outermost_call_of_a_collective_are_told() -> None:

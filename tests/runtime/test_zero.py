@@ -24,7 +24,7 @@ import autoparallel
 from autoparallel.planner.layout import Layout, Mesh, shard
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
 from autoparallel.runtime.parameters import zero as zero_stages
-from autoparallel.runtime.parameters.materialize import materialize
+from autoparallel.runtime.parameters.initial_values import materialize
 from autoparallel.runtime.parameters.stage import StageModule
 from autoparallel.runtime.step.executor import StageExecutor, StageVariant
 from autoparallel.runtime.update.optimizer import build_optimizer, gradient_norm

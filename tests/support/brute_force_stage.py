@@ -25,7 +25,7 @@ from brute_force_overlap import ahead_and_behind, all_at_once, one_ahead
 from autoparallel.cost_model.ops.memory import reserve_bytes
 from autoparallel.cost_model.simulator.stage_costs import Buckets
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
-from autoparallel.planner.layout import INVARIANT, Layout, NodeLayout
+from autoparallel.planner.layout import INVARIANT, Layout, NodeLayout, boundary_layout
 from autoparallel.planner.plan import Recompute
 from autoparallel.planner.pricing.kept_bytes import (
     RECOMPUTE_MODES,
@@ -37,7 +37,7 @@ from autoparallel.planner.pricing.kept_bytes import (
     saved_parts,
     working_bytes,
 )
-from autoparallel.planner.pricing.prices import Prices, boundary_layout
+from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.seconds import Seconds
 
 OF_STATES = (

@@ -16,7 +16,7 @@ from forced_plans import Adopt
 from torch import Tensor, nn
 
 import autoparallel
-from autoparallel.runtime.launch.script_advice import advice_for
+from autoparallel.runtime.launch.watched_script import advice_for
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from schedule_cases import Case, Models
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.runtime.verify.comparison import Verification
-from autoparallel.runtime.verify.verify import verify
+from autoparallel.runtime.verify.verify import Verification, verify
 
 GPT = {"d_model": 16, "n_head": 2, "n_layer": 8, "seq": 8, "vocab": 32}
 MODELS = Models(

@@ -14,10 +14,12 @@ from autoparallel.planner.layout import (
     Layout,
     Mesh,
     divides,
+    intersect,
     local_region,
+    region_slices,
     shard,
 )
-from autoparallel.planner.pricing.transfer import intersect, relative, transfers
+from autoparallel.planner.pricing.transfer import transfers
 
 DP2 = Mesh(("dp", "tp"), (2, 1))
 TP2 = Mesh(("dp", "tp"), (1, 2))
@@ -118,4 +120,4 @@ def test_partial_values_and_uneven_splits_are_refused(layout):
 
 
 def test_a_box_is_cut_out_of_the_local_tensor_that_holds_it():
-    assert relative(((2, 3), (4, 6)), ((2, 4), (4, 8))) == (slice(0, 1), slice(0, 2))
+    assert region_slices(((2, 3), (4, 6)), ((2, 4), (4, 8))) == (slice(0, 1), slice(0, 2))
