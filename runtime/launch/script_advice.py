@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...planner.errors import UsageError
 
-_PAGE = "docs/weights.md has these lines for averages, penalties, norms and other optimizers"
+_PAGE = "docs/scripts.md has these lines for averages, penalties, norms and other optimizers"
 _WHOLE = (
     "autoparallel.whole(tensor) gives the whole of it, on every rank; methods beside forward are "
     f"named to parallelize: methods=[...]; {_PAGE}"
