@@ -59,7 +59,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 756, FORMS),
     ("exceptions from formatting (fmt: skip, fmt: off)", 838, KERNELS),
     ("pages of docs/ without docs/adr/", 19),
-    ("words of docs/ without docs/adr/ and generated pages", 27960),
+    ("words of docs/ without docs/adr/ and generated pages", 27980),
     ("words of CHANGELOG.md", 297),
     ("words of README.md", 1385, PRICES),
     ("tests: lines", 66260, SYSTEMS),
