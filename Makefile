@@ -4,7 +4,7 @@ TYPES := build/types
 EVERYTHING := build/durations_of_all.txt
 
 .PHONY: check lint types test durations coverage structure slow everything nightly strict package \
-    versions zoo corpus faults fuzz failures gpu regret soak docs picture
+    versions zoo corpus faults fuzz failures gpu regret soak references docs picture
 
 check: lint types test
 
@@ -68,7 +68,7 @@ package:
 versions:
 	PYTHON=$(PYTHON) VERSIONS="$(VERSIONS)" .ci/versions
 
-# Every architecture of tests/zoo, verified; writes docs/zoo.md.
+# Every architecture of tests/zoo, verified; writes benchmarks/zoo/README.md.
 zoo:
 	$(PYTHON) benchmarks/zoo/run.py
 
@@ -104,6 +104,10 @@ regret:
 # Does a long run grow in memory, open files or threads? MINUTES, by default 60.
 soak:
 	$(PYTHON) benchmarks/soak/run.py --minutes $(or $(MINUTES),60)
+
+# docs/cli.md and docs/errors.md, from the code.
+references:
+	$(PYTHON) docs/site/references.py
 
 # The picture of a report in the README, docs/images/report.png (Chromium).
 picture:

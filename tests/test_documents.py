@@ -111,11 +111,40 @@ def test_the_reference_of_commands_has_every_option(references: ModuleType) -> N
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for name, command in commands.items():
         section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        listed, _, as_for_plan = section.partition("- As for [plan](#plan): ")
         options = [each for each in command.params if each.name != "help"]
-        assert section.count("\n| ") == len(options) + 1
+        assert listed.count("\n- `") + as_for_plan.count("`") // 2 == len(options)
         for option in options:
-            assert all(f"`{each}`" in section for each in option.opts if each.startswith("-"))
+            names = [each for each in option.opts if each.startswith("--")]
+            assert all(f"`{each}`" in section for each in names)
     assert "`--global-batch` `INTEGER`" in page or "`--global-batch` `GLOBAL_BATCH`" in page
+
+
+def test_an_option_of_planning_is_listed_where_a_command_has_its_own_default(
+    references: ModuleType,
+) -> None:
+    sections = references.commands_page().split("\n## ")
+    (verify,) = (section for section in sections if section.startswith("verify\n"))
+    listed, referred = verify.split("- As for [plan](#plan): ")
+    assert "- `--global-batch`" in listed
+    assert "`--global-batch`" not in referred
+    assert "`--max-tp`" in referred
+
+
+def test_the_committed_references_are_what_the_code_generates(references: ModuleType) -> None:
+    """``make references`` writes them again."""
+    for name, page in references.COMMITTED.items():
+        text = (ROOT / "docs" / name).read_text()
+        assert text == page(), f"docs/{name} is older than the code: make references"
+        assert text.startswith("<!-- Generated")
+
+
+def test_the_reference_of_errors_has_messages_of_every_code(references: ModuleType) -> None:
+    errors = references.read_errors(ROOT)
+    assert all(messages for error in errors.values() for messages in error.messages)
+    assert errors["AP190"].class_name == "UsageError"
+    assert errors["AP802"].class_name == "HangError"
+    assert errors["AP504"].messages[0] == "… is not of type …"
 
 
 def test_the_reference_of_plans_has_every_field(references: ModuleType) -> None:
@@ -145,7 +174,7 @@ def test_every_document_is_in_the_site(references: ModuleType) -> None:
     nav = set(re.findall(r": ((?:docs|benchmarks)/\S+\.md)", (SITE / "mkdocs.yml").read_text()))
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")}
     assert own - nav == set()
-    made = {"docs/commands.md", "docs/plan_schema.md", "docs/devices.md"}
+    made = {"docs/plan_schema.md", "docs/devices.md"}
     assert {name for name in nav - made if not (ROOT / name).exists()} == set()
 
 
@@ -169,4 +198,4 @@ def test_the_site_builds_without_a_warning() -> None:
         [sys.executable, str(SITE / "build.py")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (ROOT / "build/site/html/docs/commands.html").exists()
+    assert (ROOT / "build/site/html/docs/cli.html").exists()

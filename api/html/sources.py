@@ -88,7 +88,7 @@ def source_rows(plan: Plan, missing: str) -> list[SourceRow]:
     error = own.profile.interpolation_error if own.profile is not None else 0.0
     rows = [
         SourceRow("times of ops and collectives", shares_text(own.sources, error) or "unknown",
-                  "shares of the step's time, docs/profiling.md"),
+                  "shares of the step's time, docs/costs.md"),
     ]  # fmt: skip
     if own.profile is not None:
         where = own.profile.driver or f"{own.profile.threads} thread(s)"
@@ -97,7 +97,7 @@ def source_rows(plan: Plan, missing: str) -> list[SourceRow]:
     unit = "tokens" if plan.model.seq else "samples"
     rows += [
         SourceRow("step", seconds_text(own.step_seconds),
-                  "the schedule simulated with each stage's seconds, docs/cost_model.md"),
+                  "the schedule simulated with each stage's seconds, docs/costs.md"),
         SourceRow(f"{unit} per second", count_text(own.tokens_per_second),
                   f"{unit} of the global batch, divided by the step"),
         SourceRow("MFU", percent_text(own.model_flops_utilization),

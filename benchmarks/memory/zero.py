@@ -1,10 +1,10 @@
 """What data parallelism holds and sends under each ZeRO stage, predicted and measured.
 
-``python benchmarks/memory/zero.py [--ranks 2 4] [--write docs/zero.md]`` (needs root and
-``iproute2``). A GPT is trained in bf16 under ZeRO 0 to 3 on gloo processes, each in a network
-namespace of its own. Counted are the bytes of parameters, gradients and optimizer states as the
-last backward of a step begins (``runtime.profile.memory_counter``), and the bytes that each rank's
-interface sends in a step, headers and acknowledgements included. Source of the formulas:
+``python benchmarks/memory/zero.py [--ranks 2 4] [--write benchmarks/memory/README.md]`` (needs
+root and ``iproute2``). A GPT is trained in bf16 under ZeRO 0 to 3 on gloo processes, each in a
+network namespace of its own. Counted are the bytes of parameters, gradients and optimizer states
+as the last backward of a step begins (``runtime.profile.memory_counter``), and the bytes that each
+rank's interface sends in a step, headers and acknowledgements included. Source of the formulas:
 Rajbhandari et al. 2020, "ZeRO", figure 1 and section 7.
 """
 

@@ -1,4 +1,4 @@
-"""The zoo: every architecture of ``tests/zoo`` verified, and ``docs/zoo.md`` written from it.
+"""The zoo: every architecture of ``tests/zoo`` verified, and ``README.md`` written from it.
 
 ``python benchmarks/zoo/run.py [NAME ...]``. Each runs in a process of its own (``one.py``) with a
 time limit, so one that crashes or hangs costs its own row and nothing else. What was found
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN = ROOT / "build" / "zoo.json"
-TABLE = ROOT / "docs" / "zoo.md"
+TABLE = Path(__file__).with_name("README.md")
 PLANS = ("dp=2", "tp=2", "pp=2", "own")
 LIMIT_SECONDS = 300.0
 

@@ -1,8 +1,8 @@
 """The documents as a site: ``python docs/site/build.py`` (``make docs``).
 
 In: the repository. Out: ``build/site/html``. Documents keep their places, so their links stay as
-they are; what they link to comes along. Three references are made of the code: ``commands.md`` of
-the command line, ``plan_schema.md`` of the dataclasses of a plan, ``devices.md`` of the presets.
+they are; what they link to comes along. Two references are made of the code beside those that are
+committed: ``plan_schema.md`` of the dataclasses of a plan, ``devices.md`` of the presets.
 """
 
 from __future__ import annotations
@@ -50,13 +50,12 @@ def linked(path: Path) -> Iterator[Path]:
 
 def collect(folder: Path) -> None:
     """Writes the sources of the site to an empty ``folder``."""
-    from references import commands_page, devices_page, plan_page
+    from references import devices_page, plan_page
 
     for own in documents():
         target = folder / own
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / own, target)
-    (folder / "docs/commands.md").write_text(commands_page())
     (folder / "docs/plan_schema.md").write_text(plan_page())
     (folder / "docs/devices.md").write_text(devices_page())
 

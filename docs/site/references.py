@@ -1,44 +1,105 @@
-"""References made of the code: the command line's options, plan files' fields, the presets."""
+"""References made of the code: commands, errors, plan files' fields, the presets.
+
+``python docs/site/references.py`` (``make references``) writes ``docs/cli.md`` and
+``docs/errors.md``, which are committed; the site has the others too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import re
+import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import typer.main
+from error_messages import read_errors
+
+ROOT = Path(__file__).resolve().parents[2]
+GENERATED = "<!-- Generated from the code by `make references`: do not edit. -->"
+"""The first line of the references that are committed."""
+
+MESSAGES_SHOWN = 2
+"""Messages of a code that the page of errors shows."""
+
+FEWEST_SHARED = 5
+"""A command that shares fewer options with ``plan`` lists them all."""
+
+ERRORS_INTRODUCTION = """\
+# Errors
+
+This page lists every error by its code. An error prints what happened, then `-->` where, `why:` \
+the cause and `fix:` what to try. Codes are stable. A command ends with the exit code of the \
+error's class; an error without a code ends it with 1 (`--traceback` shows where it came from), an \
+interrupt with 130.
+
+`…` stands for a value. Of a code with several messages the page shows two."""
+
+COMMANDS_INTRODUCTION = """\
+# Commands and options
+
+This page lists every option of every command, as `autoparallel COMMAND --help` does. Results go \
+to stdout, progress and errors to stderr. `--traceback` anywhere on the line shows the Python \
+traceback of an error; [errors.md](errors.md) has the exit codes."""
+
+
+def errors_page() -> str:
+    """Return the page of all error codes, by class, from the code that raises them."""
+    from autoparallel.planner import errors
+
+    raised = read_errors(ROOT)
+    sections = [GENERATED, ERRORS_INTRODUCTION]
+    for name, kind in vars(errors).items():
+        rows = [
+            f"| {code} | {_cell('; '.join(error.messages[:MESSAGES_SHOWN]))} |"
+            for code, error in raised.items()
+            if error.class_name == name
+        ]
+        if rows:
+            sections.append(f"## {name}: exit code {kind.exit_code}")
+            sections.append(inspect.cleandoc(kind.__doc__))
+            sections.append("\n".join(["| code | messages |", "|---|---|", *rows]))
+    return "\n\n".join(sections) + "\n"
 
 
 def commands_page() -> str:
-    """Every command with its arguments and options, from the typer app."""
+    """Return the page of every command with its arguments and options, from the typer app."""
     from autoparallel.__main__ import app
 
-    group = typer.main.get_command(app)
-    lines = [
-        "# All commands and options", "",
-        "This page lists every option of every command, as `autoparallel COMMAND --help` does. "
-        "[cli.md](cli.md) explains them.",
-    ]  # fmt: skip
-    for name, command in group.commands.items():  # type: ignore[attr-defined]
-        lines += ["", f"## {name}", "", inspect.cleandoc(command.help or ""), ""]
-        lines += ["| option | default | meaning |", "|---|---|---|"]
-        lines += [_option(parameter) for parameter in command.params if parameter.name != "help"]
-    return "\n".join(lines) + "\n"
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    options_of_plan = {_entry(each) for each in _options(commands["plan"])}
+    sections = [GENERATED, COMMANDS_INTRODUCTION]
+    for name, command in commands.items():
+        shared = [each for each in _options(command) if _entry(each) in options_of_plan]
+        if name == "plan" or len(shared) < FEWEST_SHARED:
+            shared = []
+        entries = [_entry(each) for each in command.params if each not in shared]
+        if shared:
+            names = ", ".join(f"`{each.opts[-1]}`" for each in shared)
+            entries.append(f"- As for [plan](#plan): {names}.")
+        sections += [f"## {name}", inspect.cleandoc(command.help or ""), "\n".join(entries)]
+    return "\n\n".join(sections) + "\n"
 
 
-def _option(parameter: Any) -> str:
+def _options(command: Any) -> list[Any]:
+    return [each for each in command.params if each.param_type_name == "option"]
+
+
+def _entry(parameter: Any) -> str:
+    """Return the line of an argument or option."""
     if parameter.param_type_name == "argument":
         name = f"`{parameter.metavar or parameter.name}`"
-        default = "required" if parameter.required else ""
+        default = ""
     else:
         names = ", ".join(f"`{each}`" for each in (*parameter.opts, *parameter.secondary_opts))
         metavar = "" if parameter.is_flag else f" `{parameter.metavar or parameter.name.upper()}`"
         name, default = names + metavar, _default(parameter)
-    return f"| {_cell(name)} | {_cell(default)} | {_cell(parameter.help or '')} |"
+    text = (parameter.help or "").replace("\n", " ")
+    return f"- {name}{f' ({default})' if default else ''}: {text}"
 
 
 def _default(parameter: Any) -> str:
@@ -86,7 +147,7 @@ def devices_page() -> str:
         "This page lists the presets of clusters and where each of their figures was read, as "
         "`autoparallel cluster 8xNAME` does. Peaks are dense, those of GeForce cards with "
         "float32 accumulation. Measure your own machine to replace them "
-        "([profiling.md](profiling.md)).",
+        "([costs.md](costs.md#measured-times)).",
     ]  # fmt: skip
     for name, preset in device_presets().items():
         lines += ["", f"## {name}", "", f"Usually {preset.host_size} on a host, joined by "
@@ -155,3 +216,18 @@ def type_text(hint: Any) -> str:
     if len(inner) == 2:
         return f"object: {type_text(inner[0])} to {type_text(inner[1])}"
     return f"list of {type_text(inner[0])}" if inner else getattr(hint, "__name__", str(hint))
+
+
+COMMITTED: dict[str, Callable[[], str]] = {"cli.md": commands_page, "errors.md": errors_page}
+"""The references that are committed, by their names in ``docs/``."""
+
+
+def main() -> int:
+    """Write the references that are committed."""
+    for name, page in COMMITTED.items():
+        (ROOT / "docs" / name).write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

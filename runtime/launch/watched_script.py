@@ -88,7 +88,7 @@ def _say_at_errors(worker: Worker, say: Callable[[Exception], None]) -> None:
     sys.excepthook = hook
 
 
-_PAGE = "docs/weights.md has these lines for averages, penalties, norms and other optimizers"
+_PAGE = "docs/scripts.md has these lines for averages, penalties, norms and other optimizers"
 _WHOLE = (
     "autoparallel.whole(tensor) gives the whole of it, on every rank; methods beside forward are "
     f"named to parallelize: methods=[...]; {_PAGE}"

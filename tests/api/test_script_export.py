@@ -329,8 +329,8 @@ def test_the_documents_excerpt_is_what_an_export_writes(tmp_path: Path) -> None:
     save_plan(make_plan(target, "cpu:2", asked), tmp_path / "plan.json")
     export_plan(tmp_path / "plan.json", tmp_path / "out", to="python")
     text = (tmp_path / "out" / "train.py").read_text()
-    document = Path("docs/python_script.md").read_text()
-    found = re.search(r"```text\n(.*?)```", document, re.DOTALL)
+    document = Path("docs/export.md").read_text()
+    found = re.search(r"```text\n(def layer.*?)```", document, re.DOTALL)
     assert found is not None
     parts = found[1].split("\n\n\n")
     assert len(parts) == 2

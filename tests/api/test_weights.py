@@ -1,4 +1,4 @@
-"""What a script does with the weights itself, by the lines of docs/weights.md."""
+"""What a script does with the weights itself, by the lines of docs/scripts.md."""
 
 from __future__ import annotations
 

@@ -19,16 +19,14 @@ SETUP: dict[str, tuple[str, ...]] = {
         *TWO_RANKS,
         "autoparallel plan model.py --cluster cpu:2 --parallel pp=2,microbatches=4 "
         "--global-batch 16 -o other_plan.json",
-    ),
-    "docs/failures.md": TWO_RANKS,
-    "docs/finetuning.md": (
         LLAMA,
         "yes 'It was a bright cold day in April.' | head -4000 > novel.txt",
     ),
+    "docs/failures.md": TWO_RANKS,
     "docs/launching.md": (
         NET, "autoparallel plan model.py --cluster 2x8xH100 --global-batch 64 -o plan.json"
     ),
-    "docs/parameter_servers.md": (NET,),
+    "docs/extensions.md": (NET,),
     "docs/training.md": (NET,),
 }  # fmt: skip
 
@@ -78,6 +76,17 @@ batch = {"x": torch.randn(256, 16), "y": torch.randn(256, 1)}
 data = batches = [batch] * 4
 """
 )
+_LLAMA = (
+    _TORCH
+    + """
+import transformers
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=4)
+model = transformers.LlamaForCausalLM(config)
+rows = torch.randint(64, (16, 8))
+"""
+)
 _MODEL = _NET + "model = autoparallel.parallelize(Net(), example_batch=batch)\n"
 
 PRELUDES: dict[tuple[str, str], str] = {
@@ -97,8 +106,8 @@ PRELUDES: dict[tuple[str, str], str] = {
         "first_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(first.optimizer, 1000)\n"
         "autoparallel.save('run1', first, step=1, scheduler=first_scheduler, data=loader)\n"
     ),
-    ("docs/data.md", "loader = DataLoader(dataset, batch_size=256, shuffle=True, "
-                     "num_workers=4)"): _TORCH + (
+    ("docs/training.md", "loader = DataLoader(dataset, batch_size=256, shuffle=True, "
+                         "num_workers=4)"): _TORCH + (
         "from torch.utils.data import DataLoader\n"
         "dataset = [(torch.randn(16), torch.randn(1)) for _ in range(512)]\n"
         "class Model(torch.nn.Linear):\n"
@@ -109,11 +118,12 @@ PRELUDES: dict[tuple[str, str], str] = {
         "    model, example_batch=[torch.empty(256, 16), torch.empty(256, 1)])\n"
         "loss_fn = lambda out, batch: torch.nn.functional.mse_loss(out, batch[1])\n"
     ),
-    ("docs/finetuning.md", "model = autoparallel.parallelize(Net(), example_batch=batch, "
-                           'weights="weights.pt")'): (
+    ("docs/checkpoints.md", "model = autoparallel.parallelize(Net(), example_batch=batch, "
+                            'weights="weights.pt")'): (
         _NET + 'torch.save(Net().state_dict(), "weights.pt")\n'
     ),
-    ("docs/finetuning.md", 'model = transformers.AutoModelForCausalLM.from_pretrained("tuned")'): (
+    ("docs/checkpoints.md",
+     'model = transformers.AutoModelForCausalLM.from_pretrained("tuned")'): (
         "import transformers\n"
     ),
     ("docs/reports.md", 'plan = autoparallel.plan("examples/gpt.py", cluster="8xH100", '
@@ -124,13 +134,22 @@ PRELUDES: dict[tuple[str, str], str] = {
         "rank, prompt = int(os.environ.get('RANK', 0)), x[:1]\n"
         "model = autoparallel.parallelize(GPT(config), example_batch=(x, y))\n"
     ),
-    ("docs/scripts.md", "model = autoparallel.parallelize(model, example_batch=batch)"): _TORCH + (
-        "import transformers\n"
-        "config = transformers.LlamaConfig(\n"
-        "    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,\n"
-        "    num_attention_heads=4, num_key_value_heads=4)\n"
-        "model = transformers.LlamaForCausalLM(config)\n"
-        "rows = torch.randint(64, (16, 8))\n"
+    ("docs/scripts.md", "discriminator = autoparallel.parallelize(discriminator, "
+                        "example_batch=(images,))"): _TORCH + (
+        "images, observations = torch.randn(8, 16), torch.randn(8, 16)\n"
+        "actions = torch.randint(4, (8,))\n"
+        "discriminator = torch.nn.Linear(16, 1)\n"
+        "class Agent(torch.nn.Linear):\n"
+        "    def act(self, observations, actions):\n"
+        "        return self(observations).log_softmax(1).gather(1, actions[:, None])\n"
+        "    def value(self, observations):\n"
+        "        return self(observations).mean(1)\n"
+        "agent = Agent(16, 4)\n"
+    ),
+    ("docs/scripts.md", "from autoparallel import whole"): _LLAMA + (
+        "batch = {'input_ids': rows[:8], 'labels': rows[:8]}\n"
+    ),
+    ("docs/scripts.md", "model = autoparallel.parallelize(model, example_batch=batch)"): _LLAMA + (
         "data = [{'input_ids': row, 'labels': row} for row in rows]\n"
         "resume = None\n"
         "batch = {'input_ids': rows[:8], 'labels': rows[:8],\n"

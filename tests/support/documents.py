@@ -168,13 +168,11 @@ NOT_RUN: dict[tuple[str, str], str] = {
         ("README.md", "pip install -c constraints.txt -e '.[dev]' && pytest -n 3"),
         ("README.md", "pip install -c constraints.txt -e . && autoparallel run examples/gpt.py "
                       "--steps 20"),
-        ("docs/solvers.md", "pip install 'torch-autoparallel[solvers]'"),
+        ("docs/planning.md", "pip install 'torch-autoparallel[solvers]'"),
     ], INSTALLS),
     **dict.fromkeys([
         ("CONTRIBUTING.md", "make check"),
         ("CONTRIBUTING.md", "python benchmarks/gpu/run.py --device cpu --small"),
-        ("docs/practice.md", "python benchmarks/planning/practice.py --time-limit 15 "
-                             "--write docs/practice.md"),
         ("README.md", "autoparallel profile examples/gpt.py --cluster local"),
     ], LONG),
     **dict.fromkeys([
