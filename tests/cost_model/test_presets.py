@@ -7,6 +7,8 @@ and its rates with structured sparsity. None of these is in the presets, which m
 from __future__ import annotations
 
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,7 @@ from autoparallel.cost_model.cluster.presets import (
     link_presets,
 )
 
+ROOT = Path(__file__).parents[2]
 CARDS = [name for name in device_presets() if name != "cpu"]
 SPECS = (
     "memory_bytes", "memory_bytes_per_second", "peak_flops", "num_units",
@@ -48,6 +51,11 @@ def test_no_figure_is_from_memory(name: str) -> None:
         assert (NOT_CHECKED in source) == ((name, field) in UNCHECKED), (name, field)
         assert "recalled" not in source, (name, field)
     assert all("recalled" not in link.source for link in link_presets().values())
+
+
+def test_the_files_of_presets_are_packaged() -> None:
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert packaged["package-data"]["autoparallel.cost_model.cluster"] == ["*.toml"]
 
 
 def test_a_source_has_its_date() -> None:
