@@ -265,8 +265,7 @@ class KindTables:
 
     @cached_property
     def ends(self) -> tuple[End, ...]:
-        """Return the decisions that other blocks see, and classes of choices equal to those
-        blocks."""
+        """Return the decisions that other blocks see, with classes of choices equal to these."""
         seen: dict[int, list[tuple[object, ...]]] = {}
         made, wanted = self.model.structure.ends(self.kind)
         tables = self.tables

@@ -4,10 +4,9 @@ In: pins, the graph, its blocks. Out: blocks with different kinds for different 
 of a kind its pinned placements by mesh axis; the pins that a plan breaks.
 
 A path names a parameter, a module (for its result) or an op of the captured program. ``*`` stands
-for anything within one part of a path, ``**`` for any parts. A parameter is pinned in its held
-layout, a value in its producer's layout. ``R`` requires the whole on every rank, with any gradient
-(``R`` or ``I``); values are whole on axes that a mesh lacks, so ``S`` requires a mesh with that
-axis.
+for anything in one part, ``**`` for any parts. A parameter is pinned in its held layout, a value in
+its producer's layout. ``R`` requires the whole on every rank, with any gradient (``R`` or ``I``);
+values are whole on axes that a mesh lacks, so ``S`` requires a mesh with that axis.
 
 A choice that breaks a pin, where no other choice is left, costs ``PENALTY_SECONDS`` more, so the
 solvers need not know pins: they only break a pin that no plan keeps.
