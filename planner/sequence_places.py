@@ -39,7 +39,7 @@ class SeqDim:
 
     It has ``outer`` blocks of them, and ``inner`` entries for each: merged dimensions.
 
-    >>> Place(1, first=0, count=8).rows(4, 8), Place(1, first=1, count=7).rows(4, 8)
+    >>> SeqDim(1, first=0, count=8).rows(4, 8), SeqDim(1, first=1, count=7).rows(4, 8)
     ((4, 8), (3, 7))
     """
 

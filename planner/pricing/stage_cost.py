@@ -191,7 +191,7 @@ def _shares(values: Floats) -> tuple[float, ...]:
 def combine_bytes(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[str, N]:
     """Combine the bytes by category of a rank's stages; categories in ``once`` count once.
 
-    >>> together(({"parameters": 3, "transient": 2}, {"parameters": 1, "transient": 4}),
+    >>> combine_bytes(({"parameters": 3, "transient": 2}, {"parameters": 1, "transient": 4}),
     ...          once=("transient",))
     {'parameters': 4, 'transient': 4}
     """
