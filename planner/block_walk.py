@@ -196,8 +196,7 @@ class _BlockWalk:
         return _total(part for part in parts if part not in selected), _total(late)
 
     def _meet(self) -> None:
-        """End a block, or each half, when device and host are both done with it; see
-        ``StageCost``."""
+        """End a block, or each half, when device and host are done with it; see ``StageCost``."""
         own, (computed, issued) = self.seconds, self.late if self.setting.splits else (0.0, 0.0)
         first = max(own.backward_compute - computed, own.backward_issue - issued)
         self.seconds = own._replace(

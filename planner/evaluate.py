@@ -90,8 +90,7 @@ class Staged:
         return max(totals.values())
 
     def peak_bytes(self, activation_bytes: Sequence[int] = ()) -> int:
-        """Return a device's peak bytes; ``activation_bytes`` applies to ranks with replicas of
-        stages."""
+        """Return a device's peak bytes; ``activation_bytes`` applies to ranks with replicas."""
         return round(max(_rank_bytes(self.plan, self.costs, activation_bytes)))
 
     def evaluation(self) -> Evaluation:
@@ -223,8 +222,8 @@ def walked_stages(
 def held_micro_batches(
     graph: Graph, blocks: Blocks, plan: Plan, *, rules: Rules = default_rules
 ) -> Sequence[HalfPairs]:
-    """Return the micro-batches that each stage holds at once, by the part of their backward still
-    to run."""
+    """Return the micro-batches that each stage holds at once, by remaining part of their
+    backward."""
     walked = walked_none(at_microbatch(graph, plan), blocks, rules)
     return _held(plan, _edges(walked, plan))
 
@@ -263,8 +262,8 @@ def _walks(
 
 
 def _held(plan: Plan, edges: WeightedEdges | None) -> Sequence[HalfPairs]:
-    """Return the micro-batches that each stage holds at once, by the part of their backward still
-    to run."""
+    """Return the micro-batches that each stage holds at once, by remaining part of their
+    backward."""
     number = len(plan.stages)
     if plan.num_chunks > 1:
         return stage_half_pairs(plan.schedule, number, plan.num_microbatches, plan.num_chunks)

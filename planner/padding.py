@@ -22,7 +22,7 @@ from .graph import Graph, Node, Ref
 from .positions import position_dims
 from .rules import axis_strategies
 from .rules.case import argument
-from .sequence_places import CLASS_LOSSES, MEAN, SequenceDims, find_places
+from .sequence_places import CLASS_LOSSES, MEAN, SeqDims, find_places
 
 _IGNORED = -100
 """Default target that class losses ignore."""
@@ -68,7 +68,7 @@ def find_padding(graph: Graph) -> tuple[int, Mapping[str, Padding]]:
     return places.length, found
 
 
-def _targets(graph: Graph, places: SequenceDims) -> list[tuple[str, int]]:
+def _targets(graph: Graph, places: SeqDims) -> list[tuple[str, int]]:
     """Return the inputs that hold the losses' targets, each with its ignored target."""
     found = []
     for name in sorted(places.sums):
@@ -84,7 +84,7 @@ def _targets(graph: Graph, places: SequenceDims) -> list[tuple[str, int]]:
     return found
 
 
-def _source(graph: Graph, places: SequenceDims, loss: Node, ignored: int) -> str:
+def _source(graph: Graph, places: SeqDims, loss: Node, ignored: int) -> str:
     """The input that holds the targets of ``loss``, at the positions of its scores or later."""
     scores = places.places[loss.inputs[0]]
     at, first = loss.inputs[1], 0

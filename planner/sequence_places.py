@@ -34,12 +34,12 @@ _NONE, MEAN = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceDim:
+class SeqDim:
     """Dimension ``dim`` counts ``count`` positions from ``first`` on.
 
     It has ``outer`` blocks of them, and ``inner`` entries for each: merged dimensions.
 
-    >>> Place(1, first=0, count=8).rows(4, 8), Place(1, first=1, count=7).rows(4, 8)
+    >>> SeqDim(1, first=0, count=8).rows(4, 8), SeqDim(1, first=1, count=7).rows(4, 8)
     ((4, 8), (3, 7))
     """
 
@@ -62,7 +62,7 @@ class SequenceDim:
 
 
 @dataclass(slots=True)
-class SequenceDims:
+class SeqDims:
     """Result of ``find_places``. ``length`` is the number of positions.
 
     ``places`` has the values that are computed slice by slice; ``cut`` the inputs, by node and
@@ -72,17 +72,17 @@ class SequenceDims:
     """
 
     length: int = 0
-    places: dict[Ref, SequenceDim] = field(default_factory=dict)
-    cut: dict[tuple[str, int], SequenceDim] = field(default_factory=dict)
+    places: dict[Ref, SeqDim] = field(default_factory=dict)
+    cut: dict[tuple[str, int], SeqDim] = field(default_factory=dict)
     sums: set[str] = field(default_factory=set)
-    means: dict[str, SequenceDim] = field(default_factory=dict)
+    means: dict[str, SeqDim] = field(default_factory=dict)
     attention: list[str] = field(default_factory=list)
     written: dict[str, WrittenAttention] = field(default_factory=dict)
 
 
-def find_places(graph: Graph) -> SequenceDims:
+def find_places(graph: Graph) -> SeqDims:
     """Find the positions in a graph. Raises PlanError AP548 if slices would change the result."""
-    found = SequenceDims()
+    found = SeqDims()
     if graph.updates:
         raise _mixes(graph[next(iter(graph.updates.values())).name], "it changes a buffer")
     for each in find_written(graph):
@@ -96,7 +96,7 @@ def find_places(graph: Graph) -> SequenceDims:
     return found
 
 
-def _follow(found: SequenceDims, graph: Graph, node: Node, dims: Dims) -> None:
+def _follow(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> None:
     """Add the outputs of a node to ``found``."""
     refs = node.inputs
     places = {i: found.places[ref] for i, ref in enumerate(refs) if ref in found.places}
@@ -129,15 +129,13 @@ def _follow(found: SequenceDims, graph: Graph, node: Node, dims: Dims) -> None:
         _follow_strategy(found, graph, node, places)
 
 
-def _is_alone(graph: Graph, node: Node, places: Mapping[int, SequenceDim]) -> bool:
+def _is_alone(graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> bool:
     """Return whether a concatenation has one non-empty input: the others are an unused cache."""
     empty = sum(graph.spec(ref).numel == 0 for ref in node.inputs)
     return len(places) == 1 and empty == len(node.inputs) - 1
 
 
-def _entry(
-    found: SequenceDims, graph: Graph, node: Node, dims: Dims
-) -> tuple[int, SequenceDim] | None:
+def _entry(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> tuple[int, SeqDim] | None:
     """Return the input of an op by which positions enter the trained part; None if none does."""
     if not any(spec.requires_grad for spec in node.outputs):
         return None
@@ -153,13 +151,11 @@ def _entry(
         if found.length not in (0, size):
             raise _mixes(node, f"it has {size} positions, others {found.length}")
         found.length = size
-        return index, SequenceDim(dim, count=size)
+        return index, SeqDim(dim, count=size)
     return None
 
 
-def _follow_sum(
-    found: SequenceDims, graph: Graph, node: Node, places: Mapping[int, SequenceDim]
-) -> None:
+def _follow_sum(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
     """Follow an op on sums over positions: it must be linear, so that its results add up, too."""
     for strategy in () if places else axis_strategies(node, graph, 1):
         held = zip(node.inputs, strategy.inputs, strict=True)
@@ -170,7 +166,7 @@ def _follow_sum(
     raise _mixes(node, "it is not linear in a sum over positions")
 
 
-def _follow_attention(found: SequenceDims, node: Node, places: Mapping[int, SequenceDim]) -> None:
+def _follow_attention(found: SeqDims, node: Node, places: Mapping[int, SeqDim]) -> None:
     if argument(node, 3, "attn_mask", None) is not None or not argument(
         node, 5, "is_causal", False
     ):
@@ -178,37 +174,33 @@ def _follow_attention(found: SequenceDims, node: Node, places: Mapping[int, Sequ
     if argument(node, 4, "dropout_p", 0.0):
         raise _mixes(node, "its random numbers are not counted")
     dim = len(node.spec.shape) - 2
-    whole = SequenceDim(dim, count=found.length)
+    whole = SeqDim(dim, count=found.length)
     if any(places.get(index) != whole for index in range(3)):
         raise _mixes(node, "its queries, keys and values are not along the same positions")
     found.attention.append(node.name)
     found.places[Ref(node.name)] = whole
 
 
-def _follow_written(
-    found: SequenceDims, graph: Graph, node: Node, places: Mapping[int, SequenceDim]
-) -> None:
+def _follow_written(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
     """Follow written-out attention: rows are positions, columns the positions they look at."""
     written = found.written[node.name]
     rows = len(node.spec.shape) - 2
-    whole = SequenceDim(rows, count=found.length)
+    whole = SeqDim(rows, count=found.length)
     if node.name == written.masked:
         mask = graph.spec(node.inputs[1]).shape
         wanted, given = {0: whole}, {i: p for i, p in places.items() if i == 0}
         if 1 in places or mask != (found.length, found.length):
             raise _mixes(node, "its mask is not of all pairs of positions")
-        found.cut[node.name, 1] = SequenceDim(0, count=found.length)
+        found.cut[node.name, 1] = SeqDim(0, count=found.length)
     else:
         columns = rows + (node.name == written.scores)
-        wanted, given = {0: whole, 1: SequenceDim(columns, count=found.length)}, dict(places)
+        wanted, given = {0: whole, 1: SeqDim(columns, count=found.length)}, dict(places)
     if given != wanted:
         raise _mixes(node, "its queries, keys and values are not along the same positions")
     found.places[Ref(node.name)] = whole
 
 
-def _follow_counted(
-    found: SequenceDims, graph: Graph, node: Node, places: Mapping[int, SequenceDim]
-) -> None:
+def _follow_counted(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
     """Follow a random op: a slice draws a box of the whole numbers, so positions don't merge."""
     _follow_strategy(found, graph, node, places)
     place = found.places[Ref(node.name)]
@@ -216,7 +208,7 @@ def _follow_counted(
         raise _mixes(node, "its random numbers are of rows and positions in one dimension")
 
 
-def _viewed(graph: Graph, node: Node, place: SequenceDim) -> SequenceDim:
+def _viewed(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
     """Return the place in a view, which keeps the order in memory around each position.
 
     Raises AP548 if the new dimensions cut through positions.
@@ -233,7 +225,7 @@ def _viewed(graph: Graph, node: Node, place: SequenceDim) -> SequenceDim:
     raise _mixes(node, "its dimensions cut through positions")
 
 
-def _sliced(graph: Graph, node: Node, place: SequenceDim) -> SequenceDim:
+def _sliced(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
     """Return the place in a slice of consecutive positions."""
     if (place.outer, place.inner) != (1, 1) or argument(node, 4, "step", 1) != 1:
         raise _mixes(node, "it takes positions that are not consecutive")
@@ -243,9 +235,7 @@ def _sliced(graph: Graph, node: Node, place: SequenceDim) -> SequenceDim:
     return replace(place, first=place.first + start, count=node.spec.shape[place.dim])
 
 
-def _follow_loss(
-    found: SequenceDims, graph: Graph, node: Node, places: Mapping[int, SequenceDim]
-) -> None:
+def _follow_loss(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
     """Follow a loss: a sum over rows; a mean divides by all rows (``Graph.accumulation``)."""
     classes = min(1, len(graph.spec(node.inputs[0]).shape) - 1)
     place = places.get(0)
@@ -261,7 +251,7 @@ def _follow_loss(
 
 
 def _follow_strategy(
-    found: SequenceDims, graph: Graph, node: Node, places: Mapping[int, SequenceDim]
+    found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]
 ) -> None:
     for strategy in axis_strategies(node, graph, 1):
         if _fits(strategy, places):
@@ -282,9 +272,8 @@ def _follow_strategy(
         found.places[Ref(node.name, index)] = own
 
 
-def _fits(strategy: AxisStrategy, places: Mapping[int, SequenceDim]) -> bool:
-    """Return whether a strategy, without communication, splits only these values along
-    positions."""
+def _fits(strategy: AxisStrategy, places: Mapping[int, SeqDim]) -> bool:
+    """Return whether a strategy, without communication, splits just these values' positions."""
     outputs = strategy.outputs
     return (
         not strategy.collectives
@@ -294,7 +283,7 @@ def _fits(strategy: AxisStrategy, places: Mapping[int, SequenceDim]) -> bool:
     )
 
 
-def _add_sum(found: SequenceDims, node: Node, place: SequenceDim) -> None:
+def _add_sum(found: SeqDims, node: Node, place: SeqDim) -> None:
     packet = node.op.rpartition(".")[0]
     if packet == "aten.mean":
         found.means[node.name] = place
@@ -303,7 +292,7 @@ def _add_sum(found: SequenceDims, node: Node, place: SequenceDim) -> None:
     found.sums.add(node.name)
 
 
-def _bring(found: SequenceDims, graph: Graph, node: Node, index: int, wanted: SequenceDim) -> None:
+def _bring(found: SeqDims, graph: Graph, node: Node, index: int, wanted: SeqDim) -> None:
     """Bring an input to the wanted positions; a whole input is cut."""
     ref = node.inputs[index]
     if found.places.get(ref, wanted) != wanted:

@@ -1,8 +1,7 @@
 """Unequal shares of the batch: every rank of an axis "dp" takes rows by its own speed.
 
-In: the rows of a micro-batch on each coordinate of mesh axis 0 (``StagePlan.shares``), or their
-seconds. Out: a coordinate's rows, whether a stage allows unequal shares, its cost, and the best
-shares.
+In: the rows of a micro-batch on each coordinate of mesh axis 0 (``StagePlan.shares``), or seconds.
+Out: a coordinate's rows, whether a stage allows unequal shares, its cost, and the best shares.
 
 Coordinate r of n runs the graph of a batch of ``rows_r · n`` rows that is split evenly: so all its
 shapes are those of an even split. Averages over the batch are then weighted by ``rows_r · n /

@@ -18,7 +18,7 @@ from autoparallel.planner.errors import AutoparallelError, UsageError
 from autoparallel.planner.inter_op.submesh import meshes, restriction
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan, Recompute, StagePlan
-from autoparallel.planner.requests.pins import paths, similar_paths
+from autoparallel.planner.requests.pins import paths, suggest
 from autoparallel.planner.requests.request import SCHEDULES, Forced, divisors
 from autoparallel.planner.summary import mesh_text, schedule_text
 
@@ -62,7 +62,7 @@ class _Explainer:
         raise UsageError(
             "AP357", f"the plan has no tensor, op, block or stage named {name!r}",
             fix=self._stages_text() if word.startswith("stage") else ""
-            or similar_paths(word, [*known, *blocks, *WORDS], is_pattern=False)
+            or suggest(word, [*known, *blocks, *WORDS], is_pattern=False)
             or f"a parameter, an op, a module, a block ({blocks[0]}), stage 0, or "
             + ", ".join(WORDS),
         )  # fmt: skip

@@ -24,7 +24,7 @@ from autoparallel.planner.layout import (
     shard,
 )
 from autoparallel.planner.pricing.choices import Restriction, held_layouts, node_strategies
-from autoparallel.planner.requests.pins import Pin, paths, similar_paths
+from autoparallel.planner.requests.pins import Pin, paths, suggest
 from autoparallel.planner.summary import mesh_text
 
 
@@ -41,7 +41,7 @@ def explained_tensor(model: PlanModel, path: str, name: str) -> Explanation:
     if own is None:
         raise UsageError(
             "AP357", f"{path} has no layout of its own in the plan", where=f"stage {index}",
-            fix=similar_paths(path, paths(graph), is_pattern=False),
+            fix=suggest(path, paths(graph), is_pattern=False),
         )  # fmt: skip
     limited, prices = model.restriction(index), model.prices(stage)
     if node.kind == "parameter":

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardHalves:
+class SplitOp:
     """An op with weights, and the halves of its backward.
 
     ``data`` and ``weights`` are positions among its arguments; ``rest`` below are all the
@@ -129,17 +129,15 @@ def _convolution_data(
     return _convolution(gradient, data, weight, rest, bias_shape=None, mask=mask)[0]
 
 
-_CONVOLUTION = BackwardHalves(0, (1, 2), _convolution_data, _convolution_weights)
+_CONVOLUTION = SplitOp(0, (1, 2), _convolution_data, _convolution_weights)
 
-HALVES: dict[Any, BackwardHalves] = {
-    aten.linear.default: BackwardHalves(0, (1, 2), lambda g, w, x, rest: g @ w, _linear_weights),
-    eight_bit_linear: BackwardHalves(0, (1, 2), of_data, of_weights),
-    aten.mm.default: BackwardHalves(0, (1,), lambda g, w, x, rest: g @ w.t(), _matmul_weights),
-    aten.bmm.default: BackwardHalves(
-        0, (1,), lambda g, w, x, rest: g @ w.transpose(1, 2), _bmm_weights
-    ),
-    aten.addmm.default: BackwardHalves(1, (2, 0), lambda g, w, x, rest: g @ w.t(), _addmm_weights),
-    aten.embedding.default: BackwardHalves(1, (0,), None, _embedding_weights),
+HALVES: dict[Any, SplitOp] = {
+    aten.linear.default: SplitOp(0, (1, 2), lambda g, w, x, rest: g @ w, _linear_weights),
+    eight_bit_linear: SplitOp(0, (1, 2), of_data, of_weights),
+    aten.mm.default: SplitOp(0, (1,), lambda g, w, x, rest: g @ w.t(), _matmul_weights),
+    aten.bmm.default: SplitOp(0, (1,), lambda g, w, x, rest: g @ w.transpose(1, 2), _bmm_weights),
+    aten.addmm.default: SplitOp(1, (2, 0), lambda g, w, x, rest: g @ w.t(), _addmm_weights),
+    aten.embedding.default: SplitOp(1, (0,), None, _embedding_weights),
     aten.conv1d.default: _CONVOLUTION,
     aten.conv2d.default: _CONVOLUTION,
     aten.conv3d.default: _CONVOLUTION,
@@ -152,7 +150,7 @@ class _Deferred:
     """Tensors from which the gradients of an op's weights are computed."""
 
     block: int
-    halves: BackwardHalves
+    halves: SplitOp
     gradient: Tensor
     data: Tensor
     edges: tuple[GradientEdge | None, ...]
@@ -255,9 +253,7 @@ class _Putting(torch.autograd.Function):
 class _DeferredOp(nn.Module):
     """An op in a block's graph that defers its weight gradients."""
 
-    def __init__(
-        self, target: Any, halves: BackwardHalves, store: WeightGradients, block: int
-    ) -> None:
+    def __init__(self, target: Any, halves: SplitOp, store: WeightGradients, block: int) -> None:
         super().__init__()
         self.target, self.halves, self.store, self.block = target, halves, store, block
         self._anchor = torch.zeros((), requires_grad=True)
@@ -329,7 +325,7 @@ def _given(node: fx.Node, position: int) -> bool:
     return position < len(node.args) and node.args[position] is not None
 
 
-def _fits(node: fx.Node, halves: BackwardHalves, made_of: dict[fx.Node, frozenset[str]]) -> bool:
+def _fits(node: fx.Node, halves: SplitOp, made_of: dict[fx.Node, frozenset[str]]) -> bool:
     """Return whether the op's weights are parameters and its data is not."""
     weights = [node.args[p] for p in halves.weights if _given(node, p)]
     data = node.args[halves.data]

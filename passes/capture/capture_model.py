@@ -66,7 +66,7 @@ def capture(
 
     Raises ``CaptureError`` naming the user's line.
     """
-    way = _CaptureOptions(loss_fn, dtype, rules or {}, autocast)
+    way = _Options(loss_fn, dtype, rules or {}, autocast)
     few, every = (
         each if isinstance(each, Example | None) else Example.of(each) for each in (batch, all_rows)
     )
@@ -76,7 +76,7 @@ def capture(
 
 
 @dataclass(frozen=True, slots=True)
-class _CaptureOptions:
+class _Options:
     """The options of a capture; ``autocast`` runs the ops of its list in float32."""
 
     loss_fn: LossFn | None
@@ -85,9 +85,7 @@ class _CaptureOptions:
     autocast: bool
 
 
-def _captured(
-    model: nn.Module, batch: Example, all_rows: Example | None, way: _CaptureOptions
-) -> Program:
+def _captured(model: nn.Module, batch: Example, all_rows: Example | None, way: _Options) -> Program:
     """Return the program of ``batch`` with the numbers of ``all_rows``, or the program of
     ``all_rows`` alone."""
     try:
@@ -107,9 +105,7 @@ def _captured(
     return _program(model, *whole, way)
 
 
-def _program(
-    model: nn.Module, exported: Exported, lowered: Lowered, way: _CaptureOptions
-) -> Program:
+def _program(model: nn.Module, exported: Exported, lowered: Lowered, way: _Options) -> Program:
     """Build the program of a lowered model: its graph after all passes, cut into blocks."""
     graph, literals = lowered.graph, lowered.literals
     check(graph, "lower")
@@ -134,7 +130,7 @@ def _program(
     )
 
 
-def _lowered(model: nn.Module, batch: Example, way: _CaptureOptions) -> tuple[Exported, Lowered]:
+def _lowered(model: nn.Module, batch: Example, way: _Options) -> tuple[Exported, Lowered]:
     """Return the exported program and its graph; only a few of equal layers are exported if that
     gives the same."""
     tied = find_tied(model)

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
 from ..ops.torch_ops import is_view, mutated_argument, path_of, resolve
-from ..tracing.grad_regions import SharedArgument, inline_regions, shown_arguments
+from ..tracing.grad_regions import SharedArg, inline_regions, shown_arguments
 
 _HARMLESS = frozenset({"aten.detach_.default"})
 
@@ -43,16 +43,14 @@ def _join_same(exported: ExportedProgram) -> None:
         return
     memories = UnionFind(nodes)
     same: dict[fx.Node, fx.Node] = {}
-    of_lists: dict[fx.Node, list[SharedArgument]] = {}
+    of_lists: dict[fx.Node, list[SharedArg]] = {}
     for node in nodes:
         path = path_of(node.target) if isinstance(node.target, OpOverload) else ""
         if node.target is operator.getitem:
             made, index = node.args
-            shown = (
-                of_lists[made][index] if made in of_lists else SharedArgument(made, is_itself=False)
-            )
+            shown = of_lists[made][index] if made in of_lists else SharedArg(made, is_itself=False)
         elif path and node.all_input_nodes and (is_view(path) or mutated_argument(path)):
-            shown = SharedArgument(node.all_input_nodes[0], is_itself=False)
+            shown = SharedArg(node.all_input_nodes[0], is_itself=False)
         elif path and (found := shown_arguments(node)) is not None:
             if not isinstance(node.meta["val"], Tensor):
                 of_lists[node] = found

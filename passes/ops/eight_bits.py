@@ -108,7 +108,7 @@ def eight_bit_linear(data: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def of_data(gradient: Tensor, weight: Tensor, data: Tensor, rest: Sequence[Any]) -> Tensor:
-    """Return the gradient of ``eight_bit_linear``'s data; ``rest`` is not read (``Halves``)."""
+    """Return the gradient of ``eight_bit_linear``'s data; ``rest`` is not read (``SplitOp``)."""
     if not _fits(data, weight):
         return gradient @ weight
     eight_bits = _torchao(data)

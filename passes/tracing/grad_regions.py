@@ -85,7 +85,7 @@ class _Inlining:
         self._base: dict[fx.Node, fx.Node] = {}
         self._cut_views: set[fx.Node] = set()
         self._detached: set[fx.Node] = set()
-        self._shown: dict[fx.Node, list[SharedArgument]] = {}
+        self._shown: dict[fx.Node, list[SharedArg]] = {}
         self._has_gradient = {
             node
             for node in self._graph.nodes
@@ -166,7 +166,7 @@ class _Inlining:
             self._base[node] = self._base_of(written)
             self._has_gradient.add(self._base_of(written))
 
-    def _note_shown(self, node: fx.Node, shown: SharedArgument, *, is_enabled: bool) -> None:
+    def _note_shown(self, node: fx.Node, shown: SharedArg, *, is_enabled: bool) -> None:
         """Record a value's base; a view of a cut value is cut, too."""
         self._base[node] = self._base_of(shown.argument)
         if node.target is _DETACH or shown.argument in self._detached:
@@ -203,14 +203,14 @@ class _Inlining:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedArgument:
+class SharedArg:
     """The argument whose memory an op's output shares; ``is_itself`` if it is returned itself."""
 
     argument: fx.Node
     is_itself: bool
 
 
-def shown_arguments(node: fx.Node) -> list[SharedArgument] | None:
+def shown_arguments(node: fx.Node) -> list[SharedArg] | None:
     """Return the arguments whose memory the outputs of an op share; None if an output has its own.
 
     The op runs on fake tensors: whether ``x.reshape(...)`` copies and whether ``x.contiguous()``
@@ -229,7 +229,7 @@ def shown_arguments(node: fx.Node) -> list[SharedArgument] | None:
     if node.target is _CAST and isinstance(made, Tensor):
         source = node.all_input_nodes[0]
         is_itself = (made.dtype, made.stride()) == (fakes[source].dtype, fakes[source].stride())
-        return [SharedArgument(source, is_itself=True)] if is_itself else None
+        return [SharedArg(source, is_itself=True)] if is_itself else None
     found = [_shown_by(output, fakes) for output in outputs]
     return None if None in found else found  # type: ignore[return-value]
 
@@ -241,14 +241,14 @@ def _may_show(op: OpOverload) -> bool:
     return is_said or op is _CAST or op.has_kernel_for_dispatch_key(_COMPOSITE)
 
 
-def _shown_by(output: Any, fakes: Mapping[fx.Node, Tensor]) -> SharedArgument | None:
+def _shown_by(output: Any, fakes: Mapping[fx.Node, Tensor]) -> SharedArg | None:
     if not isinstance(output, Tensor):
         return None
     for node, fake in fakes.items():
         if output is fake:
-            return SharedArgument(node, is_itself=True)
+            return SharedArg(node, is_itself=True)
     storage = output.untyped_storage()._cdata
     for node, fake in fakes.items():
         if fake.untyped_storage()._cdata == storage:
-            return SharedArgument(node, is_itself=False)
+            return SharedArg(node, is_itself=False)
     return None

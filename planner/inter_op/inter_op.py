@@ -28,18 +28,14 @@ import numpy as np
 
 from .cuts import CostTiles, Cuts, Ints, Seconds
 from .cuts import Floats as Floats
-from .sweep import Combine, Move, Sweep, Tiling, max_cost, sum_cost, turnaround_seconds
+from .sweep import Combine, Move, Sweep, Tiling, max_cost, sum_cost, turnaround_cost
 
 HALVED = 1e-4
 """Relative width below which an interval of bounds is not halved but counted down step by step."""
 
 MOST_SWEEPS = 200
 
-COMBINES: Mapping[str, Combine] = {
-    "sum": sum_cost,
-    "largest": max_cost,
-    "turning": turnaround_seconds,
-}
+COMBINES: Mapping[str, Combine] = {"sum": sum_cost, "largest": max_cost, "turning": turnaround_cost}
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +192,7 @@ class PipelineSearch:
         return self._sweep("largest", self._limit).least(num_stages)
 
     def turning(self, num_stages: int) -> float:
-        """Return the least ``sweep.turnaround_seconds`` over all pipelines of so many stages."""
+        """Return the least ``sweep.turnaround_cost`` over all pipelines of so many stages."""
         return self._sweep("turning", self.cutoff).least(num_stages)
 
     def best_of(self, numbers: Iterable[int]) -> Pipeline | None:

@@ -298,7 +298,7 @@ def max_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
     return found
 
 
-def turnaround_seconds(stage: TileRows | TileBlock, after: Floats) -> Floats:
+def turnaround_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
     """Return the longest path through a pipeline that turns around at one stage.
 
     A stage cannot begin before the first micro-batch has passed all stages before it, and its last

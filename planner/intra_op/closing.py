@@ -55,7 +55,7 @@ def priced_rates(
 def round_price(price: float) -> float:
     """Round a price to the nearest half power of ten, so that runs at similar prices share tables.
 
-    >>> [round(rounded(price), 6) for price in (0.9, 0.4, 0.001)]
+    >>> [round(round_price(price), 6) for price in (0.9, 0.4, 0.001)]
     [1.0, 0.316228, 0.001]
     """
     return float(10 ** (round(2 * np.log10(price)) / 2))

@@ -262,8 +262,7 @@ def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
 def _places(
     own: tuple[int, ...], scope: tuple[int, ...]
 ) -> tuple[tuple[int, ...] | None, tuple[slice | None, ...]]:
-    """Return the permutation of axes over ``own`` into ``scope``'s order, and the index to add
-    axes."""
+    """Return the permutation of axes over ``own`` into ``scope``'s order, and an index for axes."""
     order = sorted(range(len(own)), key=lambda axis: scope.index(own[axis]))
     is_ordered = order == list(range(len(own)))
     axes = (*range(BATCH_AXES), *(BATCH_AXES + axis for axis in order))

@@ -162,8 +162,8 @@ def conversion_table(
     ``matrix[source class, use class]``; ``axes``: the variable of the source and of each use, and
     its values' classes. Distinct conversions count once; repeated variables share an axis.
 
-    >>> both = np.arange(2)
-    >>> lifted(np.array([[1.0, 4.0]]), ((0, np.array([0])), (1, both), (2, both)))[1].tolist()
+    >>> one, both = np.array([0]), np.arange(2)
+    >>> conversion_table(np.array([[1.0, 4.0]]), ((0, one), (1, both), (2, both)))[1].tolist()
     [[[1.0, 5.0], [5.0, 4.0]]]
     """
     scope = tuple(dict.fromkeys(variable for variable, _ in axes))
@@ -265,8 +265,7 @@ class KindTables:
 
     @cached_property
     def ends(self) -> tuple[End, ...]:
-        """Return the decisions that other blocks see, and classes of choices equal to those
-        blocks."""
+        """Return the decisions that other blocks see, with classes of choices equal to these."""
         seen: dict[int, list[tuple[object, ...]]] = {}
         made, wanted = self.model.structure.ends(self.kind)
         tables = self.tables

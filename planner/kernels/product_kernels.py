@@ -214,8 +214,7 @@ class _Block:
     def _find_feeders(self, inside: set[str]) -> frozenset[str]:
         """Return the ops that are computed in the kernels that read them.
 
-        No other op reads their values, and they write more bytes than they read, or read such an
-        op.
+        No other op reads their values, they write more than they read, or read such an op.
         """
         read_inside = set(inside)
         for name in reversed(self.names):

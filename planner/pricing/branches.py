@@ -73,7 +73,7 @@ class StagePlacement:
 def reduce_edges(pairs: Iterable[tuple[int, int]], num_stages: int) -> Edges | None:
     """Reduce pairs to the edges that imply all of them; None if these are a chain of all stages.
 
-    >>> reduced([(0, 1), (1, 2), (0, 2)], 3), reduced([(0, 2), (1, 2)], 3)
+    >>> reduce_edges([(0, 1), (1, 2), (0, 2)], 3), reduce_edges([(0, 2), (1, 2)], 3)
     (None, ((0, 2), (1, 2)))
     """
     found = set(pairs)
@@ -157,7 +157,7 @@ def find_sections(structure: Structure) -> tuple[Section, ...]:
 def parallel_sections(
     edges: Iterable[tuple[int, int]], weights: Sequence[int]
 ) -> tuple[Section, ...]:
-    """Find ``find_sections`` of blocks with these edges and weights.
+    """Find the sections of blocks with these edges and weights.
 
     >>> parallel_sections([(0, 1), (0, 2), (1, 3), (2, 3)], [1, 1, 1, 1])
     (Section(bounds=(1, 2, 3)),)

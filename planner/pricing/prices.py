@@ -238,8 +238,7 @@ class Prices(MeshPrices):
         return self._counted(Priced(own.imbalance * seconds, 0.0, "spec")).forward
 
     def transfer(self, spec: TensorSpec, layout: Layout, link: Link) -> tuple[float, float]:
-        """Return the seconds, forward and backward, of the part that a rank gets from another
-        stage."""
+        """Return the seconds, forward and backward, of the part a rank gets from another stage."""
         forward = self._message(self.local_bytes(spec, layout), link)
         return forward, forward if spec.requires_grad else 0.0
 

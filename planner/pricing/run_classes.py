@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..graph import Block, Blocks, Graph, Ref
-from ..requests.pins import similar_paths
+from ..requests.pins import suggest
 from .structure import Structure
 
 Floats = NDArray[np.float64]
@@ -184,7 +184,7 @@ def _leaf(structure: Structure, name: str, readers: Mapping[str, int]) -> object
 def sampled_lengths(series: Series, growth: float = 1.3) -> tuple[int, ...]:
     """The lengths of a series to price: all short lengths, then each ``growth`` times longer.
 
-    >>> samples(Series(tuple(range(100)), tuple(range(1, 101)), 2))
+    >>> sampled_lengths(Series(tuple(range(100)), tuple(range(1, 101)), 2))
     (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 35, 46, 60, 78, 100)
     """
     chosen: list[int] = []
@@ -201,7 +201,7 @@ def chord_bounds(lengths: Ints, known: Ints, seconds: Floats, regular: int) -> F
     between two known lengths is the shorter's (a run costs at least as much as a shorter run of its
     series).
 
-    >>> chords(np.arange(1, 6), np.array([1, 3, 5]), np.array([1.0, 3.0, 4.0]), 1).tolist()
+    >>> chord_bounds(np.arange(1, 6), np.array([1, 3, 5]), np.array([1.0, 3.0, 4.0]), 1).tolist()
     [1.0, 2.0, 3.0, 3.5, 4.0]
     """
     between = np.interp(lengths, known, seconds)
@@ -249,7 +249,7 @@ def _position(graph: Graph, blocks: Blocks, path: str) -> int:
             )  # fmt: skip
     raise UsageError(
         "AP181", f"--stage-at {path}: no such block or module",
-        fix=similar_paths(
+        fix=suggest(
             path, [*names, *(node.module for node in graph if node.module)], is_pattern=False
         )
         or f"the blocks are {', '.join(names[:8])}{' …' if names[8:] else ''}",

@@ -184,7 +184,7 @@ def group_blocks(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
     A run of three or more equal blocks becomes three entries: its first block, the blocks between,
     and its last block.
 
-    >>> entries, counts = grouped("abbbbcc")
+    >>> entries, counts = group_blocks("abbbbcc")
     >>> "".join(entries), counts.tolist()
     ('abbbcc', [1, 1, 2, 1, 1, 1])
     """

@@ -17,7 +17,7 @@ from typing import Any
 from ..graph import Block, Blocks, Graph, Node, Ref, TensorSpec, map_refs
 from ..layout import INVARIANT, Layout, NodeLayout, boundary_layout, shard
 from ..plan import Plan, StagePlan
-from ..sequence_places import COUNTED, SequenceDim, SequenceDims
+from ..sequence_places import COUNTED, SeqDim, SeqDims
 from ..written_attention import WrittenAttention
 
 Layouts = dict[str, NodeLayout]
@@ -45,7 +45,7 @@ class SequenceSlice:
 
 
 def sequence_slice(
-    graph: Graph, blocks: Blocks, plan: Plan, places: SequenceDims, bounds: tuple[int, int]
+    graph: Graph, blocks: Blocks, plan: Plan, places: SeqDims, bounds: tuple[int, int]
 ) -> SequenceSlice:
     """Build the slice of positions ``bounds``. ``graph`` is at the plan's micro-batch size."""
     stage_of = _stage_of_block(plan)
@@ -105,7 +105,7 @@ class _Work:
     """The slice's nodes so far, in all and by block."""
 
     graph: Graph
-    places: SequenceDims
+    places: SeqDims
     bounds: tuple[int, int]
     nodes: list[Node] = field(default_factory=list)
     members: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -207,9 +207,7 @@ class _Work:
         start[place.dim] = place.rows(*self.bounds)[0] * place.inner
         return replace(own, kwargs={**own.kwargs, "start": start})
 
-    def _cut(
-        self, node: Node, index: int, place: SequenceDim, block: int, stage: _StageLayouts
-    ) -> Ref:
+    def _cut(self, node: Node, index: int, place: SeqDim, block: int, stage: _StageLayouts) -> Ref:
         """Return the slice's part of a whole input."""
         ref, wanted = node.inputs[index], stage.of(node.name)
         assert wanted is not None
@@ -225,7 +223,7 @@ class _Work:
         return self._cut_merged(node, name, (ref, place, layout), block, stage)
 
     def _cut_merged(
-        self, node: Node, name: str, what: tuple[Ref, SequenceDim, Layout], block: int,
+        self, node: Node, name: str, what: tuple[Ref, SeqDim, Layout], block: int,
         stage: _StageLayouts,
     ) -> Ref:  # fmt: skip
         """Cut as ``_cut``, along positions within a merged dimension, which is unmerged for it."""

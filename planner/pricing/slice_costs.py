@@ -16,7 +16,7 @@ from ..graph import Blocks, Graph, Node
 from ..layout import divides
 from ..plan import Plan
 from ..schedules.sliced import slice_lengths
-from ..sequence_places import ATTENTION, SequenceDims, find_places
+from ..sequence_places import ATTENTION, SeqDims, find_places
 from .sequence_slices import SequenceSlice, sequence_slice, slice_bounds
 from .stage_cost import StageCost
 
@@ -108,12 +108,7 @@ def best_lengths(graph: Graph, blocks: Blocks, plan: Plan, price: Price) -> tupl
 
 
 def _costs(
-    graph: Graph,
-    blocks: Blocks,
-    plan: Plan,
-    places: SequenceDims,
-    bounds: tuple[int, int],
-    price: Price,
+    graph: Graph, blocks: Blocks, plan: Plan, places: SeqDims, bounds: tuple[int, int], price: Price
 ) -> Sequence[StageCost]:
     part = sequence_slice(graph, blocks, plan, places, bounds)
     axis = undivided_axis(part)

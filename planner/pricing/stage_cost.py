@@ -191,7 +191,7 @@ def _shares(values: Floats) -> tuple[float, ...]:
 def combine_bytes(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[str, N]:
     """Combine the bytes by category of a rank's stages; categories in ``once`` count once.
 
-    >>> together(({"parameters": 3, "transient": 2}, {"parameters": 1, "transient": 4}),
+    >>> combine_bytes(({"parameters": 3, "transient": 2}, {"parameters": 1, "transient": 4}),
     ...          once=("transient",))
     {'parameters': 4, 'transient': 4}
     """
@@ -308,8 +308,7 @@ class StageTable:
         return int(self.model.source(edge).of_choice[self._choice(maker)])
 
     def _conversion(self, edge: Edge) -> tuple[float, float]:
-        """Return the seconds, forward and backward, to convert a value to all layouts of a
-        block."""
+        """Return the seconds, forward and backward, to convert a value to all a block's layouts."""
         forward, backward = self.model.conversions(edge)
         source = self._source_class(edge)
         _, columns = self.model.targets(edge)
@@ -383,8 +382,7 @@ class StageTable:
         )
 
     def _transient_bytes(self, listed: Policies, costs: RecomputeCosts) -> Floats:
-        """Return by ZeRO stage and policy the largest op, plus gathered weights or recomputed
-        block."""
+        """Return by ZeRO stage and policy the largest op, with gathered weights or one block."""
         largest = listed.largest(costs.transient_bytes)
         transient: Floats = self._working_bytes + np.maximum(self._gathered[:, None], largest)
         return transient

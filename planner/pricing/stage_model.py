@@ -182,9 +182,7 @@ class StageModel:
                     uses.setdefault(ref, []).append(Use(kind, name, position))
         return tuple(Edge("block", ref.name, ref.index, tuple(u)) for ref, u in uses.items())
 
-    def _holder(
-        self, kind: str, decisions: Sequence[Decision]
-    ) -> Callable[[int, int], SavedTensors]:
+    def _holder(self, kind: str, decisions: Sequence[Decision]) -> Callable[..., SavedTensors]:
         """Return the function ``KindModel.held``, with cached results."""
         graph, prices = self.structure.graph, self.prices
         again = replay(self.structure.blocks.kinds[kind], graph, prices)

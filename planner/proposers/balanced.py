@@ -86,7 +86,7 @@ def rebalance(
     """Move blocks between the runs of ``starts`` until the ranks, with the runs ``parts`` each, are
     about equally heavy. Ties go to the most equal runs.
 
-    >>> evened([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0], (0, 2, 4, 6), ((0, 3), (1, 2)))
+    >>> rebalance([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0], (0, 2, 4, 6), ((0, 3), (1, 2)))
     (0, 3, 4, 6)
     """
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])

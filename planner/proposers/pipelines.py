@@ -33,8 +33,7 @@ SOON = 800
 class Explored:
     """Result of the search of some micro-batch sizes: proposals with their steps, fastest first.
 
-    ``steps`` were simulated. ``is_open``: further plans may fit; ``excess_bytes`` of plans that do
-    not.
+    ``steps`` were simulated. ``is_open``: further plans may fit; ``excess_bytes`` of others.
     """
 
     proposals: tuple[tuple[float, PipelineProposal], ...]

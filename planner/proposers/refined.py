@@ -37,7 +37,8 @@ def refined_layouts(context: SearchContext, pool: CandidatePool) -> Iterator[Can
 
 
 def free_axes(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the pool's fastest pipelines, and single stages, with axes left to the solver.
+    """Yield the pool's fastest pipelines, and single stages, with the axes of their meshes left to
+    the solver.
 
     A single stage may fit only with free axes. Only the fastest is tried after much work, and if
     prices are to be measured: each mesh has ops of its own.

@@ -4,10 +4,9 @@ In: pins, the graph, its blocks. Out: blocks with different kinds for different 
 of a kind its pinned placements by mesh axis; the pins that a plan breaks.
 
 A path names a parameter, a module (for its result) or an op of the captured program. ``*`` stands
-for anything within one part of a path, ``**`` for any parts. A parameter is pinned in its held
-layout, a value in its producer's layout. ``R`` requires the whole on every rank, with any gradient
-(``R`` or ``I``); values are whole on axes that a mesh lacks, so ``S`` requires a mesh with that
-axis.
+for anything in one part, ``**`` for any parts. A parameter is pinned in its held layout, a value in
+its producer's layout. ``R`` requires the whole on every rank, with any gradient (``R`` or ``I``);
+values are whole on axes that a mesh lacks, so ``S`` requires a mesh with that axis.
 
 A choice that breaks a pin, where no other choice is left, costs ``PENALTY_SECONDS`` more, so the
 solvers need not know pins: they only break a pin that no plan keeps.
@@ -131,18 +130,18 @@ def _unknown(pin: Pin, known: Iterable[str]) -> UsageError:
     return UsageError(
         "AP181",
         f"--pin {pin}: no parameter, module or op is named {pin.pattern!r}",
-        fix=similar_paths(pin.pattern, known),
+        fix=suggest(pin.pattern, known),
     )
 
 
-def similar_paths(text: str, known: Iterable[str], *, is_pattern: bool = True) -> str:
+def suggest(text: str, known: Iterable[str], *, is_pattern: bool = True) -> str:
     """Format a sentence with the few known paths that are most similar to ``text``.
 
     Numbers in a path count as ``*``, so a single one of many equal layers is named: with ``*`` for
     its number for patterns, else the layer that is most similar to ``text``.
 
     >>> known = ["layers.0.up.weight", "layers.1.up.weight", "head"]
-    >>> nearest("layers.*.up.wieght", known), nearest("layers.1.up.wieght", known, is_pattern=False)
+    >>> suggest("layers.*.up.wieght", known), suggest("layers.1.up.wieght", known, is_pattern=False)
     ('similar names: layers.*.up.weight', 'similar names: layers.1.up.weight')
     """
     general: dict[str, list[str]] = {}

@@ -1,8 +1,7 @@
 """Tensors and bytes that autograd keeps of each op for its backward.
 
-In: a node. Out: the tensors among its inputs and outputs that its backward reads, and the bytes
-kept besides (statistics, masks, log-probabilities). Source: PyTorch's
-tools/autograd/derivatives.yaml.
+In: a node. Out: the tensors among its inputs and outputs that its backward reads, and other bytes
+kept (statistics, masks, log-probabilities). Source: PyTorch's tools/autograd/derivatives.yaml.
 """
 
 from __future__ import annotations

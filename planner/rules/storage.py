@@ -1,10 +1,9 @@
 """Tensors that share memory: the views of each storage.
 
-In: a graph. Out: for each output the output that owns its memory. Strides are followed through the
-views, which decides whether a ``contiguous`` or ``reshape`` copies, and whether a product of
-matrices does, which wants its factors as rows or as a batch of matrices. Sources:
-at::detail::computeStride (PyTorch's ATen/TensorUtils.cpp), at::matmul
-(ATen/native/LinearAlgebra.cpp).
+In: a graph. Out: for each output the output that owns its memory. Strides followed through views
+decide whether a ``contiguous`` or ``reshape`` copies, and whether a product of matrices does, which
+wants its factors as rows or as a batch of matrices. Sources: at::detail::computeStride (PyTorch's
+ATen/TensorUtils.cpp), at::matmul (ATen/native/LinearAlgebra.cpp).
 """
 
 from __future__ import annotations

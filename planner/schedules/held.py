@@ -5,7 +5,7 @@ In: a schedule, the numbers of stages and micro-batches. Out: for each stage the
 held at some time, without dominated pairs. A schedule that does not split backwards has one pair,
 with 0 of the latter.
 
->>> halves("1f1b", 1, 3, 8), halves("zb-h1", 3, 3, 8), halves("zb-h1", 1, 3, 8)
+>>> half_pairs("1f1b", 1, 3, 8), half_pairs("zb-h1", 3, 3, 8), half_pairs("zb-h1", 1, 3, 8)
 (((1, 0),), ((3, 0), (2, 1)), ((1, 2), (0, 3)))
 """
 

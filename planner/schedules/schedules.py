@@ -3,8 +3,7 @@
 In: a schedule's name, the numbers of stages and micro-batches. Out: the action table that the
 checks, the simulator and the interpreter share. A schedule is defined by the order of its compute
 actions alone (``orders``, ``zero_bubble``, ``bidirectional``, ``sliced``, ``asynchronous``);
-``catalogue`` describes each; sends and receives are added by one rule for all schedules
-(``messages``).
+``catalogue`` describes each; sends and receives are added by one rule (``messages``).
 """
 
 from __future__ import annotations

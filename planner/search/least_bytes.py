@@ -141,7 +141,7 @@ def _states(spec: TensorSpec, policy: PrecisionPolicy) -> tuple[int, int]:
 def range_max(values: Floats, starts: np.ndarray, stops: np.ndarray) -> Floats:
     """Return the maximum of ``values[start:stop]`` for every start and stop.
 
-    >>> most(np.array([3.0, 1.0, 2.0]), np.array([0, 1, 1]), np.array([1, 2, 3])).tolist()
+    >>> range_max(np.array([3.0, 1.0, 2.0]), np.array([0, 1, 1]), np.array([1, 2, 3])).tolist()
     [3.0, 1.0, 2.0]
     """
     lengths = stops - starts

@@ -9,7 +9,7 @@ from small_graphs import op, weight
 
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
-from autoparallel.planner.sequence_places import SequenceDim, find_places
+from autoparallel.planner.sequence_places import SeqDim, find_places
 
 ROWS, LENGTH, WIDTH = 2, 6, 4
 HEADS = (ROWS, 2, LENGTH, WIDTH)
@@ -48,13 +48,13 @@ def attention(*options: Any, key: str = "heads_of_embedded") -> Node:
 def test_positions_are_followed_through_views_slices_and_causal_attention() -> None:
     flat = after("reshape.default", ([ROWS * LENGTH, WIDTH],), ROWS * LENGTH, WIDTH)
     places = find_places(tokens(flat)).places
-    assert places[Ref("embedded")] == SequenceDim(1, count=LENGTH)
-    assert places[Ref("after")] == SequenceDim(0, outer=ROWS, count=LENGTH)
+    assert places[Ref("embedded")] == SeqDim(1, count=LENGTH)
+    assert places[Ref("after")] == SeqDim(0, outer=ROWS, count=LENGTH)
     cut = after("slice.Tensor", (1, -4, -1), ROWS, 3, WIDTH)
-    assert find_places(tokens(cut)).places[Ref("after")] == SequenceDim(1, first=2, count=3)
+    assert find_places(tokens(cut)).places[Ref("after")] == SeqDim(1, first=2, count=3)
     causal = find_places(tokens(heads(), attention(None, 0.0, True)))
     assert causal.attention == ["attention"]
-    assert causal.places[Ref("attention")] == SequenceDim(2, count=LENGTH)
+    assert causal.places[Ref("attention")] == SeqDim(2, count=LENGTH)
     assert causal.length == LENGTH
     assert set(causal.means) == {"loss"}
 

@@ -21,7 +21,7 @@ from autoparallel.planner.inter_op.sweep import (
     last_cuts,
     max_cost,
     sum_cost,
-    turnaround_seconds,
+    turnaround_cost,
 )
 
 Stages = list[tuple[int, int, Move]]
@@ -95,7 +95,7 @@ def objective(case: Case, stages: Stages, combine: Combine, bound: float) -> flo
         total = {
             sum_cost: own + total,
             max_cost: max(more, total),
-            turnaround_seconds: own + max(more, total),
+            turnaround_cost: own + max(more, total),
         }[combine]
     return total
 
@@ -104,7 +104,7 @@ def objective(case: Case, stages: Stages, combine: Combine, bound: float) -> flo
 def test_a_sweep_has_the_least_of_all_pipelines(seed: int) -> None:
     case = random_case(seed)
     rng = random.Random(seed)
-    for combine in (sum_cost, max_cost, turnaround_seconds):
+    for combine in (sum_cost, max_cost, turnaround_cost):
         for bound in (np.inf, rng.uniform(3, 20), rng.uniform(1, 8)):
             sweep = Sweep.of(case.tiling, CostTiles(case.cuts, case.seconds, bound), combine)
             numbers = (case.tiling.most,) if case.tiling.fixed else range(1, case.tiling.most + 1)
@@ -167,7 +167,7 @@ def test_strips_come_to_the_same_as_whole_arrays(
 ) -> None:
     case, rng = long_case(seed), random.Random(seed)
     in_strips = Sweep._in_strips
-    for combine in (sum_cost, max_cost, turnaround_seconds):
+    for combine in (sum_cost, max_cost, turnaround_cost):
         for bound in (np.inf, rng.uniform(20, 80)):
             every = []
             for many, strip in ((10**9, 10**9), (0, 7), (0, 100)):

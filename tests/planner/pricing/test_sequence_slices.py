@@ -21,7 +21,7 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.pricing.sequence_slices import sequence_slice, slice_bounds
-from autoparallel.planner.sequence_places import SequenceDim, find_places
+from autoparallel.planner.sequence_places import SeqDim, find_places
 
 ROWS, SEQ, WIDTH, WORDS = 2, 8, 8, 11
 
@@ -185,7 +185,7 @@ def test_a_model_that_slices_would_change_is_refused_by_the_name_of_the_op(
 def test_merged_dimensions_keep_their_positions() -> None:
     places = find_places(captured(loss="mean").graph)
     assert places.length == SEQ
-    assert SequenceDim(0, outer=ROWS, count=SEQ) in places.cut.values(), "labels of all rows in one"
+    assert SeqDim(0, outer=ROWS, count=SEQ) in places.cut.values(), "labels of all rows in one"
 
 
 class Unused(nn.Module):
