@@ -33,9 +33,7 @@ from autoparallel.planning.capture import captured_seq
 from autoparallel.planning.objectives import plan_for
 from autoparallel.planning.served_planning import can_be_served
 from autoparallel.runtime.profile.update import own_name
-from autoparallel.target.target import (
-    Target,
-)
+from autoparallel.target.target import Target
 
 if TYPE_CHECKING:
     from autoparallel.cost_model.cluster.cluster import Cluster

@@ -20,11 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from autoparallel.cache.database import (
-    database_path,
-    explain_database_errors,
-    measuring_environment,
-)
+from autoparallel.cache.database import database_path, explain_errors, measuring_environment
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.detect import MAX_CPU_DEVICES, match_gpu_name
 from autoparallel.cost_model.cluster.torch_tf32 import torch_computing
@@ -178,7 +174,7 @@ class Leader:
         """What was measured in exactly this environment, and what cannot be."""
         if not self.path.exists():
             return Profile(self.environment, {}), {}
-        with explain_database_errors(self.path), Database(self.path) as opened:
+        with explain_errors(self.path), Database(self.path) as opened:
             return Profile(
                 self.environment,
                 opened.all(self.environment),
@@ -268,7 +264,7 @@ class Leader:
 
     def keep(self, found: BlockSeconds | Transfer) -> None:
         """Writes a time at once, or why there is none."""
-        with explain_database_errors(self.path), Database(self.path) as opened:
+        with explain_errors(self.path), Database(self.path) as opened:
             if isinstance(found, Transfer):
                 opened.put_transfer(self.environment, found)
             elif isinstance(found[1], Measurement):

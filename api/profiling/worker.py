@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autoparallel.cache.database import explain_database_errors, measuring_environment
+from autoparallel.cache.database import explain_errors, measuring_environment
 from autoparallel.cost_model.cluster.cluster import STATE_COLLECTIVES, Cluster
 from autoparallel.cost_model.cluster.cluster_file import from_dict
 from autoparallel.cost_model.collectives.collectives import Group, group_of
@@ -129,7 +129,7 @@ def profile(
     with ExitStack() as stack:
         leader = None
         if worker.rank == 0:
-            stack.enter_context(explain_database_errors(Path(database)))
+            stack.enter_context(explain_errors(Path(database)))
             opened = stack.enter_context(Database(database))
             shown = stack.enter_context(shown_progress(budget, quiet=quiet))
             chosen = PlanOptions.from_json(options)

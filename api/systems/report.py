@@ -9,21 +9,16 @@ from dataclasses import dataclass
 from autoparallel.options.words import bytes_text, seconds_text
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.summary import (
-    RankSummary,
-    plan_summary,
-    schedule_text,
-    summary_text,
-)
+from autoparallel.planner.summary import RankSummary, plan_summary, schedule_text, summary_text
 from autoparallel.report.comparison import change_text
 from autoparallel.systems.degrees import layers_of
-from autoparallel.systems.priced import Priced
+from autoparallel.systems.priced import PricedConfig
 
 WIDTH = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Deviation:
     """Property of a plan, and its replacement in the written configuration."""
 
     plan: str
@@ -31,7 +26,11 @@ class Difference:
 
 
 def report_text(
-    system: str, plan: Plan, cost: Priced, lost: Sequence[Difference], notes: Sequence[str]
+    system: str,
+    plan: Plan,
+    cost: PricedConfig,
+    lost: Sequence[Deviation],
+    notes: Sequence[str],
 ) -> str:
     """Write both configurations with their prices, the losses, and notes for the user."""
     num_layers = sum(len(layers_of(plan, stage)) for stage in plan.stages)
@@ -45,10 +44,10 @@ def report_text(
         lines.append("It expresses the plan.")
     if notes:
         lines += ["", "To know", *(f"- {note}" for note in notes)]
-    return "\n".join(_wrapped(lines))
+    return "\n".join(_wrap(lines))
 
 
-def price_lines(plan: Plan, cost: Priced) -> Iterator[str]:
+def price_lines(plan: Plan, cost: PricedConfig) -> Iterator[str]:
     """Yield the configuration's price beside the plan's, or the reason why it is unknown."""
     limit, step = plan.cluster.usable_memory_bytes, plan.prediction.step_seconds
     own = f"{seconds_text(step)} a step, {bytes_text(plan.prediction.peak_memory_bytes)}"
@@ -83,7 +82,7 @@ def configuration_text(own: Configuration, num_layers: int) -> str:
     return summary_text(ranks, schedule, own.num_microbatches, own.microbatch_size, own.offload)
 
 
-def _wrapped(lines: Sequence[str]) -> Iterator[str]:
+def _wrap(lines: Sequence[str]) -> Iterator[str]:
     for line in lines:
         lead = "  " if line.startswith(("- ", "  ")) else "    "
         indent = lead + ("      " if line.startswith(("- plan:", "  here:")) else "")

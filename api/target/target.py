@@ -59,7 +59,7 @@ class Target:
     is_named: bool = True
 
 
-def unchanged(batch: Batch) -> Batch:
+def keep_batch(batch: Batch) -> Batch:
     """Return the batch."""
     return batch
 
@@ -148,13 +148,7 @@ def example_batches(
 
     Raises UsageError AP107 and AP108 if the target makes no such batches.
     """
-    from autoparallel.passes.programs.batch import (
-        Example,
-        dims_of_size,
-        leaf_at,
-        resized,
-        row_dims,
-    )
+    from autoparallel.passes.programs.batch import Example, dims_of_size, leaf_at, resized, row_dims
 
     try:
         few = target.example_batch(CAPTURE_BATCH, seq)

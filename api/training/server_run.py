@@ -63,9 +63,8 @@ def train_served(
     seed: int,
     options: RunOptions,
 ) -> dict[str, Any]:
-    """Train; rank 0 prints each step and a summary, and every worker returns its figures.
-
-    If rank 0 is lost, the next worker prints.
+    """Train; rank 0 prints each step and a summary, and every worker returns its figures. If rank 0
+    is lost, the next worker prints.
     """
     trainer, memory = made
     is_first = worker.rank == 0

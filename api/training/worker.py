@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autoparallel.cache.verified import verification_text
 from autoparallel.calls.first_step import compare_first_step
-from autoparallel.calls.following import Following, followed
+from autoparallel.calls.following import LiveCaptures, follow_model
 from autoparallel.calls.form import CallForm
 from autoparallel.calls.modes import say_if_drawn_apart, say_if_rows_are_apart
 from autoparallel.cost_model.cluster.torch_tf32 import set_torch
@@ -125,7 +125,7 @@ def train(
     if worker.rank == 0 and (meaning := described(plan)):
         print(f"{plan.schedule}: {meaning}", flush=True)
     captures = trainer.runner.captures
-    if isinstance(captures, Following):
+    if isinstance(captures, LiveCaptures):
         compare_first_step(
             trainer, captures, lambda: plain_build(target.build_model, seed).to(device),
             asked=asked.check_first_step, done=lambda: log.skip(),
@@ -140,11 +140,11 @@ def train(
         worker.watchdog.progress("reading the checkpoint")
         done = trainer.load(resume, optimizer=trainer.optimizer, optional=("data", "update"))
         data.go_on_from(done * asked.accumulate)
-    last = attempt.started(done, steps, rank=worker.rank)
+    last = attempt.begin_after(done, steps, rank=worker.rank)
     if worker.rank == 0 and how is not None:
         keep_plan(plan, how.folder)
     watched = explained_memory_errors(plan, worker, partial(held_by, trainer), memory.peak_bytes)
-    telling = open_callbacks(asked, plan, target, rank=worker.rank, kept=attempt.kept(done))
+    telling = open_callbacks(asked, plan, target, rank=worker.rank, kept=attempt.last_kept(done))
     trace = RunTrace(asked.trace_steps, asked.trace, first=done + 1, last=last)
     with telling as callback, watched:
         predicted = plan.prediction.step_seconds * asked.accumulate
@@ -320,7 +320,7 @@ def make_trainer(
         seed=seed,
     )  # fmt: skip
     if isinstance(trainer, Trainer):
-        trainer.runner.captures = followed(
+        trainer.runner.captures = follow_model(
             trainer, state, target, batch_seq(plan, target),
             lambda rows: capture(global_batch=rows), nullcontext, lambda program: None,
             CallForm(deferred.model.forward),
