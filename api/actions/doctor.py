@@ -12,7 +12,7 @@ from rich.text import Text
 
 from autoparallel.actions.terminal import print_json, stdout_console
 from autoparallel.cost_model.cluster.cluster_file import to_dict
-from autoparallel.doctor.checks import Finding, Wanted, check_machine
+from autoparallel.doctor.checks import DoctorRequest, Finding, check_machine
 from autoparallel.doctor.facts import machine_facts
 from autoparallel.planner.errors import MachineError, UsageError
 from autoparallel.planning.plan import find_cluster
@@ -36,7 +36,7 @@ def doctor(*, plan: str | None, cluster: str | None, timeout: float, json: bool)
     _raise(findings)
 
 
-def _wanted(plan: str | None, cluster: str | None) -> Wanted:
+def _wanted(plan: str | None, cluster: str | None) -> DoctorRequest:
     """Return the task that the machine is checked for. Raises UsageError AP380 for both options."""
 
     if plan is not None and cluster is not None:
@@ -45,11 +45,11 @@ def _wanted(plan: str | None, cluster: str | None) -> Wanted:
         )
     if plan is not None:
         loaded = load_plan(plan)
-        return Wanted(loaded.cluster, loaded.prediction.peak_memory_bytes)
-    return Wanted(find_cluster(cluster)) if cluster is not None else Wanted()
+        return DoctorRequest(loaded.cluster, loaded.prediction.peak_memory_bytes)
+    return DoctorRequest(find_cluster(cluster)) if cluster is not None else DoctorRequest()
 
 
-def _examined(wanted: Wanted, timeout: float) -> list[Finding]:
+def _examined(wanted: DoctorRequest, timeout: float) -> list[Finding]:
     """Collect the findings of the cluster's ranks: torchrun's, or processes of this machine."""
 
     assert wanted.cluster is not None
@@ -62,7 +62,7 @@ def _examined(wanted: Wanted, timeout: float) -> list[Finding]:
     return [Finding(**each) for each in found]
 
 
-def _hint(wanted: Wanted) -> str:
+def _hint(wanted: DoctorRequest) -> str:
     if wanted.cluster is None:
         return "devices and links are measured with --plan or --cluster"
     count = wanted.cluster.host_size or "N"

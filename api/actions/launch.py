@@ -50,7 +50,7 @@ def launch(
         arguments=run_options or (), port=port, max_restarts=max_restarts,
     )  # fmt: skip
     if workdir is not None:
-        job = job.moved(folder=job.folder, workdir=workdir)
+        job = job.move_files(folder=job.folder, workdir=workdir)
     elif not k8s:  # the run starts in this folder, and would only say so on the hosts
         check_trusted(
             loaded, folder / PLAN_FILE, trust="--trust" in job.arguments,

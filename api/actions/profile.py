@@ -11,12 +11,7 @@ import typer
 from rich.console import Console
 
 from autoparallel.actions.terminal import print_json, stdout_console
-from autoparallel.cache.database import (
-    check_exists,
-    database_counts,
-    database_path,
-    explain_database_errors,
-)
+from autoparallel.cache.database import database_counts, database_path, explain_errors, find_file
 from autoparallel.cost_model.profile.database import Database
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.words import percent_text, seconds_text
@@ -64,7 +59,7 @@ def profile(
 def take_over(path: Path, source: str) -> None:
     """Imports an exported file into the database."""
 
-    with explain_database_errors(Path(source)), Database(path) as opened:
+    with explain_errors(Path(source)), Database(path) as opened:
         counts = opened.import_file(source)
     typer.echo(
         f"imported {source} into {path}: {counts.added} new, {counts.replaced} replaced,"
@@ -76,7 +71,7 @@ def take_over(path: Path, source: str) -> None:
 def hand_out(path: Path, to: str) -> None:
     """Exports the database to a file."""
 
-    with explain_database_errors(path), Database(check_exists(path), read_only=True) as opened:
+    with explain_errors(path), Database(find_file(path), read_only=True) as opened:
         count = opened.export_file(to)
     typer.echo(f"{count} measurements written to {to}", err=True)
 

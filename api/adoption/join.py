@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autoparallel.adoption.job import PlanJob
 from autoparallel.cache.database import database_path
-from autoparallel.calls.following import Following, followed
+from autoparallel.calls.following import LiveCaptures, follow_model
 from autoparallel.calls.form import CallForm
 from autoparallel.calls.modes import as_at_start, say_if_rows_are_apart
 from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
@@ -58,7 +58,7 @@ from autoparallel.runtime.parameters.initial_values import Weights, whole_tensor
 from autoparallel.runtime.parameters.pretrained import Pretrained, open_pretrained
 from autoparallel.runtime.profile.links import agree
 from autoparallel.runtime.step.trainer import Trainer
-from autoparallel.target.target import Change, Target, changed_target, unchanged
+from autoparallel.target.target import Change, Target, changed_target, keep_batch
 from autoparallel.training.run_setup import with_compile_choice
 
 
@@ -70,8 +70,8 @@ def join_training(
     progress: Callable[..., None] | None = None,
     buckets: Sequence[int] = (),
     timeout_seconds: float | None = None,
-) -> tuple[Trainer, Following]:
-    """Make the trainer of this rank for a model, and the ``Following`` of its code.
+) -> tuple[Trainer, LiveCaptures]:
+    """Make the trainer of this rank for a model, and the ``LiveCaptures`` of its code.
 
     Collective over all ranks.
 
@@ -129,7 +129,7 @@ def join_training(
     )
     trainer.runner.publish_later(False)
     traced = replace(target, loss_fn=mean_of_outputs) if program.returned else target
-    following = followed(
+    following = follow_model(
         trainer, state, traced, options.seq, again, partial(with_held, model, held),
         partial(_plan_again, target, options, plan, device), call,
     )  # fmt: skip
@@ -176,7 +176,7 @@ def _capture_again(
     options: PlanOptions,
     held: Mapping[str, Tensor],
     rows: int,
-    change: Change = unchanged,
+    change: Change = keep_batch,
 ) -> Program:
     """Capture a model in training again, for a global batch of ``rows``."""
     with as_at_start(), with_held(model, held):

@@ -29,16 +29,12 @@ from autoparallel.adoption.job import PlanJob
 from autoparallel.adoption.module import make_parallel, parallel_class
 from autoparallel.adoption.step import Step
 from autoparallel.calls.modes import say_if_drawn_apart
-from autoparallel.html.notebooks import ShownPlan, shown
+from autoparallel.html.notebooks import ShownPlan, with_display
 from autoparallel.options.environment import under_torchrun
 from autoparallel.options.plan_options import SearchOptions, plan_options
 from autoparallel.options.progress import shown_to_callers
 from autoparallel.options.run_options import Init, checked_init
-from autoparallel.passes.initialization.deferred_init import (
-    Deferred,
-    record_build,
-    state_after,
-)
+from autoparallel.passes.initialization.deferred_init import Deferred, record_build, state_after
 from autoparallel.planner.errors import UsageError
 from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.runtime.parameters.parameters import precision_of
@@ -94,7 +90,7 @@ def plan(
     rows = global_batch if global_batch is not None else batch_rows(example_batch)
     asked = plan_options(rows or 32, seq, **options)
     with shown_to_callers(progress) as observe:
-        return shown(make_plan(target, cluster, asked, observe))
+        return with_display(make_plan(target, cluster, asked, observe))
 
 
 @overload

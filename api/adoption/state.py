@@ -27,9 +27,9 @@ from autoparallel.calls.arguments import CallArguments
 from autoparallel.calls.first_step import compare_first_step, projection
 from autoparallel.calls.form import PLANNED, Form
 from autoparallel.calls.modes import as_at_start
-from autoparallel.calls.other_outputs import OtherOutputs, merged
-from autoparallel.calls.refused_gradient import refusal
-from autoparallel.calls.stale_tensors import is_retired, retire
+from autoparallel.calls.other_outputs import OtherOutputs, merge_outputs
+from autoparallel.calls.refused_gradient import refuse_gradient
+from autoparallel.calls.stale_tensors import is_retired, retire_tensor
 from autoparallel.passes.tracing.modes import unmoved_modules
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
@@ -205,7 +205,7 @@ class ParallelState:
                 if is_replaced and not is_retired(old):  # a tied parameter is seen under each name
                     if isinstance(value, nn.Parameter):
                         _take_over(value, old)
-                    retire(old, f"{type(model).__name__}.{name}")
+                    retire_tensor(old, f"{type(model).__name__}.{name}")
 
     def take_untrained(self, model: nn.Module) -> None:
         """See ``ParallelModule.take_untrained``."""
@@ -306,7 +306,7 @@ class ParallelState:
         if trainer.program.returned:
             assert form is not None
             return form.build(
-                None, merged(made, form, OtherOutputs(self, args, kwargs, is_share=is_share))
+                None, merge_outputs(made, form, OtherOutputs(self, args, kwargs, is_share=is_share))
             )
         if self._has_loss_fn or form is None:
             return made
@@ -341,7 +341,7 @@ class ParallelState:
         outputs = self.run_own(args, kwargs)
         if not torch.is_grad_enabled():
             return outputs
-        refuse = refusal(
+        refuse = refuse_gradient(
             "AP921",
             "a backward in evaluation mode",
             "the model's eval() runs without gradients",

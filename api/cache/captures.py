@@ -247,5 +247,5 @@ def with_cached_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
         key = (graph_digest(graph, blocks), dumps(bare))
     except UnkeyedError:
         return with_stage_memory(plan, graph, blocks)
-    bytes_of = cache.kept(made, MEMORY, _MEMORY, *key)
+    bytes_of = cache.get_or_make(made, MEMORY, _MEMORY, *key)
     return with_memory(plan, bytes_of)

@@ -92,12 +92,12 @@ def find_profile(cluster: Cluster, mode: Mode, database: str | None) -> Profile 
 
     if mode == "analytic":
         return None
-    path = database_path(database) if database is None else check_exists(Path(database))
+    path = database_path(database) if database is None else find_file(Path(database))
     environment = environment_for(cluster)
     if environment is None:
         return None
     if path.exists():
-        with explain_database_errors(path), Database(path, read_only=True) as opened:
+        with explain_errors(path), Database(path, read_only=True) as opened:
             found = _load(opened, environment, cluster.hosts[0].device)
         if found is not None:
             return found
@@ -118,7 +118,7 @@ def _load(database: Database, environment: Environment, device: Device) -> Profi
 
 
 @contextmanager
-def explain_database_errors(path: Path) -> Iterator[None]:
+def explain_errors(path: Path) -> Iterator[None]:
     """Turn a profile database's errors into UsageError AP172."""
 
     try:
@@ -132,7 +132,7 @@ def explain_database_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def check_exists(path: Path) -> Path:
+def find_file(path: Path) -> Path:
     """Return ``path`` if the file exists; else raise UsageError AP171."""
     if not path.exists():
         raise UsageError(
@@ -147,7 +147,7 @@ def check_exists(path: Path) -> Path:
 def database_counts(path: Path) -> list[tuple[Environment, int, int]]:
     """Count ops and transfers of each environment in a database. Raises UsageError AP171, AP172."""
 
-    with explain_database_errors(path), Database(check_exists(path), read_only=True) as opened:
+    with explain_errors(path), Database(find_file(path), read_only=True) as opened:
         return [
             (where, len(opened.all(where)), len(opened.all_transfers(where)))
             for where in opened.environments()

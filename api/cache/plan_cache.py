@@ -134,7 +134,7 @@ class Cache:
         except CodecError:
             self.faults["unwritable"] += 1
 
-    def kept(
+    def get_or_make(
         self, make: Callable[[], Any], what: str, codec: Codec | TextCodec, *parts: object
     ) -> Any:
         """Return the kept value; if there is none, make and keep it."""
@@ -242,7 +242,7 @@ class PlanCache:
 def _describe_change(other: str) -> str:
     """Name the differences from another version.
 
-    >>> _change("none")
+    >>> _describe_change("none")
     'unlike autoparallel, torch, numpy, highspy, python'
     """
     theirs = dict(part.rpartition(" ")[::2] for part in other.split(", "))

@@ -170,13 +170,13 @@ class CallArguments:
 
 def _text(value: Any) -> str:
     def described(leaf: Any) -> Any:
-        return _Described(leaf) if isinstance(leaf, Tensor) else leaf
+        return _ShapeText(leaf) if isinstance(leaf, Tensor) else leaf
 
     text = repr(tree_map(described, value))
     return text if len(text) <= 90 else f"{text[:87]}..."
 
 
-class _Described:
+class _ShapeText:
     """A tensor that is printed as its shape."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -28,7 +28,7 @@ from autoparallel.runtime.parameters.parameters import COMPUTE_DTYPES
 from autoparallel.runtime.verify.first_step import check_first_step, is_quick
 
 if TYPE_CHECKING:
-    from autoparallel.calls.following import Following
+    from autoparallel.calls.following import LiveCaptures
     from autoparallel.runtime.step.trainer import Trainer
     from autoparallel.target.target import Batch
 
@@ -38,7 +38,7 @@ VARIABLE = "AUTOPARALLEL_CHECK_FIRST_STEP"
 
 def compare_first_step(
     trainer: Trainer,
-    following: Following,
+    following: LiveCaptures,
     model: Callable[[], nn.Module],
     *,
     asked: bool | None,
@@ -72,7 +72,7 @@ def compare_first_step(
             # A loss is compared on the rows that each rank has, but outputs on all rows: a loss of
             # a rank's own outputs would have other gradients.
             step = partial(trainer.runner.backward, inputs) if run is None else partial(run, whole)
-            with in_modes_of_training(), following.undone():
+            with in_modes_of_training(), following.undo_changes():
                 why = check_first_step(
                     trainer,
                     whole,
@@ -89,7 +89,7 @@ def compare_first_step(
 
 def _plain_loss(
     trainer: Trainer,
-    following: Following,
+    following: LiveCaptures,
     model: Callable[[], nn.Module],
     form: Callable[[], Form],
     as_plain: Callable[[], AbstractContextManager[Any]],

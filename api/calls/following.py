@@ -55,7 +55,7 @@ MOST_CAPTURES = 16
 
 
 @dataclass
-class _Kept:
+class _Capture:
     """A capture with its number; ``numbers`` are the numbers that its programs read."""
 
     capture: int
@@ -86,7 +86,7 @@ class Sources:
     call: CallForm
 
 
-class Following:
+class LiveCaptures:
     """The captures of one model on this rank, and its loss.
 
     ``outputs`` is the form of the model's outputs in the current call.
@@ -96,7 +96,7 @@ class Following:
         """Trace the planned program."""
         self._trainer, self._state, self._sources = trainer, state, sources
         self.loss_fn = sources.loss_fn
-        self._kept: dict[_Call, list[_Kept]] = defaultdict(list)
+        self._kept: dict[_Call, list[_Capture]] = defaultdict(list)
         self._current: dict[_Call, int] = {}
         self._outputs: dict[_Call, OutputForm | None] = {}
         self.outputs = trainer.program.outputs
@@ -110,7 +110,7 @@ class Following:
         trace = self._first_trace(rows)
         draws = not drawn.is_same(Generators.now())
         self._kept_tensors = [
-            replace(each, now=_unmade(each.place.name(each.key)))
+            replace(each, now=_missing_tensor(each.place.name(each.key)))
             for each in state.forget_fakes(self._read)
         ]
         self._draws, self._moves = draws, bool(state.changes(self._read, state.read()))
@@ -118,7 +118,7 @@ class Following:
         if trace is not None and not (self._draws or self._moves):
             # else no step has the planned numbers
             planned = LiveProgram(trainer.program, trace, {}, {})
-            self._kept[_Call(rows)].append(_Kept(0, planned, LiveNumbers(frozenset())))
+            self._kept[_Call(rows)].append(_Capture(0, planned, LiveNumbers(frozenset())))
         for each in self._kept_tensors:
             each.put_back()
 
@@ -141,13 +141,13 @@ class Following:
         self._sources.call.form = form
         try:
             with self._without_caches():
-                return self._found(_Call(rows, form))
+                return self._find_capture(_Call(rows, form))
         finally:
             self._sources.call.form = PLANNED
 
     def as_called(self, batch: Batch, form: Form) -> Batch:
         """Return a batch of the planned form with a call's own arguments."""
-        return self._sources.call.applied(batch, form)
+        return self._sources.call.apply_form(batch, form)
 
     @contextmanager
     def own_forward(self) -> Iterator[None]:
@@ -165,7 +165,7 @@ class Following:
                     each.put_back()
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def undo_changes(self) -> Iterator[None]:
         """Undo all changes and random draws of forwards inside the context.
 
         Additions to containers stay, and count as no change.
@@ -184,7 +184,7 @@ class Following:
 
         @functools.wraps(call)
         def called(*args: P.args, **kwargs: P.kwargs) -> T:
-            with self.undone():
+            with self.undo_changes():
                 return call(*args, **kwargs)
 
         return called
@@ -200,7 +200,7 @@ class Following:
             for each in held:
                 each.put_back()
 
-    def _found(self, call: _Call) -> int:
+    def _find_capture(self, call: _Call) -> int:
         now = self._state.read()
         changed = self._state.changes(self._read, now)
         if changed:
@@ -215,7 +215,7 @@ class Following:
                 return self._current[call]
         if not self._is_traceable:
             if changed or call.form != PLANNED:
-                raise _unfollowed(changed, "cannot be run on tensors without values", "", call.form)
+                raise _plan_error(changed, "cannot be run on tensors without values", "", call.form)
             return 0
         drawn = Generators.now()
         progress = self._trainer.runner.progress
@@ -261,11 +261,11 @@ class Following:
             kept = self._capture_live(call, trace, places, tensors, before)
         if kept is None:
             if len(self._kept[call]) >= MOST_CAPTURES:
-                raise self._refused(call, trace, before, changed, f"it has {MOST_CAPTURES} forms")
-            program = self._captured(call.rows, before)
+                raise self._refusal(call, trace, before, changed, f"it has {MOST_CAPTURES} forms")
+            program = self._capture_rows(call.rows, before)
             kept = self._add(call, LiveProgram(program, trace, {}, {}))
         if kept is None:
-            raise self._refused(
+            raise self._refusal(
                 call,
                 trace,
                 before,
@@ -286,7 +286,7 @@ class Following:
             return f"it computes {how} {min(more or less)}, unlike the planned call"
         return "it takes another path, for which the plan has no layouts"
 
-    def _captured(self, rows: int, before: Callable[[], None]) -> Program:
+    def _capture_rows(self, rows: int, before: Callable[[], None]) -> Program:
         with tracing_calls(before=before):
             return self._sources.capture(rows)
 
@@ -297,7 +297,7 @@ class Following:
         places: set[tuple[int, int]],
         tensors: set[int],
         before: Callable[[], None],
-    ) -> _Kept | None:
+    ) -> _Capture | None:
         places -= self._fixed
         if not places and not tensors:
             return None
@@ -311,7 +311,7 @@ class Following:
         self._set_values(call.rows, found, trace)
         return found
 
-    def _add(self, call: _Call, live: LiveProgram) -> _Kept | None:
+    def _add(self, call: _Call, live: LiveProgram) -> _Capture | None:
         """Run batches by another capture; return None if the plan does not fit it. Collective.
 
         A capture with other numbers alone has the planned blocks, though its layers differ. Blocks
@@ -323,17 +323,17 @@ class Following:
             graph = graph.with_batch_size(planned.graph.batch_size)
         if is_same_but_numbers(graph, planned.graph):
             plan = self._trainer.runner.batches.batch(call.rows).plan
-            return self._added(call, _in_blocks(live, planned.blocks), plan)
+            return self._add_with_plan(call, _in_blocks(live, planned.blocks), plan)
         if call.rows != self._trainer.plan.model.global_batch:
             return None
-        found = self._added(call, live, self._sources.plan(program))
+        found = self._add_with_plan(call, live, self._sources.plan(program))
         blocks = blocks_like(program.graph, planned.blocks)
         if found is not None or blocks is None or blocks == program.blocks:
             return found
         cut = _in_blocks(live, blocks)
-        return self._added(call, cut, self._sources.plan(cut.program))
+        return self._add_with_plan(call, cut, self._sources.plan(cut.program))
 
-    def _added(self, call: _Call, live: LiveProgram, plan: Plan | None) -> _Kept | None:
+    def _add_with_plan(self, call: _Call, live: LiveProgram, plan: Plan | None) -> _Capture | None:
         trainer = self._trainer
         if plan is None or not trainer.model.can_run(plan):
             return None
@@ -344,11 +344,11 @@ class Following:
         trainer.model.take_program(call.rows, capture, live.program)
         if not trainer.runner.add(variant_of(live.program, plan, capture), numbers):
             return None
-        kept = _Kept(capture, live, numbers)
+        kept = _Capture(capture, live, numbers)
         self._kept[call].append(kept)
         return kept
 
-    def _set_values(self, rows: int, kept: _Kept, trace: CallTrace) -> None:
+    def _set_values(self, rows: int, kept: _Capture, trace: CallTrace) -> None:
         live, trainer = kept.live, self._trainer
         values = {each: trace.numbers[place] for place, each in live.stand_ins.items()}
         kept.numbers.values.update(values)
@@ -357,7 +357,7 @@ class Following:
             trainer.model.take_program(rows, kept.capture, program)
             trainer.runner.forget_constants(rows, kept.capture)
 
-    def _refused(
+    def _refusal(
         self,
         call: _Call,
         trace: CallTrace,
@@ -369,14 +369,14 @@ class Following:
             (_first_difference(each.live.trace, trace) for each in self._kept[call]), default=0
         )
         source = self._sources.trace(call.rows, before, at).source
-        return _unfollowed(changed, why, source, call.form)
+        return _plan_error(changed, why, source, call.form)
 
 
 def _in_blocks(live: LiveProgram, blocks: Blocks) -> LiveProgram:
     return replace(live, program=replace(live.program, blocks=blocks))
 
 
-class _Unmade:
+class _MissingTensor:
     """The value of a tensor that the forward keeps, which training does not make."""
 
     def __init__(self, name: str) -> None:
@@ -393,11 +393,11 @@ class _Unmade:
     host_value = value
 
 
-def _unmade(name: str) -> Tensor:
-    return arriving_tensor(_Unmade(name), torch.empty(0))
+def _missing_tensor(name: str) -> Tensor:
+    return arriving_tensor(_MissingTensor(name), torch.empty(0))
 
 
-def followed(
+def follow_model(
     trainer: Trainer,
     state: PythonState,
     target: Target,
@@ -406,7 +406,7 @@ def followed(
     ready: Callable[[], AbstractContextManager[Any]],
     plan: Callable[[Program], Plan | None],
     call: CallForm,
-) -> Following:
+) -> LiveCaptures:
     """Follow a target's model, which is traced in the context of ``ready``.
 
     ``target`` and ``capture`` make batches of the form of ``call``.
@@ -420,7 +420,7 @@ def followed(
             return trace_calls(model, batch, target.loss_fn, dtype, before, watched)
 
     sources = Sources(trace, capture, plan, target.loss_fn, call)
-    return Following(trainer, state, sources)
+    return LiveCaptures(trainer, state, sources)
 
 
 def _first_difference(one: CallTrace, other: CallTrace) -> int:
@@ -429,7 +429,7 @@ def _first_difference(one: CallTrace, other: CallTrace) -> int:
     return next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
-def _unfollowed(changed: Collection[str], why: str, source: str, form: Form) -> UsageError:
+def _plan_error(changed: Collection[str], why: str, source: str, form: Form) -> UsageError:
     if form.wanted:
         return UsageError(
             "AP933",

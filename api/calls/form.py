@@ -48,11 +48,11 @@ class CallForm:
         """Return ``make`` with batches of the form."""
 
         def made(*args: Any) -> Batch:
-            return self.applied(make(*args), self.form)
+            return self.apply_form(make(*args), self.form)
 
         return made
 
-    def applied(self, batch: Batch, form: Form) -> Batch:
+    def apply_form(self, batch: Batch, form: Form) -> Batch:
         """Return a batch of the example's form in another ``form``."""
         if form == PLANNED:
             return batch

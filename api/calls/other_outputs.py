@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from autoparallel.calls.refused_gradient import refusal
+from autoparallel.calls.refused_gradient import refuse_gradient
 from autoparallel.passes.programs.outputs import OutputForm, output_tensors
 from autoparallel.passes.tracing.counter_random import batch_dims, counter_random
 from autoparallel.planner.errors import UsageError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autoparallel.adoption.state import ParallelState
 
 
-def merged(
+def merge_outputs(
     made: Sequence[Tensor], form: OutputForm, again: OtherOutputs
 ) -> Callable[[int], Tensor]:
     """Return the outputs that were ``made``; outputs without gradient are made when used."""
@@ -110,7 +110,7 @@ class OtherOutputs:
             outputs = self._adopted.run_own(self._args, self._kwargs, keeps_buffers=False)
         form = self._form
         taken = next((at for at, leaf in enumerate(form.leaves) if leaf.kind == "loss"), 0)
-        refuse = refusal(
+        refuse = refuse_gradient(
             "AP928",
             "a gradient through an output of the model other than its loss",
             f"output {taken} of {len(form.leaves)}, a scalar, is taken for the loss, and a model "

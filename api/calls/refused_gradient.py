@@ -11,7 +11,7 @@ from torch import Tensor
 from autoparallel.planner.errors import UsageError
 
 
-class _Refused(torch.autograd.Function):
+class _RefuseGradient(torch.autograd.Function):
     """The identity, whose backward raises."""
 
     @staticmethod
@@ -24,7 +24,7 @@ class _Refused(torch.autograd.Function):
         raise ctx.error
 
 
-def refusal(code: str, what: str, why: str, fix: str) -> Callable[[Tensor], Tensor]:
+def refuse_gradient(code: str, what: str, why: str, fix: str) -> Callable[[Tensor], Tensor]:
     """Make a function that gives a floating tensor a backward which raises."""
     error = UsageError(code, what, why=why, fix=fix)
 
@@ -33,7 +33,7 @@ def refusal(code: str, what: str, why: str, fix: str) -> Callable[[Tensor], Tens
             return tensor
         with torch.enable_grad():
             anchor = torch.zeros((), requires_grad=True)
-            refused: Tensor = _Refused.apply(anchor, tensor, error)  # type: ignore[no-untyped-call]
+            refused: Tensor = _RefuseGradient.apply(anchor, tensor, error)  # type: ignore[no-untyped-call]
         return refused
 
     return refuse

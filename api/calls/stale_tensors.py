@@ -25,7 +25,7 @@ _STILL_TRUE = {
 """Properties that an old tensor still shares with the new."""
 
 
-def retire(tensor: Tensor, name: str) -> None:
+def retire_tensor(tensor: Tensor, name: str) -> None:
     """Free the memory of a tensor that a shard has replaced, and make each use raise AP925.
 
     A gradient of it raises too.
@@ -36,7 +36,7 @@ def retire(tensor: Tensor, name: str) -> None:
     tensor.grad = None
     tensor.data = tensor.new_zeros(()).expand(tensor.shape)
     tensor.__dict__[_NAME] = name
-    tensor.__class__ = _OldParameter if isinstance(tensor, nn.Parameter) else _Old
+    tensor.__class__ = _StaleParameter if isinstance(tensor, nn.Parameter) else _StaleTensor
 
 
 def is_retired(tensor: Tensor) -> bool:
@@ -54,7 +54,7 @@ def _refuse(name: str) -> NoReturn:
     )
 
 
-class _Old(Tensor):
+class _StaleTensor(Tensor):
     """A tensor whose uses raise."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -68,8 +68,8 @@ class _Old(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         tensors = torch.utils._pytree.tree_leaves((args, kwargs))
-        _refuse(next(each.__dict__[_NAME] for each in tensors if isinstance(each, _Old)))
+        _refuse(next(each.__dict__[_NAME] for each in tensors if isinstance(each, _StaleTensor)))
 
 
-class _OldParameter(_Old, nn.Parameter):
+class _StaleParameter(_StaleTensor, nn.Parameter):
     pass

@@ -47,7 +47,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DoctorRequest:
     """Planned use of the machine: its part of ``cluster``, with so much memory on each device.
 
     ``memory_bytes`` is the plan's prediction for its fullest device, 0 without a plan.
@@ -73,15 +73,15 @@ class Wanted:
 
 
 Findings = Iterator[Finding]
-Check = Callable[[Facts, Wanted], Findings]
+Check = Callable[[Facts, DoctorRequest], Findings]
 
 
-def check_machine(facts: Facts, wanted: Wanted) -> tuple[Finding, ...]:
+def check_machine(facts: Facts, wanted: DoctorRequest) -> tuple[Finding, ...]:
     """Return all findings of a machine."""
     return tuple(finding for check in CHECKS for finding in check(facts, wanted))
 
 
-def _torch(facts: Facts, wanted: Wanted) -> Findings:
+def _torch(facts: Facts, wanted: DoctorRequest) -> Findings:
     least, below = SUPPORTED_TORCH
     version = numbers(facts.torch)[:2]
     supported = f"{_text(least)} to {_text((below[0], below[1] - 1))}"
@@ -101,7 +101,7 @@ def _torch(facts: Facts, wanted: Wanted) -> Findings:
             )  # fmt: skip
 
 
-def _triton(facts: Facts, wanted: Wanted) -> Findings:
+def _triton(facts: Facts, wanted: DoctorRequest) -> Findings:
     """Check that torch.compile has the triton that it was built for."""
     found = facts.extras.get("triton", "")
     if facts.triton and numbers(found)[:2] != numbers(facts.triton)[:2]:
@@ -112,7 +112,7 @@ def _triton(facts: Facts, wanted: Wanted) -> Findings:
         )  # fmt: skip
 
 
-def _nccl(facts: Facts, wanted: Wanted) -> Findings:
+def _nccl(facts: Facts, wanted: DoctorRequest) -> Findings:
     """Check NCCL for versions with known faults."""
     version = numbers(facts.nccl)
     for known in BAD_NCCL:
@@ -124,7 +124,7 @@ def _nccl(facts: Facts, wanted: Wanted) -> Findings:
             )  # fmt: skip
 
 
-def _kernel(facts: Facts, wanted: Wanted) -> Findings:
+def _kernel(facts: Facts, wanted: DoctorRequest) -> Findings:
     version = numbers(facts.kernel)[:2]
     if version and version < LEAST_KERNEL:
         yield Finding(
@@ -135,7 +135,7 @@ def _kernel(facts: Facts, wanted: Wanted) -> Findings:
         yield Finding("OK", "kernel", f"Linux {facts.kernel}, Python {facts.python}")
 
 
-def _driver(facts: Facts, wanted: Wanted) -> Findings:
+def _driver(facts: Facts, wanted: DoctorRequest) -> Findings:
     """Check that torch can use the GPUs, and that the driver is new enough for its CUDA."""
     if not facts.gpus and not facts.has_cuda:
         if wanted.uses_gpus:
@@ -168,7 +168,7 @@ def _driver(facts: Facts, wanted: Wanted) -> Findings:
         yield Finding("OK", "driver", f"{driver or 'unknown'}, CUDA {facts.torch_cuda}{nccl}")
 
 
-def _architecture(facts: Facts, wanted: Wanted) -> Findings:
+def _architecture(facts: Facts, wanted: DoctorRequest) -> Findings:
     """Check that torch has kernels for the GPUs; kernels of the same major version count."""
     majors = {numbers(name.rpartition("_")[2])[0] // 10 for name in facts.architectures
               if numbers(name.rpartition("_")[2])}  # fmt: skip
@@ -181,7 +181,7 @@ def _architecture(facts: Facts, wanted: Wanted) -> Findings:
             )  # fmt: skip
 
 
-def _gpus(facts: Facts, wanted: Wanted) -> Findings:
+def _gpus(facts: Facts, wanted: DoctorRequest) -> Findings:
     """Check errors, clocks, memory and partitions of each GPU."""
     for gpu in facts.gpus:
         name = f"GPU {gpu.index}"
@@ -213,7 +213,7 @@ def _gpus(facts: Facts, wanted: Wanted) -> Findings:
         )]  # fmt: skip
 
 
-def _memory_of(name: str, total: int, used: int, wanted: Wanted) -> Findings:
+def _memory_of(name: str, total: int, used: int, wanted: DoctorRequest) -> Findings:
     """Check that other processes leave a GPU enough memory."""
     free, needed = total - used, wanted.memory_bytes
     fix = "end the processes that nvidia-smi shows"
@@ -228,7 +228,7 @@ def _memory_of(name: str, total: int, used: int, wanted: Wanted) -> Findings:
         yield Finding("WARN", name, f"other processes use {_gib(used)} of {_gib(total)}", fix)
 
 
-def _peers(facts: Facts, wanted: Wanted) -> Findings:
+def _peers(facts: Facts, wanted: DoctorRequest) -> Findings:
     """Check that GPUs reach each other's memory."""
     if facts.peers:
         pairs = ", ".join(f"{one}→{other}" for one, other in facts.peers[:4])
@@ -242,7 +242,7 @@ def _peers(facts: Facts, wanted: Wanted) -> Findings:
         yield Finding("OK", "GPU links", "all GPUs reach each other's memory")
 
 
-def _limits(facts: Facts, wanted: Wanted) -> Findings:
+def _limits(facts: Facts, wanted: DoctorRequest) -> Findings:
     """Check limits of the process and of the container."""
     if facts.open_files < FEW_OPEN_FILES:
         level: Level = "FAIL" if facts.open_files < LEAST_OPEN_FILES else "WARN"
@@ -268,7 +268,7 @@ def _limits(facts: Facts, wanted: Wanted) -> Findings:
         )  # fmt: skip
 
 
-def _host_memory(facts: Facts, wanted: Wanted) -> Findings:
+def _host_memory(facts: Facts, wanted: DoctorRequest) -> Findings:
     if not facts.memory_bytes:
         return
     free = min(facts.free_bytes, facts.limit_bytes or facts.free_bytes)
@@ -285,7 +285,7 @@ def _host_memory(facts: Facts, wanted: Wanted) -> Findings:
         yield Finding("OK", "host memory", what)
 
 
-def _network(facts: Facts, wanted: Wanted) -> Findings:
+def _network(facts: Facts, wanted: DoctorRequest) -> Findings:
     """Check interfaces and addresses for the needs of several hosts."""
     own = [each for each in facts.interfaces if not each.is_loopback and not each.is_virtual]
     usable = [each for each in own if each.has_ipv4 or each.has_ipv6]
@@ -346,7 +346,7 @@ def _families(facts: Facts, usable: list[Interface]) -> Findings:
         yield Finding("OK", "network", ", ".join(each.name for each in usable))
 
 
-def _environment(facts: Facts, wanted: Wanted) -> Findings:
+def _environment(facts: Facts, wanted: DoctorRequest) -> Findings:
     """Find variables that make a run slow or hang."""
     found = False
     for variable, known in HURTFUL_VARIABLES.items():

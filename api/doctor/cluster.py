@@ -176,7 +176,7 @@ def _slow_pairs(
 
 
 def _always_in(pairs: Iterable[Pair], slow: Set[Pair], owner: Sequence[int]) -> list[int]:
-    """Return owners of two or more pairs with others that are all slow; ``owner`` is by rank."""
+    """Return owners whose pairs are all slow, with two or more others; ``owner`` is by rank."""
     members: dict[int, dict[Pair, int]] = defaultdict(dict)
     for one, two in pairs:
         members[owner[one]][one, two] = owner[two]

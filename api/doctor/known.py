@@ -51,8 +51,7 @@ BAD_NCCL = (
 versions than the third; builds with a system's NCCL may not."""
 
 TRITON_THREAD = "https://github.com/triton-lang/triton/issues/6080"
-"""Report on torch.compile's use of triton's private names: torch asks for a version that has
-them."""
+"""Report that torch.compile uses private names of triton, whose version torch asks for."""
 
 THROTTLE_REASONS: Mapping[int, tuple[Literal["WARN", "FAIL"], str, str]] = {
     0x08: ("FAIL", "the hardware slows down", "check cooling and power supply"),
@@ -66,7 +65,7 @@ under load is usually at it. Source: nvml.h, nvmlClocksThrottleReasons."""
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Fault:
     """Fault of a variable, if it has one of ``values`` (in capitals; () for any value)."""
 
     why: str
@@ -76,27 +75,27 @@ class Known:
 
 _ON = ("1", "TRUE", "Y", "YES")
 
-HURTFUL_VARIABLES: Mapping[str, Known] = {
-    "NCCL_P2P_DISABLE": Known("GPUs of a host talk through host memory, not NVLink or PCIe", _ON),
-    "NCCL_SHM_DISABLE": Known("ranks of a host talk over the network", _ON),
-    "NCCL_IB_DISABLE": Known("hosts talk over TCP, not InfiniBand", _ON, needs_infiniband=True),
-    "NCCL_NET_GDR_LEVEL": Known(
+HURTFUL_VARIABLES: Mapping[str, Fault] = {
+    "NCCL_P2P_DISABLE": Fault("GPUs of a host talk through host memory, not NVLink or PCIe", _ON),
+    "NCCL_SHM_DISABLE": Fault("ranks of a host talk over the network", _ON),
+    "NCCL_IB_DISABLE": Fault("hosts talk over TCP, not InfiniBand", _ON, needs_infiniband=True),
+    "NCCL_NET_GDR_LEVEL": Fault(
         "the network card copies through host memory", ("0", "LOC"), needs_infiniband=True
     ),
-    "NCCL_ALGO": Known("NCCL cannot choose its algorithm by size; meant for debugging"),
-    "NCCL_PROTO": Known("NCCL cannot choose its protocol by size; meant for debugging"),
-    "NCCL_DEBUG": Known("every call is written to a log", ("TRACE",)),
-    "NCCL_MAX_NCHANNELS": Known("limits the channels, and with them the bandwidth"),
-    "NCCL_MAX_CTAS": Known("limits the channels, and with them the bandwidth"),
-    "CUDA_LAUNCH_BLOCKING": Known("the host waits for every kernel", _ON),
-    "CUDA_DEVICE_MAX_CONNECTIONS": Known("ZeRO's collectives queue behind compute", ("1",)),
-    "TORCH_NCCL_BLOCKING_WAIT": Known("the host waits for every collective", _ON),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": Known("a rank that fails leaves the others hanging", ("0",)),
-    "TORCH_NCCL_USE_COMM_NONBLOCKING": Known("communicators hung at random with NCCL 2.26", _ON),
-    "TORCH_DISTRIBUTED_DEBUG": Known("every collective is checked by another", ("DETAIL",)),
-    "MALLOC_PERTURB_": Known("every block of memory is filled when it is freed"),
-    "MALLOC_CHECK_": Known("every allocation is checked", ("1", "2", "3")),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": Known("every tensor is allocated by the driver", _ON),
+    "NCCL_ALGO": Fault("NCCL cannot choose its algorithm by size; meant for debugging"),
+    "NCCL_PROTO": Fault("NCCL cannot choose its protocol by size; meant for debugging"),
+    "NCCL_DEBUG": Fault("every call is written to a log", ("TRACE",)),
+    "NCCL_MAX_NCHANNELS": Fault("limits the channels, and with them the bandwidth"),
+    "NCCL_MAX_CTAS": Fault("limits the channels, and with them the bandwidth"),
+    "CUDA_LAUNCH_BLOCKING": Fault("the host waits for every kernel", _ON),
+    "CUDA_DEVICE_MAX_CONNECTIONS": Fault("ZeRO's collectives queue behind compute", ("1",)),
+    "TORCH_NCCL_BLOCKING_WAIT": Fault("the host waits for every collective", _ON),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": Fault("a rank that fails leaves the others hanging", ("0",)),
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": Fault("communicators hung at random with NCCL 2.26", _ON),
+    "TORCH_DISTRIBUTED_DEBUG": Fault("every collective is checked by another", ("DETAIL",)),
+    "MALLOC_PERTURB_": Fault("every block of memory is filled when it is freed"),
+    "MALLOC_CHECK_": Fault("every allocation is checked", ("1", "2", "3")),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": Fault("every tensor is allocated by the driver", _ON),
 }
 """Sources: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html for NCCL_, the pages
 distributed, torch_nccl_environment_variables and cuda_environment_variables of

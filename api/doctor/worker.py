@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from autoparallel.cost_model.cluster.cluster_file import from_dict
-from autoparallel.doctor.checks import Finding, Wanted, check_machine
+from autoparallel.doctor.checks import DoctorRequest, Finding, check_machine
 from autoparallel.doctor.cluster import check_cluster
 from autoparallel.doctor.facts import machine_facts
 from autoparallel.runtime.launch.membership import join_as
@@ -23,7 +23,7 @@ def examine(
     described = from_dict(dict(cluster))
     own: tuple[Finding, ...] = ()
     if worker.local_rank == 0:  # before this process takes memory of its device
-        own = check_machine(machine_facts(), Wanted(described, memory_bytes))
+        own = check_machine(machine_facts(), DoctorRequest(described, memory_bytes))
     device = join_as(worker, described)
     worker.watchdog.progress("gathering what each host found")
     by_rank = gather_values(own)
@@ -32,15 +32,15 @@ def examine(
     worker.watchdog.progress("measuring every link")
     times = all_pair_times(rounds_of(described), device)
     hosts = {ranks[rank].host: found for rank, found in enumerate(by_rank) if found}
-    findings = [*joined(hosts), *check_cluster(described, ranks, times)]
+    findings = [*join_findings(hosts), *check_cluster(described, ranks, times)]
     return [asdict(each) for each in findings]
 
 
-def joined(hosts: Mapping[str, tuple[Finding, ...]]) -> list[Finding]:
+def join_findings(hosts: Mapping[str, tuple[Finding, ...]]) -> list[Finding]:
     """Join the findings of several hosts: equal findings once, others with the names of hosts.
 
     >>> fine, bad = Finding("OK", "torch", "2.13.0"), Finding("WARN", "network", "eth1 is slow")
-    >>> [each.what for each in joined({"a": (fine,), "b": (fine, bad)})]
+    >>> [each.what for each in join_findings({"a": (fine,), "b": (fine, bad)})]
     ['2.13.0', 'b: eth1 is slow']
     """
     where: dict[Finding, list[str]] = {}

@@ -50,8 +50,7 @@ def write_adapters(
     paths: Sequence[str],
     tensors: Mapping[str, Tensor],
 ) -> list[Path]:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, peft's format of
-    adapters."""
+    """Write peft's ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
     assert target is not None
     assert lora is not None

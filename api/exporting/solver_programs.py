@@ -19,7 +19,7 @@ FORMATS = (".lp", ".mps")
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenProgram:
     """A program in a file: its path, its size, and its objective in the plan's layouts."""
 
     path: Path
@@ -81,11 +81,11 @@ def plan_program(
     )  # fmt: skip
 
 
-def write_plan_program(found: StageProgram, output: str) -> Written:
+def write_plan_program(found: StageProgram, output: str) -> WrittenProgram:
     """Write a stage's program to a file."""
     problem = found.named.as_pulp()
     write_program(problem, output)
-    return Written(
+    return WrittenProgram(
         Path(output),
         problem.numVariables(),
         found.named.program.num_binaries,

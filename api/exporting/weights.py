@@ -30,7 +30,7 @@ from autoparallel.runtime.checkpoint.weight_files import (
     write_shards,
 )
 from autoparallel.target.load import load_target
-from autoparallel.target.lora import Lora, is_transposed, merged, parse_lora
+from autoparallel.target.lora import Lora, is_transposed, merge_lora, parse_lora
 from autoparallel.target.target import Target
 from autoparallel.target.trust import check_trusted
 
@@ -54,7 +54,7 @@ class Exported:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WeightSource:
     """Weights and the known facts of their model: its target, the model on ``meta``, adapters."""
 
     files: WeightFiles
@@ -143,13 +143,13 @@ def _check_choices(to: str, dtype: str | None) -> None:
             )  # fmt: skip
 
 
-def _source(checkpoint: Path, model: str | None, lora: str | None, *, trust: bool) -> Source:
+def _source(checkpoint: Path, model: str | None, lora: str | None, *, trust: bool) -> WeightSource:
     """Return the weights, and the target's facts of them."""
     files = open_weights(checkpoint)
     target = _target(checkpoint, model, trust=trust)
     adapters = lora or (None if target is None else target.settings.get("lora"))
     built = None if target is None else record_target(target).model
-    return Source(files, target, built, parse_lora(adapters) if adapters else None)
+    return WeightSource(files, target, built, parse_lora(adapters) if adapters else None)
 
 
 def _target(checkpoint: Path, model: str | None, *, trust: bool) -> Target | None:
@@ -166,7 +166,7 @@ def _target(checkpoint: Path, model: str | None, *, trust: bool) -> Target | Non
     return None
 
 
-def _check_huggingface(source: Source, to: str) -> None:
+def _check_huggingface(source: WeightSource, to: str) -> None:
     if source.target is None or not source.target.name.startswith("hf:"):
         raise UsageError(
             "AP871",
@@ -187,7 +187,7 @@ def _check_huggingface(source: Source, to: str) -> None:
         )
 
 
-def _merged_tensors(source: Source) -> dict[str, Callable[[], Tensor]]:
+def _merged_tensors(source: WeightSource) -> dict[str, Callable[[], Tensor]]:
     """Map each tensor of the model to a function that reads it, or adds its adapter.
 
     Raises UsageError AP871 if the scale of adapters is unknown, and AP872.
@@ -203,12 +203,12 @@ def _merged_tensors(source: Source) -> dict[str, Callable[[], Tensor]]:
     _check_names(source, names)
     weights = {f"{path}.weight": path for path in adapted}
     return {
-        name: _merging(source, weights[name]) if name in weights else _reading(source, name)
+        name: _merger_of(source, weights[name]) if name in weights else _reader_of(source, name)
         for name in names
     }
 
 
-def _check_names(source: Source, names: list[str]) -> None:
+def _check_names(source: WeightSource, names: list[str]) -> None:
     """Raise UsageError AP872 unless the checkpoint has exactly the model's parameters."""
     if source.model is None:
         return
@@ -234,32 +234,32 @@ def _check_names(source: Source, names: list[str]) -> None:
         )
 
 
-def _adapter_tensors(source: Source) -> dict[str, Callable[[], Tensor]]:
+def _adapter_tensors(source: WeightSource) -> dict[str, Callable[[], Tensor]]:
     return {
-        f"{path}{ending}": _reading(source, f"{path}{ending}")
+        f"{path}{ending}": _reader_of(source, f"{path}{ending}")
         for path in source.adapted
         for ending in (LORA_A, LORA_B)
     }
 
 
-def _reading(source: Source, name: str) -> Callable[[], Tensor]:
-    return lambda: _whole(source.files, name)
+def _reader_of(source: WeightSource, name: str) -> Callable[[], Tensor]:
+    return lambda: _read_whole(source.files, name)
 
 
-def _merging(source: Source, path: str) -> Callable[[], Tensor]:
+def _merger_of(source: WeightSource, path: str) -> Callable[[], Tensor]:
     def merge() -> Tensor:
         assert source.lora is not None
         assert source.model is not None
         weight, a, b = (
-            _whole(source.files, f"{path}{ending}") for ending in (".weight", LORA_A, LORA_B)
+            _read_whole(source.files, f"{path}{ending}") for ending in (".weight", LORA_A, LORA_B)
         )
         transposed = is_transposed(source.model.get_submodule(path))
-        return merged(weight, a, b, source.lora.scale, transposed=transposed)
+        return merge_lora(weight, a, b, source.lora.scale, transposed=transposed)
 
     return merge
 
 
-def _whole(files: WeightFiles, name: str) -> Tensor:
+def _read_whole(files: WeightFiles, name: str) -> Tensor:
     return files.read(name, whole_region(files.shape(name)))
 
 

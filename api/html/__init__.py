@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from autoparallel.html.document import MISSING, Sources, notebook, page
+from autoparallel.html.document import MISSING, Sources, page, plan_notebook
 
-__all__ = ["MISSING", "Sources", "notebook", "page"]
+__all__ = ["MISSING", "Sources", "page", "plan_notebook"]

@@ -158,14 +158,14 @@ def _labels(candidates: Sequence[Candidate]) -> list[Label]:
             for left in (x + 10, x - 10 - wide)
             if left >= LEFT and left + wide <= WIDTH and TOP < y + down < HEIGHT - BOTTOM
         ]
-        place = next((own for own in places if not any(_meet(own, it) for it in taken)), None)
+        place = next((own for own in places if not any(_do_overlap(own, it) for it in taken)), None)
         if place is not None:
             taken.append(place)
             found.append(Label(number(place[0]), number(place[3] - 2), text))
     return found
 
 
-def _meet(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+def _do_overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 

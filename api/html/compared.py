@@ -15,7 +15,7 @@ from autoparallel.analysis.compare import Item
 from autoparallel.analysis.facts import MEMORY_ORDER, fullest_rank, usable_bytes
 from autoparallel.html.candidates import Entry, time_memory_chart
 from autoparallel.html.looks import MEMORY_LOOKS, MEMORY_MEANINGS, OTHER_MEMORY, TIME_LOOKS
-from autoparallel.html.rendering import rendered
+from autoparallel.html.rendering import render
 from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
 from autoparallel.report.comparison import (
     LEAST_SHARE,
@@ -54,7 +54,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedItem:
     """Item as the page shows it. ``seconds`` and ``held`` are parts of the step and of memory."""
 
     letter: str
@@ -86,7 +86,7 @@ def compared_page(items: Sequence[Item]) -> str:
         (name, title) for name, title in SECTIONS.items()
         if name != "choices" or len(found["letters"]) > 1
     ]  # fmt: skip
-    return rendered(
+    return render(
         "compared.html",
         {**found, "sections": sections, "folder": "compared", "version": __version__},
     )
@@ -94,13 +94,13 @@ def compared_page(items: Sequence[Item]) -> str:
 
 def compared_notebook(items: Sequence[Item]) -> str:
     """Return the notebook's form of a comparison: figures and different choices."""
-    return rendered("compared_notebook.html", _context(items))
+    return render("compared_notebook.html", _context(items))
 
 
 def _context(items: Sequence[Item]) -> dict[str, Any]:
     columns = [each for each in COLUMNS if any(each.find(item) is not None for item in items)]
     found = [
-        _compared(item, letter_of(place), name, columns, items[0])
+        _compare_item(item, letter_of(place), name, columns, items[0])
         for place, (item, name) in enumerate(zip(items, short_names(items), strict=True))
     ]
     names = {name for each in found for name in each.held}
@@ -111,7 +111,7 @@ def _context(items: Sequence[Item]) -> dict[str, Any]:
         "items": found,
         "letters": [each.letter for each in found],
         "columns": columns,
-        "quickest": _quickest(items, found),
+        "quickest": _name_fastest(items, found),
         "chart": _chart(items, found),
         "has_runs": any(item.run is not None for item in items),
         "choices": different_choices(items),
@@ -140,18 +140,18 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def _compared(
+def _compare_item(
     item: Item, letter: str, name: str, columns: Sequence[Column], first: Item
-) -> Compared:
+) -> ComparedItem:
     plan = item.plan
     limit = 0.0
     if plan is not None:
         limit = usable_bytes(plan, plan.stages[fullest_rank(plan)[0][0]])
-    return Compared(
+    return ComparedItem(
         letter, name, description(item).removesuffix("; does not fit"),
         "run" if plan is None else "plan", 0.0 if plan is None else excess_bytes(plan),
         tuple(_cell(each, item, first) for each in columns),
-        {} if plan is None else spent_seconds(plan), held_bytes(item), limit, _measured(item),
+        {} if plan is None else spent_seconds(plan), held_bytes(item), limit, _measurements(item),
     )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def _cell(column: Column, item: Item, first: Item) -> Cell:
     )  # fmt: skip
 
 
-def _measured(item: Item) -> tuple[tuple[str, Cell, Cell, float | None], ...]:
+def _measurements(item: Item) -> tuple[tuple[str, Cell, Cell, float | None], ...]:
     """Return step and memory, predicted and measured, and the errors of the prediction."""
     rows = []
     for name, predict, measure, write in (
@@ -182,7 +182,7 @@ def _measured(item: Item) -> tuple[tuple[str, Cell, Cell, float | None], ...]:
     return tuple(rows)
 
 
-def _quickest(items: Sequence[Item], found: Sequence[Compared]) -> str:
+def _name_fastest(items: Sequence[Item], found: Sequence[ComparedItem]) -> str:
     """Name the fastest plan that fits; "" if it is unknown."""
     fitting = [
         (item.plan.prediction.step_seconds, own) for item, own in zip(items, found, strict=True)
@@ -197,7 +197,7 @@ def _quickest(items: Sequence[Item], found: Sequence[Compared]) -> str:
     return f"The fastest that fits is {own.letter}, {gain:.2f} × as fast as the next."
 
 
-def _chart(items: Sequence[Item], found: Sequence[Compared]) -> Any:
+def _chart(items: Sequence[Item], found: Sequence[ComparedItem]) -> Any:
     """Return the chart of items with both seconds and bytes; None without such an item."""
     entries = [
         Entry(own.name, own.kind, step_seconds(item) or 0.0, memory_bytes(item) or 0.0,

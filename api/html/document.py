@@ -28,7 +28,7 @@ from autoparallel.html.candidates import candidate_chart
 from autoparallel.html.looks import MEMORY_LOOKS, MEMORY_MEANINGS, TIME_LOOKS
 from autoparallel.html.memory_chart import memory_chart
 from autoparallel.html.parts import between_hosts, block_cells, cluster_hosts, weight_groups
-from autoparallel.html.rendering import rendered
+from autoparallel.html.rendering import render
 from autoparallel.html.roofline import roofline
 from autoparallel.html.schedule import STREAM_NAMES, ScheduleView, schedule_view
 from autoparallel.html.sources import baselines_text, headline, source_rows
@@ -64,12 +64,12 @@ NOTHING = Sources()
 
 def page(plan: Plan, sources: Sources = NOTHING) -> str:
     """Return the whole page."""
-    return rendered("report.html", _context(plan, sources))
+    return render("report.html", _context(plan, sources))
 
 
-def notebook(plan: Plan) -> str:
+def plan_notebook(plan: Plan) -> str:
     """Return the notebook's form of a plan: headline, stages and candidates."""
-    return rendered("notebook.html", _context(plan, NOTHING))
+    return render("notebook.html", _context(plan, NOTHING))
 
 
 def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:

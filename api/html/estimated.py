@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoparallel.analysis.estimate import Estimate
-from autoparallel.html.rendering import rendered
+from autoparallel.html.rendering import render
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.estimates import METHODS, days_text, dollars_text, estimates_title
 
 
 def estimated_notebook(found: Sequence[Estimate]) -> str:
     """Return the notebook's form of estimates."""
-    return rendered(
+    return render(
         "estimated_notebook.html",
         {
             "title": estimates_title(found),

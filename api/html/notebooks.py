@@ -22,7 +22,7 @@ from autoparallel.analysis.estimate import (
     parse_devices,
 )
 from autoparallel.cache.plan_cache import plan_cache
-from autoparallel.html import notebook
+from autoparallel.html import plan_notebook
 from autoparallel.html.compared import compared_notebook, compared_page
 from autoparallel.html.estimated import estimated_notebook
 from autoparallel.options.plan_options import num_processes
@@ -53,7 +53,7 @@ class ShownPlan(Plan):
 
     def _repr_html_(self) -> str:
 
-        return notebook(self)
+        return plan_notebook(self)
 
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
         """Print the report on one screen, for IPython without HTML."""
@@ -72,7 +72,7 @@ class ShownPlan(Plan):
         return frame(self, what)
 
 
-def shown(plan: Plan) -> ShownPlan:
+def with_display(plan: Plan) -> ShownPlan:
     """Return the same plan with its display."""
     return ShownPlan(**{each.name: getattr(plan, each.name) for each in fields(Plan)})
 
@@ -189,4 +189,4 @@ def load_plan(path: str | Path) -> ShownPlan:
     Raises UsageError AP101 if there is no such file, PlanError if it is damaged or of another
     version.
     """
-    return shown(plan_files.load_plan(path))
+    return with_display(plan_files.load_plan(path))

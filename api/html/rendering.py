@@ -31,7 +31,7 @@ from autoparallel.report.page import stages_text
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def rendered(name: str, values: Mapping[str, Any]) -> str:
+def render(name: str, values: Mapping[str, Any]) -> str:
     """Render a template with its values."""
     return _environment().get_template(name).render(**values)
 

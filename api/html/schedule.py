@@ -87,7 +87,7 @@ def schedule_view(timeline: Timeline, names: Sequence[str]) -> ScheduleView:
             y += height + 1
         waits = _waits(timeline, rank, ends)
         compute = [e for e in events if e.stream == "compute"]
-        shapes, table = _drawn(events, compute, lanes, scale)
+        shapes, table = _draw_boxes(events, compute, lanes, scale)
         table["waits"] = [
             [round(w.start * scale), round((w.end - w.start) * scale), WAITS.index(w.why), w.stage,
              w.microbatch]
@@ -113,7 +113,7 @@ def schedule_view(timeline: Timeline, names: Sequence[str]) -> ScheduleView:
     )
 
 
-def _drawn(
+def _draw_boxes(
     events: Sequence[Event],
     compute: Sequence[Event],
     lanes: Sequence[tuple[str, int, int]],
@@ -134,10 +134,10 @@ def _drawn(
             look += " odd" if stages.index(event.action.stage) % 2 else ""
             paths.setdefault(look, []).append(_box(start, length, y, height, scale))
         else:
-            covered = _covered(event, compute)
+            covered = _covered_parts(event, compute)
             hidden = sum(b - a for a, b in covered)
             paths.setdefault("hidden", []).append(_box(start, length, y, height, scale))
-            for a, b in _rest(event, covered):
+            for a, b in _other_parts(event, covered):
                 paths.setdefault("exposed", []).append(_box(a, b - a, y, height, scale))
         table.append([
             round(start * scale), max(1, round(length * scale)), KINDS.index(kind),
@@ -151,7 +151,7 @@ def _box(start: float, length: float, y: int, height: int, scale: float) -> str:
     return box(round(start * scale), y, max(1, round(length * scale)), height)
 
 
-def _covered(event: Event, compute: Sequence[Event]) -> list[tuple[float, float]]:
+def _covered_parts(event: Event, compute: Sequence[Event]) -> list[tuple[float, float]]:
     """Return the parts of an event during which its rank computes."""
     starts = [each.start_seconds for each in compute]
     at = max(0, bisect_left(starts, event.start_seconds) - 1)
@@ -166,7 +166,7 @@ def _covered(event: Event, compute: Sequence[Event]) -> list[tuple[float, float]
     return found
 
 
-def _rest(event: Event, covered: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _other_parts(event: Event, covered: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the other parts of an event."""
     found, now = [], event.start_seconds
     for start, end in covered:

@@ -62,7 +62,7 @@ class LaunchJob:
     def rendezvous(self) -> Literal["c10d", "static"]:
         return "static" if self.is_ordered else "c10d"
 
-    def moved(self, folder: str, workdir: str) -> LaunchJob:
+    def move_files(self, folder: str, workdir: str) -> LaunchJob:
         """Return the job with its files at the paths that hosts see."""
         return replace(self, folder=folder, workdir=workdir)
 

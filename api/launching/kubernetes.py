@@ -49,7 +49,7 @@ def kubernetes_files(
             "AP378", f"--name {job.name!r} cannot be the name of a Job",
             fix=f"at most {LONGEST_NAME} small letters, digits and -, a letter first",
         )  # fmt: skip
-    there = job.moved(folder=FILES, workdir=workdir)
+    there = job.move_files(folder=FILES, workdir=workdir)
     files = {PLAN_FILE: plan_text, HOST_SCRIPT: _writable_logs(host_script(there), workdir)}
     num_bytes = sum(len(text.encode()) for text in files.values())
     if num_bytes > MOST_BYTES:

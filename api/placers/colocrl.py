@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoparallel.placers.network import Adam, Ints, Perceptron, chances, drawn, logit_gradient
+from autoparallel.placers.network import Adam, Ints, Perceptron, logit_gradient, sample, softmax
 from autoparallel.placers.record import Record
 from autoparallel.placers.space import Space, block_shares
 from autoparallel.planner.inter_op.inter_op import Floats, Pipeline, StageChoice
@@ -156,16 +156,16 @@ class _Policy:
     ) -> tuple[list[tuple[StageChoice, ...]], list[_Step], Ints]:
         """Draw ``count`` pipelines; return them with their decisions and numbers of stages."""
         space, blocks = self.space, self.space.problem.table.num_blocks
-        odds = np.repeat(chances(self.numbers, np.ones_like(self.numbers)), count, 0)
-        chosen = drawn(odds, rng)
+        odds = np.repeat(softmax(self.numbers, np.ones_like(self.numbers)), count, 0)
+        chosen = sample(odds, rng)
         written = [_Open(space.numbers[index]) for index in chosen]
         steps = []
         for block in range(blocks):
             x = np.stack([self.features(each, block) for each in written])
             prior = np.stack([each.prior(space, block) for each in written])
             logits, hidden = self.network.forward(x)
-            probabilities = chances(logits, prior)
-            actions = drawn(probabilities, rng)
+            probabilities = softmax(logits, prior)
+            actions = sample(probabilities, rng)
             steps.append(_Step(x, hidden, probabilities, actions))
             for pipeline, action in zip(written, actions, strict=True):
                 if action > 0:
@@ -179,7 +179,7 @@ class _Policy:
     ) -> list[Floats]:
         """Return the gradients of ``numbers`` and of the network's parameters, per pipeline."""
         count = len(chosen)
-        odds = np.repeat(chances(self.numbers, np.ones_like(self.numbers)), count, 0)
+        odds = np.repeat(softmax(self.numbers, np.ones_like(self.numbers)), count, 0)
         first = logit_gradient(
             odds, chosen, advantages.of_numbers, entropy_weight * NUMBERS_ENTROPY
         )

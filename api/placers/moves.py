@@ -27,9 +27,9 @@ def num_moves(space: Space) -> int:
 def moves(space: Space, stages: Stages, block: int) -> list[Stages | None]:
     """Return the pipeline after each move of the block."""
     index = next(i for i, stage in enumerate(stages) if stage.stop > block)
-    found = [_joined(stages, index, block + 1, -1), _joined(stages, index, block, 1)]
+    found = [_move_border(stages, index, block + 1, -1), _move_border(stages, index, block, 1)]
     found += [_cut(stages, index, block, size) for size in space.sizes]
-    found += [_resized(stages, index, size) for size in space.sizes]
+    found += [_resize(stages, index, size) for size in space.sizes]
     runnable: list[Stages | None] = [stages]
     for each in found:
         runs = each is not None and each != stages and space.stage_seconds(each) is not None
@@ -37,7 +37,7 @@ def moves(space: Space, stages: Stages, block: int) -> list[Stages | None]:
     return runnable
 
 
-def _joined(stages: Stages, index: int, border: int, step: int) -> Stages | None:
+def _move_border(stages: Stages, index: int, border: int, step: int) -> Stages | None:
     """Move the border between a stage and the stage before (−1) or after (1) it."""
     low = index if step > 0 else index - 1
     if low < 0 or low + 1 >= len(stages):
@@ -65,7 +65,7 @@ def _cut(stages: Stages, index: int, block: int, size: int) -> Stages | None:
     return stages[:index] + pair + stages[index + 1 :]
 
 
-def _resized(stages: Stages, index: int, size: int) -> Stages | None:
+def _resize(stages: Stages, index: int, size: int) -> Stages | None:
     if len(stages) == 1:
         return None
     low = min(index, len(stages) - 2)

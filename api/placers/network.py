@@ -23,7 +23,7 @@ from autoparallel.planner.inter_op.inter_op import Floats
 Ints = NDArray[np.int64]
 
 
-def chances(logits: Floats, prior: Floats) -> Floats:
+def softmax(logits: Floats, prior: Floats) -> Floats:
     """Normalize prior·exp(logits), (batch, actions) to the same. Prior 0 masks an action."""
     allowed = prior > 0
     shifted = np.where(allowed, logits + np.log(np.where(allowed, prior, 1.0)), -np.inf)
@@ -32,7 +32,7 @@ def chances(logits: Floats, prior: Floats) -> Floats:
     return weights
 
 
-def drawn(probabilities: Floats, rng: np.random.Generator) -> Ints:
+def sample(probabilities: Floats, rng: np.random.Generator) -> Ints:
     """Draw an action for every row."""
     bound = rng.random((len(probabilities), 1)) * probabilities.sum(axis=1, keepdims=True)
     below = np.cumsum(probabilities, axis=1) <= bound

@@ -22,9 +22,9 @@ from autoparallel.placers.network import (
     Ints,
     MessagePassing,
     Perceptron,
-    chances,
-    drawn,
     logit_gradient,
+    sample,
+    softmax,
 )
 from autoparallel.placers.record import Record
 from autoparallel.placers.space import Space, block_shares
@@ -154,8 +154,8 @@ class _Policy:
         layers = self.graph.forward(x)
         seen = self.view(x, layers[-1], block)
         logits, hidden = self.head.forward(seen)
-        probabilities = chances(logits, allowed.astype(np.float64))
-        actions = drawn(probabilities, rng)
+        probabilities = softmax(logits, allowed.astype(np.float64))
+        actions = sample(probabilities, rng)
         moved = []
         for found, action in zip(options, actions, strict=True):
             chosen = found[action]

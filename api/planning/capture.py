@@ -19,7 +19,7 @@ from autoparallel.target.target import (
     building,
     changed_target,
     example_batches,
-    unchanged,
+    keep_batch,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def capture_program(
 ) -> Program:  # fmt: skip
     """A recorded target as a graph (``capture_rows``), which can be captured again."""
 
-    def captured(rows: int, change: Change = unchanged) -> Program:
+    def captured(rows: int, change: Change = keep_batch) -> Program:
         return capture_rows(
             changed_target(target, change), deferred.model, global_batch=rows, seq=seq,
             precision=precision, autocast=autocast,

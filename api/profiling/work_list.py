@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from autoparallel.cache.database import explain_database_errors, measuring_environment
+from autoparallel.cache.database import explain_errors, measuring_environment
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.detect import MAX_CPU_DEVICES, match_gpu_name
 from autoparallel.cost_model.cluster.tf32 import torch_computing
@@ -261,7 +261,7 @@ class WorkList:
         """Return the measurements in exactly this environment, and the reasons of failed ones."""
         if not self.path.exists():
             return Profile(self.environment, {}), {}
-        with explain_database_errors(self.path), Database(self.path) as opened:
+        with explain_errors(self.path), Database(self.path) as opened:
             return Profile(
                 self.environment,
                 opened.all(self.environment),
@@ -271,7 +271,7 @@ class WorkList:
 
     def keep(self, found: Found) -> None:
         """Write a measurement to the database, or the reason why there is none."""
-        with explain_database_errors(self.path), Database(self.path) as opened:
+        with explain_errors(self.path), Database(self.path) as opened:
             if isinstance(found, Transfer):
                 opened.put_transfer(self.environment, found)
             elif found.measurement is not None:

@@ -24,14 +24,9 @@ from autoparallel.analysis.facts import (
 )
 from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.summary import (
-    plan_summary,
-    rank_summaries,
-    schedule_text,
-    strategy_parts,
-)
+from autoparallel.planner.summary import plan_summary, rank_summaries, schedule_text, strategy_parts
 from autoparallel.report.page import device_text, section
-from autoparallel.report.printing import plain_table, printed
+from autoparallel.report.printing import plain_table, print_to_text
 
 MOST_COLUMNS = 4
 """Items side by side; the first is repeated beside the next items."""
@@ -60,7 +55,7 @@ def print_comparison(items: Sequence[Item], console: Console) -> None:
 
 def comparison_text(items: Sequence[Item]) -> str:
     """Return the page as plain text, 80 columns wide."""
-    return printed(lambda console: print_comparison(items, console))
+    return print_to_text(lambda console: print_comparison(items, console))
 
 
 def letter_of(index: int) -> str:

@@ -104,7 +104,7 @@ def confidence(plan: Plan) -> RenderableType:
     return Group(*lines)
 
 
-def sureness(plan: Plan) -> RenderableType:
+def short_confidence(plan: Plan) -> RenderableType:
     """Return the sources of times, the gap, and the reason for this plan, in short."""
     lines = [*source_lines(plan)[:1], Text(f"optimality gap: {gap_text(plan)}")]
     lines += [Text(f"choice: {simplest_text(plan)}")] if simplest_text(plan) else []

@@ -15,7 +15,7 @@ from autoparallel.options.words import bytes_text, count_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.page import section
-from autoparallel.report.printing import plain_table, printed
+from autoparallel.report.printing import plain_table, print_to_text
 
 METHODS = {"full": "train", "lora": "LoRA"}
 
@@ -45,7 +45,7 @@ def print_estimates(found: Sequence[Estimate], console: Console) -> None:
 
 def estimates_text(found: Sequence[Estimate]) -> str:
     """Return the page as plain text, 80 columns wide."""
-    return printed(lambda console: print_estimates(found, console))
+    return print_to_text(lambda console: print_estimates(found, console))
 
 
 def estimates_title(found: Sequence[Estimate]) -> tuple[str, str]:

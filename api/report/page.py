@@ -49,10 +49,10 @@ from autoparallel.planner.summary import (
     strategy_parts,
 )
 from autoparallel.planning.tf32 import families_text
-from autoparallel.report.confidence import confidence, sureness
+from autoparallel.report.confidence import confidence, short_confidence
 from autoparallel.report.drawing import legend, timeline_of
 from autoparallel.report.goal import goal_lines, goal_title
-from autoparallel.report.printing import plain_table, printed
+from autoparallel.report.printing import plain_table, print_to_text
 from autoparallel.report.served import server_lines
 from autoparallel.report.stages import stages
 
@@ -89,7 +89,9 @@ EVERYTHING = Details(True, True, True, True, True)
 
 def describe(plan: Plan, *, short: bool = False) -> str:
     """Return the report of ``plan`` as plain text, 80 columns wide: everything, or one screen."""
-    return printed(lambda console: print_report(plan, console, ONE_SCREEN if short else EVERYTHING))
+    return print_to_text(
+        lambda console: print_report(plan, console, ONE_SCREEN if short else EVERYTHING)
+    )
 
 
 def print_report(
@@ -131,7 +133,7 @@ def print_report(
     if details.sources:
         parts.append(section("Confidence", confidence(plan)))
     elif plan.prediction.sources:
-        parts.append(section("How sure", sureness(plan)))
+        parts.append(section("How sure", short_confidence(plan)))
     if measured:
         parts.append(Padding(Text(measured), (0, 0, 0, INDENT)))
     if plan.alternatives:

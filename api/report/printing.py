@@ -11,7 +11,7 @@ from rich.table import Table
 WIDTH = 80
 
 
-def printed(prints: Callable[[Console], None]) -> str:
+def print_to_text(prints: Callable[[Console], None]) -> str:
     """Return printed text as plain text, 80 columns wide; the same in a notebook's kernel."""
     stream = io.StringIO()
     console = Console(

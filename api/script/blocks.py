@@ -29,9 +29,9 @@ from autoparallel.script.expressions import (
     LINE,
     METHODS,
     Expression,
-    assigned,
-    called,
-    listed,
+    assignment,
+    call_of,
+    list_lines,
     op_call,
 )
 from autoparallel.script.writer import Writer, unwritable
@@ -113,7 +113,7 @@ def block_function(
     returned = [writer.values[node].text for node in result]
     line = f"{INDENT}return {', '.join(returned) or 'None'}"
     writer.lines += [line] if len(line) <= LINE else [
-        f"{INDENT}return (", *listed(returned, INDENT * 2), f"{INDENT})"
+        f"{INDENT}return (", *list_lines(returned, INDENT * 2), f"{INDENT})"
     ]  # fmt: skip
     text = "\n".join(writer.lines)
     return BlockFunction(
@@ -208,7 +208,7 @@ def _tensors(node: fx.Node) -> int:
 
 
 def _assign(writer: Writer, node: fx.Node, made: Expression, name: str) -> None:
-    _heading(writer, node)
+    _write_heading(writer, node)
     name = "x" if _continues_x(writer, node) else writer.unique(name)
     writer.lines += made.lines(f"{name} = ", INDENT, _shape_comment(writer, node))
     writer.values[node] = Expression(name)
@@ -229,7 +229,7 @@ def _continues_x(writer: Writer, node: fx.Node) -> bool:
 
 def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.Node]) -> None:
     """Write ``first, second = …``; unused results are called ``_``."""
-    _heading(writer, node)
+    _write_heading(writer, node)
     count = _count_of(node)
     if count is None:
         name = writer.unique(_name(writer, node))
@@ -244,7 +244,7 @@ def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.
         if names[index] == "_":
             names[index] = writer.unique(f"{_name(writer, node)}_{index}")
         writer.values[item] = Expression(names[index])
-    writer.lines += made.lines(f"{names[0]}, = ", INDENT) if count == 1 else assigned(
+    writer.lines += made.lines(f"{names[0]}, = ", INDENT) if count == 1 else assignment(
         names, made, INDENT
     )  # fmt: skip
 
@@ -254,7 +254,7 @@ def _count_of(node: fx.Node) -> int | None:
     return len(source.outputs) if isinstance(source, Node) else None
 
 
-def _heading(writer: Writer, node: fx.Node) -> None:
+def _write_heading(writer: Writer, node: fx.Node) -> None:
     """Write a comment where the ops of another submodule begin."""
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node):
@@ -272,7 +272,7 @@ def _heading(writer: Writer, node: fx.Node) -> None:
 
 def _shape_comment(writer: Writer, node: fx.Node) -> str:
     """Write the local shape of a node's result."""
-    spec, layout = _made(writer, node)
+    spec, layout = _result_spec(writer, node)
     if spec is None or layout is None:
         return ""
     try:
@@ -282,7 +282,7 @@ def _shape_comment(writer: Writer, node: fx.Node) -> str:
     return f"  # {tuple(shape)}" if shape else ""
 
 
-def _made(writer: Writer, node: fx.Node) -> tuple[TensorSpec | None, Layout | None]:
+def _result_spec(writer: Writer, node: fx.Node) -> tuple[TensorSpec | None, Layout | None]:
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node) or len(source.outputs) != 1:
         return None, None
@@ -353,7 +353,7 @@ def _expression(writer: Writer, node: fx.Node) -> Expression:
             return op_call(path, args, kwargs)
         if namespace == "autoparallel":
             raise unwritable(writer, node, f"{target} has no equal in plain PyTorch")
-        return called(f"torch.ops.{target}", args, kwargs)
+        return call_of(f"torch.ops.{target}", args, kwargs)
     return own_call(writer, node, args, kwargs)
 
 

@@ -16,7 +16,7 @@ from autoparallel.passes.ops.collectives import apply_steps, parse_steps
 from autoparallel.passes.ops.local_loss import MEAN, cross_entropy, nll_loss
 from autoparallel.passes.ops.random_ops import dropout_part, uniform_part
 from autoparallel.planner.layout import Step
-from autoparallel.script.expressions import INDENT, Expression, called, literal, loss_call
+from autoparallel.script.expressions import INDENT, Expression, call_of, literal, loss_call
 from autoparallel.script.parts import can_copy
 from autoparallel.script.writer import MOVES, Writer, dictionary, unwritable
 
@@ -29,7 +29,7 @@ def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, A
     if function is apply_steps:
         made: Expression = args[0]
         for step in parse_steps(str(node.args[1]), axes):
-            made = _moved(writer, made, step)
+            made = _write_move(writer, made, step)
         return made
     if function in (cross_entropy, nll_loss):
         return _class_loss(writer, node, args, kwargs, is_logits=function is cross_entropy)
@@ -44,7 +44,7 @@ def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, A
         name: _axis_names(value, axes) if name in ("axes", "balanced", "row_axes") else value
         for name, value in kwargs.items()
     }
-    return called(function.__name__, [Expression("mesh"), *args], named)
+    return call_of(function.__name__, [Expression("mesh"), *args], named)
 
 
 def _activation(writer: Writer, text: str) -> Expression:
@@ -91,17 +91,17 @@ def _of_activation(value: Any, made: Sequence[str]) -> str:
     return literal(value)
 
 
-def _moved(writer: Writer, value: Expression, step: Step) -> Expression:
+def _write_move(writer: Writer, value: Expression, step: Step) -> Expression:
     axis = writer.stage.mesh.axes[step.axis]
     source, target = step.source, step.target
     first = [value, Expression("mesh"), axis]
     if source.is_shard and target.is_shard:
         writer.uses.add("all_to_all")
-        return called("all_to_all", first, {"split_dim": target.dim, "concat_dim": source.dim})
+        return call_of("all_to_all", first, {"split_dim": target.dim, "concat_dim": source.dim})
     name = MOVES[source.kind, target.kind]
     writer.uses.add(name)
     split = source if source.is_shard else target
-    return called(name, first, {"dim": split.dim} if split.is_shard else {})
+    return call_of(name, first, {"dim": split.dim} if split.is_shard else {})
 
 
 def _class_loss(
@@ -125,7 +125,7 @@ def _class_loss(
         writer.uses.add("split_cross_entropy")
         named = {k: v for k, v in options.items() if (k, v) != ("ignore_index", -100) and v}
         given = [Expression("mesh"), args[0], args[1], count if is_mean else 1.0]
-        return called("split_cross_entropy", given, {"axes": _axis_names(classes, axes), **named})
+        return call_of("split_cross_entropy", given, {"axes": _axis_names(classes, axes), **named})
     named = {"input": args[0], "target": args[1], "weight": args[2], "reduction": 2, **options}
     total = loss_call("F.cross_entropy" if is_logits else "F.nll_loss", named)
     if not is_mean or count is None:
@@ -153,7 +153,7 @@ def _random(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, An
     }
     if kwargs["batch"] is not None:
         named["rows"] = tuple(kwargs["batch"])
-    return called(name, [*args, Expression("mesh"), Expression("draw")], named)
+    return call_of(name, [*args, Expression("mesh"), Expression("draw")], named)
 
 
 def _axis_names(value: Any, axes: Sequence[str]) -> Any:

@@ -94,15 +94,15 @@ class Expression:
         return [f"{indent}{start}{self.head}(", *body, f"{indent}){self.tail}{comment}"]
 
 
-def assigned(names: Sequence[str], made: Expression, indent: str) -> list[str]:
+def assignment(names: Sequence[str], made: Expression, indent: str) -> list[str]:
     """Return ``names = made`` as lines; without names the call alone."""
     start = f"{', '.join(names)} = " if names else ""
     if len(start) < LINE // 2:
         return made.lines(start, indent)
-    return [f"{indent}(", *listed(names, indent + INDENT), *made.lines(") = ", indent)]
+    return [f"{indent}(", *list_lines(names, indent + INDENT), *made.lines(") = ", indent)]
 
 
-def listed(parts: Sequence[str], indent: str) -> list[str]:
+def list_lines(parts: Sequence[str], indent: str) -> list[str]:
     """Return parts with commas behind them, as many in a line as fit."""
     lines = [indent]
     for part in parts:
@@ -122,7 +122,7 @@ def dictionary_lines(start: str, items: Mapping[str, str], indent: str, end: str
     return [f"{indent}{start}{{", *inner, f"{indent}}}{end}"]
 
 
-def called(head: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Expression:
+def call_of(head: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Expression:
     """Write a call; ``literal`` writes the arguments."""
     parts = (*map(literal, args), *(f"{name}={literal(v)}" for name, v in (kwargs or {}).items()))
     return Expression(f"{head}({', '.join(parts)})", head, parts)
@@ -170,55 +170,55 @@ def op_call(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expres
         if name in SIZES and len(rest) == 1 and isinstance(rest[0], list) and rest[0]:
             rest = rest[0]
         method = "split" if name == "split_with_sizes" else name
-        return called(f"{args[0].operand}.{method}", rest, kwargs)
+        return call_of(f"{args[0].operand}.{method}", rest, kwargs)
     if name in NN_FUNCTIONS:
-        return called(f"F.{name}", args, kwargs)
+        return call_of(f"F.{name}", args, kwargs)
     if name in FUNCTIONS and overload in OVERLOADS:
-        return called(f"torch.{name}", args, kwargs)
-    return called(f"torch.ops.aten.{path}", args, kwargs)
+        return call_of(f"torch.{name}", args, kwargs)
+    return call_of(f"torch.ops.aten.{path}", args, kwargs)
 
 
 Special = Callable[[list[Any], dict[str, Any]], "Expression | None"]
 
 
-def _named(args: list[Any], names: Sequence[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _by_name(args: list[Any], names: Sequence[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _layer_norm(args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    named = _named(args, ("input", "shape", "weight", "bias", "eps", "cudnn"), kwargs)
+    named = _by_name(args, ("input", "shape", "weight", "bias", "eps", "cudnn"), kwargs)
     first = [named["input"], tuple(named["shape"]), named.get("weight"), named.get("bias")]
     eps = named.get("eps", 1e-05)
-    return called("F.layer_norm", first if eps == 1e-05 else [*first, eps])
+    return call_of("F.layer_norm", first if eps == 1e-05 else [*first, eps])
 
 
 def _embedding(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
-    named = _named(args, ("weight", "indices", "padding_idx", "scale", "sparse"), kwargs)
+    named = _by_name(args, ("weight", "indices", "padding_idx", "scale", "sparse"), kwargs)
     if named.get("scale") or named.get("sparse"):
         return None
     padding = named.get("padding_idx", -1)
     options = {} if padding < 0 else {"padding_idx": padding}
-    return called("F.embedding", [named["indices"], named["weight"]], options)
+    return call_of("F.embedding", [named["indices"], named["weight"]], options)
 
 
 def _attention(args: list[Any], kwargs: dict[str, Any]) -> Expression:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    named = _named(args, names, kwargs)
+    named = _by_name(args, names, kwargs)
     options = {
         name: value for name, value in named.items()
         if name not in names[:3] and value not in (None, 0.0, False)
     }  # fmt: skip
-    return called("F.scaled_dot_product_attention", [named[n] for n in names[:3]], options)
+    return call_of("F.scaled_dot_product_attention", [named[n] for n in names[:3]], options)
 
 
 def _cross_entropy(args: list[Any], kwargs: dict[str, Any]) -> Expression:
     names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    return loss_call("F.cross_entropy", _named(args, names, kwargs))
+    return loss_call("F.cross_entropy", _by_name(args, names, kwargs))
 
 
 def _nll_loss(args: list[Any], kwargs: dict[str, Any]) -> Expression:
     names = ("input", "target", "weight", "reduction", "ignore_index")
-    return loss_call("F.nll_loss", _named(args, names, kwargs))
+    return loss_call("F.nll_loss", _by_name(args, names, kwargs))
 
 
 def loss_call(head: str, named: Mapping[str, Any]) -> Expression:
@@ -232,11 +232,11 @@ def loss_call(head: str, named: Mapping[str, Any]) -> Expression:
         options["ignore_index"] = named["ignore_index"]
     if named.get("label_smoothing"):
         options["label_smoothing"] = named["label_smoothing"]
-    return called(head, [named["input"], named["target"]], options)
+    return call_of(head, [named["input"], named["target"]], options)
 
 
 def _slice(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
-    named = _named(args, ("self", "dim", "start", "end", "step"), kwargs)
+    named = _by_name(args, ("self", "dim", "start", "end", "step"), kwargs)
     dim = named.get("dim", 0)
     if not isinstance(dim, int) or dim < 0 or not isinstance(named["self"], Expression):
         return None
@@ -257,7 +257,7 @@ def _to(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
     ]  # fmt: skip
     if len(dtypes) != 1 or rest or not isinstance(args[0], Expression):
         return None
-    return called(f"{args[0].operand}.to", dtypes)
+    return call_of(f"{args[0].operand}.to", dtypes)
 
 
 def _index(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
@@ -268,27 +268,27 @@ def _index(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
 
 
 def _rms_norm(args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    named = _named(args, ("input", "shape", "weight", "eps"), kwargs)
-    return called("F.rms_norm", [named["input"], tuple(named["shape"]), named.get("weight"),
+    named = _by_name(args, ("input", "shape", "weight", "eps"), kwargs)
+    return call_of("F.rms_norm", [named["input"], tuple(named["shape"]), named.get("weight"),
                                  named.get("eps")])  # fmt: skip
 
 
 def _reduction(name: str) -> Special:
     def reduction(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
-        named = _named(args, ("self", "dim", "keepdim"), kwargs)
+        named = _by_name(args, ("self", "dim", "keepdim"), kwargs)
         tensor, dims = named.pop("self"), named.pop("dim", None)
         if not isinstance(tensor, Expression) or (dims is not None and not isinstance(dims, list)):
             return None
         first = [] if dims is None else [dims[0] if len(dims) == 1 else tuple(dims)]
         options = {key: value for key, value in named.items() if value not in (None, False)}
-        return called(f"{tensor.operand}.{name}", first, options)
+        return call_of(f"{tensor.operand}.{name}", first, options)
 
     return reduction
 
 
 def _dropout(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
-    """Return the tensor itself if nothing is dropped."""
-    named = _named(args, ("input", "p", "train"), kwargs)
+    """Return the tensor itself if nothing is dropped, else None."""
+    named = _by_name(args, ("input", "p", "train"), kwargs)
     is_off = not named.get("train") or not named.get("p")
     return named["input"] if is_off and isinstance(named["input"], Expression) else None
 

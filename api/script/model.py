@@ -26,7 +26,7 @@ from autoparallel.runtime.update.optimizer import (
 )
 from autoparallel.script.expressions import INDENT, literal
 from autoparallel.script.parts import taken_names
-from autoparallel.script.source import Exported
+from autoparallel.script.source import ExportedPlan
 from autoparallel.script.values import made_up_batches
 from autoparallel.target.huggingface import target_config
 from autoparallel.target.lora import parse_lora, target_paths
@@ -47,7 +47,7 @@ class ModelText:
     has_data: bool
 
 
-def model_text(found: Exported, plan_path: Path, folder: Path) -> ModelText:
+def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
     """Copy the model's files into ``folder``. Raises PlanError AP366 and AP368."""
     target, plan = found.made.target, found.plan
     check_optimizer(found)
@@ -56,7 +56,7 @@ def model_text(found: Exported, plan_path: Path, folder: Path) -> ModelText:
         module = ""
     else:
         place, function = _place(target_name(plan, plan_path))
-        files = _copied(place, folder) if place.endswith(".py") else ()
+        files = _copy_files(place, folder) if place.endswith(".py") else ()
         module = Path(files[0]).stem if files else place
         settings = ", ".join(f"{name}={literal(v)}" for name, v in plan.model.settings.items())
         imports = (f"import {module}",)
@@ -95,7 +95,7 @@ def _place(name: str) -> tuple[str, str]:
     return name, "build_model"
 
 
-def _copied(place: str, folder: Path) -> tuple[str, ...]:
+def _copy_files(place: str, folder: Path) -> tuple[str, ...]:
     """Copy a model's file and the files beside it that it imports."""
     first = Path(place)
     done = {first.name: re.sub(r"\W", "_", first.stem) + ".py"}
@@ -106,7 +106,7 @@ def _copied(place: str, folder: Path) -> tuple[str, ...]:
             shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
             continue
         shutil.copyfile(path, folder / done[path.name])
-        for name in _imported(path):
+        for name in _imported_names(path):
             if name == "autoparallel":
                 raise PlanError(
                     "AP366", f"the plan cannot be exported to Python: {path.name} imports "
@@ -123,7 +123,7 @@ def _copied(place: str, folder: Path) -> tuple[str, ...]:
     return tuple(done.values())
 
 
-def _imported(path: Path) -> set[str]:
+def _imported_names(path: Path) -> set[str]:
     """Return the top names of the modules that a file imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -183,7 +183,7 @@ def _adapters(target: Target) -> list[str]:
     ]
 
 
-def _data(found: Exported, module: str) -> list[str]:
+def _data(found: ExportedPlan, module: str) -> list[str]:
     """Return code that yields global batches: the target's data for one rank, or random data."""
     build, model = found.made.target.build_data, found.plan.model
     if build is None:
@@ -200,7 +200,7 @@ def _data(found: Exported, module: str) -> list[str]:
     ]
 
 
-def _optimizer(found: Exported, module: str) -> list[str]:
+def _optimizer(found: ExportedPlan, module: str) -> list[str]:
     build, name = found.made.target.build_optimizer, found.plan.model.optimizer
     if build is not None:
         given = "iter(named)" if _takes_names(build) else "[weight for _, weight in named]"
@@ -222,7 +222,7 @@ def _takes_names(build: object) -> bool:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds] == [NAMED]
 
 
-def check_optimizer(found: Exported) -> None:
+def check_optimizer(found: ExportedPlan) -> None:
     """Raise PlanError AP368 if the target's optimizer may need more than a rank has.
 
     A script gives it this rank's part of each weight, and in a pipeline the weights of the rank's

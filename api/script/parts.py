@@ -158,13 +158,13 @@ def _add_imports(found: _Module, node: ast.Import | ast.ImportFrom) -> None:
             found.imports[alias.asname or alias.name] = f"from {node.module} import {alias.name}"
 
 
-def trimmed(text: str, kept: Iterable[str]) -> str:
+def trim_script(text: str, kept: Iterable[str]) -> str:
     """Remove methods that nothing calls and constants that nothing reads from a script."""
     while True:
         lines, unused = text.split("\n"), list[ast.stmt]()
         for kind in ast.walk(ast.parse(text)):
             if isinstance(kind, ast.Module):
-                unused += _unread(kind, text, kept)
+                unused += _unread_constants(kind, text, kept)
             if isinstance(kind, ast.ClassDef):
                 unused += [m for m in kind.body if isinstance(m, ast.FunctionDef)
                            and not _is_called(m, text)]  # fmt: skip
@@ -178,7 +178,7 @@ def trimmed(text: str, kept: Iterable[str]) -> str:
         text = "\n".join(lines)
 
 
-def _unread(module: ast.Module, text: str, kept: Iterable[str]) -> list[ast.stmt]:
+def _unread_constants(module: ast.Module, text: str, kept: Iterable[str]) -> list[ast.stmt]:
     """Return the constants that nothing reads, each with its note."""
     found: list[ast.stmt] = []
     for statement, following in zip(module.body, [*module.body[1:], None], strict=True):

@@ -1,6 +1,6 @@
 """The source of an export: a plan's model captured again, and each stage's program.
 
-In: a plan and its file. Out: an ``Exported``: the model, the stages' programs as a rank runs them,
+In: a plan and its file. Out: an ``ExportedPlan``: the model, the stages' programs on a rank,
 and the schedule; or a PlanError that names the parts of the plan that a script cannot run.
 """
 
@@ -32,7 +32,7 @@ from autoparallel.runtime.data.variants import Variant, stage_programs, variant_
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedPlan:
     """Plan to export. ``stages`` are in the schedule's order, with replicas. ``programs`` are of
     the first rank of each stage; ``last_programs`` of the last rank.
 
@@ -64,7 +64,7 @@ class _Place(Alone):
         return self._coordinates[axis]
 
 
-def exported(plan: Plan, plan_path: str, *, trust: bool) -> Exported:
+def capture_export(plan: Plan, plan_path: str, *, trust: bool) -> ExportedPlan:
     """Return a plan as a script writes it.
 
     Raises PlanError AP366 where a script cannot do what the plan says, and as ``load_plan_model``.
@@ -73,13 +73,13 @@ def exported(plan: Plan, plan_path: str, *, trust: bool) -> Exported:
     made = load_plan_model(plan, plan_path, trust=trust)
     variant = variant_of(made.program, plan)
     if made.program.returned or variant.program.graph.updates.keys() & set(made.program.literals):
-        raise _refused("the model returns no loss", "a script trains models that do")
+        raise _export_error("the model returns no loss", "a script trains models that do")
     stages = placed_stages(plan)
     first, last = (
         tuple(_program(variant, stages[index], index, end) for index in range(len(stages)))
         for end in (0, -1)
     )
-    return Exported(made, variant, stages, first, last, in_order(variant.schedule))
+    return ExportedPlan(made, variant, stages, first, last, in_order(variant.schedule))
 
 
 def _program(variant: Variant, stage: StagePlan, index: int, end: int) -> StageProgram:
@@ -131,10 +131,10 @@ def check_writable(plan: Plan) -> None:
     )  # fmt: skip
     for is_there, what, fix in has:
         if is_there:
-            raise _refused(f"the plan has {what}", "a script on plain PyTorch does not", fix)
+            raise _export_error(f"the plan has {what}", "a script on plain PyTorch does not", fix)
 
 
-def _refused(what: str, why: str, fix: str = "") -> PlanError:
+def _export_error(what: str, why: str, fix: str = "") -> PlanError:
     return PlanError(
         "AP366", f"the plan cannot be exported to Python: {what}", why=why,
         fix=fix or "plan without it, or train with autoparallel run",
@@ -148,7 +148,7 @@ def in_order(schedule: Schedule) -> tuple[Row, ...]:
     even if another receive is needed earlier.
     """
     lanes = _lanes(schedule)
-    return tuple(_reordered(row, rank, lanes) for rank, row in enumerate(schedule.table))
+    return tuple(_reorder(row, rank, lanes) for rank, row in enumerate(schedule.table))
 
 
 _Lanes = dict[tuple[int, int], tuple[Action, ...]]
@@ -169,7 +169,7 @@ def _sends(action: Action) -> bool:
     return action.kind in SENDS
 
 
-def _reordered(row: Row, rank: int, lanes: _Lanes) -> Row:
+def _reorder(row: Row, rank: int, lanes: _Lanes) -> Row:
     waiting = {
         source: deque(receives) for (source, target), receives in lanes.items() if target == rank
     }

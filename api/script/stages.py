@@ -16,7 +16,7 @@ from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.layout import Layout
 from autoparallel.planner.plan import StagePlan
 from autoparallel.script.blocks import BlockFunction, block_function, module_path
-from autoparallel.script.expressions import INDENT, LINE, Expression, assigned, dictionary_lines
+from autoparallel.script.expressions import INDENT, LINE, Expression, assignment, dictionary_lines
 from autoparallel.script.writer import dictionary
 
 WRAPPERS = {"full": "checkpoint", "selective": "keeping_products"}
@@ -134,7 +134,7 @@ class _StageWriter:
     variables: dict[str, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
 
-    def leaving(self) -> tuple[str, ...]:
+    def result_keys(self) -> tuple[str, ...]:
         """Return the keys of the results of the stage's function."""
         program = self.program
         keys = [*program.kept, *(each.key for each in program.sends), *program.updates.values()]
@@ -152,7 +152,7 @@ class _StageWriter:
             else:
                 self._single(start)
             start = stop
-        returned = {key: self._value(key) for key in self.leaving()}
+        returned = {key: self._value(key) for key in self.result_keys()}
         return "\n".join([
             f"def stage_{number}(",
             f"{INDENT}values: dict[str, Tensor], w: Weights, mesh: Mesh, draw: Draw",
@@ -168,7 +168,7 @@ class _StageWriter:
     def _later(self, position: int) -> set[str]:
         """Return the keys that are used after the call at ``position``."""
         return {key for call in self.calls[position + 1 :] for key in call.inputs} | {
-            *self.leaving()
+            *self.result_keys()
         }
 
     def _variable(self, key: str, position: int, count: int) -> str:
@@ -187,7 +187,7 @@ class _StageWriter:
         made = [self._variable(key, position, len(call.outputs)) for key in call.outputs]
         where = f'w.of("{call.path}")' if call.path else "w"
         called = self._call(call, inputs, where, str(call.first_number))
-        self.lines += assigned(made, called, INDENT)
+        self.lines += assignment(made, called, INDENT)
         self.variables.update(zip(call.outputs, made, strict=True))
 
     def _call(self, call: _Call, inputs: Sequence[str], where: str, number: str) -> Expression:
@@ -216,7 +216,7 @@ class _StageWriter:
         first, call, before = self.calls[start], self.calls[position], self.calls[position - 1]
         if (call.function, call.recompute) != (first.function, first.recompute):
             return False
-        if not _numbered(first.path) or not _follows(before.path, call.path):
+        if not _split_index(first.path) or not _follows(before.path, call.path):
             return False
         return all(
             key == first.inputs[at] or key in before.outputs for at, key in enumerate(call.inputs)
@@ -229,14 +229,14 @@ class _StageWriter:
         """
         calls = self.calls[start:stop]
         steps = {b.first_number - a.first_number for a, b in pairwise(calls)}
-        carried = {_carried(a, b) for a, b in pairwise(calls)}
+        carried = {_carried_values(a, b) for a, b in pairwise(calls)}
         made = {key for call in calls[:-1] for key in call.outputs}
         return len(steps) == 1 and len(carried) == 1 and not made & self._later(stop - 1)
 
     def _loop(self, start: int, stop: int) -> None:
         calls = self.calls[start:stop]
         first, last = calls[0], calls[-1]
-        carried = dict(_carried(first, calls[1]))
+        carried = dict(_carried_values(first, calls[1]))
         names = {}
         for at, index in carried.items():
             before = self._value(first.inputs[at])
@@ -250,14 +250,14 @@ class _StageWriter:
         for index, key in enumerate(last.outputs):
             if made[index] == "_" and key in self._later(stop - 1):
                 made[index] = re.sub(r"\W", "_", key)
-        prefix, begin = _numbered(first.path) or ("", 0)
+        prefix, begin = _split_index(first.path) or ("", 0)
         step = calls[1].first_number - first.first_number
         number = f"{first.first_number - step * begin} + {step} * i"
         where = f'w.of(f"{prefix}{{i}}")'
         called = self._call(first, inputs, where, number)
         self.lines += [
             f"{INDENT}for i in {_range(begin, begin + len(calls))}:",
-            *assigned(made, called, INDENT * 2),
+            *assignment(made, called, INDENT * 2),
         ]
         self.variables.update(
             (key, name) for key, name in zip(last.outputs, made, strict=True) if name != "_"
@@ -302,10 +302,10 @@ def split_of(layout: Layout, axes: Sequence[str]) -> dict[str, int]:
     return {a: held.dim for a, held in zip(axes, layout, strict=True) if held.is_shard}
 
 
-def _numbered(path: str) -> tuple[str, int] | None:
+def _split_index(path: str) -> tuple[str, int] | None:
     """Split ``layers.3`` into (``layers.``, 3).
 
-    >>> _numbered("model.layers.12"), _numbered("head")
+    >>> _split_index("model.layers.12"), _split_index("head")
     (('model.layers.', 12), None)
     """
     prefix, _, last = path.rpartition(".")
@@ -317,11 +317,11 @@ def _range(start: int, stop: int) -> str:
 
 
 def _follows(before: str, path: str) -> bool:
-    own, following = _numbered(before), _numbered(path)
+    own, following = _split_index(before), _split_index(path)
     return None not in (own, following) and following == (own[0], own[1] + 1)  # type: ignore[index]
 
 
-def _carried(call: _Call, following: _Call) -> tuple[tuple[int, int], ...]:
+def _carried_values(call: _Call, following: _Call) -> tuple[tuple[int, int], ...]:
     """Return the pairs of inputs of the next call and equal outputs of this call."""
     return tuple(
         (at, call.outputs.index(key)) for at, key in enumerate(following.inputs)

@@ -26,18 +26,18 @@ from autoparallel.script.blocks import block_function
 from autoparallel.script.expressions import (
     INDENT,
     Expression,
-    called,
+    call_of,
     dictionary_lines,
     literal,
     op_call,
 )
-from autoparallel.script.source import Exported
+from autoparallel.script.source import ExportedPlan
 
 MOST_VALUES = 256
 """Largest number of a tensor's values that are written into a script."""
 
 
-def needed_constants(found: Exported) -> tuple[str, ...]:
+def needed_constants(found: ExportedPlan) -> tuple[str, ...]:
     """Return the constants that the stages hold or that count targets, and the buffers whose values
     the model, as a script builds it in ``master``, lacks."""
     names: dict[str, None] = {}
@@ -57,7 +57,7 @@ def _is_cast(dtype: str, master: str) -> bool:
     return "float" in dtype and f"torch.{dtype}" != master
 
 
-def constants_text(found: Exported) -> str:
+def constants_text(found: ExportedPlan) -> str:
     """Write the function ``constants``: whole values, on the CPU."""
     program, graph = found.made.program, found.variant.program.graph
     names = needed_constants(found)
@@ -97,14 +97,14 @@ def _buffer(node: Node, value: Tensor | None) -> Expression:
         return Expression(f'buffers["{node.name}"].to({dtype})')
     if value.numel() > MOST_VALUES:
         raise _too_large(node, value.numel())
-    return called("torch.tensor", [value.tolist()], {"dtype": Expression(dtype)})
+    return call_of("torch.tensor", [value.tolist()], {"dtype": Expression(dtype)})
 
 
 def _constant(node: Node, captured: Graph, variables: dict[str, str]) -> Expression:
     """Write the call that makes a constant, as it was captured."""
     node = captured[node.name]
     if node.op == LITERAL:
-        return called("torch.tensor", [node.args[0]], node.kwargs)
+        return call_of("torch.tensor", [node.args[0]], node.kwargs)
 
     def read(ref: Ref) -> Expression:
         several = len(captured[ref.name].outputs) > 1
@@ -113,7 +113,7 @@ def _constant(node: Node, captured: Graph, variables: dict[str, str]) -> Express
     args, kwargs = map_refs((node.args, dict(node.kwargs)), read)
     namespace, _, path = node.op.partition(".")
     if namespace != "aten":
-        return called(f"torch.ops.{node.op}", args, kwargs)
+        return call_of(f"torch.ops.{node.op}", args, kwargs)
     return op_call(path, list(args), dict(kwargs))
 
 
@@ -129,7 +129,7 @@ def _at_batch(name: str, captured: Node, node: Node) -> list[str]:
     return lines
 
 
-def count_text(found: Exported) -> str:
+def count_text(found: ExportedPlan) -> str:
     """Write the function ``count``; "" if nothing is counted."""
     done: set[str] = set()
     lines: list[str] = []
@@ -160,7 +160,7 @@ def count_text(found: Exported) -> str:
 
 
 def _counting_lines(
-    found: Exported, stage: StageProgram, counting: Counting, lines: list[str]
+    found: ExportedPlan, stage: StageProgram, counting: Counting, lines: list[str]
 ) -> dict[str, str]:
     """Add the lines that compute the counted values; return the variable of each value."""
     values: dict[str, str] = {}
@@ -199,12 +199,12 @@ def _count(each: Counted, values: dict[str, str]) -> str:
     return f"({weight}[torch.where({kept}, {target}, 0)] * {kept}).sum(dtype={dtype})"
 
 
-def _global_graph(found: Exported) -> Graph:
+def _global_graph(found: ExportedPlan) -> Graph:
     """Return the model's graph with the shapes of a global batch."""
     return found.variant.program.graph.with_batch_size(found.plan.model.global_batch)
 
 
-def inputs_table(found: Exported) -> str:
+def inputs_table(found: ExportedPlan) -> str:
     """Write the table ``INPUTS``: by its name in the graph, its key in a batch, dtype and shape."""
     keys = {name: literal(_key(name, place)) for name, place in found.made.program.inputs.items()}
     lines = [
@@ -229,7 +229,7 @@ def _key(name: str, place: InputPlace) -> str | int:
     return place.path[0]
 
 
-def batch_dims(found: Exported) -> dict[str, int]:
+def batch_dims(found: ExportedPlan) -> dict[str, int]:
     """Return the dimension that counts the batch, of inputs that have such a dimension."""
     micro = found.variant.program.graph
     whole = _global_graph(found)
@@ -242,7 +242,7 @@ def batch_dims(found: Exported) -> dict[str, int]:
     return dims
 
 
-def made_up_batches(found: Exported) -> list[str]:
+def made_up_batches(found: ExportedPlan) -> list[str]:
     """Write a generator of random batches, equal to the batches of ``autoparallel run``."""
     graph = _global_graph(found)
     bounds = integer_bounds(graph)
@@ -266,12 +266,12 @@ def _random(node: Node, bounds: dict[str, int]) -> Expression:
     options = {"generator": generator, "dtype": dtype}
     shape, tail = tuple(node.spec.shape), ","
     if "float" in node.spec.dtype:
-        made = called("torch.randn", [shape], {**options, "dtype": Expression("torch.float64")})
+        made = call_of("torch.randn", [shape], {**options, "dtype": Expression("torch.float64")})
         tail = f".to({dtype.text})," if node.spec.dtype != "float64" else ","
     elif node.name in bounds:
-        made = called("torch.randint", [bounds[node.name], shape], options)
+        made = call_of("torch.randint", [bounds[node.name], shape], options)
     else:
-        made = called("torch.ones", [shape], {"dtype": dtype})
+        made = call_of("torch.ones", [shape], {"dtype": dtype})
     return Expression(made.text + tail, made.head, made.arguments, tail)
 
 

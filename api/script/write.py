@@ -17,8 +17,8 @@ from autoparallel.report.page import configuration_text
 from autoparallel.runtime.parameters.parameters import Formats
 from autoparallel.script.expressions import INDENT
 from autoparallel.script.model import ModelText, model_text
-from autoparallel.script.parts import Parts, collect, taken_names, trimmed
-from autoparallel.script.source import Exported, exported
+from autoparallel.script.parts import Parts, collect, taken_names, trim_script
+from autoparallel.script.source import ExportedPlan, capture_export
 from autoparallel.script.stages import Functions, StageText, split_of, stage_text
 from autoparallel.script.values import batch_dims, constants_text, count_text, inputs_table
 
@@ -48,7 +48,7 @@ def write_script(
 
     Raises PlanError AP366 to AP369 where it cannot be written, and as ``load_plan_model`` does.
     """
-    found = exported(plan, str(plan_path), trust=trust)
+    found = capture_export(plan, str(plan_path), trust=trust)
     model = model_text(found, plan_path, folder)
     name = "train.py" if "train.py" not in model.files else "train_by_plan.py"
     start = f"{torchrun(plan.cluster)} {place / name}"
@@ -58,7 +58,7 @@ def write_script(
     return WrittenPlan((name, *model.files), start, report, {"differences": list(differences)})
 
 
-def differences_of(found: Exported, model: ModelText) -> tuple[str, ...]:
+def differences_of(found: ExportedPlan, model: ModelText) -> tuple[str, ...]:
     """Describe the differences of a script from ``autoparallel run``."""
     plan = found.plan
     lines = [
@@ -92,7 +92,9 @@ def differences_of(found: Exported, model: ModelText) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def script_text(found: Exported, model: ModelText, differences: tuple[str, ...], name: str) -> str:
+def script_text(
+    found: ExportedPlan, model: ModelText, differences: tuple[str, ...], name: str
+) -> str:
     """Return the script, whose file is called ``name``."""
     functions = Functions(taken_names() | {model.module})
     stages = [_stage(found, number, functions) for number in range(len(found.programs))]
@@ -121,13 +123,13 @@ def script_text(found: Exported, model: ModelText, differences: tuple[str, ...],
                  *_pipeline(found), inputs_table(found)),
         _main(found, model, counts=bool(counting), is_random=is_random),
     ]  # fmt: skip
-    text = trimmed("\n\n\n".join(sections) + "\n", {*GIVEN, "GLOBAL_BATCH"})
+    text = trim_script("\n\n\n".join(sections) + "\n", {*GIVEN, "GLOBAL_BATCH"})
     text = re.sub(r"\n{4,}", "\n\n\n", text)
     head, rest = text.split("\n\n\n# -", 1)  # linters want spaces around imports
     return head.replace('"""\n\n\nfrom', '"""\n\nfrom', 1) + "\n\n# -" + rest
 
 
-def _stage(found: Exported, number: int, functions: Functions) -> StageText:
+def _stage(found: ExportedPlan, number: int, functions: Functions) -> StageText:
     variant = found.variant
     return stage_text(
         found.programs[number], found.stages[number], variant.program.graph,
@@ -136,7 +138,7 @@ def _stage(found: Exported, number: int, functions: Functions) -> StageText:
 
 
 def _check_same_on_all_ranks(
-    found: Exported, stages: list[StageText], taken: frozenset[str]
+    found: ExportedPlan, stages: list[StageText], taken: frozenset[str]
 ) -> None:
     """Raise PlanError AP369 if the last rank of a stage runs another program than the first."""
     functions, graph = Functions(taken), found.variant.program.graph
@@ -152,7 +154,7 @@ def _check_same_on_all_ranks(
             )  # fmt: skip
 
 
-def _head(found: Exported, differences: tuple[str, ...], name: str) -> str:
+def _head(found: ExportedPlan, differences: tuple[str, ...], name: str) -> str:
     plan = found.plan
     lines = [
         f'"""Trains {plan.model.target} on {plan.cluster.num_devices} devices.',
@@ -221,7 +223,7 @@ def _section(title: str, *parts: str) -> str:
     return head + "\n\n" + "\n\n\n".join(parts)
 
 
-def _settings(found: Exported) -> str:
+def _settings(found: ExportedPlan) -> str:
     plan = found.plan
     formats = Formats.of(plan.model.precision, plan.states)
     scale = "2.0**16" if plan.model.precision == "fp16" else "1.0"
@@ -247,7 +249,7 @@ def _table(name: str, entries: list[str]) -> str:
     return "\n".join([f"{name} = [", *entries, "]"]) if entries else f"{name} = []"
 
 
-def _crossings(found: Exported) -> list[str]:
+def _crossings(found: ExportedPlan) -> list[str]:
     """Return the values that go between stages, as entries of a table."""
     entries = []
     for each in (own for crossing in found.variant.crossing() for own in crossing):
@@ -266,14 +268,14 @@ def _crossings(found: Exported) -> list[str]:
     return entries
 
 
-def _pipeline(found: Exported) -> list[str]:
+def _pipeline(found: ExportedPlan) -> list[str]:
     """Return the tables of values between stages and of the schedule."""
     if not found.plan.has_pipeline:
         return []
     return [_table("CROSSINGS: list[Crossing]", _crossings(found)), _schedule(found)]
 
 
-def _schedule(found: Exported) -> str:
+def _schedule(found: ExportedPlan) -> str:
     """Write the schedule: a row of actions for the ranks of each place in the pipeline."""
     rows = [" ".join(map(str, row)) for row in found.rows]
     lines = ["# What each stage's ranks do in a step: 1F0 is the forward of micro-batch 0 in stage "
@@ -281,11 +283,11 @@ def _schedule(found: Exported) -> str:
              "result, REDUCE", "# sums the stage's gradients."]  # fmt: skip
     lines.append("SCHEDULE = [")
     for row in rows:
-        lines += [f"{INDENT}{part}" for part in _broken(row)]
+        lines += [f"{INDENT}{part}" for part in _break_row(row)]
     return "\n".join([*lines, "]"])
 
 
-def _broken(row: str) -> list[str]:
+def _break_row(row: str) -> list[str]:
     """Write a row as a string, or as several that Python joins."""
     parts, line = [], ""
     for action in row.split():
@@ -307,7 +309,7 @@ SCHEDULED = (
 )
 
 
-def _main(found: Exported, model: ModelText, *, counts: bool, is_random: bool) -> str:
+def _main(found: ExportedPlan, model: ModelText, *, counts: bool, is_random: bool) -> str:
     scheduler, plan = model.has_scheduler, found.plan
     trainer = "PipelineTrainer" if plan.has_pipeline else "Trainer"
     kind = "ShardedStageRank" if any(stage.zero for stage in plan.stages) else "StageRank"

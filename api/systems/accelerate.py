@@ -16,8 +16,8 @@ from typing import Any, Literal
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.systems.deepspeed import CHECKPOINTING, WITHOUT_PIPELINE
 from autoparallel.systems.features import FEATURES
-from autoparallel.systems.report import Difference
-from autoparallel.systems.system import RECIPE, Files, Job, System, write_for
+from autoparallel.systems.report import Deviation
+from autoparallel.systems.system import RECIPE, Files, System, WriterInput, write_for
 
 CONFIG = "accelerate.yaml"
 
@@ -41,7 +41,7 @@ LIMITS = {
 }  # fmt: skip
 
 
-def write(job: Job) -> Files:
+def write(job: WriterInput) -> Files:
     """Return the files of a job."""
     own = job.configuration
     found = launch_config(job)
@@ -57,7 +57,7 @@ def write(job: Job) -> Files:
                  tuple(notes))  # fmt: skip
 
 
-def launcher(job: Job) -> str:
+def launcher(job: WriterInput) -> str:
     """Return the command that starts a script, on one host or on each."""
     hosts = " --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
     several = hosts if job.num_hosts > 1 else ""
@@ -101,7 +101,7 @@ def backend_of(own: Configuration) -> Backend:
     return "ddp" if own.tp * own.cp == 1 and own.zero == 0 else "fsdp"
 
 
-def settled(own: Configuration) -> Configuration:
+def to_supported(own: Configuration) -> Configuration:
     """Change a configuration to options that Accelerate can run, and keep its degrees."""
     own = replace(
         own, recompute="none" if own.recompute == "none" else "full", recompute_share=1.0,
@@ -117,20 +117,20 @@ def settled(own: Configuration) -> Configuration:
             return replace(own, zero=0, offload="none")
 
 
-def backend_lost(own: Configuration) -> list[Difference]:
+def backend_lost(own: Configuration) -> list[Deviation]:
     """Return differences of a backend from a plan that its degrees do not show."""
     if backend_of(own) != "fsdp":
         return []
     lost = []
     if own.zero == 2:
-        lost.append(Difference(
+        lost.append(Deviation(
             "ZeRO 0, 1 or 2 beside tensor or context parallelism",
             "FSDP 2 that keeps parameters gathered between forward and backward "
             "(reshard_after_forward false): it shards gradients and parameters too",
         ))  # fmt: skip
     if own.offload == "optimizer":
         lost.append(
-            Difference(
+            Deviation(
                 FEATURES["offload"], "FSDP's offload, which moves parameters and gradients too"
             )
         )
@@ -159,7 +159,7 @@ def backend_notes(own: Configuration) -> list[str]:
     return notes
 
 
-def launch_config(job: Job) -> dict[str, Any]:
+def launch_config(job: WriterInput) -> dict[str, Any]:
     """Return the configuration of ``accelerate launch``."""
     own, backend = job.configuration, backend_of(job.configuration)
     kinds = {"none": "NO", "deepspeed": "DEEPSPEED", "fsdp": "FSDP"}
@@ -231,7 +231,7 @@ def yaml_text(values: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-SYSTEM = System("Accelerate", "1.15", LIMITS, write, settled, lacks=("ep", "pp"))
+SYSTEM = System("Accelerate", "1.15", LIMITS, write, to_supported, lacks=("ep", "pp"))
 write_plan = functools.partial(write_for, SYSTEM)
 """Writer of ``--to accelerate``."""
 

@@ -16,7 +16,7 @@ from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.schedules.catalogue import SCHEDULES
 from autoparallel.systems.features import FEATURES
-from autoparallel.systems.system import RECIPE, Files, Job, System, write_for
+from autoparallel.systems.system import RECIPE, Files, System, WriterInput, write_for
 
 CONFIG = "ds_config.json"
 
@@ -53,7 +53,7 @@ LIMITS = {
 }  # fmt: skip
 
 
-def write(job: Job) -> Files:
+def write(job: WriterInput) -> Files:
     """Return the files of a job."""
     own = job.configuration
     text = json.dumps(config(own, job.plan.model.global_batch), indent=2) + "\n"
@@ -79,7 +79,7 @@ CHECKPOINTING = (
 )
 
 
-def settled(own: Configuration) -> Configuration:
+def to_supported(own: Configuration) -> Configuration:
     """Change a configuration to options that DeepSpeed can run, and keep its degrees."""
     return replace(
         own,
@@ -127,7 +127,7 @@ def optimizer(own: Configuration) -> dict[str, Any]:
     return {"type": "AdamW", "params": {}}
 
 
-SYSTEM = System("DeepSpeed", "0.19", LIMITS, write, settled, lacks=("cp", "pp"))
+SYSTEM = System("DeepSpeed", "0.19", LIMITS, write, to_supported, lacks=("cp", "pp"))
 write_plan = functools.partial(write_for, SYSTEM)
 """Writer of ``--to deepspeed``."""
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.systems.features import FEATURES
 from autoparallel.systems.model_config import ModelConfig, RopeScaling, unlike_llama
-from autoparallel.systems.report import Difference
-from autoparallel.systems.system import RECIPE, Files, Job, System, stage_layers, write_for
+from autoparallel.systems.report import Deviation
+from autoparallel.systems.system import RECIPE, Files, System, WriterInput, stage_layers, write_for
 
 ARGUMENTS, SCRIPT = "args.txt", "train.sh"
 SCHEDULES = ("1f1b", "interleaved")
@@ -57,9 +57,9 @@ LIMITS = {
 }  # fmt: skip
 
 
-def write(job: Job) -> Files:
+def write(job: WriterInput) -> Files:
     """Return the files of a job."""
-    own, lost, notes = job.configuration, list[Difference](), list[str]()
+    own, lost, notes = job.configuration, list[Deviation](), list[str]()
     arguments: Arguments = [
         *_degrees(own), *_pipeline(own, job.num_layers), *_batch(job), *_states(own),
         *_recomputation(own, job.num_layers), *_precision(own), *_optimizer(own),
@@ -72,11 +72,11 @@ def write(job: Job) -> Files:
             f"pretrain_gpt.py has no {job.config.kind}: the model's arguments are left to you"
         )
     if own.pp > 1 and own.zero > 1:
-        lost.append(Difference(
+        lost.append(Deviation(
             f"ZeRO {own.zero} beside a pipeline", "the distributed optimizer, which is ZeRO 1",
         ))  # fmt: skip
     if own.precision == "fp16" and own.gradient_dtype == "compute":
-        lost.append(Difference("gradients summed in fp16", "gradients summed in float32"))
+        lost.append(Deviation("gradients summed in fp16", "gradients summed in float32"))
     text = "".join("=".join(argument) + "\n" for argument in arguments)
     start = (
         f"MEGATRON=path/to/Megatron-LM bash {job.folder / SCRIPT} --mock-data --train-iters 100 "
@@ -86,7 +86,7 @@ def write(job: Job) -> Files:
     return Files({ARGUMENTS: text, SCRIPT: script(job)}, start, tuple(lost), tuple(notes))
 
 
-def settled(own: Configuration) -> Configuration:
+def to_supported(own: Configuration) -> Configuration:
     """Change a configuration to options that Megatron-LM can run, and keep its degrees."""
     if own.pp > 1 and (own.schedule not in SCHEDULES or not _interleaves(own)):
         own = with_schedule(own, "interleaved" if _interleaves(own) else "1f1b")
@@ -150,7 +150,7 @@ def layout_text(layers: tuple[int, ...]) -> str:
     return "E" + "|".join("t" * count for count in layers) + "L"
 
 
-def _batch(job: Job) -> Iterator[tuple[str, ...]]:
+def _batch(job: WriterInput) -> Iterator[tuple[str, ...]]:
     own, seq = job.configuration, job.plan.model.seq
     yield "--micro-batch-size", str(own.rank_rows)
     yield "--global-batch-size", str(job.plan.model.global_batch)
@@ -269,7 +269,7 @@ def _unlike(config: ModelConfig) -> Iterator[str]:
         )
 
 
-def script(job: Job) -> str:
+def script(job: WriterInput) -> str:
     """Write a script that starts Megatron-LM with the arguments beside it, on one host or each."""
     own = job.configuration
     connections = "" if own.zero > 1 else "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
@@ -290,7 +290,7 @@ mapfile -t arguments < "$folder/{ARGUMENTS}"
 
 
 SYSTEM = System(
-    "Megatron-LM", "core_v0.19.0", LIMITS, write, settled, builds_model=True, selects_less=True
+    "Megatron-LM", "core_v0.19.0", LIMITS, write, to_supported, builds_model=True, selects_less=True
 )
 write_plan = functools.partial(write_for, SYSTEM)
 """Writer of ``--to megatron``."""

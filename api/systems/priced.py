@@ -20,7 +20,7 @@ from autoparallel.planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class PricedConfig:
     """Configuration with its price. ``reason`` says why there is none, "" otherwise."""
 
     configuration: Configuration
@@ -32,7 +32,7 @@ class Priced:
 
 def price(
     plan: Plan, plan_path: Path, candidates: Sequence[Configuration], *, trust: bool
-) -> Priced:
+) -> PricedConfig:
     """Price the candidates and return the best."""
 
     try:
@@ -43,7 +43,7 @@ def price(
             observe("prices", 0, 0)
             chosen, found = model.best_configuration(candidates)
     except AutoparallelError as error:
-        return Priced(candidates[0], reason=f"{error.what} ({error.code})")
+        return PricedConfig(candidates[0], reason=f"{error.what} ({error.code})")
     peak = found.prediction.peak_memory_bytes
     fits = peak <= plan.cluster.usable_memory_bytes
-    return Priced(chosen, found.prediction.step_seconds, peak, fits)
+    return PricedConfig(chosen, found.prediction.step_seconds, peak, fits)

@@ -14,13 +14,13 @@ from autoparallel.planner.summary import (
 )
 from autoparallel.report.comparison import change_text
 from autoparallel.systems.degrees import layers_of
-from autoparallel.systems.priced import Priced
+from autoparallel.systems.priced import PricedConfig
 
 WIDTH = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Deviation:
     """Property of a plan, and its replacement in the written configuration."""
 
     plan: str
@@ -28,7 +28,11 @@ class Difference:
 
 
 def report_text(
-    system: str, plan: Plan, cost: Priced, lost: Sequence[Difference], notes: Sequence[str]
+    system: str,
+    plan: Plan,
+    cost: PricedConfig,
+    lost: Sequence[Deviation],
+    notes: Sequence[str],
 ) -> str:
     """Write both configurations with their prices, the losses, and notes for the user."""
     num_layers = sum(len(layers_of(plan, stage)) for stage in plan.stages)
@@ -42,10 +46,10 @@ def report_text(
         lines.append("It expresses the plan.")
     if notes:
         lines += ["", "To know", *(f"- {note}" for note in notes)]
-    return "\n".join(_wrapped(lines))
+    return "\n".join(_wrap(lines))
 
 
-def price_lines(plan: Plan, cost: Priced) -> Iterator[str]:
+def price_lines(plan: Plan, cost: PricedConfig) -> Iterator[str]:
     """Yield the configuration's price beside the plan's, or the reason why it is unknown."""
     limit, step = plan.cluster.usable_memory_bytes, plan.prediction.step_seconds
     own = f"{seconds_text(step)} a step, {bytes_text(plan.prediction.peak_memory_bytes)}"
@@ -61,7 +65,7 @@ def price_lines(plan: Plan, cost: Priced) -> Iterator[str]:
         yield "DOES NOT FIT: no configuration that this system has was found to fit"
 
 
-def _wrapped(lines: Sequence[str]) -> Iterator[str]:
+def _wrap(lines: Sequence[str]) -> Iterator[str]:
     for line in lines:
         lead = "  " if line.startswith(("- ", "  ")) else "    "
         indent = lead + ("      " if line.startswith(("- plan:", "  here:")) else "")

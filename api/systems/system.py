@@ -21,8 +21,8 @@ from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.systems.degrees import configuration_of, layers_of
 from autoparallel.systems.features import Feature, features_of
 from autoparallel.systems.model_config import ModelConfig, read_config
-from autoparallel.systems.priced import Priced, price
-from autoparallel.systems.report import Difference, report_text
+from autoparallel.systems.priced import PricedConfig, price
+from autoparallel.systems.report import Deviation, report_text
 
 DIFFERENCES = "differences.txt"
 """File of the report."""
@@ -45,12 +45,12 @@ class Files:
 
     texts: Mapping[str, str]
     start: str
-    lost: tuple[Difference, ...] = ()
+    lost: tuple[Deviation, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WriterInput:
     """Input of a system's writer. ``folder`` is the later name of the files' folder."""
 
     plan: Plan
@@ -71,7 +71,7 @@ class Job:
         return len(self.plan.cluster.hosts)
 
 
-def _unchanged(configuration: Configuration) -> Configuration:
+def _keep(configuration: Configuration) -> Configuration:
     return configuration
 
 
@@ -89,8 +89,8 @@ class System:
     title: str
     version: str
     limits: Mapping[str, str]
-    write: Callable[[Job], Files]
-    settle: Callable[[Configuration], Configuration] = _unchanged
+    write: Callable[[WriterInput], Files]
+    settle: Callable[[Configuration], Configuration] = _keep
     lacks: tuple[str, ...] = ()
     builds_model: bool = False
     selects_less: bool = False
@@ -114,15 +114,19 @@ def write_for(
         )
     candidates = list(candidates_of(system, plan))
     if system.builds_model and "lora" in plan.model.settings:
-        cost = Priced(candidates[0], reason="it trains all weights, the plan adapters alone")
+        cost = PricedConfig(candidates[0], reason="it trains all weights, the plan adapters alone")
     else:
         cost = price(plan, plan_path, candidates, trust=trust)
     planned, chosen = configuration_of(plan), cost.configuration
     if planned.recompute == "selective" and chosen.recompute == "none" and system.selects_less:
         cost = replace(cost, configuration=replace(chosen, recompute="selective"))
     config, why_none = read_config(plan) if system.builds_model else (None, "")
-    files = system.write(Job(plan, cost.configuration, config, place))
-    lost = (*differences(system, features_of(plan)), *_added(system, planned, chosen), *files.lost)
+    files = system.write(WriterInput(plan, cost.configuration, config, place))
+    lost = (
+        *differences(system, features_of(plan)),
+        *_more_recompute(system, planned, chosen),
+        *files.lost,
+    )
     unknown = f"the sizes of the model are left to you: {why_none}"
     notes = (*([unknown] if why_none else []), *files.notes)
     report = report_text(f"{system.title} ({system.version})", plan, cost, lost, notes)
@@ -134,19 +138,21 @@ def write_for(
     )
 
 
-def differences(system: System, features: Sequence[Feature]) -> Iterator[Difference]:
+def differences(system: System, features: Sequence[Feature]) -> Iterator[Deviation]:
     """Yield the features of a plan that a system lacks, in order."""
     for feature in features:
         if feature.name in system.limits:
-            yield Difference(feature.text, system.limits[feature.name])
+            yield Deviation(feature.text, system.limits[feature.name])
 
 
-def _added(system: System, planned: Configuration, chosen: Configuration) -> Iterator[Difference]:
+def _more_recompute(
+    system: System, planned: Configuration, chosen: Configuration
+) -> Iterator[Deviation]:
     """Yield the difference of a configuration that recomputes more than the plan, to fit."""
     is_folded = any(getattr(planned, name) > 1 for name in system.lacks)
     is_more = chosen.recompute == "full" and chosen.recompute_share > planned.recompute_share
     if not is_folded and (is_more or (planned.recompute, chosen.recompute) == ("none", "full")):
-        yield Difference(
+        yield Deviation(
             "recomputation of fewer layers, or of none",
             "full recomputation of all layers, without which it does not fit",
         )
@@ -173,7 +179,7 @@ def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
         if whole != settled:
             yield whole
         return
-    folded = _folded(own, system, plan.model.global_batch)
+    folded = _fold_degrees(own, system, plan.model.global_batch)
     parts, batch = folded.dp, plan.model.global_batch
     rows = [parts << bit for bit in range(batch.bit_length())]
     sizes = [size for size in rows if size <= batch and batch % size == 0]
@@ -186,7 +192,7 @@ def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
                 ))  # fmt: skip
 
 
-def _folded(own: Configuration, system: System, batch: int) -> Configuration:
+def _fold_degrees(own: Configuration, system: System, batch: int) -> Configuration:
     """Return a configuration whose missing degrees are data-parallel, or tensor-parallel if the
     batch has too few samples. Raises UsageError AP364."""
     # ranks that share experts are data-parallel already
@@ -228,7 +234,7 @@ DEGREES = ("dp", "tp", "cp", "ep", "pp")
 
 
 def _facts(
-    system: System, cost: Priced, lost: Sequence[Difference], notes: Sequence[str]
+    system: System, cost: PricedConfig, lost: Sequence[Deviation], notes: Sequence[str]
 ) -> dict[str, Any]:
     own = cost.configuration
     return {

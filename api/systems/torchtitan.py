@@ -20,8 +20,8 @@ from autoparallel.planner.plan import Precision
 from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.systems.features import FEATURES
 from autoparallel.systems.model_config import ModelConfig, RopeScaling, unlike_llama
-from autoparallel.systems.report import Difference
-from autoparallel.systems.system import RECIPE, Files, Job, System, stage_layers, write_for
+from autoparallel.systems.report import Deviation
+from autoparallel.systems.system import RECIPE, Files, System, WriterInput, stage_layers, write_for
 
 SCHEDULES = {
     "1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "bfs": "LoopedBFS",
@@ -68,11 +68,11 @@ LIMITS = {
 }  # fmt: skip
 
 
-def write(job: Job) -> Files:
+def write(job: WriterInput) -> Files:
     """Return the files of a job."""
     own = job.configuration
     texts: dict[str, str] = {}
-    lost: list[Difference] = []
+    lost: list[Deviation] = []
     notes: list[str] = []
     sections = _sections(job, lost)
     if own.pp > 1:
@@ -91,7 +91,7 @@ def write(job: Job) -> Files:
     return Files(texts, start, tuple(lost), tuple(notes))
 
 
-def settled(own: Configuration) -> Configuration:
+def to_supported(own: Configuration) -> Configuration:
     """Change a configuration to options that torchtitan can run, and keep its degrees."""
     if own.pp > 1 and own.schedule not in (*SCHEDULES, *BY_TABLE):
         own = replace(own, schedule="1f1b")
@@ -134,17 +134,17 @@ def every_nth(share: float) -> int:
     return max(1, int(1 / share + 1e-9))
 
 
-def _sections(job: Job, lost: list[Difference]) -> dict[str, dict[str, object]]:
+def _sections(job: WriterInput, lost: list[Deviation]) -> dict[str, dict[str, object]]:
     own, plan = job.configuration, job.plan
     parts = own.dp
     uses_ddp = _uses_ddp(own)
     if own.zero and not any(stage.zero for stage in plan.stages) and parts * own.cp > 1:
-        lost.append(Difference(
+        lost.append(Deviation(
             "whole states on every data-parallel rank (ZeRO 0)",
             "FSDP that keeps parameters gathered: it has no DDP beside other degrees",
         ))  # fmt: skip
     if own.precision == "fp32" and plan.model.precision not in ("fp32", "fp64"):
-        lost.append(Difference(
+        lost.append(Deviation(
             f"{plan.model.precision} beside float32 masters",
             "float32, which is slower and larger: it has mixed precision only with FSDP or DDP, "
             "that is where dp or cp is more than 1",
@@ -187,7 +187,7 @@ def _checkpointing(own: Configuration) -> dict[str, object]:
     return {"mode": own.recompute}
 
 
-def _pipeline(job: Job) -> dict[str, object]:
+def _pipeline(job: WriterInput) -> dict[str, object]:
     own = job.configuration
     by_table = own.schedule in BY_TABLE
     return {
@@ -240,7 +240,7 @@ FLAVOR_NORM_AND_ROPE = (1e-5, 500000.0, RopeScaling("llama3", factor=8.0))
 
 
 def _model(
-    config: ModelConfig | None, lost: list[Difference], notes: list[str]
+    config: ModelConfig | None, lost: list[Deviation], notes: list[str]
 ) -> tuple[dict[str, object], str]:
     """Return the section ``model``, and the text of a module that registers the model's sizes."""
     if config is None or config.kind not in ("llama", "mistral"):
@@ -327,7 +327,9 @@ def _toml(sections: Mapping[str, Mapping[str, object]], own: Configuration) -> s
     return "\n".join(lines) + "\n"
 
 
-SYSTEM = System("torchtitan", "0.2.2", LIMITS, write, settled, builds_model=True, selects_less=True)
+SYSTEM = System(
+    "torchtitan", "0.2.2", LIMITS, write, to_supported, builds_model=True, selects_less=True
+)
 write_plan = functools.partial(write_for, SYSTEM)
 """Writer of ``--to torchtitan``."""
 

@@ -16,7 +16,7 @@ from autoparallel.exporting.plans import torchrun
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.systems import accelerate, deepspeed
 from autoparallel.systems.features import FEATURES
-from autoparallel.systems.system import RECIPE, Files, Job, System, write_for
+from autoparallel.systems.system import RECIPE, Files, System, WriterInput, write_for
 
 ARGUMENTS = "training_arguments.json"
 
@@ -29,7 +29,7 @@ LIMITS = {
 }  # fmt: skip
 
 
-def write(job: Job) -> Files:
+def write(job: WriterInput) -> Files:
     """Return the files of a job."""
     own = job.configuration
     uses_launcher = accelerate.backend_of(own) == "fsdp" and own.tp * own.cp > 1
@@ -48,14 +48,14 @@ def write(job: Job) -> Files:
                  tuple(accelerate.backend_lost(own)), tuple(notes))  # fmt: skip
 
 
-def settled(own: Configuration) -> Configuration:
+def to_supported(own: Configuration) -> Configuration:
     """Change a configuration to options that the Trainer can run, and keep its degrees."""
     if own.precision == "fp8":
         own = replace(own, precision="bf16")
-    return accelerate.settled(own)
+    return accelerate.to_supported(own)
 
 
-def arguments(job: Job) -> dict[str, Any]:
+def arguments(job: WriterInput) -> dict[str, Any]:
     """Return the keywords of ``TrainingArguments``."""
     own, backend = job.configuration, accelerate.backend_of(job.configuration)
     found: dict[str, Any] = {
@@ -85,7 +85,7 @@ def arguments(job: Job) -> dict[str, Any]:
     return found
 
 
-SYSTEM = System("transformers Trainer", "5.23", LIMITS, write, settled, lacks=("ep", "pp"))
+SYSTEM = System("transformers Trainer", "5.23", LIMITS, write, to_supported, lacks=("ep", "pp"))
 write_plan = functools.partial(write_for, SYSTEM)
 """Writer of ``--to transformers``."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from autoparallel.options.parse import did_you_mean
 from autoparallel.planner.errors import MachineError, UsageError
 from autoparallel.target.huggingface_batch import (
-    Wanted,
+    BatchSpec,
     default_sequence,
     joins_towers,
     label_names,
@@ -173,6 +173,6 @@ def _example(
 ) -> Callable[[int, int | None], dict[str, Tensor]]:
     def example_batch(global_batch: int, seq: int | None = None) -> dict[str, Tensor]:
         length = seq or default_sequence(config)
-        return make_batch(Wanted(model_class, config, global_batch, length), text)
+        return make_batch(BatchSpec(model_class, config, global_batch, length), text)
 
     return example_batch

@@ -30,7 +30,7 @@ PARTS = ("text_config", "vision_config", "audio_config", "decoder", "encoder")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BatchSpec:
     """Batch to make: for a class, with its configuration, of ``rows`` of ``length`` tokens."""
 
     model_class: Any
@@ -81,7 +81,7 @@ def joins_towers(model_class: Any) -> bool:
     return "return_loss" in inspect.signature(model_class.forward).parameters
 
 
-def make_batch(wanted: Wanted, where: str) -> dict[str, Tensor]:
+def make_batch(wanted: BatchSpec, where: str) -> dict[str, Tensor]:
     """Make random tensors of every input and label. Raises UsageError AP109."""
     main: str = wanted.model_class.main_input_name
     if main not in INPUTS:
@@ -112,23 +112,23 @@ def _integers(bound: int, *shape: int) -> Tensor:
     return torch.randint(bound, shape, generator=generator, device="cpu")
 
 
-def _tokens(wanted: Wanted) -> Tensor:
+def _tokens(wanted: BatchSpec) -> Tensor:
     shape: tuple[int, ...] = (wanted.rows, wanted.length)
     if "MultipleChoice" in wanted.task:
         shape = (wanted.rows, NUM_CHOICES, wanted.length)
     return _integers(wanted.field("vocab_size"), *shape)
 
 
-def _pixels(wanted: Wanted) -> Tensor:
+def _pixels(wanted: BatchSpec) -> Tensor:
     return _normal(wanted.rows, wanted.field("num_channels") or 3, *wanted.image_size)
 
 
-def _features(wanted: Wanted) -> Tensor:
+def _features(wanted: BatchSpec) -> Tensor:
     frames = 2 * (wanted.field("max_source_positions") or 1500)
     return _normal(wanted.rows, wanted.field("num_mel_bins") or 80, frames)
 
 
-def _values(wanted: Wanted) -> Tensor:
+def _values(wanted: BatchSpec) -> Tensor:
     """Make a spectrogram, or a wave long enough for a frame per token after its convolutions."""
     frames, bins = wanted.field("max_length"), wanted.field("num_mel_bins")
     if frames and bins:
@@ -141,7 +141,7 @@ def _values(wanted: Wanted) -> Tensor:
     return _normal(wanted.rows, samples)
 
 
-def _labels(wanted: Wanted) -> Tensor:
+def _labels(wanted: BatchSpec) -> Tensor:
     rows = wanted.rows
     if "Segmentation" in wanted.task:
         return _integers(wanted.config.num_labels, rows, *wanted.image_size)
@@ -153,7 +153,7 @@ def _labels(wanted: Wanted) -> Tensor:
     return _integers(classes, rows, wanted.length)
 
 
-def _mask_of_patches(wanted: Wanted) -> Tensor:
+def _mask_of_patches(wanted: BatchSpec) -> Tensor:
     """Hide all patches, because the choice must not change the computation."""
     import torch
 
@@ -165,7 +165,7 @@ def _mask_of_patches(wanted: Wanted) -> Tensor:
 
 NUM_CHOICES = 2
 
-INPUTS: Mapping[str, Callable[[Wanted], Tensor]] = {
+INPUTS: Mapping[str, Callable[[BatchSpec], Tensor]] = {
     "input_ids": _tokens,
     "pixel_values": _pixels,
     "input_features": _features,
@@ -173,7 +173,7 @@ INPUTS: Mapping[str, Callable[[Wanted], Tensor]] = {
 }
 """Input tensors by name."""
 
-LABELS: Mapping[str, Callable[[Wanted], Tensor]] = {
+LABELS: Mapping[str, Callable[[BatchSpec], Tensor]] = {
     "labels": _labels,
     "next_sentence_label": lambda wanted: _integers(2, wanted.rows),
     "start_positions": lambda wanted: _integers(wanted.length, wanted.rows),

@@ -53,7 +53,7 @@ def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Target:
     _check_settings(build, settings, f"{place}:{function or 'build_model'}")
     return Target(
         name=text,
-        build_model=lambda: _built(build, settings, place),
+        build_model=lambda: _build_model(build, settings, place),
         example_batch=_batches(module, place),
         loss_fn=_optional(module, "loss_fn", place),
         build_optimizer=_optional(module, "build_optimizer", place),
@@ -191,7 +191,7 @@ def _check_settings(build: Callable[..., Any], settings: Mapping[str, Any], wher
             )
 
 
-def _built(build: Callable[..., Any], settings: Mapping[str, Any], place: str) -> nn.Module:
+def _build_model(build: Callable[..., Any], settings: Mapping[str, Any], place: str) -> nn.Module:
     from torch import nn
 
     model = build(**settings)

@@ -165,7 +165,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 """A class per class of layers, so that equal layers stay equal."""
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool) -> Tensor:
+def merge_lora(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool) -> Tensor:
     """Merge an adapter into a layer's weight, in the weight's dtype.
 
     ``weight`` is outputs x inputs, or the reverse if ``transposed``.

@@ -74,7 +74,7 @@ def register_op(
     Raises UsageError AP160 if the annotation cannot be read, AP161 if it does not fit the function,
     AP163 if another function has the name.
     """
-    pattern = parsed(annotation)
+    pattern = parse_annotation(annotation)
 
     def mark(thing: Any) -> Any:
         found = existing_op(thing)
@@ -127,7 +127,7 @@ def existing_op(thing: Any) -> str | None:
     return None
 
 
-def parsed(annotation: str) -> Pattern:
+def parse_annotation(annotation: str) -> Pattern:
     """Parse an annotation. Raises UsageError AP160 if it cannot be read."""
     arrows = [arrow for arrow in ("=>+", "=>", "->") if arrow in annotation]
     if len(arrows) == 0 or annotation.count(">") != 1:
@@ -259,7 +259,7 @@ class _Maker:
                     f"{len(outputs)}",
                     self.where,
                 )
-            fresh = tuple(_fresh(output, args) for output in outputs)
+            fresh = tuple(_copy_output(output, args) for output in outputs)
             return fresh if self.is_several else fresh[0]
 
         forward.__signature__ = self.signature  # type: ignore[attr-defined]
@@ -279,7 +279,7 @@ class _Maker:
         found = output_shapes(self.annotation, shapes)
         if found is None:
             result = self._call(args)
-            return tree_map(lambda output: _fresh(output, args), result)
+            return tree_map(lambda output: _copy_output(output, args), result)
         floating = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
         dtype = reduce(torch.promote_types, floating) if floating else tensors[0].dtype
         made = tuple(tensors[0].new_empty(shape, dtype=dtype) for shape in found)
@@ -332,7 +332,7 @@ def _kept_inputs(ctx: Any) -> Any:
     return ctx.structure.unflatten(flat)
 
 
-def _fresh(output: Tensor, args: Sequence[Any]) -> Tensor:
+def _copy_output(output: Tensor, args: Sequence[Any]) -> Tensor:
     """Copy an output into new, dense memory if needed, as an op must return it."""
     tensors = [value for value in tree_flatten(list(args))[0] if isinstance(value, Tensor)]
     is_view = output._is_view()

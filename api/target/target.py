@@ -59,7 +59,7 @@ class Target:
     is_named: bool = True
 
 
-def unchanged(batch: Batch) -> Batch:
+def keep_batch(batch: Batch) -> Batch:
     """Return the batch."""
     return batch
 

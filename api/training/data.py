@@ -20,7 +20,7 @@ from autoparallel.runtime.data.batches import RankInputs
 from autoparallel.runtime.messages.shared_objects import SharedCount, gather_values
 from autoparallel.runtime.step.trainer import RankTrainer
 from autoparallel.target.target import Target
-from autoparallel.training.loaders import advanced, has_rows
+from autoparallel.training.loaders import has_rows, skip_batches
 
 
 class TrainingData:
@@ -152,7 +152,7 @@ class TrainingData:
             data.load_state_dict(saved)
         elif at < start and isinstance(data, DataLoader) and has_rows(data):
             num_skipped = min(start - at, len(data))
-            return advanced(data, num_skipped), at + num_skipped
+            return skip_batches(data, num_skipped), at + num_skipped
         elif at == 0 and start:
             self._tell(
                 f"going through {start} batches that were trained on; build_data(rank, world, "

@@ -44,7 +44,7 @@ def plan_for_ranks(
 
     def on_rank_0() -> tuple[str, AutoparallelError | None]:
         try:
-            return dumps(_planned(plan, target, worker.world_size, limits, folder, observe)), None
+            return dumps(_replan(plan, target, worker.world_size, limits, folder, observe)), None
         except AutoparallelError as error:
             return "", _no_plan(plan, worker.world_size, error)
 
@@ -54,7 +54,7 @@ def plan_for_ranks(
     return loads(text)
 
 
-def _planned(
+def _replan(
     plan: Plan,
     target: Target,
     num_ranks: int,

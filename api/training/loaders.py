@@ -45,7 +45,7 @@ def copied_options(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in names}
 
 
-def advanced(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
+def skip_batches(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
     """Return the loader without its first batches, which are not loaded."""
     assert loader.batch_sampler is not None
     rest = _Rest(loader.batch_sampler, num_batches)

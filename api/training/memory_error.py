@@ -78,7 +78,7 @@ def comparison(plan: Plan, rank: int, states: Mapping[str, int], total_bytes: in
     ``states`` are the bytes held from step to step, by the names of ``held_by``; ``total_bytes`` is
     the peak of all.
     """
-    predicted = dict(_predicted(plan, rank))
+    predicted = dict(_predicted_bytes(plan, rank))
     lines = [f"       {'':26}{'held':>10}  {'predicted':>10}"]
     held_in_states = expected_in_states = 0
     for name, keys in STATES.items():
@@ -98,7 +98,7 @@ def _line(name: str, held: int, expected: int) -> str:
     return f"       {name:<26}{bytes_text(held):>10}  {bytes_text(expected):>10}"
 
 
-def _predicted(plan: Plan, rank: int) -> Mapping[str, int]:
+def _predicted_bytes(plan: Plan, rank: int) -> Mapping[str, int]:
     """Return the predicted bytes of ``rank`` at its peak, by category."""
     stages = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
     return bytes_of(plan, stages)

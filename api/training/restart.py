@@ -34,7 +34,7 @@ class Attempt:
     last: int | None = None
     older: Mapping[str, int] | None = None
 
-    def started(self, done: int, steps: int, *, rank: int) -> int:
+    def begin_after(self, done: int, steps: int, *, rank: int) -> int:
         """Return the last step of a run that starts after step ``done``; rank 0 reports it."""
         last = done + steps if self.last is None else self.last
         if rank != 0:
@@ -50,7 +50,7 @@ class Attempt:
             sys.stderr.flush()
         return last
 
-    def kept(self, done: int) -> int | None:
+    def last_kept(self, done: int) -> int | None:
         """Return the last step whose figures stay in a restart; later steps are repeated."""
         return done if self.is_restart else None
 
@@ -71,7 +71,7 @@ def begin_attempt(worker: Worker, folder: str | None, resume: str | None) -> Att
 
 
 def _begin(folder: Path, resume: str | None, is_restart: bool) -> Attempt:
-    found = _identified(folder)
+    found = _checkpoint_times(folder)
     record = _read(folder) if is_restart else None
     if record is None:
         (folder / RECORD).unlink(missing_ok=True)  # from an earlier run
@@ -81,7 +81,7 @@ def _begin(folder: Path, resume: str | None, is_restart: bool) -> Attempt:
     return Attempt(True, str(folder), own[-1] if own else resume, last, older)
 
 
-def _identified(folder: Path) -> dict[str, int]:
+def _checkpoint_times(folder: Path) -> dict[str, int]:
     """Return the complete checkpoints by ascending step, each with the time of its writing."""
     return {str(path): (path / STATE).stat().st_mtime_ns for path in complete_checkpoints(folder)}
 

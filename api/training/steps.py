@@ -51,7 +51,7 @@ class RunSaves:
         self._trainer, self._worker = trainer, worker
         self._log, self._callback = log, callback
 
-    def after(self, step: int, *, is_last: bool) -> None:
+    def save_after(self, step: int, *, is_last: bool) -> None:
         """Save if it is due, and show errors of the background.
 
         Raises MachineError (AP886) if the last save fails.
@@ -125,7 +125,7 @@ def take_steps(
             stragglers.check(step)
             is_stopped = stop is not None and stop.is_agreed()
             if saves is not None:
-                saves.after(step, is_last=is_stopped or step == steps[-1])
+                saves.save_after(step, is_last=is_stopped or step == steps[-1])
             if is_stopped:
                 break
         log.finish()

@@ -191,7 +191,7 @@ def _lane_of(own: Sequence[int], rank: int, rows: Sequence[Sequence[int]]) -> in
 def measured_timeline(schedule: Schedule, steps: Sequence[RecordedStep], zero: float) -> Timeline:
     """Return a step of a rank for each pipeline rank, as a timeline that begins ``zero`` later."""
     takers = {
-        _taken(each.action): each
+        _taker_key(each.action): each
         for step in steps for each in step.actions if each.action.kind in COMPUTE
     }  # fmt: skip
     rows = [tuple(_events(schedule, step, takers, zero)) for step in steps]
@@ -205,17 +205,17 @@ def measured_timeline(schedule: Schedule, steps: Sequence[RecordedStep], zero: f
     )  # fmt: skip
 
 
-Taken = tuple[bool, int, int, int]
+TakerKey = tuple[bool, int, int, int]
 """Direction of a message (True: forward), its receiver's stage, micro-batch and slice."""
 
 
-def _taken(action: Action) -> Taken:
+def _taker_key(action: Action) -> TakerKey:
     kind, stage, microbatch, part = action
     return kind in (FORWARD, SEND_FORWARD), stage, microbatch, part
 
 
 def _events(
-    schedule: Schedule, step: RecordedStep, takers: dict[Taken, RecordedAction], zero: float
+    schedule: Schedule, step: RecordedStep, takers: dict[TakerKey, RecordedAction], zero: float
 ) -> Iterator[Event]:
     ends: dict[str, float] = {}
     found: list[Event] = []
@@ -258,7 +258,7 @@ def _updates(schedule: Schedule, step: RecordedStep, zero: float) -> Iterator[Ev
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ActionDifference:
     """Mean seconds of the actions of a kind and stage, predicted and measured."""
 
     stage: int
@@ -269,7 +269,7 @@ class Difference:
 
 def differences(
     plan: Plan, schedule: Schedule, steps: Sequence[Steps], predicted: Timeline
-) -> list[Difference]:
+) -> list[ActionDifference]:
     """Compare the kinds of action of each stage that are both predicted and measured, in order."""
     rows, found = rows_of(plan, schedule), []
     expected: dict[tuple[int, str], list[float]] = defaultdict(list)
@@ -291,7 +291,7 @@ def differences(
                 both = mean(expected[stage, kind]), mean(measured[stage, kind])
                 if kind == REDUCE:  # an event for each of its parts
                     both = sum(expected[stage, kind]), both[1]
-                found.append(Difference(stage, kind, *both))
+                found.append(ActionDifference(stage, kind, *both))
     return found
 
 

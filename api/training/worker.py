@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autoparallel.cache.verified import verification_text
 from autoparallel.calls.first_step import compare_first_step
-from autoparallel.calls.following import Following, followed
+from autoparallel.calls.following import LiveCaptures, follow_model
 from autoparallel.calls.form import CallForm
 from autoparallel.calls.modes import say_if_drawn_apart, say_if_rows_are_apart
 from autoparallel.cost_model.cluster.tf32 import set_torch
@@ -147,11 +147,11 @@ def train(
             resume=resume,
             compared=lambda: log.skip(),
         )
-    last = attempt.started(done, steps, rank=worker.rank)
+    last = attempt.begin_after(done, steps, rank=worker.rank)
     if worker.rank == 0 and how is not None:
         keep_plan(plan, how.folder)
     watched = explained_memory_errors(plan, worker, partial(held_by, trainer), memory.peak_bytes)
-    telling = open_callbacks(asked, plan, target, rank=worker.rank, kept=attempt.kept(done))
+    telling = open_callbacks(asked, plan, target, rank=worker.rank, kept=attempt.last_kept(done))
     num_traced = 0 if plan.servers is not None else asked.trace_steps
     trace = RunTrace(num_traced, asked.trace, first=done + 1, last=last)
     with telling as callback, watched:
@@ -201,7 +201,7 @@ def begin_run(
     trainer.overlaps_steps = True
     trainer.use_update(update_options(asked, trainer.device.type), target.build_scheduler)
     captures = trainer.runner.captures
-    if isinstance(captures, Following):
+    if isinstance(captures, LiveCaptures):
         compare_first_step(
             trainer,
             captures,
@@ -371,7 +371,7 @@ def make_trainer(
         seed=seed,
     )  # fmt: skip
     if isinstance(trainer, Trainer):
-        trainer.runner.captures = followed(
+        trainer.runner.captures = follow_model(
             trainer, state, target, batch_seq(plan, target),
             lambda rows: capture(global_batch=rows), nullcontext, lambda program: None,
             CallForm(deferred.model.forward),

@@ -84,23 +84,23 @@ def part_of(
 Move = Callable[[Tensor, Mesh, str, int], Tensor]
 
 
-def same(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+def keep(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     return x.view_as(x)
 
 
-def divided(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+def divide(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     return x / mesh.size(axis)
 
 
-def summed(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+def sum_ranks(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     return mesh.all_reduce(x, axis)
 
 
-def gathered(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+def gather_parts(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     return mesh.all_gather(x, axis, dim)
 
 
-def scattered(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+def scatter_sum(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     return mesh.reduce_scatter(x, axis, dim)
 
 
@@ -110,7 +110,7 @@ def own_part(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     )
 
 
-def zero_padded(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+def pad_zeros(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     """Pad to the whole tensor, zero in other ranks' parts."""
     parts = [torch.zeros_like(x)] * mesh.size(axis)
     parts[mesh.coordinate(axis)] = x
@@ -145,62 +145,62 @@ def change(x: Tensor, mesh: Mesh, axis: str, value: Move, gradient: Move, dim: i
 
 def all_gather(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
     """Gather a split tensor; each rank's gradient is a part of a sum."""
-    return change(x, mesh, axis, gathered, scattered, dim)
+    return change(x, mesh, axis, gather_parts, scatter_sum, dim)
 
 
 def all_gather_same(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
     """Gather a split tensor; all ranks have the same gradient of it."""
-    return change(x, mesh, axis, gathered, own_part, dim)
+    return change(x, mesh, axis, gather_parts, own_part, dim)
 
 
 def pad(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
     """Turn a split tensor into a whole tensor that is a term of a sum over the ranks."""
-    return change(x, mesh, axis, zero_padded, own_part, dim)
+    return change(x, mesh, axis, pad_zeros, own_part, dim)
 
 
 def take_part(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
     """Return this rank's part of a tensor whose gradients are summed over the ranks later."""
-    return change(x, mesh, axis, own_part, zero_padded, dim)
+    return change(x, mesh, axis, own_part, pad_zeros, dim)
 
 
 def take_part_same(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
     """Return this rank's part of a tensor; its gradient is gathered."""
-    return change(x, mesh, axis, own_part, gathered, dim)
+    return change(x, mesh, axis, own_part, gather_parts, dim)
 
 
 def as_term(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Turn a tensor that all ranks have into a term of a sum; gradients are summed later."""
-    return change(x, mesh, axis, divided, divided)
+    return change(x, mesh, axis, divide, divide)
 
 
 def as_term_same(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Turn a tensor that all ranks have into a term of a sum; all ranks get the whole gradient."""
-    return change(x, mesh, axis, divided, same)
+    return change(x, mesh, axis, divide, keep)
 
 
 def divide_gradient(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Return the same tensor; the gradient, equal on all ranks, becomes a term of a sum."""
-    return change(x, mesh, axis, same, divided)
+    return change(x, mesh, axis, keep, divide)
 
 
 def sum_gradient(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Return the same tensor; its gradient is summed over the ranks (Megatron-LM's f)."""
-    return change(x, mesh, axis, same, summed)
+    return change(x, mesh, axis, keep, sum_ranks)
 
 
 def all_reduce(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Sum over the ranks; all have the same gradient of the sum (Megatron-LM's g)."""
-    return change(x, mesh, axis, summed, same)
+    return change(x, mesh, axis, sum_ranks, keep)
 
 
 def all_reduce_both(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Sum over the ranks; the gradient is summed over them too."""
-    return change(x, mesh, axis, summed, summed)
+    return change(x, mesh, axis, sum_ranks, sum_ranks)
 
 
 def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
     """Return this rank's part of the sum over the ranks; its gradient is gathered."""
-    return change(x, mesh, axis, scattered, gathered, dim)
+    return change(x, mesh, axis, scatter_sum, gather_parts, dim)
 
 
 class AllToAll(torch.autograd.Function):

@@ -55,13 +55,13 @@ def boxes(stage: Stage, shape: tuple[int, ...], split: Split) -> dict[int, Box]:
     }
 
 
-def common(first: Box, second: Box) -> Box | None:
+def intersection(first: Box, second: Box) -> Box | None:
     """Return the box that two boxes share, or None."""
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 
-def within(box: Box, frame: Box) -> tuple[slice, ...]:
+def slices_within(box: Box, frame: Box) -> tuple[slice, ...]:
     """Return the slices that cut ``box`` out of a tensor that holds ``frame``."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, frame, strict=True))
 
@@ -103,10 +103,12 @@ def transfer_of(crossing: Crossing, direction: Direction, stages: list[Stage]) -
     pieces = []
     for number, (target, box) in enumerate(wanted.items()):
         for frame, ranks in holders.items():
-            shared = common(frame, box)
+            shared = intersection(frame, box)
             if shared is not None:
                 source = target if target in ranks else ranks[number % len(ranks)]
-                pieces.append(Piece(source, target, within(shared, frame), within(shared, box)))
+                pieces.append(
+                    Piece(source, target, slices_within(shared, frame), slices_within(shared, box))
+                )
     shape = tuple(stop - start for start, stop in next(iter(wanted.values())))
     return Transfer(crossing.key, sender, receiver, shape, crossing.dtype, tuple(pieces))
 

@@ -23,7 +23,7 @@ MICRO_BATCHES = 1
 
 @dataclass(frozen=True)
 class Stage:
-    """Run of the model's blocks on a mesh of devices, listed in row-major order.
+    """Consecutive blocks of the model on a mesh of devices, in row-major order.
 
     ``parameters``, ``buffers``, ``inputs`` and ``constants`` have the split of each. ``updates``
     maps buffers to the results of ``forward`` that are their new values.

@@ -26,7 +26,7 @@ COMPARED = 4096
 Count = Callable[[dict[str, Tensor], dict[str, Tensor], int], dict[str, Tensor]]
 
 
-def counted(
+def mean_counts(
     count: Count | None, batch: dict[str, Tensor], constants: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the means over the micro-batches of a step that each of them needs."""
@@ -94,7 +94,7 @@ class Trainer:
     def begin(self, batch: dict[str, Tensor], key: int = 0) -> None:
         """Start on a global batch; ``key`` is of its random numbers."""
         check_same("batches (batches, build_data)", batch.values(), self.device)
-        counts = counted(self.count, batch, self.constants)
+        counts = mean_counts(self.count, batch, self.constants)
         counts = {key: value.to(self.device) for key, value in counts.items()}
         for stage in self.stages.values():
             stage.begin(batch, counts, key)

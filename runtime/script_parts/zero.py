@@ -54,7 +54,7 @@ class ShardedWeight(Weight):
     def use(self) -> Tensor:
         if self.zero < 3:
             return self.local
-        whole: Tensor = Gathered.apply(self.master, self)  # type: ignore[no-untyped-call]
+        whole: Tensor = GatherWeight.apply(self.master, self)  # type: ignore[no-untyped-call]
         if self.gathered is not None:
             self.gathered.append(whole)
         return whole
@@ -82,7 +82,7 @@ class ShardedWeight(Weight):
         return (slice(start, min(start + rows, first.stop)), *others)
 
 
-class Gathered(torch.autograd.Function):
+class GatherWeight(torch.autograd.Function):
     """Weight of ZeRO 3, whole for a block; each rank keeps its share of the gradient."""
 
     @staticmethod

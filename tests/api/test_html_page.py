@@ -11,7 +11,7 @@ import pytest
 from handmade import flat_plan, pipeline_plan
 from pages import BASELINES, SECTIONS, Outline, drawn_plan, full_page, full_sources
 
-from autoparallel.html import Sources, notebook, page
+from autoparallel.html import Sources, page, plan_notebook
 from autoparallel.html.candidates import candidate_chart, pareto_front
 from autoparallel.html.parts import block_cells, cluster_hosts, weight_groups
 from autoparallel.html.schedule import UNITS, WAITS, schedule_view
@@ -222,7 +222,7 @@ def test_the_page_of_128_stages_on_16384_devices_has_less_than_a_megabyte() -> N
 
 
 def test_a_notebook_gets_a_fragment_with_figures_and_tables() -> None:
-    text = notebook(drawn_plan())
+    text = plan_notebook(drawn_plan())
     outline = Outline(text)
     assert outline.wrong == []
     assert "<script" not in text

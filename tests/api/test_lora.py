@@ -8,7 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.target.lora import add_lora, merged, parse_lora
+from autoparallel.target.lora import add_lora, merge_lora, parse_lora
 
 
 class Net(nn.Module):
@@ -45,7 +45,7 @@ def test_a_merged_weight_does_what_the_adapted_layer_does() -> None:
     plain.load_state_dict({k: v for k, v in model.state_dict().items() if "lora" not in k})
     for name, is_transposed in (("q_proj", False), ("v_proj", True)):
         layer, adapted = plain.get_submodule(name), model.get_submodule(name)
-        layer.weight.data = merged(
+        layer.weight.data = merge_lora(
             adapted.weight.data, adapted.lora_A.weight.data, adapted.lora_B.weight.data,
             lora.scale, transposed=is_transposed,
         )  # fmt: skip

@@ -10,16 +10,21 @@ import torch
 from torch import nn
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.target.huggingface_batch import Wanted, default_sequence, label_names, make_batch
+from autoparallel.target.huggingface_batch import (
+    BatchSpec,
+    default_sequence,
+    label_names,
+    make_batch,
+)
 
 
-def wanted(name: str, main: str, takes: tuple[str, ...], **config: Any) -> Wanted:
+def wanted(name: str, main: str, takes: tuple[str, ...], **config: Any) -> BatchSpec:
     """A class of this name whose forward takes these arguments."""
     parameters = ", ".join(f"{each}=None" for each in (main, *takes))
     given: dict[str, Any] = {}
     exec(f"def forward(self, {parameters}): ...", given)
     kind = type(name, (), {"forward": given["forward"], "main_input_name": main})
-    return Wanted(kind, SimpleNamespace(**config), rows=3, length=8)
+    return BatchSpec(kind, SimpleNamespace(**config), rows=3, length=8)
 
 
 TEXT = {"vocab_size": 50, "num_labels": 4}

@@ -12,13 +12,7 @@ from placement_tables import every_pipeline, random_problem, seconds_of
 from random_suites import seeds
 
 from autoparallel.placers.moves import Stages, moves
-from autoparallel.placers.network import (
-    MessagePassing,
-    Perceptron,
-    chances,
-    drawn,
-    logit_gradient,
-)
+from autoparallel.placers.network import MessagePassing, Perceptron, logit_gradient, sample, softmax
 from autoparallel.placers.space import Problem, space_of
 from autoparallel.planner.inter_op.inter_op import Floats, StageChoice
 
@@ -118,16 +112,16 @@ def test_masked_actions_have_no_chance_and_are_never_drawn() -> None:
     rng = np.random.default_rng(0)
     logits, mask = rng.normal(0, 3, (200, 6)), rng.random((200, 6)) < 0.4
     mask[:, 3] |= ~mask.any(axis=1)
-    found = chances(logits, mask.astype(float))
+    found = softmax(logits, mask.astype(float))
     assert (found[~mask] == 0).all()
     assert found.sum(axis=1) == pytest.approx(1.0)
     for _ in range(20):
-        assert mask[np.arange(200), drawn(found, rng)].all()
+        assert mask[np.arange(200), sample(found, rng)].all()
 
 
 def test_actions_are_drawn_as_often_as_their_chances_say() -> None:
     odds = np.repeat([[0.1, 0.0, 0.6, 0.3]], 20000, axis=0)
-    share = np.bincount(drawn(odds, np.random.default_rng(1)), minlength=4) / 20000
+    share = np.bincount(sample(odds, np.random.default_rng(1)), minlength=4) / 20000
     assert share == pytest.approx(odds[0], abs=4 * np.sqrt(0.25 / 20000))
 
 
@@ -152,12 +146,12 @@ def test_the_gradients_are_those_of_reinforce_with_an_entropy_bonus() -> None:
     actions, advantages = np.array([0, 1, 2, 0, 1, 2]), rng.normal(size=6)
 
     def loss() -> float:
-        p = chances(net.forward(x)[0], mask)
+        p = softmax(net.forward(x)[0], mask)
         log = np.log(np.where(p > 0, p, 1.0))
         return float(-(advantages * log[np.arange(6), actions]).sum() + 0.2 * (p * log).sum())
 
     logits, hidden = net.forward(x)
-    gradient = logit_gradient(chances(logits, mask), actions, advantages, 0.2)
+    gradient = logit_gradient(softmax(logits, mask), actions, advantages, 0.2)
     own, of_x = net.backward(x, hidden, gradient)
     for parameter, found in zip([*net.parameters, x], [*own, of_x], strict=True):
         assert found == pytest.approx(difference(loss, parameter), abs=1e-7)

@@ -21,7 +21,7 @@ from autoparallel.analysis.facts import (
 )
 from autoparallel.planner.plan import Alternative, GoalReport, Plan, Tried
 from autoparallel.report.page import commands
-from autoparallel.report.printing import printed
+from autoparallel.report.printing import print_to_text
 from autoparallel.report.stages import shown_stages, stages
 
 
@@ -225,18 +225,18 @@ def test_names_of_blocks_stay_whole_and_zero_has_a_column_where_it_differs() -> 
     devices = tuple(range(15360, 16384))
     one = replace(first, blocks=tuple(named), devices=devices, mesh=mesh)
     same = replace(plan, stages=(one, replace(plan.stages[1], zero=first.zero)))
-    text = printed(lambda console: console.print(stages(same, limit=4)))
+    text = print_to_text(lambda console: console.print(stages(same, limit=4)))
     assert re.search(r"model\.layers\.15 +15360–16383 +dp=128 tp=8 ", text)
     assert max(map(len, text.splitlines())) <= 78
     assert "ZeRO" not in text
     other = replace(plan, stages=(first, replace(plan.stages[1], zero=3 - first.zero)))
-    assert "ZeRO" in printed(lambda console: console.print(stages(other, limit=4)))
+    assert "ZeRO" in print_to_text(lambda console: console.print(stages(other, limit=4)))
 
 
 def test_next_steps_are_commands_alone_where_their_file_has_a_long_name() -> None:
     def lines(path: str) -> list[str]:
         steps = [(f"autoparallel run {path}", "train and measure")]
-        return printed(lambda console: console.print(commands(steps, 78))).splitlines()
+        return print_to_text(lambda console: console.print(commands(steps, 78))).splitlines()
 
     assert lines("plan.json")[0].split("  ")[1] == "train and measure"
     long = "runs/" + "x" * 50 + ".json"

@@ -38,22 +38,22 @@ def test_a_restart_goes_on_from_the_newest_checkpoint_of_its_own_run(
     written(10)
     first = begun(0)
     assert (first.is_restart, first.resume) == (False, "given")
-    assert first.started(10, 20, rank=0) == 30
+    assert first.begin_after(10, 20, rank=0) == 30
     assert json.loads((tmp_path / RECORD).read_text())["last_step"] == 30
-    assert first.kept(10) is None
+    assert first.last_kept(10) is None
     again = begun(1)
     assert (again.is_restart, again.resume) == (True, "given")  # nothing of its own yet
     own = written(20)
     again = begun(1)
-    assert (again.resume, again.last, again.kept(20)) == (own, 30, 20)
-    assert again.started(20, 20, rank=0) == 30
+    assert (again.resume, again.last, again.last_kept(20)) == (own, 30, 20)
+    assert again.begin_after(20, 20, rank=0) == 30
     assert capsys.readouterr().err == (f"autoparallel: the run goes on after step 20, from {own}\n")
-    assert again.started(30, 20, rank=0) == 30
+    assert again.begin_after(30, 20, rank=0) == 30
     assert "all of its steps are done" in capsys.readouterr().err
     begun(0)
     assert not (tmp_path / RECORD).exists()
     no_folder = begin_attempt(cast(Any, SimpleNamespace(restarts=1, rank=0)), None, None)
-    no_folder.started(0, 5, rank=0)
+    no_folder.begin_after(0, 5, rank=0)
     assert "at its first step: without --save there is no checkpoint" in capsys.readouterr().err
 
 
@@ -103,7 +103,7 @@ def test_a_save_that_fails_in_a_run_is_shown_and_the_next_tries_again(
     checkpoints, told = Checkpoints(failing=(2,)), list[Any]()
     run = saves(checkpoints, Saving("saved", every=2, asynchronous=asynchronous), told)
     for step in range(1, 6):
-        run.after(step, is_last=step == 5)
+        run.save_after(step, is_last=step == 5)
     assert checkpoints.saved == [4, 5]
     shown = capsys.readouterr().err
     assert shown.count("training goes on without a checkpoint") == 1
@@ -116,15 +116,15 @@ def test_a_save_that_fails_in_a_run_is_shown_and_the_next_tries_again(
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_last_save_ends_the_run_if_it_fails(asynchronous: bool) -> None:
     run = saves(Checkpoints(failing=(4,)), Saving("saved", asynchronous=asynchronous), [])
-    run.after(3, is_last=False)
+    run.save_after(3, is_last=False)
     with pytest.raises(MachineError, match="AP886"):
-        run.after(4, is_last=True)
+        run.save_after(4, is_last=True)
 
 
 def test_a_save_that_a_lost_rank_ends_is_not_one_to_go_on_from() -> None:
     checkpoints = Checkpoints(failing=(2,), why="Connection reset by peer")
     with pytest.raises(MachineError, match="AP886"):
-        saves(checkpoints, Saving("saved", every=2), []).after(2, is_last=False)
+        saves(checkpoints, Saving("saved", every=2), []).save_after(2, is_last=False)
 
 
 FOUND = {

@@ -12,7 +12,7 @@ import pytest
 from handmade import GIB, pipeline_plan
 
 import autoparallel
-from autoparallel.html.notebooks import ShownPlan, shown
+from autoparallel.html.notebooks import ShownPlan, with_display
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan_file import dumps
 from autoparallel.report.tables import TABLES
@@ -20,7 +20,7 @@ from autoparallel.report.tables import TABLES
 
 def test_a_shown_plan_equals_the_planners_and_no_other() -> None:
     plan = pipeline_plan()
-    same = shown(plan)
+    same = with_display(plan)
     assert isinstance(same, autoparallel.Plan)
     assert plan == same
     assert same == plan
@@ -31,7 +31,7 @@ def test_a_shown_plan_equals_the_planners_and_no_other() -> None:
 
 
 def test_a_changed_copied_or_pickled_plan_is_still_shown() -> None:
-    plan = shown(pipeline_plan())
+    plan = with_display(pipeline_plan())
     for other in (
         replace(plan, num_microbatches=8), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan)),
     ):  # fmt: skip
@@ -61,7 +61,7 @@ def test_stages_memory_weights_and_candidates_are_rows_of_plain_values() -> None
 @pytest.mark.parametrize("what", TABLES)
 def test_every_table_is_a_data_frame(what: str) -> None:
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
-    plan = shown(pipeline_plan())
+    plan = with_display(pipeline_plan())
     found = plan.to_frame(what)
     assert isinstance(found, pandas.DataFrame)
     assert found.to_dict("records")[0].keys() == TABLES[what](plan)[0].keys()
@@ -71,9 +71,9 @@ def test_every_table_is_a_data_frame(what: str) -> None:
 def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UsageError, match=r"AP340(.|\n)*pip install pandas"):
-        shown(pipeline_plan()).to_frame()
+        with_display(pipeline_plan()).to_frame()
 
 
 def test_an_unknown_table_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UsageError, match=r"AP341(.|\n)*did you mean stages"):
-        shown(pipeline_plan()).to_frame("stage")
+        with_display(pipeline_plan()).to_frame("stage")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoparallel.calls.stale_tensors import is_retired, retire
+from autoparallel.calls.stale_tensors import is_retired, retire_tensor
 from autoparallel.planner.errors import UsageError
 
 USES: dict[str, Callable[[Tensor], Any]] = {
@@ -29,7 +29,7 @@ USES: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("kind", [nn.Parameter, Tensor.clone])
 def test_a_use_of_an_old_tensor_names_it(use: str, kind: Callable[[Tensor], Tensor]) -> None:
     old = kind(torch.ones(2, 3))
-    retire(old, "Net.weight")
+    retire_tensor(old, "Net.weight")
     assert is_retired(old)
     with pytest.raises(UsageError, match=r"AP925.*Net\.weight is used, as it was before"):
         USES[use](old)
@@ -38,7 +38,7 @@ def test_a_use_of_an_old_tensor_names_it(use: str, kind: Callable[[Tensor], Tens
 def test_an_old_parameter_is_no_more_than_its_form() -> None:
     old = nn.Parameter(torch.ones(2, 3))
     optimizer = torch.optim.SGD([old], lr=0.1)
-    retire(old, "Net.weight")
+    retire_tensor(old, "Net.weight")
     assert (old.shape, old.numel(), old.dtype) == ((2, 3), 6, torch.float32)
     assert {old: 1}[old] == 1
     assert isinstance(old, nn.Parameter)
@@ -52,7 +52,7 @@ def test_a_gradient_that_reaches_an_old_parameter_raises() -> None:
     old, other = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))
     old.register_hook(lambda gradient: pytest.fail("the hook is the shard's now"))
     losses = [(old @ other).square().sum(), old.square().sum(), old.sum()]
-    retire(old, "Net.weight")
+    retire_tensor(old, "Net.weight")
     for loss in losses:
         with pytest.raises(UsageError, match="AP925"):
             loss.backward()

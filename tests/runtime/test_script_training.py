@@ -18,9 +18,9 @@ from autoparallel.runtime.script_parts.pipeline import (
     Piece,
     PipelineTrainer,
     boxes,
-    common,
+    intersection,
+    slices_within,
     transfer_of,
-    within,
 )
 from autoparallel.runtime.script_parts.stages import Draw, Stage
 from autoparallel.runtime.script_parts.training import Trainer, load_weights, write_weights
@@ -188,9 +188,9 @@ def test_weights_are_read_as_they_were_written(suffix: str, tmp_path: Path) -> N
 
 
 def test_a_box_of_the_sender_meets_a_box_of_the_receiver() -> None:
-    assert common(((0, 4), (0, 6)), ((2, 8), (3, 6))) == ((2, 4), (3, 6))
-    assert common(((0, 4), (0, 6)), ((4, 8), (0, 6))) is None
-    assert within(((2, 4), (3, 6)), ((2, 8), (0, 6))) == (slice(0, 2), slice(3, 6))
+    assert intersection(((0, 4), (0, 6)), ((2, 8), (3, 6))) == ((2, 4), (3, 6))
+    assert intersection(((0, 4), (0, 6)), ((4, 8), (0, 6))) is None
+    assert slices_within(((2, 4), (3, 6)), ((2, 8), (0, 6))) == (slice(0, 2), slice(3, 6))
 
 
 def test_messages_cover_what_each_rank_needs_and_ranks_with_the_same_box_share_them() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.doctor.checks import Finding, Wanted, check_machine
+from autoparallel.doctor.checks import DoctorRequest, Finding, check_machine
 from autoparallel.doctor.facts import Facts, Gpu, Interface, machine_facts, parse_gpus, parse_triton
 from autoparallel.doctor.known import SUPPORTED_EXTRAS, SUPPORTED_TORCH
 
@@ -29,10 +29,10 @@ HEALTHY = Facts(
     interfaces=(Interface("lo", True, True, is_loopback=True), NIC), addresses=("10.0.0.1",),
     infiniband=(("mlx5_0:1", "ACTIVE"),),
 )  # fmt: skip
-WANTED = Wanted(parse_cluster("2x2xH100"), memory_bytes=70 * GIB)
+WANTED = DoctorRequest(parse_cluster("2x2xH100"), memory_bytes=70 * GIB)
 
 
-def bad(facts: Facts, wanted: Wanted = WANTED) -> list[Finding]:
+def bad(facts: Facts, wanted: DoctorRequest = WANTED) -> list[Finding]:
     return [each for each in check_machine(facts, wanted) if each.level != "OK"]
 
 
@@ -120,12 +120,13 @@ def test_each_fault_is_named_with_its_fix(
         ({"nccl": "2.28.9", "machine": "x86_64"}, WANTED),
         ({"nccl": "2.26.2"}, WANTED),
         ({"nccl": ""}, WANTED),
-        ({"addresses": ("127.0.1.1",)}, Wanted(parse_cluster("2xH100"))),
+        ({"addresses": ("127.0.1.1",)}, DoctorRequest(parse_cluster("2xH100"))),
         ({"locked_bytes": 65536, "infiniband": ()}, WANTED),
-        ({"gpus": (), "has_cuda": False, "torch_cuda": None, "torch": "2.13.0+cpu"}, Wanted()),
+        ({"gpus": (), "has_cuda": False, "torch_cuda": None, "torch": "2.13.0+cpu"},
+         DoctorRequest()),
     ],
 )  # fmt: skip
-def test_what_does_no_harm_is_no_fault(changes: dict[str, Any], wanted: Wanted) -> None:
+def test_what_does_no_harm_is_no_fault(changes: dict[str, Any], wanted: DoctorRequest) -> None:
     assert bad(replace(HEALTHY, **changes), wanted) == []
 
 

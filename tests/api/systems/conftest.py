@@ -9,7 +9,7 @@ import pytest
 
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Plan
-from autoparallel.systems.priced import Priced
+from autoparallel.systems.priced import PricedConfig
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def unpriced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def first(
         plan: Plan, path: Path, candidates: Sequence[Configuration], *, trust: bool
-    ) -> Priced:
-        return Priced(candidates[0], reason="no price was asked for")
+    ) -> PricedConfig:
+        return PricedConfig(candidates[0], reason="no price was asked for")
 
     monkeypatch.setattr("autoparallel.systems.system.price", first)

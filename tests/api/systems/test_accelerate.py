@@ -13,7 +13,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from exported_plans import BATCH, CASES, NUM_DEVICES, case, configured, written
 
-from autoparallel.systems.accelerate import backend_of, settled
+from autoparallel.systems.accelerate import backend_of, to_supported
 
 KINDS = {
     "one dp axis": "MULTI_GPU", "zero 1": "DEEPSPEED", "fsdp": "FSDP", "tp": "MULTI_GPU",
@@ -92,4 +92,4 @@ def test_fsdp_sums_gradients_after_every_micro_batch(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_trains_a_configuration(choices: dict[str, object], backend: str) -> None:
     assert backend_of(configured(**choices)) == backend
-    assert backend_of(settled(configured(**choices))) == backend
+    assert backend_of(to_supported(configured(**choices))) == backend

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from exported_plans import BATCH, CASES, NUM_DEVICES, case, configured, written
 
-from autoparallel.systems.deepspeed import config, settled
+from autoparallel.systems.deepspeed import config, to_supported
 
 NAMES = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
@@ -75,9 +75,9 @@ def test_deepspeed_reads_it(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     ],
 )  # fmt: skip
 def test_sections(choices: dict[str, Any], section: str, value: object) -> None:
-    assert config(settled(configured(dp=8, **choices)), BATCH)[section] == value
+    assert config(to_supported(configured(dp=8, **choices)), BATCH)[section] == value
 
 
 def test_float32_has_no_section_of_half_precision() -> None:
-    found = config(settled(replace(configured(dp=8), precision="fp32")), BATCH)
+    found = config(to_supported(replace(configured(dp=8), precision="fp32")), BATCH)
     assert not {"bf16", "fp16", "data_types"} & set(found)

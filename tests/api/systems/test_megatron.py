@@ -11,7 +11,7 @@ import pytest
 import transformers
 from exported_plans import BATCH, CASES, NUM_DEVICES, case, configured, plans, written
 
-from autoparallel.systems.megatron import layout_text, settled
+from autoparallel.systems.megatron import layout_text, to_supported
 
 FLAGS = (
     "sequence-parallel", "overlap-grad-reduce", "use-distributed-optimizer",
@@ -164,10 +164,10 @@ def test_positions_that_megatron_scales_otherwise_are_said(
 def test_a_schedule_in_a_v_becomes_interleaved_or_1f1b() -> None:
     """The interleaved schedule takes micro-batches in groups of the pipeline's ranks."""
     own = configured(dp=4, pp=2, schedule="zbv", num_chunks=2, layers=(1, 2, 3, 2))
-    assert (settled(own).schedule, settled(own).layers) == ("interleaved", (1, 2, 3, 2))
+    assert (to_supported(own).schedule, to_supported(own).layers) == ("interleaved", (1, 2, 3, 2))
     odd = replace(own, num_microbatches=3)
-    assert (settled(odd).schedule, settled(odd).layers) == ("1f1b", (3, 5))
-    assert settled(odd).num_chunks == 1
+    assert (to_supported(odd).schedule, to_supported(odd).layers) == ("1f1b", (3, 5))
+    assert to_supported(odd).num_chunks == 1
 
 
 def test_a_layout_counts_the_layers_of_each_stage() -> None:

@@ -21,7 +21,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import save_plan
 from autoparallel.systems.degrees import configuration_of
 from autoparallel.systems.features import FEATURES, features_of
-from autoparallel.systems.priced import Priced
+from autoparallel.systems.priced import PricedConfig
 from autoparallel.systems.system import System, candidates_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -193,9 +193,11 @@ def test_what_does_not_fit_as_planned_is_recomputed(
     assert [own.recompute for own in found] == ["none", "full"]
     limits = {"none": 2, "full": 1}
 
-    def price(plan: Plan, path: Path, candidates: list[Configuration], *, trust: bool) -> Priced:
+    def price(
+        plan: Plan, path: Path, candidates: list[Configuration], *, trust: bool
+    ) -> PricedConfig:
         chosen = min(candidates, key=lambda own: limits[own.recompute])
-        return Priced(chosen, 1.0, 1, True)
+        return PricedConfig(chosen, 1.0, 1, True)
 
     monkeypatch.setattr("autoparallel.systems.system.price", price)
     wrote = written(case("zero 1"), "megatron", tmp_path)
