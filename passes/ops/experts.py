@@ -37,8 +37,7 @@ def run_experts(
     x: Tensor, ids: Tensor, scores: Tensor, *weights: Tensor | None,
     activation: str, transposed: bool, first: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Return what the experts from ``first`` on add to each token: x (T, in), ids (T, k) to (T,
-    out).
+    """Return the sum of the experts from ``first`` on per token: x (T, in), ids (T, k) to (T, out).
 
     ``weights`` are up (E, in, width), down (E, width, out) and their biases or None.
     """

@@ -109,7 +109,7 @@ def bound_by_price(
     """Bound the cost of solutions that fit in memory; return the bound, its ZeRO stage and the
     prices near its λ.
 
-    ``ways`` are the problems of some stages and prices; ``scale`` has the free bytes and the price
+    ``ways`` makes the problems of stages and prices; ``scale`` has the free bytes and the price
     of a byte at which a device's bytes cost as much as the stage. Raises ``TooWideError``.
     """
     free, unit = scale

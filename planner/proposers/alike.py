@@ -19,10 +19,10 @@ from ..search.branch_and_bound import PipelineProposal
 from ..search.candidates import (
     Candidate,
     Chosen,
+    build_simulated,
     candidate,
     edges,
     models_of,
-    simulate_stages,
 )
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
@@ -93,7 +93,7 @@ def _on_mesh(context: SearchContext, pipeline: Candidate, mesh: Mesh) -> Candida
             return None
         chosen.append((solver, answer))
     schedule, stages = context.in_flight_schedule, pipeline.stages
-    return simulate_stages(context, pipeline.rows, schedule, stages, models_of(chosen))
+    return build_simulated(context, pipeline.rows, schedule, stages, models_of(chosen))
 
 
 def at_other_sizes(context: SearchContext, bases: list[Candidate]) -> Iterator[Candidate]:

@@ -31,7 +31,7 @@ from ..pricing.stage_model import StageModel
 from ..requests.request import MOST_CHUNKS
 from ..schedules.held import splits, stage_half_pairs
 from ..schedules.schedules import can_have, find_schedule, parts_of_ranks
-from ..search.candidates import Candidate, edges, simulate_stages
+from ..search.candidates import Candidate, build_simulated, edges
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.translated import reindex_solution
@@ -272,7 +272,7 @@ class Interleaving:
             for member, stage, policy in zip(members, own, policies, strict=True):
                 answers[member] = _answered(replace(stage, zero=zero), policy, gap)
         try:
-            return simulate_stages(
+            return build_simulated(
                 context, base.rows, self.schedule, self.stages,
                 [answers[member] for member in range(number)],
                 num_chunks=self.chunks, base=base,

@@ -27,7 +27,7 @@ from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy, policies
 from ..pricing.stage_cost import StageCost, StageTable
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
-from ..search.candidates import Candidate, simulate_stages
+from ..search.candidates import Candidate, build_simulated
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.report_plan import stage_layouts
@@ -186,7 +186,7 @@ class _Shared:
         best = min(found, key=lambda answer: (answer.objective, answer.cost.total_bytes))
         choice = StageChoice(*self.blocks, 0, self.mesh.size)
         schedule = self.context.request.schedules[0]
-        return simulate_stages(self.context, self.rows, schedule, (choice,), [(base.model, best)])
+        return build_simulated(self.context, self.rows, schedule, (choice,), [(base.model, best)])
 
     def _is_possible(self, model: StageModel, answer: StageAnswer) -> bool:
         graph, own = model.structure.graph, model.structure.blocks

@@ -143,7 +143,7 @@ def candidate(
         chosen.append(found)
     if programs:
         _refine(context, rows, stages, held, chosen, programs)
-    return simulate_stages(context, rows, schedule, stages, models_of(chosen))
+    return build_simulated(context, rows, schedule, stages, models_of(chosen))
 
 
 def _refine(
@@ -205,7 +205,7 @@ def models_of(chosen: Sequence[Chosen]) -> tuple[tuple[StageModel, StageAnswer],
     return tuple((solver.model, answer) for solver, answer in chosen)
 
 
-def simulate_stages(
+def build_simulated(
     context: SearchContext,
     rows: int,
     schedule: str,

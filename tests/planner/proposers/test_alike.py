@@ -20,7 +20,7 @@ from autoparallel.planner.proposers.alike import (
 )
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.branch_and_bound import PipelineProposal
-from autoparallel.planner.search.candidates import Candidate, simulate_stages
+from autoparallel.planner.search.candidates import Candidate, build_simulated
 from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.pool import CandidatePool
 
@@ -49,7 +49,7 @@ def mixed(job: SearchContext, rows: int) -> Candidate:
         answer = solver.best(job.at(rows).run(stage.start, stage.stop), count, 2)
         assert answer is not None
         answers.append((solver.model, answer))
-    return simulate_stages(job, rows, "1f1b", STAGES, answers)
+    return build_simulated(job, rows, "1f1b", STAGES, answers)
 
 
 def test_a_pipeline_is_alike_if_its_stages_have_one_mesh() -> None:
