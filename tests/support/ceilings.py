@@ -61,7 +61,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/", 51691, SYSTEMS),
     ("words of CHANGELOG.md", 6024, SYSTEMS),
     ("words of README.md", 1387, PRICES),
-    ("tests: lines", 66054, SYSTEMS),
+    ("tests: lines", 66062, SYSTEMS),
     ("tests: files", 439, FOLDERS),
     ("tests: flat files", 20),
 )
