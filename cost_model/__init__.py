@@ -1,1 +1,1 @@
-"""What a plan costs: seconds, bytes, and where each number came from."""
+"""Costs of a plan: seconds, bytes, and where each number came from."""

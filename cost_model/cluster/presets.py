@@ -7,11 +7,9 @@ written. They are read when a preset is first asked for, by the checks of ``figu
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from .cluster import ClusterError, Device, Host, Link
@@ -125,6 +123,9 @@ def link_aliases() -> Mapping[str, str]:
 
 @cache
 def _read_file(name: str) -> Table:
+    import tomllib
+    from importlib import resources
+
     return tomllib.loads((resources.files(__package__) / f"{name}.toml").read_text("utf-8"))
 
 

@@ -7,7 +7,7 @@ described in ``algorithms``, with their formulas and sources.
 NCCL carries any of its algorithms by one of several protocols. Those for short messages
 (LL, LL128) have little latency and reach a part of a link's rate; the one for long messages
 (Simple) reaches all of it and synchronizes at every step. Both are priced and the cheaper
-counts, with what ``links.toml`` says of the kind of link. Source: NCCL,
+counts, with the figures of ``links.toml`` for the kind of link. Source: NCCL,
 src/graph/tuning.cc; calibrated on measurements, see ``benchmarks/collectives``.
 """
 

@@ -6,7 +6,7 @@ tested.
 ``runtime.messages.collective_algorithms`` executes the same tables over point-to-point messages.
 
 A tensor is cut into ``num_parts`` equal parts. Part ids are positions in the tensor, except
-in an all-to-all, where id s·n + d is what rank s has for rank d. All messages of a round
+in an all-to-all, where id s·n + d is rank s's part for rank d. All messages of a round
 start with what their senders held when the round began.
 """
 
@@ -63,7 +63,7 @@ class Levels(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How a group lies: n ranks, p on the host with the fewest, h hosts."""
+    """Layout of a group: n ranks, p on the host with the fewest, h hosts."""
 
     n: int
     p: int

@@ -55,7 +55,7 @@ and 4.6 % on B200 (MXFP8; pytorch/ao, torchao/float8 and torchao/prototype/mx_fo
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How fast a device runs one family in one dtype: all that ``seconds`` needs."""
+    """Speed of a device in one family and dtype: all that ``seconds`` needs."""
 
     launch_seconds: float
     ramp_seconds: float

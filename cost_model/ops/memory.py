@@ -32,7 +32,7 @@ GradientDtype = Literal["master", "compute"]
 
 @dataclass(frozen=True, slots=True)
 class StateOptions:
-    """How states are held. ``offload``: masters and optimizer states in the host's memory."""
+    """Ways to hold states. ``offload``: masters and optimizer states in the host's memory."""
 
     gradient_dtype: GradientDtype = "master"
     offload: bool = False

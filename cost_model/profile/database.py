@@ -4,7 +4,7 @@ In: measurements of ops and of transfers, each with the environment it was taken
 the same, by environment. The key of an op is environment (device, driver, torch, threads)
 and ``OpCase.key()`` (op, shapes, dtypes, arguments); that of a transfer is environment,
 level, library, kind, ranks, hosts and bytes. Every ``put`` is a transaction of its own, so an
-interrupted run keeps what it has measured. ``export_file`` writes lines of JSON, which any
+interrupted run keeps its measurements. ``export_file`` writes lines of JSON, which any
 other database can merge.
 """
 

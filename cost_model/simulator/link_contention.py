@@ -8,7 +8,7 @@ after the other, in the order in which they are ready, at one moment in that of 
 Messages to several ranks share the port evenly, as connections do. A port that more flows into
 than it lets through, one second of messages per second, keeps the rest waiting in the network:
 
-    arrive = end of sending + α + what waits at the receiver's port then
+    arrive = end of sending + α + seconds that wait at the receiver's port then
     d waiting / dt = sum of the rates that flow in - 1, as long as any waits
 
 Alone a message takes α + o (Hockney, The communication challenge for MPP, Parallel Computing

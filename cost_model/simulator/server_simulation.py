@@ -1,4 +1,4 @@
-"""How fast workers train with parameter servers: a simulation of pushes, pulls and compute.
+"""Rates of workers that train with parameter servers: a simulation of pushes, pulls and compute.
 
 In: each worker's compute of an iteration, the bytes of every block on every server, the rates
 of the ranks' links, the consistency. Out: when each worker has finished each iteration.

@@ -19,7 +19,7 @@ SYSTEMS = "parts that are recomputed, groups that routers choose from, whose tra
 KERNELS = "prices of kernels over products, folded experts, layers of several kinds in a list"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
-    ("cost_model: lines", 8407, SYSTEMS),
+    ("cost_model: lines", 8408, SYSTEMS),
     ("cost_model: files", 45, FOLDERS),
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
@@ -44,7 +44,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("api: flat files", 2),
     ("api: imports inside functions", 277, CALLS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 103133, SYSTEMS),
+    ("all packages: lines", 103134, SYSTEMS),
     ("all packages: files", 603, FOLDERS),
     ("all packages: flat files", 35),
     ("all packages: imports inside functions", 278, CALLS),
