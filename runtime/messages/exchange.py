@@ -3,7 +3,7 @@
 In: the boundaries of a rank's stage, where each stage's devices are, the schedule. Out:
 asynchronous sends and receives of exactly the boxes each rank needs, by direction, stage and
 micro-batch. A receive is posted first and waited for later; messages are kept alive until it has
-gone, of each lane the latest few messages (``pending_sends``).
+gone, of each lane the latest few messages (``ordered_channels``).
 
 No message has a tag. The messages from one rank to another are a lane, which keeps their order
 (NCCL does so in each communicator, gloo for each pair of ranks). Both sides know the order from
