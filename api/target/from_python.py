@@ -103,8 +103,7 @@ def batch_rows(example_batch: Any, global_batch: int | None = None) -> int | Non
 
 
 def dims_of_rows(example_batch: Batch, rows: int) -> dict[LeafPath, int]:
-    """Return the dimension of each tensor that counts rows: the first of that size if all tensors
-    have it, else the first dimension if it has that size."""
+    """Return tensors' dimensions of rows: any dimension if all tensors have it, else the first."""
     found = dims_of_size(example_batch, rows)
     shaped = [leaf for _, leaf in leaves(example_batch) if isinstance(leaf, Tensor) and leaf.ndim]
     return found if len(found) == len(shaped) else {p: dim for p, dim in found.items() if not dim}
