@@ -47,9 +47,24 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    plan, estimate, inspect, explain, compare, run, launch, verify, export, profile, simulate,
-    schedules, cluster, doctor, ops, cache, program,
-):  # fmt: skip
+    plan,
+    estimate,
+    inspect,
+    explain,
+    compare,
+    run,
+    launch,
+    verify,
+    export,
+    profile,
+    simulate,
+    schedules,
+    cluster,
+    doctor,
+    ops,
+    cache,
+    program,
+):
     app.command()(command)
 
 

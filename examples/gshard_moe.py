@@ -106,8 +106,16 @@ class Layer(nn.Module):
 class MoE(nn.Module):
     """A language model whose every feed-forward is a layer of experts."""
 
-    def __init__(self, *, n_layer: int, d_model: int, n_head: int, vocab: int, seq: int,
-                 experts: tuple[int, int, int]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        *,
+        n_layer: int,
+        d_model: int,
+        n_head: int,
+        vocab: int,
+        seq: int,
+        experts: tuple[int, int, int],
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, d_model), nn.Embedding(seq, d_model)
         self.layers = nn.ModuleList(
@@ -138,8 +146,14 @@ def build_model(
     seq: int = SEQ,
 ) -> nn.Module:
     """The model: 0.2 M parameters by default, most of them experts'."""
-    return MoE(n_layer=n_layer, d_model=d_model, n_head=n_head, vocab=vocab, seq=seq,
-               experts=(d_ff, n_expert, capacity))  # fmt: skip
+    return MoE(
+        n_layer=n_layer,
+        d_model=d_model,
+        n_head=n_head,
+        vocab=vocab,
+        seq=seq,
+        experts=(d_ff, n_expert, capacity),
+    )
 
 
 def example_batch(global_batch: int, seq: int | None = None) -> dict[str, Tensor]:

@@ -58,8 +58,9 @@ def check_forced(forced: Forced) -> None:
     if forced.zero:
         raise _refused(
             f"schedule={name} with zero={forced.zero}",
-            why="each stage keeps unsharded versions of its weights", fix="zero=0",
-        )  # fmt: skip
+            why="each stage keeps unsharded versions of its weights",
+            fix="zero=0",
+        )
     if name == "ampnet" and forced.recompute not in (None, "none"):
         raise _refused_recomputation(str(forced.recompute))
 
@@ -86,8 +87,9 @@ def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
         if stage.zero:
             raise _refused(
                 f"schedule {plan.schedule} with ZeRO {stage.zero} in stage {index}",
-                why="each stage keeps unsharded versions of its weights", fix="zero=0",
-            )  # fmt: skip
+                why="each stage keeps unsharded versions of its weights",
+                fix="zero=0",
+            )
         modes = {block.recompute for block in stage.blocks} - {"none"}
         if modes and plan.schedule == "ampnet":
             raise _refused_recomputation(min(modes))
@@ -122,10 +124,14 @@ def _copied_weight(stage: StagePlan, graph: Graph) -> str:
         refs = node.inputs
         for at in saved_inputs(node, [graph.spec(ref) for ref in refs], count=len(refs)):
             held = stage.layouts.get(refs[at].name)
-            if refs[at].name in weights and held is not None and (
-                refs[at].name in copies
-                or _copies(held.outputs[refs[at].index], layout.inputs[at], stage.mesh.shape)
-            ):  # fmt: skip
+            if (
+                refs[at].name in weights
+                and held is not None
+                and (
+                    refs[at].name in copies
+                    or _copies(held.outputs[refs[at].index], layout.inputs[at], stage.mesh.shape)
+                )
+            ):
                 return weights[refs[at].name]
         if refs and all(ref.name in weights for ref in refs):
             weights[node.name] = weights[refs[0].name]

@@ -28,9 +28,21 @@ BATCH_NORMS = ("batch_norm", "_native_batch_norm_legit_functional")
 _MEAN = 1
 
 _FILLS = frozenset(
-    ("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like",
-     "new_zeros", "new_ones", "new_full", "new_empty")
-)  # fmt: skip
+    (
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+    )
+)
 
 
 def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None:

@@ -328,9 +328,13 @@ class BlockForms:
                 else:
                     leaves[ref.name] = None
         return Reads(
-            block, tuple(values), tuple(leaves), tuple(parameters),
-            tuple(self.structure.is_shared(name) for name in parameters), self._sends[position],
-        )  # fmt: skip
+            block,
+            tuple(values),
+            tuple(leaves),
+            tuple(parameters),
+            tuple(self.structure.is_shared(name) for name in parameters),
+            self._sends[position],
+        )
 
     @cached_property
     def _sends(self) -> list[tuple[tuple[Ref, int, int], ...]]:

@@ -98,12 +98,15 @@ class Staged:
         plan = self.plan
         timeline = simulate_stages(
             Pipeline(
-                plan.schedule, plan.num_microbatches,
-                num_chunks=plan.num_chunks, edges=self.edges, slices=self.slices,
+                plan.schedule,
+                plan.num_microbatches,
+                num_chunks=plan.num_chunks,
+                edges=self.edges,
+                slices=self.slices,
             ),
             self.costs,
             message=message_seconds(plan.cluster),
-        )  # fmt: skip
+        )
         peak = self.peak_bytes(timeline.peak_activation_bytes)
         figures = self.figures(timeline.step_seconds, timeline.bubble_fraction, peak)
         return figures if plan.gradient_order == "backward" else self._overlapped(figures)
@@ -177,11 +180,14 @@ class Evaluator:
         edges = _edges(walked, plan)
         costs = _stages(walked, plan, edges, rules=self.rules, basis=self.basis)
         slices = slice_shares(
-            walked.graph, self.blocks, plan, costs,
+            walked.graph,
+            self.blocks,
+            plan,
+            costs,
             lambda part, cut, own: priced_stages(
                 part, cut, own, rules=self.rules, basis=self.basis
             ),
-        )  # fmt: skip
+        )
         if plan.gradient_order == "backward":
             costs = [
                 with_sum_seconds(cost, stage, cluster)
@@ -329,7 +335,17 @@ def _prices(
     model = plan.model
     asked = basis.asked.of(plan.num_microbatches) if basis.asked is not None else None
     return Prices(
-        stage.mesh, plan.cluster, stage.devices, model.precision, model.optimizer, rules, cache,
-        profile=basis.used, asked=asked, only=basis.only, own=ranks,
-        assumptions=basis.assumptions, states=plan.states,
-    )  # fmt: skip
+        stage.mesh,
+        plan.cluster,
+        stage.devices,
+        model.precision,
+        model.optimizer,
+        rules,
+        cache,
+        profile=basis.used,
+        asked=asked,
+        only=basis.only,
+        own=ranks,
+        assumptions=basis.assumptions,
+        states=plan.states,
+    )

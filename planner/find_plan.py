@@ -129,9 +129,15 @@ def plan(
         check_served_model(graph, request.precision)
         servers, of_worker = split_request(request, cluster)
         alone = plan(
-            graph, blocks, one_device(cluster), of_worker, observe=observe, rules=rules,
-            basis=basis, method=method,
-        )  # fmt: skip
+            graph,
+            blocks,
+            one_device(cluster),
+            of_worker,
+            observe=observe,
+            rules=rules,
+            basis=basis,
+            method=method,
+        )
         whole = replace(alone, cluster=cluster, servers=servers, alternatives=())
         priced = evaluate(graph, blocks, whole, cluster, rules=rules, basis=basis)
         check_served_memory(whole, priced.peak_memory_bytes, request.memory_limit_bytes)
@@ -336,9 +342,14 @@ class SearchResult:
             layouts_gap = min(layouts_gap, gap)
         num_problems, seconds = self.context.spent()
         return SolverInfo(
-            gap, num_problems, dict(seconds), bound, self.context.ended_by, layouts_gap,
+            gap,
+            num_problems,
+            dict(seconds),
+            bound,
+            self.context.ended_by,
+            layouts_gap,
             solver=plan.solver.solver,
-        )  # fmt: skip
+        )
 
 
 def check_prediction(
@@ -399,9 +410,10 @@ def _nothing_found(context: SearchContext, pool: CandidatePool) -> AutoparallelE
     forced, asked = request.forced, "the schedules that are allowed"
     if forced.schedule is not None:
         names = {
-            "schedule": forced.schedule, "chunks": forced.chunks,
+            "schedule": forced.schedule,
+            "chunks": forced.chunks,
             "microbatches": forced.num_microbatches,
-        }  # fmt: skip
+        }
         asked = ",".join(f"{name}={value}" for name, value in names.items() if value is not None)
     return refused(
         f"no pipeline that was found can run under {asked}",

@@ -72,8 +72,12 @@ def make_buckets(
     groups: dict[tuple[Any, ...], list[HeldGradient]] = {}
     for gradient in sorted(gradients, key=lambda each: each.done_with, reverse=True):
         if gradient.axes:
-            key = (gradient.done_with >= 0, gradient.axes, gradient.fully_sharded,
-                   gradient.is_complex)  # fmt: skip
+            key = (
+                gradient.done_with >= 0,
+                gradient.axes,
+                gradient.fully_sharded,
+                gradient.is_complex,
+            )
             groups.setdefault(key, []).append(gradient)
     buckets: list[list[HeldGradient]] = []
     for _, members in sorted(groups.items(), key=lambda item: item[0], reverse=True):

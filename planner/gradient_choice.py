@@ -37,10 +37,12 @@ def with_sums(
     why = why_not_priority(plan, graph, blocks)
     if forced.gradients == "priority" and why:
         raise UsageError(
-            "AP197", "gradients=priority: the plan cannot sum gradients beside the next forward",
-            why=why, where="--parallel",
+            "AP197",
+            "gradients=priority: the plan cannot sum gradients beside the next forward",
+            why=why,
+            where="--parallel",
             fix="gradients=backward, or dp= of all devices with zero=0 on CPUs",
-        )  # fmt: skip
+        )
     if forced.gradients == "backward" or why:
         return best
     (cost,) = evaluator.staged(plan, plan.cluster).costs

@@ -102,9 +102,12 @@ class SumPrices:
                 else f"it does not exist for ranks on hosts of {on}"
             )
             raise UsageError(
-                "AP196", f"allreduce={algorithm} cannot sum the gradients of {sum(hosts)} ranks",
-                why=why, where="--parallel", fix=f"allreduce= one of {', '.join(known)}",
-            )  # fmt: skip
+                "AP196",
+                f"allreduce={algorithm} cannot sum the gradients of {sum(hosts)} ranks",
+                why=why,
+                where="--parallel",
+                fix=f"allreduce= one of {', '.join(known)}",
+            )
 
 
 def with_algorithms(plan: Plan, graph: Graph, blocks: Blocks, algorithm: str | None = None) -> Plan:

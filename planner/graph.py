@@ -19,10 +19,21 @@ from typing import Any, Literal, TypeVar
 T = TypeVar("T")
 
 DTYPE_BYTES = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4,
-    "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
-    "float8_e4m3fn": 1, "float8_e5m2": 1,
-}  # fmt: skip
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +168,18 @@ class Node:
     def with_outputs(self, outputs: tuple[TensorSpec, ...]) -> Node:
         """Return the same node with other outputs."""
         made = Node(
-            self.name, self.kind, self.op, self.args, self.kwargs, outputs,
-            self.module, self.source, self.rule, self.fused, self.product_dtype,
-        )  # fmt: skip
+            self.name,
+            self.kind,
+            self.op,
+            self.args,
+            self.kwargs,
+            outputs,
+            self.module,
+            self.source,
+            self.rule,
+            self.fused,
+            self.product_dtype,
+        )
         object.__setattr__(made, "_inputs", self._inputs)
         return made
 
@@ -324,10 +344,15 @@ class Graph:
     def fingerprint(self) -> str:
         """Return a hash of the model's computation, independent of dtypes and of the batch size."""
         lines = [
-            [node.name, node.kind, node.op, [[ref.name, ref.index] for ref in node.inputs],
-             [self._shape_without_batch(node, index) for index in range(len(node.outputs))]]
+            [
+                node.name,
+                node.kind,
+                node.op,
+                [[ref.name, ref.index] for ref in node.inputs],
+                [self._shape_without_batch(node, index) for index in range(len(node.outputs))],
+            ]
             for node in self.nodes
-        ]  # fmt: skip
+        ]
         written = [[name, ref.name, ref.index] for name, ref in sorted(self.updates.items())]
         ends = [self.loss.name, self.loss.index, sorted(self.tied.items())]
         text = json.dumps([lines, *ends, *([written] if written else [])])

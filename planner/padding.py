@@ -29,9 +29,22 @@ _IGNORED = -100
 
 _KEEPING = frozenset(
     f"aten.{name}"
-    for name in ("view", "reshape", "_unsafe_view", "flatten", "contiguous", "clone", "alias",
-                 "detach", "_to_copy", "to", "slice", "pad", "constant_pad_nd")
-)  # fmt: skip
+    for name in (
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "flatten",
+        "contiguous",
+        "clone",
+        "alias",
+        "detach",
+        "_to_copy",
+        "to",
+        "slice",
+        "pad",
+        "constant_pad_nd",
+    )
+)
 """Ops whose results are entries of their input in the same order, perhaps padded."""
 
 
@@ -51,8 +64,9 @@ def find_padding(graph: Graph) -> tuple[int, Mapping[str, Padding]]:
     try:
         places = find_places(graph)
     except PlanError as error:
-        raise _refused(error.what.replace("run on slices of sequences", "be padded"),
-                       error.why, error.where) from error  # fmt: skip
+        raise _refused(
+            error.what.replace("run on slices of sequences", "be padded"), error.why, error.where
+        ) from error
     if places.means:
         node = graph[next(iter(places.means))]
         raise unpaddable(node, "it divides by the number of positions")
@@ -139,6 +153,9 @@ def unpaddable(node: Node, why: str) -> PlanError:
 
 def _refused(what: str, why: str, where: str) -> PlanError:
     return PlanError(
-        "AP560", f"sequences shorter than planned cannot be run: {what}", why=why, where=where,
+        "AP560",
+        f"sequences shorter than planned cannot be run: {what}",
+        why=why,
+        where=where,
         fix="feed sequences of the planned length, or plan for the shorter ones",
-    )  # fmt: skip
+    )

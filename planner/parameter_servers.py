@@ -53,26 +53,32 @@ def server_plan(
     num_workers = total if forced.place == "beside" else total - count
     if num_workers < 1 or count > total:
         raise UsageError(
-            "AP950", f"servers={count} leaves no worker on {total} devices",
-            where="--parallel", fix="fewer servers, or place=beside",
-        )  # fmt: skip
+            "AP950",
+            f"servers={count} leaves no worker on {total} devices",
+            where="--parallel",
+            fix="fewer servers, or place=beside",
+        )
     workers = tuple(range(num_workers))
     ranks = tuple(range(count)) if forced.place == "beside" else tuple(range(num_workers, total))
     possible = [
-        number for number in divisors(global_batch)
+        number
+        for number in divisors(global_batch)
         if number >= num_workers and (consistency == "bsp" or number % num_workers == 0)
-    ]  # fmt: skip
+    ]
     if num_microbatches is None and possible:
         num_microbatches = possible[0]
     if num_microbatches is None or num_microbatches not in possible:
         given = "" if num_microbatches is None else f" in {num_microbatches} micro-batches"
         least = -(-global_batch // num_workers) * num_workers
         raise UsageError(
-            "AP951", f"{global_batch} samples{given} cannot be given to {num_workers} workers",
+            "AP951",
+            f"{global_batch} samples{given} cannot be given to {num_workers} workers",
             why="each worker has one micro-batch or more, and without bsp all have as many",
-            where="--parallel", fix=f"microbatches= one of {', '.join(map(str, possible))}"
-            if possible else f"--global-batch {least}",
-        )  # fmt: skip
+            where="--parallel",
+            fix=f"microbatches= one of {', '.join(map(str, possible))}"
+            if possible
+            else f"--global-batch {least}",
+        )
     least, more = divmod(num_microbatches, num_workers)
     shares = tuple(least + (worker < more) for worker in workers)
     return ServerPlan(
@@ -87,9 +93,17 @@ def split_request(request: Request, cluster: Cluster) -> tuple[ServerPlan, Reque
         count = request.global_batch // request.microbatch_size
     servers = server_plan(forced, cluster, count, request.global_batch)
     of_worker = replace(
-        forced, servers=None, consistency=None, staleness=None, place=None, zero=0,
-        num_microbatches=sum(servers.shares), dp=1, tp=1, pp=1,
-    )  # fmt: skip
+        forced,
+        servers=None,
+        consistency=None,
+        staleness=None,
+        place=None,
+        zero=0,
+        num_microbatches=sum(servers.shares),
+        dp=1,
+        tp=1,
+        pp=1,
+    )
     return servers, replace(request, forced=of_worker)
 
 
@@ -107,31 +121,39 @@ def check_forced_servers(forced: Forced, cluster: Cluster) -> None:
     for name, least in others.items():
         if (getattr(forced, name) or least) > least:
             raise UsageError(
-                "AP952", f"servers={forced.servers} with {name}={getattr(forced, name)}",
+                "AP952",
+                f"servers={forced.servers} with {name}={getattr(forced, name)}",
                 why="every worker of parameter servers runs the whole model on its own samples, "
                 "and the servers hold the states of the optimizer",
-                where="--parallel", fix=f"remove {name}",
-            )  # fmt: skip
+                where="--parallel",
+                fix=f"remove {name}",
+            )
     if forced.schedule is not None:
         raise UsageError(
-            "AP952", f"servers={forced.servers} with schedule={forced.schedule}",
-            why="a worker has no pipeline", where="--parallel", fix="remove schedule",
-        )  # fmt: skip
+            "AP952",
+            f"servers={forced.servers} with schedule={forced.schedule}",
+            why="a worker has no pipeline",
+            where="--parallel",
+            fix="remove schedule",
+        )
     if any(host.device.kind != "cpu" for host in cluster.hosts):
         raise UsageError(
-            "AP953", "parameter servers run on CPU devices only",
-            where="--parallel", fix="a cluster such as cpu:4, or a plan without servers",
-        )  # fmt: skip
+            "AP953",
+            "parameter servers run on CPU devices only",
+            where="--parallel",
+            fix="a cluster such as cpu:4, or a plan without servers",
+        )
 
 
 def check_not_served(plan: Plan | None) -> None:
     """Raise UsageError AP961 for a plan with parameter servers."""
     if plan is not None and plan.servers is not None:
         raise UsageError(
-            "AP961", "the plan has parameter servers, which scripts cannot run",
+            "AP961",
+            "the plan has parameter servers, which scripts cannot run",
             why="a script steps an optimizer of its own, and servers step the weights",
             fix="train by autoparallel run, or plan without servers",
-        )  # fmt: skip
+        )
 
 
 def check_served_memory(plan: Plan, peak_bytes: int, limit_bytes: int | None) -> None:
@@ -141,29 +163,33 @@ def check_served_memory(plan: Plan, peak_bytes: int, limit_bytes: int | None) ->
     limit = limit_bytes or plan.cluster.slowest_device(ranks).usable_memory_bytes
     if peak_bytes > limit:
         raise InfeasibleError(
-            "AP301", "the model does not fit with parameter servers: the fullest rank is about "
+            "AP301",
+            "the model does not fit with parameter servers: the fullest rank is about "
             f"{(peak_bytes - limit) / 1e9:.3g} GB over the limit",
             why=f"each device has {limit / 1e9:.3g} GB; a worker holds all weights and gradients, "
             "a server its part of them with the optimizer's states, and a replica of another's",
             fix="smaller micro-batches, recompute=full, more servers, or a plan without servers",
-        )  # fmt: skip
+        )
 
 
 def check_served_model(graph: Graph, precision: str) -> None:
     """Raise UsageError AP954 for buffers that training changes, AP956 for half precision."""
     if graph.updates:
         raise UsageError(
-            "AP954", f"parameter servers cannot train the buffer {min(graph.updates)}",
+            "AP954",
+            f"parameter servers cannot train the buffer {min(graph.updates)}",
             why="each worker would keep running statistics of its own samples",
             fix="a model without running statistics (LayerNorm, GroupNorm, or "
             "track_running_stats=False), or a plan without servers",
-        )  # fmt: skip
+        )
     if precision not in ("fp32", "fp64"):
         raise UsageError(
-            "AP956", f"parameter servers do not train in {precision}",
+            "AP956",
+            f"parameter servers do not train in {precision}",
             why="what is pushed and pulled are the weights that are stepped",
-            where="--precision", fix="fp32",
-        )  # fmt: skip
+            where="--precision",
+            fix="fp32",
+        )
 
 
 def blocks_of_parameters(graph: Graph, blocks: Blocks) -> dict[str, int]:
@@ -211,8 +237,9 @@ def server_job(plan: Plan, costs: Sequence[StageCost], graph: Graph, blocks: Blo
         latency_seconds=max((link.alpha_seconds for link in links), default=0.0),
         bound=bound_of(servers.consistency, servers.staleness),
         replica=tuple((k + 1) % count for k in range(count))
-        if servers.replicas and count > 1 else (),
-    )  # fmt: skip
+        if servers.replicas and count > 1
+        else (),
+    )
 
 
 def _by_block(cost: StageCost, num_blocks: int, *, is_forward: bool) -> tuple[float, ...]:

@@ -52,9 +52,12 @@ def loads(text: str, where: str = "plan") -> Plan:
         plan: Plan = decode(table, Plan, "")
     except _Damage as damage:
         raise PlanError(
-            damage.code, f"the plan is damaged at {damage.key!r}", why=damage.why, where=where,
+            damage.code,
+            f"the plan is damaged at {damage.key!r}",
+            why=damage.why,
+            where=where,
             fix="plan again",
-        ) from damage  # fmt: skip
+        ) from damage
     for key, checksum in _checksums(table).items():
         found = written.get(key) if isinstance(written, dict) else None
         if found != checksum:

@@ -48,9 +48,13 @@ def with_sources(plan: Plan, graph: Graph, blocks: Blocks, *, basis: Basis, rule
     if profile is not None:
         where = profile.environment
         use = ProfileUse(
-            where.device, where.driver, where.torch, where.threads, profile.mismatch,
+            where.device,
+            where.driver,
+            where.torch,
+            where.threads,
+            profile.mismatch,
             _interpolation_error(asked),
-        )  # fmt: skip
+        )
     prediction = replace(plan.prediction, sources=_joined(shares), sources_of=shares, profile=use)
     return replace(plan, prediction=prediction)
 

@@ -117,15 +117,15 @@ class _Replays:
         names = list(self.nodes)
         full = frozenset(names[: self._stop])
         skipped: dict[Recompute, frozenset[str]] = {
-            "full": frozenset(names) - full, "selective": frozenset(names) - again
-        }  # fmt: skip
+            "full": frozenset(names) - full,
+            "selective": frozenset(names) - again,
+        }
         unread = {mode: frozenset(self._unread(own)) for mode, own in skipped.items()}
         return Replay(frozenset(kept), skipped, unread)
 
     @cached_property
     def _saved(self) -> dict[str, tuple[Ref, ...]]:
-        return {name: self.rules.saved(node, self.graph)
-                for name, node in self.nodes.items()}  # fmt: skip
+        return {name: self.rules.saved(node, self.graph) for name, node in self.nodes.items()}
 
     @cached_property
     def _makes(self) -> frozenset[str]:

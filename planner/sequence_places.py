@@ -26,9 +26,17 @@ COUNTED = ("autoparallel.counter_dropout", "autoparallel.counter_uniform")
 """Random ops (``passes.ops.random_ops``): an element's number depends on its place in the whole."""
 _VIEWS = frozenset(
     f"aten.{name}"
-    for name in ("view", "reshape", "_unsafe_view", "view_copy", "squeeze", "unsqueeze",
-                 "flatten", "unflatten")
-)  # fmt: skip
+    for name in (
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "view_copy",
+        "squeeze",
+        "unsqueeze",
+        "flatten",
+        "unflatten",
+    )
+)
 CLASS_LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd")
 _NONE, MEAN = 0, 1
 

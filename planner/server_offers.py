@@ -123,8 +123,10 @@ def offered_servers(cluster: Cluster, request: Request) -> Iterator[Forced]:
     under each allowed consistency."""
     total = cluster.num_devices
     places: dict[tuple[Literal["own", "beside"], int], None] = {
-        ("beside", total): None, ("own", total // 2): None, ("own", 1): None
-    }  # fmt: skip
+        ("beside", total): None,
+        ("own", total // 2): None,
+        ("own", 1): None,
+    }
     changes: tuple[Consistency, ...] = ("ssp", "asp")
     allowed = [name for name in changes if request.features.allows_change(name)]
     kinds: list[Consistency] = ["bsp", *allowed]
@@ -132,12 +134,15 @@ def offered_servers(cluster: Cluster, request: Request) -> Iterator[Forced]:
         for place, count in places:
             workers = total if place == "beside" else total - count
             rows = [
-                each for each in divisors(request.global_batch)
+                each
+                for each in divisors(request.global_batch)
                 if each >= workers and (consistency == "bsp" or each % workers == 0)
-            ]  # fmt: skip
+            ]
             if rows and workers > 1:
                 yield Forced(
-                    servers=count, place=place, num_microbatches=min(rows),
+                    servers=count,
+                    place=place,
+                    num_microbatches=min(rows),
                     consistency=consistency,
                     staleness=STALENESS if consistency == "ssp" else None,
-                )  # fmt: skip
+                )

@@ -70,8 +70,10 @@ def _joined(shards: Sequence[Shard]) -> tuple[Shard, ...]:
     for shard in shards:
         last = found[-1] if found else None
         if last is not None and (last.parameter, last.stop, last.server) == (
-            shard.parameter, shard.start, shard.server,
-        ):  # fmt: skip
+            shard.parameter,
+            shard.start,
+            shard.server,
+        ):
             found[-1] = Shard(last.parameter, last.start, shard.stop, last.server)
         else:
             found.append(shard)

@@ -111,9 +111,11 @@ def slowest_cost(costs: Sequence[StageCost]) -> StageCost:
         sync_slowed=max(cost.seconds.sync_slowed for cost in costs),
     )
     return replace(
-        found, seconds=seconds, memory_bytes=fullest.memory_bytes,
+        found,
+        seconds=seconds,
+        memory_bytes=fullest.memory_bytes,
         activation_bytes=fullest.activation_bytes,
-    )  # fmt: skip
+    )
 
 
 def best_shares(

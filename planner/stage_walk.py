@@ -71,10 +71,20 @@ class Walked:
         """Return the costs of blocks under this setting."""
         prices = setting.prices
         key = (
-            prices.mesh, prices.groups, prices.speed, prices.precision, prices.optimizer,
-            prices.policy, prices.profile, prices.only, setting.graph.batch_size, setting.zero,
-            setting.slices, setting.link, prices.cluster.joins_hosts(setting.link),
-        )  # fmt: skip
+            prices.mesh,
+            prices.groups,
+            prices.speed,
+            prices.precision,
+            prices.optimizer,
+            prices.policy,
+            prices.profile,
+            prices.only,
+            setting.graph.batch_size,
+            setting.zero,
+            setting.slices,
+            setting.link,
+            prices.cluster.joins_hosts(setting.link),
+        )
         return self.costs.setdefault(key, {})
 
 

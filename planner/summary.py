@@ -17,11 +17,20 @@ from .plan import Offload, Plan, ServerPlan, rows_text
 SEPARATOR = " · "
 
 SCHEDULE_TITLES = {
-    "1f1b": "1F1B", "eager-1f1b": "eager-1F1B", "gpipe": "GPipe", "zb-h1": "ZB-H1",
-    "zb-h2": "ZB-H2", "zbv": "ZBV", "bfs": "BFS", "dualpipev": "DualPipeV", "chimera": "Chimera",
-    "terapipe": "TeraPipe", "pipedream": "PipeDream", "pipedream-2bw": "PipeDream-2BW",
+    "1f1b": "1F1B",
+    "eager-1f1b": "eager-1F1B",
+    "gpipe": "GPipe",
+    "zb-h1": "ZB-H1",
+    "zb-h2": "ZB-H2",
+    "zbv": "ZBV",
+    "bfs": "BFS",
+    "dualpipev": "DualPipeV",
+    "chimera": "Chimera",
+    "terapipe": "TeraPipe",
+    "pipedream": "PipeDream",
+    "pipedream-2bw": "PipeDream-2BW",
     "ampnet": "AMPNet",
-}  # fmt: skip
+}
 """The usual spelling of a schedule; it differs from the option's value in case alone."""
 
 
@@ -83,9 +92,12 @@ def rank_summaries(plan: Plan) -> list[RankSummary]:
 
 
 def summary_text(
-    ranks: Sequence[RankSummary], schedule: str, num_microbatches: int, microbatch_size: int,
+    ranks: Sequence[RankSummary],
+    schedule: str,
+    num_microbatches: int,
+    microbatch_size: int,
     offload: Offload = "none",
-) -> str:  # fmt: skip
+) -> str:
     """Format the line; ``schedule`` from ``schedule_text`` is left out for a single rank.
 
     >>> rank = RankSummary(Mesh(("dp", "tp"), (4, 2)), zero=1, num_blocks=8)

@@ -59,6 +59,7 @@ def test_ranks_have_the_environment_of_torchrun_and_the_first_failure_ends_them(
     lines = [line for line in done.stdout.splitlines() if line != "ended"]
     assert lines == [f"{rank} {os.getcwd()} __main__ ['0']" for rank in range(2)]
     waits = tmp_path / "waits.py"
-    waits.write_text("import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(4)\n"
-                     "time.sleep(1000)")  # fmt: skip
+    waits.write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(4)\ntime.sleep(1000)"
+    )
     assert run_torchrun(waits).returncode == 4

@@ -37,10 +37,14 @@ def run(*arguments: str) -> dict[str, Any]:
     """What was found of each name, from one process."""
     pytest.importorskip("transformers")
     found = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/cuda_programs.py"), *arguments], cwd=ROOT,
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=300 * len(arguments), check=False,
-    )  # fmt: skip
+        [sys.executable, str(ROOT / "tests/support/cuda_programs.py"), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300 * len(arguments),
+        check=False,
+    )
     assert found.returncode == 0, found.stderr[-2000:]
     results = [json.loads(line) for line in found.stdout.splitlines()]
     return {result["name"]: result["plans"] for result in results}

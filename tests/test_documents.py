@@ -24,19 +24,22 @@ def marked(*, is_slow: bool) -> list[str]:
         document
         for document in DOCUMENTS
         if any(
-            block.mark is not None and block.is_slow == is_slow
+            block.mark is not None
+            and block.is_slow == is_slow
             and not block.mark.startswith("write")
             for block in blocks(document)
         )
-    ]  # fmt: skip
+    ]
 
 
 def test_every_command_and_snippet_runs_or_is_left_out_for_a_reason() -> None:
     in_marked = {
         (block.document, part)
-        for document in DOCUMENTS for block in blocks(document) if block.mark is not None
+        for document in DOCUMENTS
+        for block in blocks(document)
+        if block.mark is not None
         for part in block.parts
-    }  # fmt: skip
+    }
     unexplained = left_out() - NOT_RUN.keys()
     assert unexplained == set()
     stale = NOT_RUN.keys() - left_out() - in_marked

@@ -181,8 +181,12 @@ def test_every_buffer_that_training_changes_is_compared() -> None:
     found = results(2)["average", "dp=2"]
     names = {d.name for d in found.differences if d.quantity == "buffer"}
     assert names == {
-        "average", "count", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
-    }  # fmt: skip
+        "average",
+        "count",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    }
 
 
 def test_rows_that_see_each_other_stay_in_one_micro_batch_unless_asked() -> None:

@@ -33,42 +33,110 @@ import autoparallel
 TORCH_FREE = {"cost_model", "planner"}
 
 PLANNER = (
-    "budget", "classes", "errors", "graph", "integer_programs", "layout", "schedules",
-    "plan", "plan_file", "positions", "expert_dims", "precision", "requests", "rules", "batch",
-    "kernels", "rules_protocol", "replay", "summary",
-    "written_attention", "sequence_places",
-    "padding", "pricing", "asynchronous", "block_walk", "plan_schedule", "replicas",
-    "server_shards", "parameter_servers", "shares", "gradient_buckets", "gradient_sums",
-    "stage_walk", "evaluate", "gradient_choice",
-    "price_sources", "intra_op", "inter_op", "search", "proposers", "server_offers",
+    "budget",
+    "classes",
+    "errors",
+    "graph",
+    "integer_programs",
+    "layout",
+    "schedules",
+    "plan",
+    "plan_file",
+    "positions",
+    "expert_dims",
+    "precision",
+    "requests",
+    "rules",
+    "batch",
+    "kernels",
+    "rules_protocol",
+    "replay",
+    "summary",
+    "written_attention",
+    "sequence_places",
+    "padding",
+    "pricing",
+    "asynchronous",
+    "block_walk",
+    "plan_schedule",
+    "replicas",
+    "server_shards",
+    "parameter_servers",
+    "shares",
+    "gradient_buckets",
+    "gradient_sums",
+    "stage_walk",
+    "evaluate",
+    "gradient_choice",
+    "price_sources",
+    "intra_op",
+    "inter_op",
+    "search",
+    "proposers",
+    "server_offers",
     "find_plan",
-    "profiling_targets", "configured",
-)  # fmt: skip
+    "profiling_targets",
+    "configured",
+)
 """The folders and top modules of planner/: each imports at run time only those before it.
 
 ``evaluate`` stands before the solvers and the search, so it prices a plan without them.
 """
 
 PASSES = (
-    "ops", "initialization", "programs", "graph_passes", "tracing", "capture", "backward", "local",
+    "ops",
+    "initialization",
+    "programs",
+    "graph_passes",
+    "tracing",
+    "capture",
+    "backward",
+    "local",
     "memory",
-)  # fmt: skip
+)
 """The folders of passes/, in the same way."""
 
 RUNTIME = (
-    "messages", "data", "checkpoint", "launch", "parameters", "update", "step", "servers",
-    "verify", "profile", "script_parts",
-)  # fmt: skip
+    "messages",
+    "data",
+    "checkpoint",
+    "launch",
+    "parameters",
+    "update",
+    "step",
+    "servers",
+    "verify",
+    "profile",
+    "script_parts",
+)
 """The folders of runtime/, in the same way."""
 
 COST_MODEL = ("simulator", "cluster", "collectives", "ops", "profile")
 """The folders of cost_model/, in the same way."""
 
 API = (
-    "options", "target", "calls", "cache", "placers", "planning", "profiling", "analysis", "report",
-    "html", "training", "doctor", "exporting", "systems", "script", "adoption", "launching",
-    "testing", "actions", "commands", "__main__",
-)  # fmt: skip
+    "options",
+    "target",
+    "calls",
+    "cache",
+    "placers",
+    "planning",
+    "profiling",
+    "analysis",
+    "report",
+    "html",
+    "training",
+    "doctor",
+    "exporting",
+    "systems",
+    "script",
+    "adoption",
+    "launching",
+    "testing",
+    "actions",
+    "commands",
+    "__main__",
+)
 """The folders of api/, in the same way."""
 
 ORDERS = {
@@ -80,13 +148,43 @@ ORDERS = {
 }
 
 PUBLIC = {
-    "AutoparallelError", "Callback", "CaptureError", "DeviceMemoryError", "HangError",
-    "InfeasibleError", "JsonLines", "MachineError", "ParallelModule", "Plan", "PlanError",
-    "RunError", "Step", "TensorBoard", "TimeLimitError", "UsageError", "VerificationError",
-    "WeightsAndBiases", "WorkerError", "__version__", "compare", "describe", "distribute",
-    "estimate", "export", "load", "load_plan", "one_process", "own_folder", "parallelize", "plan",
-    "profile", "register_op", "save", "save_plan", "whole",
-}  # fmt: skip
+    "AutoparallelError",
+    "Callback",
+    "CaptureError",
+    "DeviceMemoryError",
+    "HangError",
+    "InfeasibleError",
+    "JsonLines",
+    "MachineError",
+    "ParallelModule",
+    "Plan",
+    "PlanError",
+    "RunError",
+    "Step",
+    "TensorBoard",
+    "TimeLimitError",
+    "UsageError",
+    "VerificationError",
+    "WeightsAndBiases",
+    "WorkerError",
+    "__version__",
+    "compare",
+    "describe",
+    "distribute",
+    "estimate",
+    "export",
+    "load",
+    "load_plan",
+    "one_process",
+    "own_folder",
+    "parallelize",
+    "plan",
+    "profile",
+    "register_op",
+    "save",
+    "save_plan",
+    "whole",
+}
 
 
 def package_of(module: str) -> str | None:
@@ -291,10 +389,17 @@ def test_the_examples_in_docstrings_run(path: Path) -> None:
     assert runner.failures == 0
 
 
-FOREIGN = frozenset({
-    "ramp", "layer_idx", "output_padding", "_scaled_dot_product_attention_math", "_unexpected",
-    "OP__NUMBER__INPUTS_to_OUTPUTS", "check_os_kernel",
-})  # fmt: skip
+FOREIGN = frozenset(
+    {
+        "ramp",
+        "layer_idx",
+        "output_padding",
+        "_scaled_dot_product_attention_math",
+        "_unexpected",
+        "OP__NUMBER__INPUTS_to_OUTPUTS",
+        "check_os_kernel",
+    }
+)
 """Names in docstrings that are of torch, of models, or of formulas."""
 
 

@@ -46,8 +46,10 @@ def check(cases: list[Case], backend: str) -> int:
         for stage, own in zip(plan.stages, predicted(plan), strict=False):
             peaks = [sum(found[device][number].values()) for device in stage.devices]
             assert sum(own.values()) == pytest.approx(max(peaks), rel=BOUND), (
-                str(case), own, found[stage.devices[0]][number],
-            )  # fmt: skip
+                str(case),
+                own,
+                found[stage.devices[0]][number],
+            )
     return len(plans)
 
 

@@ -63,20 +63,25 @@ TWO = (
     Case("pp=2,schedule=pipedream,microbatches=4,recompute=full", model="dropout"),
     Case("pp=2,schedule=pipedream-2bw,microbatches=8,recompute=selective"),
     Case("pp=2,schedule=ampnet,microbatches=8", ignored=True),
-)  # fmt: skip
+)
 MORE = (
     *(Case(f"pp=2,schedule={schedule},microbatches=8") for schedule in SCHEDULES),
     Case("pp=2,schedule=ampnet,microbatches=4", model="dropout"),
     *(Case(f"pp=2,schedule={each},microbatches=8", ignored=True) for each in SCHEDULES[:2]),
 )
 FOUR = (
-    *(Case(f"pp=4,schedule={schedule},microbatches=16", optimizer)
-      for schedule in SCHEDULES for optimizer in OPTIMIZERS),
+    *(
+        Case(f"pp=4,schedule={schedule},microbatches=16", optimizer)
+        for schedule in SCHEDULES
+        for optimizer in OPTIMIZERS
+    ),
     *(Case(f"pp=2,dp=2,schedule={schedule},microbatches=8") for schedule in SCHEDULES),
     *(Case(f"pp=2,tp=2,schedule={schedule},microbatches=4") for schedule in SCHEDULES[:2]),
-    *(Case("pp=2,tp=2,schedule=ampnet,microbatches=4", optimizer, model="llama")
-      for optimizer in OPTIMIZERS),
-)  # fmt: skip
+    *(
+        Case("pp=2,tp=2,schedule=ampnet,microbatches=4", optimizer, model="llama")
+        for optimizer in OPTIMIZERS
+    ),
+)
 
 
 @cache
@@ -115,10 +120,14 @@ def verified(case: Case, text: str, weights: str = "") -> Verification:
         model = plain_build(found.build_model, 0).double()
         with promote_to_float64():
             return run_replay(
-                model, batches(case), rule, loss=loss_of(found, program), build_optimizer=build,
+                model,
+                batches(case),
+                rule,
+                loss=loss_of(found, program),
+                build_optimizer=build,
                 split=partial(reference_split, trainer.model.planned),
                 random_dims=batch_dims(program.graph),
-            )  # fmt: skip
+            )
 
     return verify(trainer, batches(case), replayed)
 
@@ -158,8 +167,10 @@ def test_four_ranks_make_the_updates_of_the_paper(case: Case) -> None:
 
 
 def passed_by_other_rules(text: str) -> list[bool]:
-    return [verified(Case("", "momentum"), text, other).passed
-            for other in ("double-buffered", "latest")]  # fmt: skip
+    return [
+        verified(Case("", "momentum"), text, other).passed
+        for other in ("double-buffered", "latest")
+    ]
 
 
 def test_no_other_rule_makes_the_same_updates() -> None:
@@ -219,8 +230,12 @@ def test_what_asynchronous_schedules_cannot_run_is_refused(
 
 def test_the_versions_of_the_weights_are_in_the_predicted_memory() -> None:
     """Of four stages, PipeDream's stage s keeps 4 - s versions, 2BW's two, AMPNet's one."""
-    extra = {"1f1b": (0, 0, 0, 0), "pipedream": (3, 2, 1, 0), "pipedream-2bw": (1, 1, 1, 1),
-             "ampnet": (0, 0, 0, 0)}  # fmt: skip
+    extra = {
+        "1f1b": (0, 0, 0, 0),
+        "pipedream": (3, 2, 1, 0),
+        "pipedream-2bw": (1, 1, 1, 1),
+        "ampnet": (0, 0, 0, 0),
+    }
     for schedule, copies in extra.items():
         plan = loads(planned(Case(f"pp=4,schedule={schedule},microbatches=16")))
         for stage, count in zip(plan.stages, copies, strict=True):

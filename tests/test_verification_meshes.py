@@ -130,19 +130,37 @@ def test_balanced_attention_that_the_search_chooses_equals_one_device(tmp_path: 
     settings = {"n_layer": 1, "d_model": 128, "n_head": 2, "seq": 1024, "vocab": 64}
     file = str(tmp_path / "plan.json")
     command = [
-        sys.executable, "-m", "autoparallel", "plan", "examples/gpt.py", "--cluster", "cpu:2",
-        "--profile", "analytic", "--seq", "1024", "--global-batch", "1", "--parallel", "cp=2",
-        "--compile", "-o", file,
+        sys.executable,
+        "-m",
+        "autoparallel",
+        "plan",
+        "examples/gpt.py",
+        "--cluster",
+        "cpu:2",
+        "--profile",
+        "analytic",
+        "--seq",
+        "1024",
+        "--global-batch",
+        "1",
+        "--parallel",
+        "cp=2",
+        "--compile",
+        "-o",
+        file,
         *(text for name, value in settings.items() for text in ("--set", f"{name}={value}")),
-    ]  # fmt: skip
+    ]
     subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
     shown, verified = (
         subprocess.run(
             [sys.executable, "-m", "autoparallel", name, file],
-            capture_output=True, text=True, timeout=500, check=True,
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=True,
         ).stdout
         for name in ("inspect", "verify")
-    )  # fmt: skip
+    )
     assert "causal attention balanced by swapping queries" in shown
     assert "verified: 36 tensors" in verified
 
@@ -174,9 +192,10 @@ def test_the_axis_cp_splits_positions_and_gathers_keys_and_values() -> None:
     plan = planned("llama", "dp=2,cp=2,zero=2")
     graph = captured("llama", "fp32")[1].graph
     (attention,) = [
-        layout for name, layout in plan.stages[0].layouts.items()
+        layout
+        for name, layout in plan.stages[0].layouts.items()
         if graph[name].op.startswith("aten.scaled_dot_product_attention")
-    ]  # fmt: skip
+    ]
     query, key, value = (layout[1] for layout in attention.inputs[:3])
     assert query == shard(2)
     assert not key.is_shard
@@ -189,10 +208,21 @@ def test_three_axes_that_the_search_chooses_equal_one_device() -> None:
     """Two rows for four hosts of two: nothing is forced, one stage is asked for."""
     settings = {"n_layer": 2, "d_model": 64, "n_head": 4, "seq": 512, "vocab": 256}
     command = [
-        sys.executable, "-m", "autoparallel", "verify", "examples/gpt.py", "--cluster", "4x2xcpu",
-        "--seq", "512", "--global-batch", "2", "--deny", "pp",
+        sys.executable,
+        "-m",
+        "autoparallel",
+        "verify",
+        "examples/gpt.py",
+        "--cluster",
+        "4x2xcpu",
+        "--seq",
+        "512",
+        "--global-batch",
+        "2",
+        "--deny",
+        "pp",
         *(text for name, value in settings.items() for text in ("--set", f"{name}={value}")),
-    ]  # fmt: skip
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     assert "dp=2 cp=2 tp=2" in done.stdout

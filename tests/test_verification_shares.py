@@ -51,20 +51,34 @@ class Case:
 
 QUICK = {
     2: (Case("square", (3, 5), 1),),
-    3: (Case("gpt", (1, 4, 3), 1), Case("square", (1, 2, 1), 4),
-        Case("square", (1, 4, 3), 2, "zero=3")),
-}  # fmt: skip
+    3: (
+        Case("gpt", (1, 4, 3), 1),
+        Case("square", (1, 2, 1), 4),
+        Case("square", (1, 4, 3), 2, "zero=3"),
+    ),
+}
 MORE = {
-    2: (Case("gpt", (3, 5), 1), Case("gpt", (3, 5), 4), Case("square", (3, 5), 4),
-        Case("dropout", (1, 3), 1), Case("masked", (5, 3), 1), Case("normalized", (7, 1), 1)),
-    3: (Case("gpt", (3, 3, 2), 1), Case("gpt", (1, 2, 1), 4), Case("square", (1, 4, 3), 1),
+    2: (
+        Case("gpt", (3, 5), 1),
+        Case("gpt", (3, 5), 4),
+        Case("square", (3, 5), 4),
+        Case("dropout", (1, 3), 1),
+        Case("masked", (5, 3), 1),
+        Case("normalized", (7, 1), 1),
+    ),
+    3: (
+        Case("gpt", (3, 3, 2), 1),
+        Case("gpt", (1, 2, 1), 4),
+        Case("square", (1, 4, 3), 1),
         *(Case("gpt", (1, 4, 3), 2, f"zero={zero}") for zero in (1, 2, 3)),
         *(Case("square", (1, 4, 3), 2, f"zero={zero}") for zero in (1, 2)),
         *(Case(loss, (3, 4, 1), 2) for loss in LOSSES),
         *(Case(f"{loss} at random", (3, 4, 1), 2) for loss in ("mean", "masked")),
-        Case("dropout", (3, 4, 1), 2), Case("gpt", (3, 4, 1), 2, "recompute=full")),
+        Case("dropout", (3, 4, 1), 2),
+        Case("gpt", (3, 4, 1), 2, "recompute=full"),
+    ),
     4: (Case("gpt", (3, 5), 2, "tp=2"), Case("gpt", (1, 3), 2, "tp=2,zero=3")),
-}  # fmt: skip
+}
 """Rows by number of ranks."""
 
 

@@ -151,9 +151,12 @@ def _show_presets(json: bool) -> None:
         print_json({name: asdict(preset) for name, preset in device_presets().items()})
         return
     table = plain_table(
-        ("preset", "left"), ("memory", "right"), ("bandwidth", "right"), ("best", "right"),
+        ("preset", "left"),
+        ("memory", "right"),
+        ("bandwidth", "right"),
+        ("best", "right"),
         ("within a host", "left"),
-    )  # fmt: skip
+    )
     for name, preset in device_presets().items():
         device = preset.device
         dtype = next((d for d in BEST_DTYPES if d in device.peak_flops), "float32")

@@ -39,10 +39,18 @@ def estimate(
     names = parse_devices(devices)
     loaded = load_target(target, parse_settings(settings or ()))
     asked = Asked(
-        names, global_batch, seq, cast("Precision | None", precision), optimizer,
+        names,
+        global_batch,
+        seq,
+        cast("Precision | None", precision),
+        optimizer,
         lora if has_lora(loaded) and lora != "none" else None,
-        max_devices, seconds, count, prices, processes or num_processes(),
-    )  # fmt: skip
+        max_devices,
+        seconds,
+        count,
+        prices,
+        processes or num_processes(),
+    )
     with plan_cache() as cache, progress() as observe:
         found = estimate_target(loaded, asked, observe, cache.values)
     if json:

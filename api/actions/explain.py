@@ -36,9 +36,10 @@ def explain(
     asked = [bool(name), why_not is not None, bool(what_if), measured is not None]
     if sum(asked) != 1:
         raise UsageError(
-            "AP360", "explain needs one of NAME, --why-not, --what-if and --measured",
+            "AP360",
+            "explain needs one of NAME, --why-not, --what-if and --measured",
             fix="for example: autoparallel explain plan.json zero",
-        )  # fmt: skip
+        )
 
     loaded = load_plan(plan)
     if measured is not None:

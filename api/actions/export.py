@@ -42,9 +42,16 @@ def export(
         return
 
     done = write(
-        source, output, to=to or "safetensors", model=model, lora=lora, dtype=dtype,
-        max_shard_size=max_shard_size, force=force, trust=trust,
-    )  # fmt: skip
+        source,
+        output,
+        to=to or "safetensors",
+        model=model,
+        lora=lora,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        force=force,
+        trust=trust,
+    )
     if json:
         names = [file.name for file in done.files]
         print_json({"files": names, "tensors": done.num_tensors, "bytes": done.num_bytes})
@@ -70,10 +77,14 @@ def program(
 
     check_format(output)
     found = plan_program(
-        plan, stage, minimized=cast("Minimized", objective),
+        plan,
+        stage,
+        minimized=cast("Minimized", objective),
         memory_limit_bytes=None if memory_limit is None else parse_size(memory_limit),
-        profile=profile, database=database, trust=trust,
-    )  # fmt: skip
+        profile=profile,
+        database=database,
+        trust=trust,
+    )
     done = write_plan_program(found, output)
     typer.echo(
         f"{done.path}: {done.num_variables:,} variables ({done.num_binaries:,} binary), "

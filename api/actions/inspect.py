@@ -43,14 +43,19 @@ def inspect(
         return
     found = load_measurement(plan)
     details = Details(
-        stages or everything, memory or everything, candidates or everything,
-        layouts or everything, everything,
-    )  # fmt: skip
+        stages or everything,
+        memory or everything,
+        candidates or everything,
+        layouts or everything,
+        everything,
+    )
     print_report(
-        loaded, stdout_console(), details,
+        loaded,
+        stdout_console(),
+        details,
         next_steps=() if everything else next_steps(plan),
         measured=measured_text(found, loaded) if found is not None else "",
-    )  # fmt: skip
+    )
 
 
 def next_steps(plan_path: str) -> list[tuple[str, str]]:

@@ -46,16 +46,24 @@ def launch(
     loaded = load_plan(plan)
     folder = Path(output)
     job = job_of(
-        loaded, name=name, hosts=read_hosts(hosts), folder=folder, setup=setup,
-        arguments=run_options or (), port=port, max_restarts=max_restarts,
-    )  # fmt: skip
+        loaded,
+        name=name,
+        hosts=read_hosts(hosts),
+        folder=folder,
+        setup=setup,
+        arguments=run_options or (),
+        port=port,
+        max_restarts=max_restarts,
+    )
     if workdir is not None:
         job = job.move_files(folder=job.folder, workdir=workdir)
     elif not k8s:  # the run starts in this folder, and would only say so on the hosts
         check_trusted(
-            loaded, folder / PLAN_FILE, trust="--trust" in job.arguments,
+            loaded,
+            folder / PLAN_FILE,
+            trust="--trust" in job.arguments,
             how="give the run's option: launch … -- --trust; or start it in that folder",
-        )  # fmt: skip
+        )
     files: Mapping[str, str]
     if slurm:
         files = slurm_files(job, partition=partition, account=account, time=time)

@@ -134,9 +134,12 @@ def _draw(
 
     per_rank = chunks if chunks is not None else info.chunks[0]
     schedule = build_schedule(
-        info.name, num_ranks * per_rank, num_microbatches, num_chunks=per_rank,
+        info.name,
+        num_ranks * per_rank,
+        num_microbatches,
+        num_chunks=per_rank,
         slices=(1,) * slices if slices > 1 else (),
-    )  # fmt: skip
+    )
     check_schedule(schedule)
     parts = schedule.num_parts
     whole = INPUT_SECONDS + WEIGHT_SECONDS
@@ -145,14 +148,16 @@ def _draw(
     )
     timeline = simulate(schedule, costs)
     if json:
-        print_json({
-            **facts(info),
-            "table": format_table(schedule.table).splitlines(),
-            "stage_rank": schedule.stage_rank,
-            "parts": schedule.parts or tuple(range(schedule.num_stages)),
-            "peak_activations": peak_of_ranks(schedule),
-            "bubble_fraction": timeline.bubble_fraction,
-        })  # fmt: skip
+        print_json(
+            {
+                **facts(info),
+                "table": format_table(schedule.table).splitlines(),
+                "stage_rank": schedule.stage_rank,
+                "parts": schedule.parts or tuple(range(schedule.num_stages)),
+                "peak_activations": peak_of_ranks(schedule),
+                "bubble_fraction": timeline.bubble_fraction,
+            }
+        )
         return
 
     console = stdout_console()

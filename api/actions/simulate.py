@@ -57,9 +57,15 @@ def simulate(
     found = find_cluster(cluster)
     check_precision(found, options.precision)
     trained = trained_as(
-        priced_as, options, slowdown=slowdown if overlap else inf, dispatcher=dispatcher,
-        imbalance=imbalance, scaling=scaling, kernels=kernels, parts=recompute_parts,
-    )  # fmt: skip
+        priced_as,
+        options,
+        slowdown=slowdown if overlap else inf,
+        dispatcher=dispatcher,
+        imbalance=imbalance,
+        scaling=scaling,
+        kernels=kernels,
+        parts=recompute_parts,
+    )
     configuration = trained.configured(
         configured(options, own, found, layers, trained.assumptions.dispatcher)
     )
@@ -111,59 +117,82 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UsageError(
-            "AP112", f"--layers-per-stage {text!r} is not a list of whole numbers above 0",
+            "AP112",
+            f"--layers-per-stage {text!r} is not a list of whole numbers above 0",
             fix="for example: --layers-per-stage 7,8,8,7",
-        )  # fmt: skip
+        )
     return tuple(int(part) for part in parts)
 
 
 def configured(
-    options: PlanOptions, own: dict[str, str], cluster: Cluster, layers: tuple[int, ...] | None,
+    options: PlanOptions,
+    own: dict[str, str],
+    cluster: Cluster,
+    layers: tuple[int, ...] | None,
     dispatcher: str,
-) -> Configuration:  # fmt: skip
+) -> Configuration:
     """The configuration that the options describe. Raises ``UsageError`` if they do not fit."""
 
     forced = options.forced
     if forced.servers is not None:
         raise UsageError(
-            "AP112", "--parallel: simulate draws the steps of stages, not of parameter servers",
+            "AP112",
+            "--parallel: simulate draws the steps of stages, not of parameter servers",
             where="--parallel",
             fix=f"autoparallel plan ... --parallel servers={forced.servers} prices them",
-        )  # fmt: skip
+        )
     if forced.allreduce is not None or forced.gradients is not None:
         raise UsageError(
-            "AP112", "--parallel: simulate sums gradients by the library, in backward order",
-            where="--parallel", fix="leave allreduce and gradients out, or plan with them",
-        )  # fmt: skip
+            "AP112",
+            "--parallel: simulate sums gradients by the library, in backward order",
+            where="--parallel",
+            fix="leave allreduce and gradients out, or plan with them",
+        )
     info = trained_schedule(own.get("schedule", "1f1b"))
     chunks = degree(own, "chunks") if "chunks" in own else info.chunks[0]
     slices = degree(own, "slices")
     if slices > 1 and info.name != "terapipe":
         raise UsageError(
-            "AP112", f"--parallel: slices={slices} without schedule=terapipe",
+            "AP112",
+            f"--parallel: slices={slices} without schedule=terapipe",
             fix="schedule=terapipe, or leave slices out",
-        )  # fmt: skip
+        )
     tp, pp, cp = forced.tp or 1, forced.pp or 1, degree(own, "cp")
     ep = forced.ep or 1
     dp = forced.dp or max(1, cluster.num_devices // (tp * pp * cp))
     etp = degree(own, "etp") if "etp" in own else None
     if etp is not None and (etp not in (1, tp) or dispatcher == "gather"):
         raise UsageError(
-            "AP112", f"--parallel: etp={etp} beside tp={tp} and --dispatcher {dispatcher}",
-            where="--parallel", why="whole experts are sent to, or each is shared by all tp ranks",
+            "AP112",
+            f"--parallel: etp={etp} beside tp={tp} and --dispatcher {dispatcher}",
+            where="--parallel",
+            why="whole experts are sent to, or each is shared by all tp ranks",
             fix=f"--dispatcher alltoall with etp=1 or etp={tp}, or leave etp out",
-        )  # fmt: skip
+        )
     data_ep = Configuration(dp=dp, tp=tp, cp=cp, ep=ep, etp=etp).data_ep
     check_degrees(replace(forced, dp=dp, tp=tp, pp=pp, cp=cp, ep=data_ep), cluster)
     rows, count = microbatches(options, replace(forced, dp=dp))
     return Configuration(
-        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, zero=forced.zero or 0,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        etp=etp,
+        zero=forced.zero or 0,
         sequence_parallel=True if dispatcher != "gather" and tp > 1 and ep > 1 else None,
         recompute=forced.recompute or "none",
-        microbatch_size=rows, num_microbatches=count, schedule=info.name, num_chunks=chunks,
-        num_slices=slices, layers=layers, precision=options.precision, optimizer=options.optimizer,
-        gradient_dtype=options.gradient_dtype, offload=forced.offload or "none",
-    )  # fmt: skip
+        microbatch_size=rows,
+        num_microbatches=count,
+        schedule=info.name,
+        num_chunks=chunks,
+        num_slices=slices,
+        layers=layers,
+        precision=options.precision,
+        optimizer=options.optimizer,
+        gradient_dtype=options.gradient_dtype,
+        offload=forced.offload or "none",
+    )
 
 
 def trained_schedule(name: str) -> ScheduleInfo:
@@ -173,9 +202,11 @@ def trained_schedule(name: str) -> ScheduleInfo:
     if info is None or not info.trains:
         names = [each.name for each in SCHEDULES.values() if each.trains]
         raise UsageError(
-            "AP150", f"unknown training schedule {name!r}", where="--parallel",
+            "AP150",
+            f"unknown training schedule {name!r}",
+            where="--parallel",
             fix=f"use one of {', '.join(names)}",
-        )  # fmt: skip
+        )
     return info
 
 

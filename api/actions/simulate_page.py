@@ -68,11 +68,21 @@ def summary(priced: PricedStep, plan: Plan, trained: TrainedAs) -> dict[str, Any
     return {
         "priced_as": trained.name,
         "configuration": {
-            "dp": own.dp, "tp": own.tp, "cp": own.cp, "ep": own.ep, "pp": own.pp,
-            "etp": own.etp, "compiled": own.compiled, "fuses_products": own.fuses_products,
-            "chunks": own.num_chunks, "slices": own.num_slices,
-            "zero": own.zero, "recompute": own.recompute, "schedule": own.schedule,
-            "microbatches": own.num_microbatches, "micro_batch": own.rank_rows,
+            "dp": own.dp,
+            "tp": own.tp,
+            "cp": own.cp,
+            "ep": own.ep,
+            "pp": own.pp,
+            "etp": own.etp,
+            "compiled": own.compiled,
+            "fuses_products": own.fuses_products,
+            "chunks": own.num_chunks,
+            "slices": own.num_slices,
+            "zero": own.zero,
+            "recompute": own.recompute,
+            "schedule": own.schedule,
+            "microbatches": own.num_microbatches,
+            "micro_batch": own.rank_rows,
         },
         "step_seconds": timeline.step_seconds,
         "tokens_per_second": plan.prediction.tokens_per_second,
@@ -82,12 +92,16 @@ def summary(priced: PricedStep, plan: Plan, trained: TrainedAs) -> dict[str, Any
         "usable_bytes": priced.usable_bytes,
         "memory_bytes": [dict(rank) for rank in priced.memory_bytes],
         "stage_seconds": [
-            {"forward": stage.forward_seconds, "backward": stage.backward_seconds,
-             **stage.seconds._asdict(), "receive_forward": stage.receive_seconds[0],
-             "receive_backward": stage.receive_seconds[1]}
+            {
+                "forward": stage.forward_seconds,
+                "backward": stage.backward_seconds,
+                **stage.seconds._asdict(),
+                "receive_forward": stage.receive_seconds[0],
+                "receive_backward": stage.receive_seconds[1],
+            }
             for stage in priced.stages
         ],
         "exposed_seconds": [each._asdict() for each in timeline.exposed],
         "slowdown_seconds": list(timeline.slowdown_seconds),
         "replicas": list(timeline.replicas),
-    }  # fmt: skip
+    }

@@ -57,9 +57,16 @@ class TrainedAs:
 
 
 def trained_as(
-    name: str, options: PlanOptions, *, slowdown: float | None, dispatcher: str | None,
-    imbalance: float, scaling: str | None, kernels: str | None, parts: str | None,
-) -> TrainedAs:  # fmt: skip
+    name: str,
+    options: PlanOptions,
+    *,
+    slowdown: float | None,
+    dispatcher: str | None,
+    imbalance: float,
+    scaling: str | None,
+    kernels: str | None,
+    parts: str | None,
+) -> TrainedAs:
     """Return whose training is priced, and how."""
     whose = check_choice("--as", name, SYSTEMS)
     asked: dict[str, Any] = {"slowdown": slowdown, "imbalance": imbalance}
@@ -75,9 +82,11 @@ def trained_as(
         asked["scaling"] = check_choice("--scaling", scaling, tuple(SCALINGS))
     if scaling is not None and options.precision != "fp8":
         raise UsageError(
-            "AP112", f"--scaling {scaling}: nothing is scaled in {options.precision}",
-            where="--scaling", fix="--precision fp8, or leave --scaling out",
-        )  # fmt: skip
+            "AP112",
+            f"--scaling {scaling}: nothing is scaled in {options.precision}",
+            where="--scaling",
+            fix="--precision fp8, or leave --scaling out",
+        )
     assumed = replace(assumptions_of(whose, options.precision), **asked)
     return TrainedAs(whose, assumed, runs, parts is not None)
 
@@ -90,9 +99,11 @@ def parse_parts(text: str, recompute: str | None) -> tuple[RecomputedPart, ...]:
     """
     if recompute not in (None, "selective"):
         raise UsageError(
-            "AP112", f"--recompute-parts {text} beside recompute={recompute}",
-            where="--recompute-parts", fix="recompute=selective, or leave one of them out",
-        )  # fmt: skip
+            "AP112",
+            f"--recompute-parts {text} beside recompute={recompute}",
+            where="--recompute-parts",
+            fix="recompute=selective, or leave one of them out",
+        )
     names = (name.strip() for name in text.split(","))
     return tuple(check_choice("--recompute-parts", name, RECOMPUTED_PARTS) for name in names)
 
@@ -103,6 +114,8 @@ def check_choice(option: str, value: str, known: tuple[Choice, ...]) -> Choice:
         if each == value:
             return each
     raise UsageError(
-        "AP112", f"{option}: {value!r} is not one of {', '.join(known)}", where=option,
+        "AP112",
+        f"{option}: {value!r} is not one of {', '.join(known)}",
+        where=option,
         fix=did_you_mean(value, known),
-    )  # fmt: skip
+    )

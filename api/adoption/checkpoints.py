@@ -62,14 +62,22 @@ def save(
     if trainer is None:
         writer = _WRITERS.setdefault(module, CheckpointWriter())
         return save_checkpoint(
-            path, module_state(module, optimizer, parts), writer,
-            step=step, keep=keep, asynchronous=asynchronous,
-        )  # fmt: skip
+            path,
+            module_state(module, optimizer, parts),
+            writer,
+            step=step,
+            keep=keep,
+            asynchronous=asynchronous,
+        )
     with _report_action(f"writing the checkpoint of step {step}"):
         return trainer.save(
-            path, step=step, optimizer=optimizer, parts=parts, keep=keep,
+            path,
+            step=step,
+            optimizer=optimizer,
+            parts=parts,
+            keep=keep,
             asynchronous=asynchronous,
-        )  # fmt: skip
+        )
 
 
 def load(
@@ -109,20 +117,23 @@ def _unpack_arguments(
         return _unpack_arguments(model.model, optimizer, {"update": model, **extras})
     if not isinstance(model, nn.Module):
         raise UsageError(
-            "AP890", f"a {type(model).__name__} has no weights to save or load",
+            "AP890",
+            f"a {type(model).__name__} has no weights to save or load",
             fix="pass the module or its autoparallel.Step",
-        )  # fmt: skip
+        )
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise UsageError(
-            "AP890", f"a {type(optimizer).__name__} is not an optimizer",
+            "AP890",
+            f"a {type(optimizer).__name__} is not an optimizer",
             fix="pass other objects by name: scheduler=..., data=...",
-        )  # fmt: skip
+        )
     for name, part in extras.items():
         if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
             raise UsageError(
-                "AP890", f"{name} is a {type(part).__name__}, which has no state to save or load",
+                "AP890",
+                f"{name} is a {type(part).__name__}, which has no state to save or load",
                 fix="pass an object with state_dict() and load_state_dict(state)",
-            )  # fmt: skip
+            )
     return model, optimizer, extras
 
 

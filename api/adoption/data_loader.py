@@ -207,10 +207,13 @@ class DistributedLoader:
         loader, planned = self._loader, self._batches.global_rows
         if self._inner is None:
             self._inner = type(loader)(
-                loader.dataset, batch_size=loader.batch_size, drop_last=loader.drop_last,
+                loader.dataset,
+                batch_size=loader.batch_size,
+                drop_last=loader.drop_last,
                 collate_fn=_KeepRows(loader.collate_fn, self._held_rows(planned), planned),
-                generator=self._workers, **copied_options(loader),
-            )  # fmt: skip
+                generator=self._workers,
+                **copied_options(loader),
+            )
         if self._loader_state is not None and hasattr(self._inner, "load_state_dict"):
             self._inner.load_state_dict(self._loader_state)
             self._loader_state, start = None, 0

@@ -99,10 +99,12 @@ class ModelGuard:
 
     def _count_hooks(self) -> int:
         return sum(
-            len(module._forward_hooks) + len(module._forward_pre_hooks)
-            + len(module._backward_hooks) + len(module._backward_pre_hooks)
+            len(module._forward_hooks)
+            + len(module._forward_pre_hooks)
+            + len(module._backward_hooks)
+            + len(module._backward_pre_hooks)
             for module in self._inner
-        )  # fmt: skip
+        )
 
     def _path(self, module: nn.Module) -> str:
         names = {other: name for name, other in self._model.named_modules()}
@@ -119,9 +121,11 @@ def check_own_hooks(model: nn.Module) -> None:
     Both run around a call of the model, and ``Step`` makes none.
     """
     hooks = (
-        *model._forward_hooks.values(), *model._forward_pre_hooks.values(),
-        *model._backward_hooks.values(), *model._backward_pre_hooks.values(),
-    )  # fmt: skip
+        *model._forward_hooks.values(),
+        *model._forward_pre_hooks.values(),
+        *model._backward_hooks.values(),
+        *model._backward_pre_hooks.values(),
+    )
     own = [each for each in type(model).__mro__[2:] if "__call__" in vars(each)]
     is_hooked = any(not isinstance(hook, WEIGHT_HOOKS) for hook in hooks)
     if is_hooked or own[0] is not nn.Module:

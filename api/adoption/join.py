@@ -120,19 +120,26 @@ def join_training(
     seed = int(share_tensor(torch.tensor(torch.initial_seed() % 2**63)))
     if plan.offload != "none":
         raise UsageError(
-            "AP192", f"the plan offloads the {plan.offload}, which scripts cannot run",
+            "AP192",
+            f"the plan offloads the {plan.offload}, which scripts cannot run",
             why="a script and its evaluation read parameters on the device",
             fix='parallelize(..., deny="offload"), or train by autoparallel run',
-        )  # fmt: skip
+        )
     trainer = Trainer(
         program, plan, weights, device=device, progress=progress, seed=seed, buckets=buckets
     )
     trainer.runner.publish_later(False)
     traced = replace(target, loss_fn=mean_of_outputs) if program.returned else target
     following = follow_model(
-        trainer, state, traced, options.seq, again, partial(with_held, model, held),
-        partial(_plan_again, target, options, plan, device), call,
-    )  # fmt: skip
+        trainer,
+        state,
+        traced,
+        options.seq,
+        again,
+        partial(with_held, model, held),
+        partial(_plan_again, target, options, plan, device),
+        call,
+    )
     if not isinstance(weights, Mapping):
         _fill_the_rest(model, weights, program, device)
     return trainer, following
@@ -203,9 +210,13 @@ def _capture_outputs(model: nn.Module, target: Target, options: PlanOptions) -> 
 
 def _capture(model: nn.Module, target: Target, options: PlanOptions) -> Program:
     return capture_rows(
-        target, model, global_batch=options.global_batch, seq=options.seq,
-        precision=options.precision, autocast=options.autocasts,
-    )  # fmt: skip
+        target,
+        model,
+        global_batch=options.global_batch,
+        seq=options.seq,
+        precision=options.precision,
+        autocast=options.autocasts,
+    )
 
 
 def _fill_the_rest(
@@ -276,11 +287,16 @@ def _plan_again(
         return None
     splits_rows = not degrees.keys().isdisjoint(("dp", "ep"))
     forced = replace(
-        options.forced, dp=plan.stages[0].mesh.row_parts if splits_rows else None,
-        tp=degrees.get("tp"), cp=degrees.get("cp"), ep=degrees.get("ep"),
-        zero=plan.stages[0].zero, schedule=plan.schedule or None,
-        num_microbatches=plan.num_microbatches, pp=len(plan.stages),
-    )  # fmt: skip
+        options.forced,
+        dp=plan.stages[0].mesh.row_parts if splits_rows else None,
+        tp=degrees.get("tp"),
+        cp=degrees.get("cp"),
+        ep=degrees.get("ep"),
+        zero=plan.stages[0].zero,
+        schedule=plan.schedule or None,
+        num_microbatches=plan.num_microbatches,
+        pp=len(plan.stages),
+    )
     asked = replace(options, forced=forced, measure_seconds=0.0)
     try:
         return _plan_together(program, target, plan.cluster, asked, device)

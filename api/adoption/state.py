@@ -164,10 +164,14 @@ class ParallelState:
         self._guard = ModelGuard(model, modes, trainer.model.parameters, self._whole.slots)
         trainer.runner.captures = self._capture_now
         compare_first_step(
-            trainer, self._following, lambda: model,
-            asked=job.check_first_step, form=lambda: self._form, as_plain=self.as_plain,
+            trainer,
+            self._following,
+            lambda: model,
+            asked=job.check_first_step,
+            form=lambda: self._form,
+            as_plain=self.as_plain,
             run=self._backward_of_outputs if trainer.program.returned else None,
-        )  # fmt: skip
+        )
 
     def _capture_now(self, rows: int) -> int:
         """Return the number of the capture that computes a batch, of the model as it is now."""

@@ -199,10 +199,16 @@ class _Pricing:
             )
             return None
         return Configuration.like(
-            self._plan, dp=dp, tp=tp, pp=pp, zero=zero if dp > 1 else 0, recompute=mode,
-            microbatch_size=rows, num_microbatches=model.global_batch // rows,
+            self._plan,
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            zero=zero if dp > 1 else 0,
+            recompute=mode,
+            microbatch_size=rows,
+            num_microbatches=model.global_batch // rows,
             sequence_parallel=True if tp > 1 else None,
-        )  # fmt: skip
+        )
 
     def _price(self, configuration: Configuration | None) -> PricedStep | None:
         if configuration is None:

@@ -29,9 +29,13 @@ if TYPE_CHECKING:
     from autoparallel.planner.requests.request import Forced
 
 BASELINES = {
-    "ddp": {"zero": 0}, "fsdp": {"zero": 3}, "zero1": {"zero": 1}, "zero2": {"zero": 2},
-    "zero3": {"zero": 3}, "3d": {"zero": 1},
-}  # fmt: skip
+    "ddp": {"zero": 0},
+    "fsdp": {"zero": 3},
+    "zero1": {"zero": 1},
+    "zero2": {"zero": 2},
+    "zero3": {"zero": 3},
+    "3d": {"zero": 1},
+}
 """Names with what they set; ``tpN`` and ``ppN`` set a degree. ``3d`` needs degrees after it."""
 
 _DEGREE = re.compile(r"(tp|pp|cp|ep)(\d+)")
@@ -76,14 +80,18 @@ def load_items(
     """
     if len(words) < 2:
         raise UsageError(
-            "AP356", "compare needs at least two plans, runs or baselines",
+            "AP356",
+            "compare needs at least two plans, runs or baselines",
             fix="for example: autoparallel compare plan.json fsdp",
-        )  # fmt: skip
+        )
     made: list[Item | Forced] = [
-        _plan_item(word, place) if isinstance(word, Plan) else
-        _file_item(str(word)) if Path(word).exists() else baseline(str(word))
+        _plan_item(word, place)
+        if isinstance(word, Plan)
+        else _file_item(str(word))
+        if Path(word).exists()
+        else baseline(str(word))
         for place, word in enumerate(words)
-    ]  # fmt: skip
+    ]
     files = [item for item in made if isinstance(item, Item)]
     named = [str(w) for w, item in zip(words, made, strict=True) if not isinstance(item, Item)]
     first = next((item for item in files if item.plan is not None), None)
@@ -91,9 +99,10 @@ def load_items(
         return tuple(files)
     if first is None or first.plan is None:
         raise UsageError(
-            "AP354", f"the baseline {named[0]} needs a plan to compare with",
+            "AP354",
+            f"the baseline {named[0]} needs a plan to compare with",
             fix="name a plan file too: its model and cluster are those of the baselines",
-        )  # fmt: skip
+        )
 
     model = load_plan_model(first.plan, first.name, trust=trust, cache=cache, observe=observe)
     found: list[Item] = []
@@ -126,11 +135,12 @@ def baseline(word: str) -> Forced:
         own = dict(BASELINES[name.lower()])
     else:
         raise UsageError(
-            "AP353", f"{word!r} is neither a file nor a baseline",
+            "AP353",
+            f"{word!r} is neither a file nor a baseline",
             fix=did_you_mean(name.lower(), tuple(BASELINES))
             or f"a plan, a file of run --metrics, or {', '.join(BASELINES)}, tpN, ppN; degrees "
             "follow a colon: 3d:tp=8,pp=4",
-        )  # fmt: skip
+        )
     if name.lower() == "3d" and not (given.tp or given.pp):
         raise UsageError("AP353", "the baseline 3d needs degrees", fix="for example: 3d:tp=8,pp=4")
     fields = {name: value for name, value in own.items() if getattr(given, name) is None}
@@ -142,9 +152,10 @@ def _file_item(word: str) -> Item:
     if path.is_dir():
         if not (path / PLAN).exists():
             raise UsageError(
-                "AP353", f"the folder {word} holds no {PLAN}",
+                "AP353",
+                f"the folder {word} holds no {PLAN}",
                 fix="name a plan, or the file that run --metrics wrote",
-            )  # fmt: skip
+            )
         path = path / PLAN
     if path.suffix == ".jsonl" or _is_metrics(path):
         return Item(word, None, read_run(path))
@@ -177,18 +188,26 @@ def read_run(path: Path) -> MeasuredRun:
 
     kept = records[WARMUP_STEPS:] or records
     rates = [
-        record[name] for record in kept
-        for name in ("tokens_per_second", "samples_per_second") if record.get(name) is not None
-    ]  # fmt: skip
+        record[name]
+        for record in kept
+        for name in ("tokens_per_second", "samples_per_second")
+        if record.get(name) is not None
+    ]
     memory = [record["memory_bytes"] for record in kept if record.get("memory_bytes")]
     return MeasuredRun(
-        len(records), median(record["seconds"] for record in kept),
-        median(rates) if rates else None, max(memory) if memory else None, records[-1].get("loss"),
-    )  # fmt: skip
+        len(records),
+        median(record["seconds"] for record in kept),
+        median(rates) if rates else None,
+        max(memory) if memory else None,
+        records[-1].get("loss"),
+    )
 
 
 def _no_steps(path: Path, why: str) -> UsageError:
     return UsageError(
-        "AP355", f"{path} is not what run --metrics writes", why=why, where=str(path),
+        "AP355",
+        f"{path} is not what run --metrics writes",
+        why=why,
+        where=str(path),
         fix="autoparallel run plan.json --metrics run.jsonl writes such a file",
-    )  # fmt: skip
+    )

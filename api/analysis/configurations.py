@@ -53,17 +53,27 @@ def configurations(like: Plan, degrees: Forced) -> Iterator[Configuration]:
     counts = [degrees.num_microbatches] if degrees.num_microbatches else _counts(batch, dp)
     if not counts or any(batch % count or batch // count % dp for count in counts):
         raise UsageError(
-            "AP124", f"a global batch of {batch} samples cannot be split over dp={dp}",
+            "AP124",
+            f"a global batch of {batch} samples cannot be split over dp={dp}",
             fix="degrees whose dp divides the batch, or microbatches= of a multiple of dp rows",
-        )  # fmt: skip
+        )
     for count in counts:
         for recompute in [degrees.recompute] if degrees.recompute else RECOMPUTE:
             yield Configuration.like(
-                like, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=degrees.zero or 0,
-                recompute=recompute, microbatch_size=batch // count, num_microbatches=count,
-                schedule=degrees.schedule or "1f1b", num_chunks=degrees.least_chunks,
+                like,
+                dp=dp,
+                tp=tp,
+                pp=pp,
+                cp=cp,
+                ep=ep,
+                zero=degrees.zero or 0,
+                recompute=recompute,
+                microbatch_size=batch // count,
+                num_microbatches=count,
+                schedule=degrees.schedule or "1f1b",
+                num_chunks=degrees.least_chunks,
                 offload=degrees.offload or "none",
-            )  # fmt: skip
+            )
 
 
 def _counts(batch: int, parts: int) -> list[int]:
@@ -85,15 +95,23 @@ def configured_plan(staged: Staged, like: Plan) -> Plan:
     )
     ratio = like.prediction.step_seconds / found.step_seconds
     prediction = Prediction(
-        found.step_seconds, found.bubble_fraction,
+        found.step_seconds,
+        found.bubble_fraction,
         like.prediction.tokens_per_second * ratio,
         like.prediction.model_flops_utilization * ratio,
-        found.peak_memory_bytes, {},
-    )  # fmt: skip
+        found.peak_memory_bytes,
+        {},
+    )
     return replace(
-        staged.plan, model=like.model, stages=stages, prediction=prediction, alternatives=(),
-        solver=SolverInfo(1.0, 0, {}), version=like.version, torch_version=like.torch_version,
-    )  # fmt: skip
+        staged.plan,
+        model=like.model,
+        stages=stages,
+        prediction=prediction,
+        alternatives=(),
+        solver=SolverInfo(1.0, 0, {}),
+        version=like.version,
+        torch_version=like.torch_version,
+    )
 
 
 def simulated(
@@ -183,11 +201,13 @@ def configuration_summary(own: Configuration, num_layers: int) -> str:
     recomputed = round(num_layers * own.recompute_share)
     ranks = [
         RankSummary(
-            own.mesh, own.zero, num_layers if rank == 0 else 0,
+            own.mesh,
+            own.zero,
+            num_layers if rank == 0 else 0,
             num_full=recomputed * (own.recompute == "full" and rank == 0),
             num_selective=recomputed * (own.recompute == "selective" and rank == 0),
         )
         for rank in range(own.pp)
-    ]  # fmt: skip
+    ]
     schedule = schedule_text(own.schedule, own.num_chunks, own.num_slices)
     return summary_text(ranks, schedule, own.num_microbatches, own.microbatch_size, own.offload)

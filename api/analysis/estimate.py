@@ -133,9 +133,11 @@ def parse_devices(text: str) -> tuple[str, ...]:
                 found.append(f"{preset.device.name}{at}{link}")
         except ClusterError as error:
             raise UsageError(
-                "AP350", f"--devices: {error.what}", where=f"--devices {text}",
+                "AP350",
+                f"--devices: {error.what}",
+                where=f"--devices {text}",
                 fix=error.fix or "autoparallel cluster lists the devices",
-            ) from error  # fmt: skip
+            ) from error
     return tuple(dict.fromkeys(found))
 
 
@@ -245,9 +247,11 @@ class _Search:
             return self.target
         if not has_lora(self.target):
             raise UsageError(
-                "AP351", "--lora needs an hf: target", where=self.target.name,
+                "AP351",
+                "--lora needs an hf: target",
+                where=self.target.name,
                 fix="leave --lora out, or name a folder with a config.json: hf:PATH",
-            )  # fmt: skip
+            )
         settings = dict(self.target.settings)
         return load_target(self.target.name, {**settings, "lora": self.asked.lora})
 
@@ -283,9 +287,13 @@ class _Search:
                     break
                 raise
             return Estimate(
-                device, method, found, "", self.asked.tokens,
+                device,
+                method,
+                found,
+                "",
+                self.asked.tokens,
                 Goal(prices=self.asked.prices).dollars_per_hour(cluster),
-            )  # fmt: skip
+            )
         return Estimate(device, method, None, why, self.asked.tokens)
 
     def _plan(self, cluster: Cluster, method: Method, precision: Precision) -> Plan:

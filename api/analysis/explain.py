@@ -45,9 +45,11 @@ class _Explainer:
         """See ``explain``."""
         word = name.strip()
         of_word: dict[str, Callable[[], Explanation]] = {
-            "zero": self._zero, "recompute": self._recompute, "schedule": self._schedule,
+            "zero": self._zero,
+            "recompute": self._recompute,
+            "schedule": self._schedule,
             "microbatches": self._microbatches,
-        }  # fmt: skip
+        }
         if word in of_word:
             return of_word[word]()
         match = _STAGE.fullmatch(word)
@@ -60,12 +62,15 @@ class _Explainer:
         if word in known:
             return explained_tensor(self.model, word, known[word])
         raise UsageError(
-            "AP357", f"the plan has no tensor, op, block or stage named {name!r}",
-            fix=self._stages_text() if word.startswith("stage") else ""
+            "AP357",
+            f"the plan has no tensor, op, block or stage named {name!r}",
+            fix=self._stages_text()
+            if word.startswith("stage")
+            else ""
             or suggest(word, [*known, *blocks, *WORDS], is_pattern=False)
             or f"a parameter, an op, a module, a block ({blocks[0]}), stage 0, or "
             + ", ".join(WORDS),
-        )  # fmt: skip
+        )
 
     def _stages_text(self) -> str:
         last = len(self.plan.stages) - 1
@@ -149,9 +154,10 @@ class _Explainer:
 
     def _block(self, name: str) -> Explanation:
         index, stage = next(
-            (index, stage) for index, stage in enumerate(self.plan.stages)
+            (index, stage)
+            for index, stage in enumerate(self.plan.stages)
             if any(block.name == name for block in stage.blocks)
-        )  # fmt: skip
+        )
         place = [block.name for block in stage.blocks].index(name)
         own = stage.blocks[place].recompute
         found = [

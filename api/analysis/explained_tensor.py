@@ -40,9 +40,11 @@ def explained_tensor(model: PlanModel, path: str, name: str) -> Explanation:
     own = stage.layout_of(name, blocks)
     if own is None:
         raise UsageError(
-            "AP357", f"{path} has no layout of its own in the plan", where=f"stage {index}",
+            "AP357",
+            f"{path} has no layout of its own in the plan",
+            where=f"stage {index}",
             fix=suggest(path, paths(graph), is_pattern=False),
-        )  # fmt: skip
+        )
     limited, prices = model.restriction(index), model.prices(stage)
     if node.kind == "parameter":
         offered = held_layouts(graph[template], graph, prices, limited)
@@ -71,15 +73,19 @@ def _stage_of(model: PlanModel, name: str) -> int:
             if name in own.nodes or name in own.parameters:
                 return index
     raise UsageError(
-        "AP357", f"{name} is in no block of the plan",
+        "AP357",
+        f"{name} is in no block of the plan",
         fix="name an op or a parameter that the model's forward uses",
-    )  # fmt: skip
+    )
 
 
 def _layouts(
-    model: PlanModel, index: int, template: str, own: NodeLayout,
+    model: PlanModel,
+    index: int,
+    template: str,
+    own: NodeLayout,
     choice: tuple[Sequence[Layout], Restriction],
-) -> Iterator[Alternative]:  # fmt: skip
+) -> Iterator[Alternative]:
     """Each layout of a node that is offered, the others of its stage solved for it."""
     offered, limited = choice
     stage = model.plan.stages[index]

@@ -15,10 +15,23 @@ from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import SEPARATOR
 
 MEMORY_ORDER = (
-    "parameters", "master", "versions", "gradients", "optimizer", "gathered", "activations",
-    "inputs", "recomputation", "working", "transient", "communication", "buffers", "fragmentation",
-    "communicators", "reserve",
-)  # fmt: skip
+    "parameters",
+    "master",
+    "versions",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "activations",
+    "inputs",
+    "recomputation",
+    "working",
+    "transient",
+    "communication",
+    "buffers",
+    "fragmentation",
+    "communicators",
+    "reserve",
+)
 
 
 def memory_source(plan: Plan) -> str:
@@ -119,10 +132,12 @@ def communication(plan: Plan, stage: StagePlan) -> list[Communication]:
             f"{of_states}, every micro-batch", "the next block", states * count, exposed * count
         ),
         Communication(
-            per_step.get(zero, "sum gradients") + ", once", beside.get(zero, "last backward"),
-            once * updates, own.get("exposed_sync", once) * updates,
+            per_step.get(zero, "sum gradients") + ", once",
+            beside.get(zero, "last backward"),
+            once * updates,
+            own.get("exposed_sync", once) * updates,
         ),
-    ]  # fmt: skip
+    ]
     return [each for each in found if each.seconds > 1e-6 * plan.prediction.step_seconds]
 
 
@@ -141,8 +156,12 @@ def merged_communication(plan: Plan) -> list[tuple[tuple[int, ...], Communicatio
     found: dict[tuple[str, ...], tuple[list[int], Communication]] = {}
     for index, stage in enumerate(plan.stages):
         for each in communication(plan, stage):
-            key = (each.what, each.beside, seconds_text(each.seconds),
-                   seconds_text(each.exposed_seconds))  # fmt: skip
+            key = (
+                each.what,
+                each.beside,
+                seconds_text(each.seconds),
+                seconds_text(each.exposed_seconds),
+            )
             found.setdefault(key, ([], each))[0].append(index)
     return [(tuple(stages), each) for stages, each in found.values()]
 
@@ -202,11 +221,13 @@ def kind_splits(plan: Plan, stage: StagePlan) -> tuple[tuple[KindSplit, ...], Ki
         layouts[text] = held
     kinds = tuple(
         KindSplit(
-            tuple(members[kind]), {text: tuple(names) for text, names in found.items()}, layouts,
+            tuple(members[kind]),
+            {text: tuple(names) for text, names in found.items()},
+            layouts,
             first[kind],
         )
         for kind, found in groups.items()
-    )  # fmt: skip
+    )
     empty = tuple(name for kind in kinds if not kind.groups for name in kind.blocks)
     rest = KindSplit(empty, {text: tuple(names) for text, names in elsewhere.items()}, layouts)
     return tuple(kind for kind in kinds if kind.groups), rest
@@ -235,9 +256,11 @@ def _parameters(layouts: Mapping[str, NodeLayout]) -> list[tuple[str, Layout]]:
     return [
         (name, node.outputs[0])
         for name, node in layouts.items()
-        if not node.inputs and "." in name and len(node.outputs) == 1
+        if not node.inputs
+        and "." in name
+        and len(node.outputs) == 1
         and all(placement.kind in "SR" for placement in node.outputs[0])
-    ]  # fmt: skip
+    ]
 
 
 def _kind_of(name: str, kinds: Mapping[str, str]) -> str:

@@ -163,9 +163,16 @@ class PlanModel:
         """Return the prices of ops on a stage's devices."""
         plan, basis = self.plan, self.basis
         return Prices(
-            stage.mesh, plan.cluster, stage.devices, plan.model.precision, plan.model.optimizer,
-            default_rules, PriceCache(), profile=basis.used, assumptions=basis.assumptions,
-        )  # fmt: skip
+            stage.mesh,
+            plan.cluster,
+            stage.devices,
+            plan.model.precision,
+            plan.model.optimizer,
+            default_rules,
+            PriceCache(),
+            profile=basis.used,
+            assumptions=basis.assumptions,
+        )
 
     def run(self, index: int) -> Run:
         """Return the blocks of a stage as a run of the structure."""

@@ -96,19 +96,26 @@ def price_again(
     found = baselines(pricer, plan)
     observe("baselines", 1, 1)
     return PricedAgain(
-        timeline.step_seconds, timeline, fullest, tuple(held),
+        timeline.step_seconds,
+        timeline,
+        fullest,
+        tuple(held),
         tuple(stage_ops(plan, at_microbatch(graph, plan), blocks, basis)),
-        {node.name: node.spec.shape for node in graph.parameters}, found,
-    )  # fmt: skip
+        {node.name: node.spec.shape for node in graph.parameters},
+        found,
+    )
 
 
 def _timeline(plan: Plan, graph: Graph, blocks: Blocks, basis: Basis) -> Timeline:
     """The plan's step with all its events; one stage is a pipeline of one."""
     staged = Evaluator(graph, blocks, basis=basis).staged(plan, plan.cluster)
     pipeline = Pipeline(
-        plan.schedule, plan.num_microbatches, num_chunks=plan.num_chunks, edges=staged.edges,
+        plan.schedule,
+        plan.num_microbatches,
+        num_chunks=plan.num_chunks,
+        edges=staged.edges,
         slices=staged.slices,
-    )  # fmt: skip
+    )
     return simulate_stages(pipeline, staged.costs, message=message_seconds(plan.cluster))
 
 
@@ -132,16 +139,24 @@ def stage_ops(plan: Plan, graph: Graph, blocks: Blocks, basis: Basis) -> list[Op
                 nodes = blocks.kinds[block.kind].nodes
                 found[key] = [
                     each
-                    for name in nodes if name in stage.layouts
+                    for name in nodes
+                    if name in stage.layouts
                     for each in _works(graph, name, stage.layouts[name], prices, block.name)
-                ]  # fmt: skip
+                ]
     merged: dict[tuple[object, ...], OpWork] = {}
     for key, works in found.items():
         for each in works:
             same = (
-                each.name, each.family, each.dtype, each.is_backward, each.flops, each.num_bytes,
-                each.seconds, each.module, each.shapes,
-            )  # fmt: skip
+                each.name,
+                each.family,
+                each.dtype,
+                each.is_backward,
+                each.flops,
+                each.num_bytes,
+                each.seconds,
+                each.module,
+                each.shapes,
+            )
             before = merged[same].count if same in merged else 0
             merged[same] = replace(each, count=before + counts[key])
     return sorted(merged.values(), key=lambda each: -each.total_seconds)
@@ -150,9 +165,16 @@ def stage_ops(plan: Plan, graph: Graph, blocks: Blocks, basis: Basis) -> list[Op
 def _prices(plan: Plan, stage: StagePlan, basis: Basis) -> Prices:
     model = plan.model
     return Prices(
-        stage.mesh, plan.cluster, stage.devices, model.precision, model.optimizer, rules,
-        PriceCache(), profile=basis.used, assumptions=basis.assumptions,
-    )  # fmt: skip
+        stage.mesh,
+        plan.cluster,
+        stage.devices,
+        model.precision,
+        model.optimizer,
+        rules,
+        PriceCache(),
+        profile=basis.used,
+        assumptions=basis.assumptions,
+    )
 
 
 def _works(graph: Graph, name: str, layout: NodeLayout, prices: Prices, block: str) -> list[OpWork]:
@@ -167,17 +189,29 @@ def _works(graph: Graph, name: str, layout: NodeLayout, prices: Prices, block: s
     work = rules.work(node, inputs, outputs)
     seconds = prices.op(node, specs, layout)
     module = node.module.removeprefix(f"{block}.") or node.module
-    shapes = " ".join("×".join(map(str, local_shape(s.shape, each, sizes)))
-                      for s, each in zip(specs, layout.inputs, strict=True) if s.shape)  # fmt: skip
+    shapes = " ".join(
+        "×".join(map(str, local_shape(s.shape, each, sizes)))
+        for s, each in zip(specs, layout.inputs, strict=True)
+        if s.shape
+    )
     found = []
     for is_backward, flops, num_bytes, own in (
         (False, work.flops_forward, work.bytes_forward, seconds.forward_compute),
         (True, work.flops_backward, work.bytes_backward, seconds.backward_compute),
     ):
         if own > 0 and (flops or num_bytes):
-            found.append(OpWork(
-                node.op.removeprefix("aten.").removesuffix(".default"),
-                module or block, shapes, work.family, node.spec.dtype, is_backward,
-                1, float(flops), float(num_bytes), float(own),
-            ))  # fmt: skip
+            found.append(
+                OpWork(
+                    node.op.removeprefix("aten.").removesuffix(".default"),
+                    module or block,
+                    shapes,
+                    work.family,
+                    node.spec.dtype,
+                    is_backward,
+                    1,
+                    float(flops),
+                    float(num_bytes),
+                    float(own),
+                )
+            )
     return found

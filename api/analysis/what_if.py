@@ -27,9 +27,10 @@ from autoparallel.planning.plan import plan_program, priced, within_limit
 
 Place = Literal["device", "link.intra", "link.inter", "link.rack"]
 DEVICE_FIGURES = tuple(
-    each.name for each in fields(Device)
+    each.name
+    for each in fields(Device)
     if each.name not in ("name", "kind", "sources", "tf32", "peak_flops", "efficiency", "slowdown")
-)  # fmt: skip
+)
 LINK_FIGURES = ("bytes_per_second", "alpha_seconds", "base_seconds", "reduction_bytes_per_second")
 WHOLE = ("memory_bytes", "usable_memory_bytes", "num_units")
 """Figures that are whole numbers."""
@@ -57,9 +58,7 @@ class Changed:
 def why_not(model: PlanModel, parallel: str, seconds: float, cache: Cache = NO_CACHE) -> Plan:
     """Plan with ``parallel`` forced. Raises UsageError AP112, and the errors of planning where
     there is no such plan: AP301 names the memory that it would need."""
-    options = replace(
-        model.options, forced=parse_parallel(parallel), time_limit_seconds=seconds
-    )  # fmt: skip
+    options = replace(model.options, forced=parse_parallel(parallel), time_limit_seconds=seconds)
     return _planned(model, model.plan.cluster, options, cache)
 
 
@@ -135,9 +134,10 @@ def changed_cluster(cluster: Cluster, changes: Sequence[str]) -> Cluster:
         path, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not value:
             raise UsageError(
-                "AP358", f"--what-if {text!r} is not FIGURE=VALUE",
+                "AP358",
+                f"--what-if {text!r} is not FIGURE=VALUE",
                 fix="for example: --what-if link.inter.bytes_per_second=50e9",
-            )  # fmt: skip
+            )
         cluster = _changed(cluster, path, value)
     return replace(cluster, name=f"{cluster.name} with {', '.join(map(str.strip, changes))}")
 
@@ -184,9 +184,10 @@ def _unknown(cluster: Cluster, path: str) -> UsageError:
     known = figures(cluster)
     close = difflib.get_close_matches(_plain(path), known, n=3, cutoff=0.5)
     return UsageError(
-        "AP358", f"--what-if: the cluster has no figure {path!r}",
+        "AP358",
+        f"--what-if: the cluster has no figure {path!r}",
         fix=f"similar names: {', '.join(close)}" if close else f"one of {', '.join(known)}",
-    )  # fmt: skip
+    )
 
 
 def _device(device: Device, name: str, text: str) -> Device:
@@ -225,7 +226,8 @@ def _value(before: float, text: str, name: str) -> float:
     is_positive = 0 < value < float("inf") or (value == 0 and "seconds" in name)
     if not is_positive:
         raise UsageError(
-            "AP359", f"--what-if: {text!r} is not a value for {name}",
+            "AP359",
+            f"--what-if: {text!r} is not a value for {name}",
             fix="a number (50e9), one with a unit (50GB/s, 80GiB), or a factor (*2)",
-        )  # fmt: skip
+        )
     return value

@@ -65,9 +65,15 @@ def plan_key(graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, b
     """
     used = basis.used
     return digest(
-        graph_digest(graph, blocks), tuple(node.source for node in graph.nodes), cluster,
-        replace(request, features=Features()), sorted(request.features.denied),
+        graph_digest(graph, blocks),
+        tuple(node.source for node in graph.nodes),
+        cluster,
+        replace(request, features=Features()),
+        sorted(request.features.denied),
         sorted(request.features.changes),
-        basis.mode, basis.only, basis.assumptions, used,
+        basis.mode,
+        basis.only,
+        basis.assumptions,
+        used,
         () if used is None else sorted(used.factors.items()),
-    )  # fmt: skip
+    )

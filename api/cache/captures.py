@@ -117,24 +117,34 @@ def cached_program(
             cache.put(_pack(program), CAPTURE, _program_codec(), *key)
         return program
     return Program(
-        found.graph, found.blocks, model, found.dtype,
+        found.graph,
+        found.blocks,
+        model,
+        found.dtype,
         {name: InputPlace(*place) for name, place in found.inputs.items()},
-        {name: _literal(each) for name, each in found.literals.items()}, found.unused,
+        {name: _literal(each) for name, each in found.literals.items()},
+        found.unused,
         example=example,
-    )  # fmt: skip
+    )
 
 
 def _pack(program: Program) -> StoredProgram:
     literals = {
-        name: (str(value.dtype).removeprefix("torch."), tuple(value.shape),
-               tuple(value.flatten().tolist()))
+        name: (
+            str(value.dtype).removeprefix("torch."),
+            tuple(value.shape),
+            tuple(value.flatten().tolist()),
+        )
         for name, value in program.literals.items()
-    }  # fmt: skip
+    }
     return StoredProgram(
-        program.graph, program.blocks, program.dtype,
-        {name: (place.path, place.dim) for name, place in program.inputs.items()}, literals,
+        program.graph,
+        program.blocks,
+        program.dtype,
+        {name: (place.path, place.dim) for name, place in program.inputs.items()},
+        literals,
         program.unused,
-    )  # fmt: skip
+    )
 
 
 def _literal(kept: tuple[str, tuple[int, ...], tuple[Any, ...]]) -> Any:
@@ -149,11 +159,17 @@ def program_key(
     """Return all visible inputs of a capture."""
 
     return (
-        target.name, sorted(target.settings.items()), options.precision, options.global_batch,
-        options.autocasts, model_text(model),
-        _example_text(example), sorted(registered_rules()), user_sources(),
+        target.name,
+        sorted(target.settings.items()),
+        options.precision,
+        options.global_batch,
+        options.autocasts,
+        model_text(model),
+        _example_text(example),
+        sorted(registered_rules()),
+        user_sources(),
         _versions({type(each).__module__.partition(".")[0] for each in model.modules()}),
-    )  # fmt: skip
+    )
 
 
 def model_text(model: nn.Module) -> str:
@@ -167,8 +183,10 @@ def model_text(model: nn.Module) -> str:
                 if id(value) not in known:
                     known[id(value)] = _attribute_text(value)
                 parts.append(f"{key}={known[id(value)]}")
-        own = [*module.named_parameters(recurse=False, remove_duplicate=False),
-               *module.named_buffers(recurse=False, remove_duplicate=False)]  # fmt: skip
+        own = [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
         parts += [
             f"{key}:{tuple(each.shape)}{each.dtype}{each.requires_grad}{id(each) in known}"
             for key, each in own

@@ -77,9 +77,10 @@ def measuring_environment(cluster: Cluster) -> Environment:
     if found is None:
         names = ", ".join(dict.fromkeys(host.device.name for host in cluster.hosts))
         raise UsageError(
-            "AP174", f"this cluster has different devices: {names}",
+            "AP174",
+            f"this cluster has different devices: {names}",
             fix="profile each kind of device separately, on a cluster of that kind",
-        )  # fmt: skip
+        )
     return environment_of("cuda") if found.kind == "cuda" else found
 
 
@@ -136,11 +137,12 @@ def find_file(path: Path) -> Path:
     """Return ``path`` if the file exists; else raise UsageError AP171."""
     if not path.exists():
         raise UsageError(
-            "AP171", f"there is no profile database {path}",
+            "AP171",
+            f"there is no profile database {path}",
             fix="autoparallel profile TARGET"
             + ("" if path == default_database() else f" --database {path}")
             + " makes one",
-        )  # fmt: skip
+        )
     return path
 
 

@@ -90,9 +90,14 @@ def graph_digest(graph: Graph, blocks: Blocks) -> str:
         return f"{own!r}{known}{node.fused or ''}"
 
     rest = (
-        graph.loss, graph.batch_size, graph.batch_dims, graph.tied, graph.updates,
-        graph.accumulation, blocks.blocks,
-    )  # fmt: skip
+        graph.loss,
+        graph.batch_size,
+        graph.batch_dims,
+        graph.tied,
+        graph.updates,
+        graph.accumulation,
+        blocks.blocks,
+    )
     return _hash((*map(text, graph.nodes), *map(repr, rest)))
 
 
@@ -305,6 +310,8 @@ def clear_cache() -> int:
         return clear(cache_file())
     except OSError as error:
         raise MachineError(
-            "AP710", "the cache cannot be removed", why=str(error.strerror),
+            "AP710",
+            "the cache cannot be removed",
+            why=str(error.strerror),
             where=str(cache_file()),
-        ) from error  # fmt: skip
+        ) from error

@@ -74,9 +74,12 @@ class OtherOutputs:
         given = tree_flatten((self._args, self._kwargs))[0]
         return [
             *(parameter.local._version for parameter in parameters),
-            *(value._version for value in given if isinstance(value, Tensor)
-              and not value.is_inference()),
-        ]  # fmt: skip
+            *(
+                value._version
+                for value in given
+                if isinstance(value, Tensor) and not value.is_inference()
+            ),
+        ]
 
     def _run(self) -> list[Tensor]:
         trainer = self._adopted.joined

@@ -16,12 +16,18 @@ from autoparallel.planner.errors import UsageError
 
 _NAME = "_autoparallel_name"
 _STILL_TRUE = {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point,
-    Tensor.is_complex, Tensor.__hash__, *(
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__hash__,
+    *(
         getattr(Tensor, name).__get__
         for name in ("shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad")
     ),
-}  # fmt: skip
+}
 """Properties that an old tensor still shares with the new."""
 
 

@@ -20,10 +20,25 @@ from autoparallel.commands.options import (
 from autoparallel.options.plan_options import PlanOptions
 
 SEARCHED = (
-    "compile", "memory_limit", "parallel", "stage_at", "max_tp", "allow", "deny", "objective",
-    "price", "deadline", "gap", "tolerance", "time_limit", "num_candidates", "search", "solver",
-    "processes", "measure_seconds",
-)  # fmt: skip
+    "compile",
+    "memory_limit",
+    "parallel",
+    "stage_at",
+    "max_tp",
+    "allow",
+    "deny",
+    "objective",
+    "price",
+    "deadline",
+    "gap",
+    "tolerance",
+    "time_limit",
+    "num_candidates",
+    "search",
+    "solver",
+    "processes",
+    "measure_seconds",
+)
 """Options of planning that a given configuration leaves nothing to."""
 
 

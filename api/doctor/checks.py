@@ -68,8 +68,9 @@ class DoctorRequest:
     @property
     def most_devices(self) -> int:
         """The largest number of devices of a host."""
-        return max((host.num_devices for host in self.cluster.hosts), default=1) \
-            if self.cluster else 1  # fmt: skip
+        return (
+            max((host.num_devices for host in self.cluster.hosts), default=1) if self.cluster else 1
+        )
 
 
 Findings = Iterator[Finding]
@@ -89,16 +90,20 @@ def _torch(facts: Facts, wanted: DoctorRequest) -> Findings:
         yield Finding("OK", "torch", f"{facts.torch} (supported: {supported})")
     else:
         yield Finding(
-            "FAIL", "torch", f"{facts.torch} is not supported, which are {supported}",
+            "FAIL",
+            "torch",
+            f"{facts.torch} is not supported, which are {supported}",
             f"pip install 'torch>={_text(least)},<{_text(below)}'",
-        )  # fmt: skip
+        )
     for name, (lowest, why) in SUPPORTED_EXTRAS.items():
         found = facts.extras.get(name)
         if found is not None and numbers(found)[: len(lowest)] < lowest:
             yield Finding(
-                "WARN", name, f"{found} is older than {_text(lowest)}, which {why} needs",
+                "WARN",
+                name,
+                f"{found} is older than {_text(lowest)}, which {why} needs",
                 f"pip install '{name}>={_text(lowest)}'",
-            )  # fmt: skip
+            )
 
 
 def _triton(facts: Facts, wanted: DoctorRequest) -> Findings:
@@ -106,10 +111,12 @@ def _triton(facts: Facts, wanted: DoctorRequest) -> Findings:
     found = facts.extras.get("triton", "")
     if facts.triton and numbers(found)[:2] != numbers(facts.triton)[:2]:
         yield Finding(
-            "WARN", "triton", f"{found or 'none'} is installed, and torch {facts.torch} asks for "
+            "WARN",
+            "triton",
+            f"{found or 'none'} is installed, and torch {facts.torch} asks for "
             f"{facts.triton}: --compile can fail ({TRITON_THREAD})",
             f"pip install triton=={facts.triton}",
-        )  # fmt: skip
+        )
 
 
 def _nccl(facts: Facts, wanted: DoctorRequest) -> Findings:
@@ -119,18 +126,22 @@ def _nccl(facts: Facts, wanted: DoctorRequest) -> Findings:
         if known.first <= version < known.fixed and known.machine in ("", facts.machine):
             cuda = (facts.torch_cuda or "13").partition(".")[0]
             yield Finding(
-                "WARN", "NCCL", f"{facts.nccl} {known.what} ({known.thread})",
+                "WARN",
+                "NCCL",
+                f"{facts.nccl} {known.what} ({known.thread})",
                 f"pip install 'nvidia-nccl-cu{cuda}>={_text(known.fixed)}'",
-            )  # fmt: skip
+            )
 
 
 def _kernel(facts: Facts, wanted: DoctorRequest) -> Findings:
     version = numbers(facts.kernel)[:2]
     if version and version < LEAST_KERNEL:
         yield Finding(
-            "WARN", "kernel", f"Linux {facts.kernel} can make distributed processes hang",
+            "WARN",
+            "kernel",
+            f"Linux {facts.kernel} can make distributed processes hang",
             f"update to {_text(LEAST_KERNEL)} or later",
-        )  # fmt: skip
+        )
     else:
         yield Finding("OK", "kernel", f"Linux {facts.kernel}, Python {facts.python}")
 
@@ -139,30 +150,39 @@ def _driver(facts: Facts, wanted: DoctorRequest) -> Findings:
     """Check that torch can use the GPUs, and that the driver is new enough for its CUDA."""
     if not facts.gpus and not facts.has_cuda:
         if wanted.uses_gpus:
-            yield Finding("FAIL", "GPUs", "the plan needs GPUs, and this machine shows none",
-                          "check nvidia-smi; in a container, --gpus all")  # fmt: skip
+            yield Finding(
+                "FAIL",
+                "GPUs",
+                "the plan needs GPUs, and this machine shows none",
+                "check nvidia-smi; in a container, --gpus all",
+            )
         else:
             yield Finding("OK", "GPUs", f"none; {facts.num_cores} CPU cores")
         return
     if facts.torch_cuda is None:
         yield Finding(
-            "FAIL" if wanted.uses_gpus else "WARN", "CUDA",
+            "FAIL" if wanted.uses_gpus else "WARN",
+            "CUDA",
             f"torch {facts.torch} is built without CUDA, and there are {len(facts.gpus)} GPUs",
             "install a build of torch with CUDA: https://pytorch.org/get-started/locally",
-        )  # fmt: skip
+        )
         return
     driver = facts.gpus[0].driver if facts.gpus else ""
     least = LEAST_DRIVERS.get(numbers(facts.torch_cuda)[0])
     if driver and least is not None and numbers(driver)[0] < least:
         yield Finding(
-            "FAIL", "driver", f"{driver} is too old for CUDA {facts.torch_cuda}",
+            "FAIL",
+            "driver",
+            f"{driver} is too old for CUDA {facts.torch_cuda}",
             f"update the driver to {least} or later, or install torch for an older CUDA",
-        )  # fmt: skip
+        )
     elif not facts.has_cuda:
         yield Finding(
-            "FAIL", "CUDA", "torch sees no GPU although the driver does",
+            "FAIL",
+            "CUDA",
+            "torch sees no GPU although the driver does",
             "check CUDA_VISIBLE_DEVICES and python -c 'import torch; torch.cuda.init()'",
-        )  # fmt: skip
+        )
     else:
         nccl = f", NCCL {facts.nccl}" if facts.nccl else ""
         yield Finding("OK", "driver", f"{driver or 'unknown'}, CUDA {facts.torch_cuda}{nccl}")
@@ -170,15 +190,19 @@ def _driver(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 def _architecture(facts: Facts, wanted: DoctorRequest) -> Findings:
     """Check that torch has kernels for the GPUs; kernels of the same major version count."""
-    majors = {numbers(name.rpartition("_")[2])[0] // 10 for name in facts.architectures
-              if numbers(name.rpartition("_")[2])}  # fmt: skip
+    majors = {
+        numbers(name.rpartition("_")[2])[0] // 10
+        for name in facts.architectures
+        if numbers(name.rpartition("_")[2])
+    }
     for index, (major, minor) in enumerate(facts.capabilities):
         if majors and major not in majors:
             yield Finding(
-                "FAIL", f"GPU {index}", f"torch {facts.torch} has no kernels for its compute "
-                f"capability {major}.{minor}",
+                "FAIL",
+                f"GPU {index}",
+                f"torch {facts.torch} has no kernels for its compute capability {major}.{minor}",
                 f"install a build of torch for it; this has {' '.join(facts.architectures)}",
-            )  # fmt: skip
+            )
 
 
 def _gpus(facts: Facts, wanted: DoctorRequest) -> Findings:
@@ -188,29 +212,46 @@ def _gpus(facts: Facts, wanted: DoctorRequest) -> Findings:
         bad: list[Finding] = []
         if gpu.is_mig:
             several = wanted.most_devices > 1
-            bad.append(Finding(
-                "FAIL" if several else "WARN", name, "it is in MIG mode"
-                + (", and NCCL does not join several parts of GPUs" if several else ""),
-                f"nvidia-smi -i {gpu.index} -mig 0",
-            ))  # fmt: skip
+            bad.append(
+                Finding(
+                    "FAIL" if several else "WARN",
+                    name,
+                    "it is in MIG mode"
+                    + (", and NCCL does not join several parts of GPUs" if several else ""),
+                    f"nvidia-smi -i {gpu.index} -mig 0",
+                )
+            )
         if gpu.uncorrected_errors:
-            bad.append(Finding(
-                "FAIL", name, f"{gpu.uncorrected_errors} uncorrected memory errors since the "
-                "driver was loaded", "restart the machine; if they come back, replace the GPU",
-            ))  # fmt: skip
+            bad.append(
+                Finding(
+                    "FAIL",
+                    name,
+                    f"{gpu.uncorrected_errors} uncorrected memory errors since the "
+                    "driver was loaded",
+                    "restart the machine; if they come back, replace the GPU",
+                )
+            )
         for bit, (level, reason, fix) in THROTTLE_REASONS.items():
             if gpu.throttle & bit:
                 bad.append(Finding(level, name, f"its clock is lowered: {reason}", fix))
         if 0 < gpu.pcie_width < gpu.most_pcie_width:
-            bad.append(Finding(
-                "WARN", name, f"it uses {gpu.pcie_width} of {gpu.most_pcie_width} PCIe lanes",
-                "reseat the card, or check the slot",
-            ))  # fmt: skip
+            bad.append(
+                Finding(
+                    "WARN",
+                    name,
+                    f"it uses {gpu.pcie_width} of {gpu.most_pcie_width} PCIe lanes",
+                    "reseat the card, or check the slot",
+                )
+            )
         bad += _memory_of(name, gpu.memory_bytes, gpu.used_bytes, wanted)
-        yield from bad or [Finding(
-            "OK", name, f"{gpu.name}, {_gib(gpu.memory_bytes - gpu.used_bytes)} of "
-            f"{_gib(gpu.memory_bytes)} free, clock {gpu.clock_mhz} of {gpu.most_clock_mhz} MHz",
-        )]  # fmt: skip
+        yield from bad or [
+            Finding(
+                "OK",
+                name,
+                f"{gpu.name}, {_gib(gpu.memory_bytes - gpu.used_bytes)} of "
+                f"{_gib(gpu.memory_bytes)} free, clock {gpu.clock_mhz} of {gpu.most_clock_mhz} MHz",
+            )
+        ]
 
 
 def _memory_of(name: str, total: int, used: int, wanted: DoctorRequest) -> Findings:
@@ -218,8 +259,12 @@ def _memory_of(name: str, total: int, used: int, wanted: DoctorRequest) -> Findi
     free, needed = total - used, wanted.memory_bytes
     fix = "end the processes that nvidia-smi shows"
     if needed > total:
-        yield Finding("FAIL", name, f"the plan needs {_gib(needed)}, and it has {_gib(total)}",
-                      "plan for this device")  # fmt: skip
+        yield Finding(
+            "FAIL",
+            name,
+            f"the plan needs {_gib(needed)}, and it has {_gib(total)}",
+            "plan for this device",
+        )
     elif needed > free:
         yield Finding(
             "FAIL", name, f"the plan needs {_gib(needed)}, and {_gib(free)} are free", fix
@@ -234,10 +279,12 @@ def _peers(facts: Facts, wanted: DoctorRequest) -> Findings:
         pairs = ", ".join(f"{one}→{other}" for one, other in facts.peers[:4])
         more = f" and {len(facts.peers) - 4} more" if len(facts.peers) > 4 else ""
         yield Finding(
-            "WARN", "GPU links", f"no direct access between GPUs: {pairs}{more}",
+            "WARN",
+            "GPU links",
+            f"no direct access between GPUs: {pairs}{more}",
             "check nvidia-smi topo -m, and that IOMMU and ACS are off: "
             "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html",
-        )  # fmt: skip
+        )
     elif len(facts.capabilities) > 1:
         yield Finding("OK", "GPU links", "all GPUs reach each other's memory")
 
@@ -247,25 +294,31 @@ def _limits(facts: Facts, wanted: DoctorRequest) -> Findings:
     if facts.open_files < FEW_OPEN_FILES:
         level: Level = "FAIL" if facts.open_files < LEAST_OPEN_FILES else "WARN"
         yield Finding(
-            level, "open files", f"a process may open {facts.open_files} files; each connection "
-            "to a rank, and each file of data, is one", "ulimit -n 65536",
-        )  # fmt: skip
+            level,
+            "open files",
+            f"a process may open {facts.open_files} files; each connection "
+            "to a rank, and each file of data, is one",
+            "ulimit -n 65536",
+        )
     else:
         yield Finding("OK", "open files", f"{facts.open_files}")
     needs_shared = wanted.uses_gpus or bool(facts.gpus)
     if 0 < facts.shared_bytes < LEAST_SHARED_BYTES and needs_shared:
         yield Finding(
-            "WARN", "shared memory", f"/dev/shm has {_gib(facts.shared_bytes)}: NCCL and loaders "
-            "of data share memory there", "docker run --shm-size=8g; on Kubernetes an emptyDir of "
-            "medium Memory at /dev/shm",
-        )  # fmt: skip
+            "WARN",
+            "shared memory",
+            f"/dev/shm has {_gib(facts.shared_bytes)}: NCCL and loaders of data share memory there",
+            "docker run --shm-size=8g; on Kubernetes an emptyDir of medium Memory at /dev/shm",
+        )
     elif facts.shared_bytes:
         yield Finding("OK", "shared memory", f"/dev/shm has {_gib(facts.shared_bytes)}")
     if facts.infiniband and 0 <= facts.locked_bytes < GIB:
         yield Finding(
-            "WARN", "locked memory", f"a process may lock {_gib(facts.locked_bytes)}, and "
-            "InfiniBand locks its buffers", "ulimit -l unlimited; docker run --ulimit memlock=-1",
-        )  # fmt: skip
+            "WARN",
+            "locked memory",
+            f"a process may lock {_gib(facts.locked_bytes)}, and InfiniBand locks its buffers",
+            "ulimit -l unlimited; docker run --ulimit memlock=-1",
+        )
 
 
 def _host_memory(facts: Facts, wanted: DoctorRequest) -> Findings:
@@ -279,8 +332,12 @@ def _host_memory(facts: Facts, wanted: DoctorRequest) -> Findings:
     what = f"{_gib(free)} of {_gib(facts.memory_bytes)} free{limit}"
     if free < needed:
         each = f"{wanted.most_devices} processes" if wanted.most_devices > 1 else "a process"
-        yield Finding("WARN", "host memory", f"{what}; {each} may need {_gib(needed)}",
-                      "end other processes, or raise the limit")  # fmt: skip
+        yield Finding(
+            "WARN",
+            "host memory",
+            f"{what}; {each} may need {_gib(needed)}",
+            "end other processes, or raise the limit",
+        )
     else:
         yield Finding("OK", "host memory", what)
 
@@ -292,25 +349,32 @@ def _network(facts: Facts, wanted: DoctorRequest) -> Findings:
     yield from _named_interfaces(facts)
     for port, state in facts.infiniband:
         if state != "ACTIVE":
-            yield Finding("WARN", "InfiniBand", f"port {port} is {state}",
-                          "check the cable and ibstat, or leave it out by NCCL_IB_HCA")  # fmt: skip
+            yield Finding(
+                "WARN",
+                "InfiniBand",
+                f"port {port} is {state}",
+                "check the cable and ibstat, or leave it out by NCCL_IB_HCA",
+            )
     if wanted.num_hosts == 1:
         return
     if not usable:
-        yield Finding("FAIL", "network", "no interface has an address but the loopback",
-                      "check ip address")  # fmt: skip
+        yield Finding(
+            "FAIL", "network", "no interface has an address but the loopback", "check ip address"
+        )
         return
     yield from _families(facts, usable)
     loopback = [each for each in facts.addresses if ipaddress.ip_address(each).is_loopback]
     if facts.addresses and len(loopback) == len(facts.addresses):
         yield Finding(
-            "FAIL" if "GLOO_SOCKET_IFNAME" not in facts.environment else "WARN", "host name",
+            "FAIL" if "GLOO_SOCKET_IFNAME" not in facts.environment else "WARN",
+            "host name",
             f"{facts.host} stands for {loopback[0]} here, which other hosts cannot reach",
             f"export GLOO_SOCKET_IFNAME={usable[0].name}, or correct /etc/hosts",
-        )  # fmt: skip
+        )
     elif not facts.addresses:
-        yield Finding("FAIL", "host name", f"{facts.host} has no address",
-                      "add it to DNS or /etc/hosts")  # fmt: skip
+        yield Finding(
+            "FAIL", "host name", f"{facts.host} has no address", "add it to DNS or /etc/hosts"
+        )
 
 
 def _named_interfaces(facts: Facts) -> Findings:
@@ -322,26 +386,35 @@ def _named_interfaces(facts: Facts) -> Findings:
             continue
         is_exact = text.startswith("=") or variable.startswith("GLOO")
         wanted = [name.partition(":")[0] for name in text.lstrip("=").split(",")]
-        if not any(name == each if is_exact else name.startswith(each)
-                   for name in known for each in wanted):  # fmt: skip
-            yield Finding("FAIL", variable, f"it names {text}, and there is {', '.join(known)}",
-                          f"export {variable}=…, or unset it")  # fmt: skip
+        if not any(
+            name == each if is_exact else name.startswith(each) for name in known for each in wanted
+        ):
+            yield Finding(
+                "FAIL",
+                variable,
+                f"it names {text}, and there is {', '.join(known)}",
+                f"export {variable}=…, or unset it",
+            )
 
 
 def _families(facts: Facts, usable: list[Interface]) -> Findings:
     if not any(each.has_ipv4 for each in usable):
         if facts.environment.get("NCCL_SOCKET_FAMILY") != "AF_INET6":
             yield Finding(
-                "WARN", "network", "only IPv6 addresses",
+                "WARN",
+                "network",
+                "only IPv6 addresses",
                 "export NCCL_SOCKET_FAMILY=AF_INET6, and give the rendezvous by name",
-            )  # fmt: skip
+            )
     elif len(usable) > 1 and "GLOO_SOCKET_IFNAME" not in facts.environment:
         names = ", ".join(each.name for each in usable)
         yield Finding(
-            "WARN", "network", f"several interfaces ({names}), and gloo takes the one that the "
-            "host's name stands for", f"export GLOO_SOCKET_IFNAME={usable[0].name} and "
+            "WARN",
+            "network",
+            f"several interfaces ({names}), and gloo takes the one that the host's name stands for",
+            f"export GLOO_SOCKET_IFNAME={usable[0].name} and "
             f"NCCL_SOCKET_IFNAME={usable[0].name}, or whichever joins the hosts",
-        )  # fmt: skip
+        )
     else:
         yield Finding("OK", "network", ", ".join(each.name for each in usable))
 
@@ -371,6 +444,16 @@ def _gib(num_bytes: int) -> str:
 
 
 CHECKS: tuple[Check, ...] = (
-    _torch, _triton, _kernel, _driver, _nccl, _architecture, _gpus, _peers, _limits, _host_memory,
-    _network, _environment,
-)  # fmt: skip
+    _torch,
+    _triton,
+    _kernel,
+    _driver,
+    _nccl,
+    _architecture,
+    _gpus,
+    _peers,
+    _limits,
+    _host_memory,
+    _network,
+    _environment,
+)

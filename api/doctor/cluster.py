@@ -27,8 +27,12 @@ def check_cluster(
     cluster: Cluster, ranks: Sequence[RankFacts], times: Sequence[PairTime]
 ) -> tuple[Finding, ...]:
     """Return all findings of a running cluster."""
-    return (*_places(cluster, ranks), *_versions(ranks), *_devices(cluster, ranks),
-            *_links(cluster, ranks, times))  # fmt: skip
+    return (
+        *_places(cluster, ranks),
+        *_versions(ranks),
+        *_devices(cluster, ranks),
+        *_links(cluster, ranks, times),
+    )
 
 
 Findings = Iterator[Finding]
@@ -43,24 +47,31 @@ def _places(cluster: Cluster, ranks: Sequence[RankFacts]) -> Findings:
         found = sorted({each.host for each in own})
         if len(found) > 1:
             yield Finding(
-                "FAIL", f"host {index}", f"its ranks {ranks_text(range(start, start + len(own)))} "
-                f"are on {', '.join(found)}", "start --nproc-per-node ranks on each host as the "
+                "FAIL",
+                f"host {index}",
+                f"its ranks {ranks_text(range(start, start + len(own)))} are on {', '.join(found)}",
+                "start --nproc-per-node ranks on each host as the "
                 "plan has devices: autoparallel launch writes such files",
-            )  # fmt: skip
+            )
         if len(found) == 1:
             names.append(found[0])
         devices = sorted({each.device for each in own})
         wrong = [name for name in devices if not _is_same(host.device.name, name)]
         if wrong and host.device.kind == "cuda":
             yield Finding(
-                "FAIL", f"host {index}", f"{found[0]} has {wrong[0]}, described is "
-                f"{host.device.name}", "start the hosts in the described order, or plan again for "
-                "these devices",
-            )  # fmt: skip
+                "FAIL",
+                f"host {index}",
+                f"{found[0]} has {wrong[0]}, described is {host.device.name}",
+                "start the hosts in the described order, or plan again for these devices",
+            )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        yield Finding("WARN", "hosts", f"{twice[0]} is several of the described hosts",
-                      "start one torchrun on each host")  # fmt: skip
+        yield Finding(
+            "WARN",
+            "hosts",
+            f"{twice[0]} is several of the described hosts",
+            "start one torchrun on each host",
+        )
     else:
         yield Finding("OK", "hosts", f"{len(ranks)} ranks on {', '.join(names)}")
 
@@ -84,21 +95,28 @@ def _devices(cluster: Cluster, ranks: Sequence[RankFacts]) -> Findings:
     """Find ranks that compute more slowly than others with the same device."""
     for name in dict.fromkeys(host.device.name for host in cluster.hosts):
         own = {
-            rank: facts.product_seconds for rank, facts in enumerate(ranks)
+            rank: facts.product_seconds
+            for rank, facts in enumerate(ranks)
             if cluster.device(rank).name == name
-        }  # fmt: skip
+        }
         usual = median(own.values())
-        slow = {rank: seconds / usual for rank, seconds in own.items()
-                if seconds > SLOW_DEVICE * usual}  # fmt: skip
+        slow = {
+            rank: seconds / usual for rank, seconds in own.items() if seconds > SLOW_DEVICE * usual
+        }
         for rank, ratio in slow.items():
             yield Finding(
-                "WARN", "compute", f"rank {rank} on {ranks[rank].host} takes {ratio:.1f} times as "
-                f"long as the median {name}", "look for other processes, heat and low clocks "
-                "there, or leave it out",
-            )  # fmt: skip
+                "WARN",
+                "compute",
+                f"rank {rank} on {ranks[rank].host} takes {ratio:.1f} times as "
+                f"long as the median {name}",
+                "look for other processes, heat and low clocks there, or leave it out",
+            )
         if not slow:
-            yield Finding("OK", "compute", f"{len(own)} × {name} alike: "
-                          f"{seconds_text(usual)} for a product of matrices")  # fmt: skip
+            yield Finding(
+                "OK",
+                "compute",
+                f"{len(own)} × {name} alike: {seconds_text(usual)} for a product of matrices",
+            )
 
 
 def _links(cluster: Cluster, ranks: Sequence[RankFacts], times: Sequence[PairTime]) -> Findings:
@@ -127,8 +145,10 @@ def _level(cluster: Cluster, link: Link, pairs: Mapping[Pair, Sequence[PairTime]
         f"{rate_text(link.bytes_per_second, 'B/s')} ({share:.0%}); latency {seconds_text(alpha)}, "
         f"described {seconds_text(link.alpha_seconds)}"
     )
-    fix = "check the interface that is used (NCCL_DEBUG=INFO), or describe the links as they are " \
-        "and plan again: autoparallel profile"  # fmt: skip
+    fix = (
+        "check the interface that is used (NCCL_DEBUG=INFO), or describe the links as they are "
+        "and plan again: autoparallel profile"
+    )
     yield Finding(level, f"link {link.name}", what, "" if level == "OK" else fix)
 
 
@@ -153,26 +173,32 @@ def _slow_pairs(
             own = range(first, first + cluster.hosts[host].num_devices)
             blamed |= set(own)
             yield Finding(
-                "WARN", f"link {link.name}", f"host {ranks[first].host} (ranks "
+                "WARN",
+                f"link {link.name}",
+                f"host {ranks[first].host} (ranks "
                 f"{ranks_text(own)}) is slow to every host that it was measured with",
                 "check its cable, card and switch port, or leave it out",
-            )  # fmt: skip
+            )
     for rank in _always_in(largest, slow, range(len(ranks))):
         if rank not in blamed:
             blamed.add(rank)
             yield Finding(
-                "WARN", f"link {link.name}", f"rank {rank} on {ranks[rank].host} is slow to every "
-                "rank that it was measured with", "check its cable, card and switch port, or leave "
-                "its host out",
-            )  # fmt: skip
+                "WARN",
+                f"link {link.name}",
+                f"rank {rank} on {ranks[rank].host} is slow to every "
+                "rank that it was measured with",
+                "check its cable, card and switch port, or leave its host out",
+            )
     for pair in sorted(slow):
         if not set(pair) & blamed:
             ratio = largest[pair].seconds / usual
             yield Finding(
-                "WARN", f"link {link.name}", f"ranks {pair[0]} and {pair[1]} take {ratio:.1f} "
+                "WARN",
+                f"link {link.name}",
+                f"ranks {pair[0]} and {pair[1]} take {ratio:.1f} "
                 f"times as long as others ({ranks[pair[0]].host}, {ranks[pair[1]].host})",
                 "check the way between them",
-            )  # fmt: skip
+            )
 
 
 def _always_in(pairs: Iterable[Pair], slow: Set[Pair], owner: Sequence[int]) -> list[int]:
@@ -182,6 +208,7 @@ def _always_in(pairs: Iterable[Pair], slow: Set[Pair], owner: Sequence[int]) -> 
         members[owner[one]][one, two] = owner[two]
         members[owner[two]][one, two] = owner[one]
     return [
-        each for each, own in sorted(members.items())
+        each
+        for each, own in sorted(members.items())
         if len(set(own.values()) - {each}) > 1 and set(own) <= slow
-    ]  # fmt: skip
+    ]

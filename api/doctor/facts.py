@@ -21,16 +21,32 @@ from pathlib import Path
 import psutil
 
 VARIABLES = (
-    "NCCL_", "TORCH_NCCL_", "GLOO_", "CUDA_", "MALLOC_", "PYTORCH_", "TORCH_DISTRIBUTED_",
-    "OMP_", "LD_PRELOAD",
-)  # fmt: skip
+    "NCCL_",
+    "TORCH_NCCL_",
+    "GLOO_",
+    "CUDA_",
+    "MALLOC_",
+    "PYTORCH_",
+    "TORCH_DISTRIBUTED_",
+    "OMP_",
+    "LD_PRELOAD",
+)
 """Prefixes of the environment variables that are read."""
 
 _GPU_FIELDS = (
-    "index", "name", "driver_version", "memory.total", "memory.used", "mig.mode.current",
-    "ecc.errors.uncorrected.volatile.total", "clocks.sm", "clocks.max.sm",
-    "clocks_throttle_reasons.active", "pcie.link.width.current", "pcie.link.width.max",
-)  # fmt: skip
+    "index",
+    "name",
+    "driver_version",
+    "memory.total",
+    "memory.used",
+    "mig.mode.current",
+    "ecc.errors.uncorrected.volatile.total",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks_throttle_reasons.active",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+)
 MIB = 2**20
 
 
@@ -117,7 +133,9 @@ def machine_facts() -> Facts:
         capabilities=tuple(torch.cuda.get_device_capability(each) for each in range(count)),
         gpus=parse_gpus(_nvidia_smi()),
         peers=tuple(
-            (one, other) for one in range(count) for other in range(count)
+            (one, other)
+            for one in range(count)
+            for other in range(count)
             if one != other and not torch.cuda.can_device_access_peer(one, other)
         ),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -137,7 +155,7 @@ def machine_facts() -> Facts:
         extras=_extras(),
         machine=platform.machine(),
         triton=_wanted_triton(),
-    )  # fmt: skip
+    )
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
@@ -151,12 +169,22 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
         if len(values) != len(_GPU_FIELDS) or not values[0].isdecimal():
             continue
         number = [_number(value) for value in values]
-        found.append(Gpu(
-            index=number[0], name=values[1], driver=values[2], memory_bytes=number[3] * MIB,
-            used_bytes=number[4] * MIB, is_mig=values[5] == "Enabled",
-            uncorrected_errors=number[6], clock_mhz=number[7], most_clock_mhz=number[8],
-            throttle=number[9], pcie_width=number[10], most_pcie_width=number[11],
-        ))  # fmt: skip
+        found.append(
+            Gpu(
+                index=number[0],
+                name=values[1],
+                driver=values[2],
+                memory_bytes=number[3] * MIB,
+                used_bytes=number[4] * MIB,
+                is_mig=values[5] == "Enabled",
+                uncorrected_errors=number[6],
+                clock_mhz=number[7],
+                most_clock_mhz=number[8],
+                throttle=number[9],
+                pcie_width=number[10],
+                most_pcie_width=number[11],
+            )
+        )
     return tuple(found)
 
 
@@ -170,8 +198,11 @@ def _number(text: str) -> int:
 def _nvidia_smi() -> str:
     if shutil.which("nvidia-smi") is None:
         return ""
-    command = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}",
-               "--format=csv,noheader,nounits"]  # fmt: skip
+    command = [
+        "nvidia-smi",
+        f"--query-gpu={','.join(_GPU_FIELDS)}",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=30, check=False
@@ -222,18 +253,21 @@ def _interfaces() -> tuple[Interface, ...]:
         if name not in states or not states[name].isup:
             continue
         ips = [
-            address.address.partition("%")[0] for address in addresses
+            address.address.partition("%")[0]
+            for address in addresses
             if address.family in (socket.AF_INET, socket.AF_INET6)
-        ]  # fmt: skip
+        ]
         parsed = [ipaddress.ip_address(each) for each in ips]
         routed = [each for each in parsed if not each.is_link_local]
-        found.append(Interface(
-            name,
-            has_ipv4=any(each.version == 4 for each in routed),
-            has_ipv6=any(each.version == 6 for each in routed),
-            is_loopback=bool(parsed) and all(each.is_loopback for each in parsed),
-            is_virtual=name.startswith(_VIRTUAL),
-        ))  # fmt: skip
+        found.append(
+            Interface(
+                name,
+                has_ipv4=any(each.version == 4 for each in routed),
+                has_ipv6=any(each.version == 6 for each in routed),
+                is_loopback=bool(parsed) and all(each.is_loopback for each in parsed),
+                is_virtual=name.startswith(_VIRTUAL),
+            )
+        )
     return tuple(found)
 
 

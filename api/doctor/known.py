@@ -39,13 +39,26 @@ class KnownNccl:
 
 
 BAD_NCCL = (
-    KnownNccl((2, 29, 2), (2, 29, 3), "can hang in collectives",
-              "https://github.com/pytorch/pytorch/pull/174338"),
-    KnownNccl((2, 0), (2, 29, 3), "loses slots of its proxy on ARM, until all ranks hang",
-              "https://github.com/marin-community/marin/pull/8038", machine="aarch64"),
-    KnownNccl((2, 25, 1), (2, 26, 2), "hangs when a failed run is aborted",
-              "https://github.com/pytorch/pytorch/issues/149153"),
-)  # fmt: skip
+    KnownNccl(
+        (2, 29, 2),
+        (2, 29, 3),
+        "can hang in collectives",
+        "https://github.com/pytorch/pytorch/pull/174338",
+    ),
+    KnownNccl(
+        (2, 0),
+        (2, 29, 3),
+        "loses slots of its proxy on ARM, until all ranks hang",
+        "https://github.com/marin-community/marin/pull/8038",
+        machine="aarch64",
+    ),
+    KnownNccl(
+        (2, 25, 1),
+        (2, 26, 2),
+        "hangs when a failed run is aborted",
+        "https://github.com/pytorch/pytorch/issues/149153",
+    ),
+)
 """Versions of NCCL, read 2026-11-25. The second was found with 2.28.9 and is in NVIDIA's notes to
 2.29.3; its thread reads that older versions have it, too. torch 2.11 and later come with newer
 versions than the third; builds with a system's NCCL may not."""
@@ -59,7 +72,7 @@ THROTTLE_REASONS: Mapping[int, tuple[Literal["WARN", "FAIL"], str, str]] = {
     0x80: ("FAIL", "the power supply asks for less", "check the power supply"),
     0x20: ("WARN", "it is near its highest temperature", "check fans and cooling"),
     0x02: ("WARN", "application clocks are set", "nvidia-smi -rac"),
-}  # fmt: skip
+}
 """Bits of nvidia-smi's clocks_throttle_reasons.active. The limit of power (0x4) is left out: a GPU
 under load is usually at it. Source: nvml.h, nvmlClocksThrottleReasons."""
 

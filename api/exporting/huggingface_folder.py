@@ -22,10 +22,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COPIED = (
-    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "*.model", "chat_template*",
-    "preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
 """Patterns of files of the model's folder that do not depend on its weights."""
 
 PEFT_PREFIX = "base_model.model."

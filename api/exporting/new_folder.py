@@ -22,10 +22,12 @@ def check_free(place: Path, force: bool) -> None:
         raise UsageError("AP869", f"{place} is a file, not a folder", where=str(place.resolve()))
     if Path.cwd().is_relative_to(place.resolve()):
         raise UsageError(
-            "AP869", f"the folder {place} is or holds the current one", where=str(place.resolve()),
+            "AP869",
+            f"the folder {place} is or holds the current one",
+            where=str(place.resolve()),
             why="a folder is written beside its place, and then takes it",
             fix="name a folder that does not exist yet: -o exported",
-        )  # fmt: skip
+        )
     if place.exists() and any(place.iterdir()) and not force:
         raise UsageError(
             "AP869",

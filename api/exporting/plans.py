@@ -81,10 +81,11 @@ def is_plan_format(to: str | None, source: str | Path) -> bool:
         raise UsageError(
             "AP361",
             f"{source} is a plan, which has no weights"
-            if to is not None else f"{source} is a plan: say what to export it to",
+            if to is not None
+            else f"{source} is a plan: say what to export it to",
             why="" if to is None else f"--to {to} writes the weights of a checkpoint",
             fix=f"of a plan: --to {', '.join(WRITERS)}; run --save writes checkpoints with weights",
-        )  # fmt: skip
+        )
     return to in WRITERS
 
 
@@ -100,9 +101,10 @@ def check_plan_options(given: Iterable[str]) -> None:
     """
     if names := ", ".join(given):
         raise UsageError(
-            "AP363", f"{names}: a plan has no weights",
+            "AP363",
+            f"{names}: a plan has no weights",
             fix="leave these options out: they are for checkpoints",
-        )  # fmt: skip
+        )
 
 
 def export_plan(

@@ -76,9 +76,14 @@ def plan_program(
         plan, plan_path, trust=trust, profile=cast("Mode", profile), database=database
     )
     return stage_program(
-        made.graph, made.program.blocks, plan, stage, minimized=minimized,
-        memory_limit_bytes=memory_limit_bytes, basis=made.basis,
-    )  # fmt: skip
+        made.graph,
+        made.program.blocks,
+        plan,
+        stage,
+        minimized=minimized,
+        memory_limit_bytes=memory_limit_bytes,
+        basis=made.basis,
+    )
 
 
 def write_plan_program(found: StageProgram, output: str) -> WrittenProgram:

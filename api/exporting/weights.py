@@ -74,9 +74,10 @@ class WeightSource:
         aliases = {} if self.model is None else find_tied(self.model)
         known = set(self.files.names())
         return tuple(
-            name for name in self.files.names() if aliases.get(name, name) == name
-            or aliases[name] not in known
-        )  # fmt: skip
+            name
+            for name in self.files.names()
+            if aliases.get(name, name) == name or aliases[name] not in known
+        )
 
 
 def export(  # noqa: PLR0913 - one parameter per option
@@ -121,8 +122,13 @@ def export(  # noqa: PLR0913 - one parameter per option
 
     with new_folder(place) as temporary:
         if to == "peft":
-            files = write_adapters(temporary, source.target, source.lora, source.adapted,
-                                   {name: tensor(name) for name in tensors})  # fmt: skip
+            files = write_adapters(
+                temporary,
+                source.target,
+                source.lora,
+                source.adapted,
+                {name: tensor(name) for name in tensors},
+            )
         else:
             kind = "pt" if to == "pt" else "safetensors"
             files = write_shards(temporary, sizes, tensor, kind=kind, most_bytes=most_bytes)
@@ -138,9 +144,10 @@ def _check_choices(to: str, dtype: str | None) -> None:
     for name, value, known in (("--to", to, CHECKPOINT_FORMATS), ("--dtype", dtype, tuple(DTYPES))):
         if value is not None and value not in known:
             raise UsageError(
-                "AP870", f"{name} {value!r} is not one of {', '.join(known)}",
+                "AP870",
+                f"{name} {value!r} is not one of {', '.join(known)}",
                 fix=did_you_mean(value, known),
-            )  # fmt: skip
+            )
 
 
 def _source(checkpoint: Path, model: str | None, lora: str | None, *, trust: bool) -> WeightSource:
@@ -195,9 +202,11 @@ def _merged_tensors(source: WeightSource) -> dict[str, Callable[[], Tensor]]:
     adapted = source.adapted if source.model is not None else ()
     if adapted and source.lora is None:
         raise UsageError(
-            "AP871", "the checkpoint has LoRA adapters whose settings are unknown",
-            where=source.files.place, fix="--lora r=R,alpha=ALPHA, as it was trained",
-        )  # fmt: skip
+            "AP871",
+            "the checkpoint has LoRA adapters whose settings are unknown",
+            where=source.files.place,
+            fix="--lora r=R,alpha=ALPHA, as it was trained",
+        )
     endings = (LORA_A, LORA_B)
     names = [name for name in source.names() if not adapted or not name.endswith(endings)]
     _check_names(source, names)
@@ -215,9 +224,8 @@ def _check_names(source: WeightSource, names: list[str]) -> None:
     tied = find_tied(source.model)
     have = {tied.get(name, name) for name in names}
     wanted = {
-        name for name, _ in source.model.named_parameters()
-        if not name.endswith((LORA_A, LORA_B))
-    }  # fmt: skip
+        name for name, _ in source.model.named_parameters() if not name.endswith((LORA_A, LORA_B))
+    }
     buffers = {name for name, _ in source.model.named_buffers()}
     missing, unknown = sorted(wanted - have), sorted(have - wanted - buffers)
     if missing or unknown:

@@ -79,18 +79,26 @@ def candidate_chart(plan: Plan, found: Sequence[Baseline], limit: int) -> Candid
     """Return the chart of the plan, its alternatives and the baselines."""
     own = plan.prediction
     entries = [
-        Entry(plan_summary(plan), "plan", own.step_seconds, own.peak_memory_bytes, "the plan",
-              "plan")
-    ]  # fmt: skip
+        Entry(
+            plan_summary(plan), "plan", own.step_seconds, own.peak_memory_bytes, "the plan", "plan"
+        )
+    ]
     entries += [
         Entry(each.summary, "alternative", each.step_seconds, each.peak_memory_bytes, each.reason)
         for each in merged_alternatives(plan.alternatives)
     ]
     entries += [
-        Entry(f"{each.name}: {each.configuration}", "baseline", each.step_seconds,
-              each.memory_bytes, each.reason or f"best of {each.num_priced} priced", each.name)
-        for each in found if each.configuration
-    ]  # fmt: skip
+        Entry(
+            f"{each.name}: {each.configuration}",
+            "baseline",
+            each.step_seconds,
+            each.memory_bytes,
+            each.reason or f"best of {each.num_priced} priced",
+            each.name,
+        )
+        for each in found
+        if each.configuration
+    ]
     return time_memory_chart(entries, limit)
 
 
@@ -104,13 +112,21 @@ def time_memory_chart(entries: Sequence[Entry], limit: int) -> CandidateChart:
     x, y, is_far = _scales(placed, limit)
     candidates = tuple(
         Candidate(
-            each.name, each.kind, step or None, held or None,
-            step / best - 1 if step and best else None, each.reason, each.label,
-            (step, held) in front, number(x(min(held, x.high))) if step and held else "",
-            number(y(step)) if step and held else "", held > x.high,
+            each.name,
+            each.kind,
+            step or None,
+            held or None,
+            step / best - 1 if step and best else None,
+            each.reason,
+            each.label,
+            (step, held) in front,
+            number(x(min(held, x.high))) if step and held else "",
+            number(y(step)) if step and held else "",
+            held > x.high,
         )
-        for each in entries for step, held in [(each.step_seconds, each.memory_bytes)]
-    )  # fmt: skip
+        for each in entries
+        for step, held in [(each.step_seconds, each.memory_bytes)]
+    )
     gib = 2**30 if x.high >= 2**31 else 2**20
     unit = "GiB" if gib == 2**30 else "MiB"
     corners = []
@@ -125,8 +141,9 @@ def time_memory_chart(entries: Sequence[Entry], limit: int) -> CandidateChart:
         ),
         tuple(Tick(number(y(v)), seconds_text(v)) for v in ticks(y.low, y.high, 5)),
         "" if is_far else number(x(limit)),
-        f"limit {bytes_text(limit)}" + (" →" if is_far else ""), tuple(_labels(candidates)),
-    )  # fmt: skip
+        f"limit {bytes_text(limit)}" + (" →" if is_far else ""),
+        tuple(_labels(candidates)),
+    )
 
 
 def _scales(placed: Sequence[tuple[float, float]], limit: int) -> tuple[Scale, Scale, bool]:

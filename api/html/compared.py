@@ -37,9 +37,13 @@ from autoparallel.report.comparison import (
 )
 
 SECTIONS = {
-    "figures": "Figures", "picture": "Time and memory", "choices": "What differs",
-    "time": "Where the step goes", "memory": "Memory", "measured": "Measured",
-}  # fmt: skip
+    "figures": "Figures",
+    "picture": "Time and memory",
+    "choices": "What differs",
+    "time": "Where the step goes",
+    "memory": "Memory",
+    "measured": "Measured",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +87,10 @@ def compared_page(items: Sequence[Item]) -> str:
     """Return the whole page."""
     found = _context(items)
     sections = [
-        (name, title) for name, title in SECTIONS.items()
+        (name, title)
+        for name, title in SECTIONS.items()
         if name != "choices" or len(found["letters"]) > 1
-    ]  # fmt: skip
+    ]
     return render(
         "compared.html",
         {**found, "sections": sections, "folder": "compared", "version": __version__},
@@ -116,28 +121,31 @@ def _context(items: Sequence[Item]) -> dict[str, Any]:
         "has_runs": any(item.run is not None for item in items),
         "choices": different_choices(items),
         "time_looks": {
-            name: look for name, look in TIME_LOOKS.items()
+            name: look
+            for name, look in TIME_LOOKS.items()
             if any(each.seconds.get(name, 0) > 0 for each in found)
         },
         "longest": max((sum(each.seconds.values()) for each in found), default=0.0),
         "memory_looks": {
-            name: MEMORY_LOOKS.get(name, OTHER_MEMORY) for name in order
+            name: MEMORY_LOOKS.get(name, OTHER_MEMORY)
+            for name in order
             if max((each.held.get(name, 0) for each in found), default=0.0) >= LEAST_SHARE * most
             and most
         },
         "memory_meanings": MEMORY_MEANINGS,
         "fullest": max((max(sum(e.held.values()), e.limit) for e in found), default=0.0),
-    }  # fmt: skip
+    }
 
 
 COLUMNS = (
     Column("step", step_seconds, seconds_text, True),
     Column("per second", throughput, count_text, False),
-    Column("MFU", of_plan(lambda plan: plan.prediction.model_flops_utilization), percent_text,
-           False),
+    Column(
+        "MFU", of_plan(lambda plan: plan.prediction.model_flops_utilization), percent_text, False
+    ),
     Column("bubble", of_plan(lambda plan: plan.prediction.bubble_fraction), percent_text, True),
     Column("memory", memory_bytes, bytes_text, True),
-)  # fmt: skip
+)
 
 
 def _compare_item(
@@ -148,11 +156,17 @@ def _compare_item(
     if plan is not None:
         limit = usable_bytes(plan, plan.stages[fullest_rank(plan)[0][0]])
     return ComparedItem(
-        letter, name, description(item).removesuffix("; does not fit"),
-        "run" if plan is None else "plan", 0.0 if plan is None else excess_bytes(plan),
+        letter,
+        name,
+        description(item).removesuffix("; does not fit"),
+        "run" if plan is None else "plan",
+        0.0 if plan is None else excess_bytes(plan),
         tuple(_cell(each, item, first) for each in columns),
-        {} if plan is None else spent_seconds(plan), held_bytes(item), limit, _measurements(item),
-    )  # fmt: skip
+        {} if plan is None else spent_seconds(plan),
+        held_bytes(item),
+        limit,
+        _measurements(item),
+    )
 
 
 def _cell(column: Column, item: Item, first: Item) -> Cell:
@@ -161,9 +175,11 @@ def _cell(column: Column, item: Item, first: Item) -> Cell:
         return Cell(None, "—")
     change = difference(value, column.find(first))
     return Cell(
-        value, column.write(value), change,
+        value,
+        column.write(value),
+        change,
         change is not None and (change < 0) == column.less_is_better,
-    )  # fmt: skip
+    )
 
 
 def _measurements(item: Item) -> tuple[tuple[str, Cell, Cell, float | None], ...]:
@@ -185,9 +201,10 @@ def _measurements(item: Item) -> tuple[tuple[str, Cell, Cell, float | None], ...
 def _name_fastest(items: Sequence[Item], found: Sequence[ComparedItem]) -> str:
     """Name the fastest plan that fits; "" if it is unknown."""
     fitting = [
-        (item.plan.prediction.step_seconds, own) for item, own in zip(items, found, strict=True)
+        (item.plan.prediction.step_seconds, own)
+        for item, own in zip(items, found, strict=True)
         if item.plan is not None and own.excess <= 0
-    ]  # fmt: skip
+    ]
     batches = {(item.plan.model.global_batch, item.plan.model.seq) for item in items if item.plan}
     if len(fitting) < 2 or len(batches) > 1:
         return ""
@@ -200,10 +217,16 @@ def _name_fastest(items: Sequence[Item], found: Sequence[ComparedItem]) -> str:
 def _chart(items: Sequence[Item], found: Sequence[ComparedItem]) -> Any:
     """Return the chart of items with both seconds and bytes; None without such an item."""
     entries = [
-        Entry(own.name, own.kind, step_seconds(item) or 0.0, memory_bytes(item) or 0.0,
-              own.what, own.letter)
+        Entry(
+            own.name,
+            own.kind,
+            step_seconds(item) or 0.0,
+            memory_bytes(item) or 0.0,
+            own.what,
+            own.letter,
+        )
         for item, own in zip(items, found, strict=True)
-    ]  # fmt: skip
+    ]
     if not any(each.step_seconds and each.memory_bytes for each in entries):
         return None
     limits = [own.limit for own in found if own.limit]

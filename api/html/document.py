@@ -41,10 +41,17 @@ from autoparallel.report.drawing import SAME, timeline_of
 from autoparallel.report.page import axis_lines, configuration_text, device_text, precision_text
 
 SECTIONS = {
-    "cluster": "Cluster", "model": "Model", "schedule": "Schedule",
-    "communication": "Communication", "memory": "Memory", "time": "Time", "roofline": "Roofline",
-    "candidates": "Candidates", "measured": "Measured", "sources": "Sources",
-}  # fmt: skip
+    "cluster": "Cluster",
+    "model": "Model",
+    "schedule": "Schedule",
+    "communication": "Communication",
+    "memory": "Memory",
+    "time": "Time",
+    "roofline": "Roofline",
+    "candidates": "Candidates",
+    "measured": "Measured",
+    "sources": "Sources",
+}
 MISSING = "the model was not loaded (--no-target)"
 MOST_STAGE_ROWS = 16
 """Number of stages above which tables are folded."""

@@ -6,9 +6,15 @@ A look is a class of the style sheet.
 from __future__ import annotations
 
 MEMORY_LOOKS = {
-    "parameters": "fill-c1", "master": "fill-c2", "versions": "fill-c8", "gradients": "fill-c3",
-    "optimizer": "fill-c4", "gathered": "fill-c6", "activations": "fill-c5", "other": "fill-c8",
-}  # fmt: skip
+    "parameters": "fill-c1",
+    "master": "fill-c2",
+    "versions": "fill-c8",
+    "gradients": "fill-c3",
+    "optimizer": "fill-c4",
+    "gathered": "fill-c6",
+    "activations": "fill-c5",
+    "other": "fill-c8",
+}
 """Categories of memory; all others look like ``OTHER_MEMORY``."""
 
 OTHER_MEMORY = "fill-c7"
@@ -33,8 +39,12 @@ MEMORY_MEANINGS = {
 }
 
 TIME_LOOKS = {
-    "compute": "fill-c1", "communication within the stage": "fill-exposed",
-    "sends to the next stage": "fill-c6", "gradient synchronization": "fill-c3",
-    "optimizer": "fill-c4", "waiting for other stages": "fill-wait", "other": "fill-wait",
-}  # fmt: skip
+    "compute": "fill-c1",
+    "communication within the stage": "fill-exposed",
+    "sends to the next stage": "fill-c6",
+    "gradient synchronization": "fill-c3",
+    "optimizer": "fill-c4",
+    "waiting for other stages": "fill-wait",
+    "other": "fill-wait",
+}
 """Parts of a step, in the order in which they are drawn."""

@@ -76,14 +76,20 @@ def memory_chart(
         tuple(Tick(number(y(v * scale)), f"{v:g} {unit}") for v in ticks(0, y.high / scale, 5)),
         "" if is_far else number(y(limit)),
         f"limit {bytes_text(limit)}" + (", far above" if is_far else ""),
-        number(x(times[peak])), number(y(totals[peak])), bytes_text(totals[peak]),
+        number(x(times[peak])),
+        number(y(totals[peak])),
+        bytes_text(totals[peak]),
         {
-            "names": names, "times": [round(t / step_seconds, 5) for t in times],
+            "names": names,
+            "times": [round(t / step_seconds, 5) for t in times],
             "actions": [str(action) for action, _ in held if action in starts],
             "mib": [[round(v / 2**20) for v in row] for row in rows],
-            "left": LEFT, "right": WIDTH - RIGHT, "width": WIDTH, "step": step_seconds,
+            "left": LEFT,
+            "right": WIDTH - RIGHT,
+            "width": WIDTH,
+            "step": step_seconds,
         },
-    )  # fmt: skip
+    )
 
 
 def _categories(held: Iterable[Mapping[str, float]], peak: float) -> list[str]:
@@ -104,8 +110,11 @@ def _band(
 
     def steps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         nexts = [*(at for at, _ in points[1:]), end]
-        return [place for (at, value), stop in zip(points, nexts, strict=True)
-                for place in ((at, value), (stop, value))]  # fmt: skip
+        return [
+            place
+            for (at, value), stop in zip(points, nexts, strict=True)
+            for place in ((at, value), (stop, value))
+        ]
 
     path = [*steps(top), *reversed(steps(base))]
     return "M" + "L".join(f"{number(a)} {number(b)}" for a, b in path) + "z"

@@ -43,11 +43,14 @@ def cluster_hosts(plan: Plan) -> list[Hosts]:
             rank_of.setdefault(device, rank)
     cluster = plan.cluster
     rows = [
-        (host.device.name, tuple(rank_of.get(first + slot) for slot in range(host.num_devices)),
-         link_text(host.link.name, host.link.bytes_per_second) if host.num_devices > 1 else "",
-         host.rack)
+        (
+            host.device.name,
+            tuple(rank_of.get(first + slot) for slot in range(host.num_devices)),
+            link_text(host.link.name, host.link.bytes_per_second) if host.num_devices > 1 else "",
+            host.rack,
+        )
         for host, first in zip(cluster.hosts, cluster.first_ranks, strict=True)
-    ]  # fmt: skip
+    ]
     found, at = [], 0
     for (name, ranks, link, rack), same in groupby(rows):
         count = len(list(same))
@@ -145,10 +148,12 @@ def weight_groups(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[Weigh
             ]
             found.append(
                 WeightGroup(
-                    names_text(split.blocks) or "shared", max(1, len(split.blocks)),
-                    mesh_text(mesh), tuple(weights),
+                    names_text(split.blocks) or "shared",
+                    max(1, len(split.blocks)),
+                    mesh_text(mesh),
+                    tuple(weights),
                 )
-            )  # fmt: skip
+            )
     return found
 
 
@@ -168,7 +173,11 @@ def _weight(
     for dim, size in parts.items():
         columns *= size if dim else 1
     return Weight(
-        name, min(parts.get(0, 1), MOST_STRIPS), min(columns, MOST_STRIPS), layout_text,
-        " × ".join(f"{size:,}" for size in shape), " × ".join(f"{size:,}" for size in local),
+        name,
+        min(parts.get(0, 1), MOST_STRIPS),
+        min(columns, MOST_STRIPS),
+        layout_text,
+        " × ".join(f"{size:,}" for size in shape),
+        " × ".join(f"{size:,}" for size in local),
         mesh.size // num_parts,
-    )  # fmt: skip
+    )

@@ -49,14 +49,26 @@ def write_html(text: str, path: str) -> None:
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
     made = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     made.filters.update(
-        seconds=seconds_text, bytes=bytes_text, count=count_text, percent=percent_text,
-        rate=rate_text, ranks=ranks_text, names=names_text, json=_json, mesh=mesh_text,
-        stages=stages_text, change=change_text, wide=lambda share: f"{100 * share:.2f}%",
-    )  # fmt: skip
+        seconds=seconds_text,
+        bytes=bytes_text,
+        count=count_text,
+        percent=percent_text,
+        rate=rate_text,
+        ranks=ranks_text,
+        names=names_text,
+        json=_json,
+        mesh=mesh_text,
+        stages=stages_text,
+        change=change_text,
+        wide=lambda share: f"{100 * share:.2f}%",
+    )
     made.globals["include_text"] = lambda name: Markup((TEMPLATES / name).read_text("utf-8"))
     return made
 

@@ -91,21 +91,26 @@ def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
     x = Scale(
         10 ** _power(floor, min(*intensities, peak / rate)),
         10 ** _power(ceil, max(*intensities, peak / rate)),
-        LEFT, WIDTH - RIGHT, is_log=True,
-    )  # fmt: skip
+        LEFT,
+        WIDTH - RIGHT,
+        is_log=True,
+    )
     low = max(10 ** _power(floor, min(rates)), peak * 1e-6)
     y = Scale(low, 10 ** _power(ceil, peak * 1.01), HEIGHT + 40 - BOTTOM, TOP, is_log=True)
     points = [
         OpPoint(
-            number(x(op.flops / op.num_bytes)), number(y(max(op.flops / op.seconds, low))),
-            number(2 + 20 * (op.total_seconds / total) ** 0.5), op.family, _direction(op),
+            number(x(op.flops / op.num_bytes)),
+            number(y(max(op.flops / op.seconds, low))),
+            number(2 + 20 * (op.total_seconds / total) ** 0.5),
+            op.family,
+            _direction(op),
             f"{op.name}, {_direction(op)}, {op.module}: {percent_text(op.total_seconds / total)} "
             f"of compute, {seconds_text(op.seconds)} each, "
             f"{count_text(op.flops / op.num_bytes)} FLOP per byte, "
             f"{rate_text(op.flops / op.seconds, 'FLOP/s')}",
         )
         for op in counted
-    ]  # fmt: skip
+    ]
     ridge = peak / rate
     start = max(x.low, low / rate)
     memory = f"M{_at(x, y, start, start * rate)}L{_at(x, y, ridge, peak)}"
@@ -115,18 +120,30 @@ def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
     is_roomy = x(ridge) > LEFT + LABEL_WIDTH
     place = (x(ridge) - 8, y(peak) + 4) if is_roomy else (x(x.high), y(peak) + 16)
     roofs = (
-        Roof(memory, number(x(middle) - 8), number(y(middle * rate) - 8),
-             f"memory {rate_text(rate, 'B/s')}", "end"),
-        Roof(compute, number(place[0]), number(place[1]),
-             f"{dtype} {rate_text(peak, 'FLOP/s')}", "end"),
-    )  # fmt: skip
+        Roof(
+            memory,
+            number(x(middle) - 8),
+            number(y(middle * rate) - 8),
+            f"memory {rate_text(rate, 'B/s')}",
+            "end",
+        ),
+        Roof(
+            compute,
+            number(place[0]),
+            number(place[1]),
+            f"{dtype} {rate_text(peak, 'FLOP/s')}",
+            "end",
+        ),
+    )
     rows = tuple(_row(op, total, peak, rate) for op in ops[:MOST_ROWS])
     return Roofline(
-        tuple(points), roofs,
+        tuple(points),
+        roofs,
         tuple(Tick(number(x(v)), power_text(v)) for v in powers(x.low, x.high)),
         tuple(Tick(number(y(v)), f"{power_text(v)}FLOP/s") for v in powers(y.low, y.high)),
-        rows, len(ops),
-    )  # fmt: skip
+        rows,
+        len(ops),
+    )
 
 
 def _row(op: OpWork, total: float, peak: float, rate: float) -> OpRow:

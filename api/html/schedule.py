@@ -30,10 +30,12 @@ gathered; gradients are summed; the pipeline fills; the step ends for all ranks 
 
 
 STREAM_NAMES = {
-    "compute": "compute", "send forward": "activations to later stages",
-    "send backward": "gradients to earlier stages", "gradient sync": "sums of gradients",
+    "compute": "compute",
+    "send forward": "activations to later stages",
+    "send backward": "gradients to earlier stages",
+    "gradient sync": "sums of gradients",
     "parameter gather": "gathering of parameters",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,15 @@ def schedule_view(timeline: Timeline, names: Sequence[str]) -> ScheduleView:
         compute = [e for e in events if e.stream == "compute"]
         shapes, table = _draw_boxes(events, compute, lanes, scale)
         table["waits"] = [
-            [round(w.start * scale), round((w.end - w.start) * scale), WAITS.index(w.why), w.stage,
-             w.microbatch]
+            [
+                round(w.start * scale),
+                round((w.end - w.start) * scale),
+                WAITS.index(w.why),
+                w.stage,
+                w.microbatch,
+            ]
             for w in waits
-        ]  # fmt: skip
+        ]
         busy = sum(e.end_seconds - e.start_seconds for e in compute) / timeline.step_seconds
         exposed = timeline.exposed_seconds[rank] / timeline.step_seconds
         rows.append(RankRow(names[rank], top, y - top, tuple(lanes), shapes, busy, exposed))
@@ -101,13 +108,21 @@ def schedule_view(timeline: Timeline, names: Sequence[str]) -> ScheduleView:
     kinds = {e.action.kind for events in timeline.events for e in events}
     data = {
         "streams": [STREAM_NAMES[stream] for stream in used],
-        "units": UNITS, "step": timeline.step_seconds, "kinds": KINDS, "waits": WAITS,
+        "units": UNITS,
+        "step": timeline.step_seconds,
+        "kinds": KINDS,
+        "waits": WAITS,
         "ranks": [
-            {"name": row.name, "top": row.top, "height": row.height,
-             "lanes": [[y, height] for _, y, height in row.lanes], **table}
+            {
+                "name": row.name,
+                "top": row.top,
+                "height": row.height,
+                "lanes": [[y, height] for _, y, height in row.lanes],
+                **table,
+            }
             for row, table in zip(rows, tables, strict=True)
         ],
-    }  # fmt: skip
+    }
     return ScheduleView(
         tuple(rows), max(top - GAP, 1), tuple(used), tuple(k for k in KINDS if k in kinds), data
     )
@@ -139,10 +154,17 @@ def _draw_boxes(
             paths.setdefault("hidden", []).append(_box(start, length, y, height, scale))
             for a, b in _other_parts(event, covered):
                 paths.setdefault("exposed", []).append(_box(a, b - a, y, height, scale))
-        table.append([
-            round(start * scale), max(1, round(length * scale)), KINDS.index(kind),
-            event.action.stage, event.action.microbatch, lane, round(hidden * scale),
-        ])  # fmt: skip
+        table.append(
+            [
+                round(start * scale),
+                max(1, round(length * scale)),
+                KINDS.index(kind),
+                event.action.stage,
+                event.action.microbatch,
+                lane,
+                round(hidden * scale),
+            ]
+        )
     shapes = tuple(Shape(look, "".join(parts)) for look, parts in paths.items())
     return shapes, {"events": table}
 

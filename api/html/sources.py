@@ -42,10 +42,11 @@ def headline(
         Figure(f"{unit} per second", count_text(own.tokens_per_second)),
         Figure("MFU", percent_text(own.model_flops_utilization), "of the devices' peak"),
         Figure(
-            "memory", bytes_text(own.peak_memory_bytes),
+            "memory",
+            bytes_text(own.peak_memory_bytes),
             f"{percent_text(own.peak_memory_bytes / limit)} of {bytes_text(limit)}",
         ),
-    ]  # fmt: skip
+    ]
     if plan.has_pipeline:
         found.append(Figure("bubble", percent_text(own.bubble_fraction), "of the step"))
     if plan.solver.bound_seconds > 0:
@@ -60,10 +61,12 @@ def headline(
 def baselines_text(found: Sequence[Baseline], best: Baseline | None) -> str:
     """Describe the baselines in a sentence, the fastest that fits first."""
     others = [
-        f"{each.name} takes {seconds_text(each.step_seconds)}" if each.fits else
-        f"{each.name} does not fit"
-        for each in found if each.configuration and each is not best
-    ]  # fmt: skip
+        f"{each.name} takes {seconds_text(each.step_seconds)}"
+        if each.fits
+        else f"{each.name} does not fit"
+        for each in found
+        if each.configuration and each is not best
+    ]
     if best is not None:
         others.insert(
             0,
@@ -87,24 +90,36 @@ def source_rows(plan: Plan, missing: str) -> list[SourceRow]:
     own = plan.prediction
     error = own.profile.interpolation_error if own.profile is not None else 0.0
     rows = [
-        SourceRow("times of ops and collectives", shares_text(own.sources, error) or "unknown",
-                  "shares of the step's time, docs/costs.md"),
-    ]  # fmt: skip
+        SourceRow(
+            "times of ops and collectives",
+            shares_text(own.sources, error) or "unknown",
+            "shares of the step's time, docs/costs.md",
+        ),
+    ]
     if own.profile is not None:
         where = own.profile.driver or f"{own.profile.threads} thread(s)"
         said = f"{own.profile.device}, {where}, torch {own.profile.torch}"
         rows.append(SourceRow("measurements", said, own.profile.mismatch or "this environment"))
     unit = "tokens" if plan.model.seq else "samples"
     rows += [
-        SourceRow("step", seconds_text(own.step_seconds),
-                  "the schedule simulated with each stage's seconds, docs/costs.md"),
-        SourceRow(f"{unit} per second", count_text(own.tokens_per_second),
-                  f"{unit} of the global batch, divided by the step"),
-        SourceRow("MFU", percent_text(own.model_flops_utilization),
-                  "FLOPs of the model without recomputation, at the peak, divided by the step"),
+        SourceRow(
+            "step",
+            seconds_text(own.step_seconds),
+            "the schedule simulated with each stage's seconds, docs/costs.md",
+        ),
+        SourceRow(
+            f"{unit} per second",
+            count_text(own.tokens_per_second),
+            f"{unit} of the global batch, divided by the step",
+        ),
+        SourceRow(
+            "MFU",
+            percent_text(own.model_flops_utilization),
+            "FLOPs of the model without recomputation, at the peak, divided by the step",
+        ),
         SourceRow("memory", bytes_text(own.peak_memory_bytes), memory_source(plan)),
         SourceRow("gap", gap_text(plan), "lower bound of the search, docs/planning.md"),
-    ]  # fmt: skip
+    ]
     model_rows = missing or "the plan's model, loaded and priced again"
     rows.append(SourceRow("baselines, roofline, memory in time", "", model_rows))
     for device in {host.device.name: host.device for host in plan.cluster.hosts}.values():
@@ -128,10 +143,13 @@ def _device_rows(device: Device) -> list[SourceRow]:
         "launch_seconds": seconds_text(device.launch_seconds),
     }
     names = {
-        "memory_bytes": "memory", "usable_memory_bytes": "usable memory",
-        "memory_bytes_per_second": "memory bandwidth", "peak_flops": "peak",
-        "efficiency": "efficiency by family", "launch_seconds": "launch of a kernel",
-    }  # fmt: skip
+        "memory_bytes": "memory",
+        "usable_memory_bytes": "usable memory",
+        "memory_bytes_per_second": "memory bandwidth",
+        "peak_flops": "peak",
+        "efficiency": "efficiency by family",
+        "launch_seconds": "launch of a kernel",
+    }
     unknown = device.sources.get("*", device.sources.get("name", "not stated"))
     return [
         SourceRow(f"{device.name}: {names[key]}", value, _source(device, key, unknown))
@@ -143,9 +161,10 @@ def _device_rows(device: Device) -> list[SourceRow]:
 def _source(device: Device, key: str, unknown: str) -> str:
     """Name the source of a figure; the entries of a table may have their own sources."""
     parts = {
-        name.partition(".")[2]: text for name, text in device.sources.items()
+        name.partition(".")[2]: text
+        for name, text in device.sources.items()
         if name.startswith(f"{key}.")
-    }  # fmt: skip
+    }
     own = device.sources.get(key)
     found = [own] if own is not None or not parts else []
     found += [f"{name}: {text}" for name, text in parts.items()]

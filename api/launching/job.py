@@ -136,9 +136,10 @@ def read_hosts(text: str | None) -> tuple[str, ...]:
         twice = next((name for name in names if names.count(name) > 1), "")
         what = f"{wrong[0]!r} is no host" if wrong else f"names {twice} twice" if twice else "empty"
         raise UsageError(
-            "AP373", f"--hosts {text}: {what}",
+            "AP373",
+            f"--hosts {text}: {what}",
             fix="host names separated by commas, or a file with one in each line",
-        )  # fmt: skip
+        )
     return names
 
 
@@ -151,9 +152,7 @@ def host_script(job: LaunchJob) -> str:
     counts = " ".join(map(str, job.num_devices))
     arguments = "".join(f" {shlex.quote(each)}" for each in job.arguments)
     setup = f"{job.setup}\n" if job.setup else ""
-    place = (
-        '--node-rank "$number"' if job.is_ordered else '--rdzv-conf "is_host=$is_first"'
-    )  # fmt: skip
+    place = '--node-rank "$number"' if job.is_ordered else '--rdzv-conf "is_host=$is_first"'
     is_first = "" if job.is_ordered else _IS_FIRST
     return f"""#!/usr/bin/env bash
 # What one of the {job.num_hosts} hosts runs: host.sh NUMBER FIRST_HOST, where NUMBER is its place

@@ -36,27 +36,31 @@ def kubernetes_files(
     """
     if image is None:
         raise UsageError(
-            "AP376", "--k8s needs an image",
+            "AP376",
+            "--k8s needs an image",
             fix="--image NAME: one with this package, and with the model's file in --workdir",
-        )  # fmt: skip
+        )
     if job.is_ordered or job.common_devices is None:
         raise UsageError(
-            "AP377", "the plan's hosts are not alike, and the pods of a Job are",
+            "AP377",
+            "the plan's hosts are not alike, and the pods of a Job are",
             fix="start it with --ssh, or with --slurm and --hosts",
-        )  # fmt: skip
+        )
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job.name) or len(job.name) > LONGEST_NAME:
         raise UsageError(
-            "AP378", f"--name {job.name!r} cannot be the name of a Job",
+            "AP378",
+            f"--name {job.name!r} cannot be the name of a Job",
             fix=f"at most {LONGEST_NAME} small letters, digits and -, a letter first",
-        )  # fmt: skip
+        )
     there = job.move_files(folder=FILES, workdir=workdir)
     files = {PLAN_FILE: plan_text, HOST_SCRIPT: _writable_logs(host_script(there), workdir)}
     num_bytes = sum(len(text.encode()) for text in files.values())
     if num_bytes > MOST_BYTES:
         raise UsageError(
-            "AP377", f"the plan has {num_bytes} bytes, and a ConfigMap at most {MOST_BYTES}",
+            "AP377",
+            f"the plan has {num_bytes} bytes, and a ConfigMap at most {MOST_BYTES}",
             fix="start it with --slurm or --ssh",
-        )  # fmt: skip
+        )
     items = [_service(job), _files(job, files), _job(job, image, claim, workdir)]
     return {MANIFEST: json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)}
 
@@ -86,8 +90,11 @@ def _service(job: LaunchJob) -> Table:
 
 def _files(job: LaunchJob, files: Mapping[str, str]) -> Table:
     return {
-        "apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job), "data": dict(files),
-    }  # fmt: skip
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(job),
+        "data": dict(files),
+    }
 
 
 def _job(job: LaunchJob, image: str, claim: str | None, workdir: str) -> Table:
@@ -96,37 +103,50 @@ def _job(job: LaunchJob, image: str, claim: str | None, workdir: str) -> Table:
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
     mounts: list[Table] = [
-        {"name": "files", "mountPath": FILES}, {"name": "shm", "mountPath": "/dev/shm"},
-    ]  # fmt: skip
+        {"name": "files", "mountPath": FILES},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
     if claim is not None:
         volumes.append({"name": "work", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": "work", "mountPath": workdir})
     first = f"{job.name}-0.{job.name}"
-    command = f'until getent hosts {first} > /dev/null; do sleep 1; done\n' \
-        f'exec bash {FILES}/{HOST_SCRIPT} "$JOB_COMPLETION_INDEX" {first}'  # fmt: skip
+    command = (
+        f"until getent hosts {first} > /dev/null; do sleep 1; done\n"
+        f'exec bash {FILES}/{HOST_SCRIPT} "$JOB_COMPLETION_INDEX" {first}'
+    )
     count = str(job.common_devices)
-    resources: Table = {"limits": {"nvidia.com/gpu": count}} if job.uses_gpus else {
-        "requests": {"cpu": count}
-    }  # fmt: skip
+    resources: Table = (
+        {"limits": {"nvidia.com/gpu": count}} if job.uses_gpus else {"requests": {"cpu": count}}
+    )
     container = {
-        "name": "train", "image": image, "command": ["bash", "-c", command],
-        "resources": resources, "volumeMounts": mounts,
+        "name": "train",
+        "image": image,
+        "command": ["bash", "-c", command],
+        "resources": resources,
+        "volumeMounts": mounts,
         "ports": [{"containerPort": job.port}],
-    }  # fmt: skip
+    }
     pod: Table = {
         "metadata": {"labels": {"app": job.name}},
         "spec": {
-            "restartPolicy": "Never", "subdomain": job.name, "containers": [container],
+            "restartPolicy": "Never",
+            "subdomain": job.name,
+            "containers": [container],
             "volumes": volumes,
         },
-    }  # fmt: skip
+    }
     if job.uses_gpus and job.num_hosts > 1:
-        apart = {"labelSelector": {"matchLabels": {"app": job.name}},
-                 "topologyKey": "kubernetes.io/hostname"}  # fmt: skip
+        apart = {
+            "labelSelector": {"matchLabels": {"app": job.name}},
+            "topologyKey": "kubernetes.io/hostname",
+        }
         rule = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
         pod["spec"]["affinity"] = {"podAntiAffinity": rule}
     spec = {
-        "completions": job.num_hosts, "parallelism": job.num_hosts, "completionMode": "Indexed",
-        "backoffLimit": 0, "template": pod,
-    }  # fmt: skip
+        "completions": job.num_hosts,
+        "parallelism": job.num_hosts,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": pod,
+    }
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(job), "spec": spec}

@@ -35,8 +35,10 @@ def slurm_files(
             why="each host must get the ranks that were planned for its devices and links",
             fix="name the hosts in the plan's order: --hosts node1,node2,…",
         )
-    return {BATCH_SCRIPT: _batch_script(job, partition, account, time),
-            HOST_SCRIPT: host_script(job)}  # fmt: skip
+    return {
+        BATCH_SCRIPT: _batch_script(job, partition, account, time),
+        HOST_SCRIPT: host_script(job),
+    }
 
 
 def _numbers(job: LaunchJob) -> str:
@@ -48,24 +50,38 @@ def _batch_script(
     job: LaunchJob, partition: str | None, account: str | None, time: str | None
 ) -> str:
     options = {
-        "job-name": job.name, "nodes": str(job.num_hosts), "ntasks-per-node": "1",
+        "job-name": job.name,
+        "nodes": str(job.num_hosts),
+        "ntasks-per-node": "1",
         "gpus-per-node": str(job.common_devices) if job.uses_gpus else None,
         "cpus-per-task": None if job.uses_gpus else str(job.common_devices),
-        "nodelist": ",".join(job.hosts) or None, "partition": partition, "account": account,
-        "time": time, "output": f"{job.folder}/slurm-%j.out",
-    }  # fmt: skip
+        "nodelist": ",".join(job.hosts) or None,
+        "partition": partition,
+        "account": account,
+        "time": time,
+        "output": f"{job.folder}/slurm-%j.out",
+    }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
     script = shlex.quote(f"{job.folder}/{HOST_SCRIPT}")
     names = f"hosts=({' '.join(map(shlex.quote, job.hosts))})" if job.hosts else _LISTED
-    return "\n".join([
-        "#!/usr/bin/env bash", *lines, "set -euo pipefail", "",
-        names, "export FIRST_HOST=${hosts[0]}", 'export HOSTS="${hosts[*]}"', "",
-        "# One task on each host: its number is its place in the list of hosts.",
-        "# shellcheck disable=SC2016  # expanded on the host",
-        "srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c '",
-        _NUMBERED,
-        "' host " + script, "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            *lines,
+            "set -euo pipefail",
+            "",
+            names,
+            "export FIRST_HOST=${hosts[0]}",
+            'export HOSTS="${hosts[*]}"',
+            "",
+            "# One task on each host: its number is its place in the list of hosts.",
+            "# shellcheck disable=SC2016  # expanded on the host",
+            "srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c '",
+            _NUMBERED,
+            "' host " + script,
+            "",
+        ]
+    )
 
 
 _LISTED = """mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -20,14 +20,16 @@ def ssh_files(job: LaunchJob) -> Mapping[str, str]:
     """Write the files of the job. Raises UsageError AP371 for one host, AP375 without names."""
     if job.num_hosts == 1:
         raise UsageError(
-            "AP371", "the plan is for one host, which needs no launcher",
+            "AP371",
+            "the plan is for one host, which needs no launcher",
             fix="autoparallel run plan.json, on that host",
-        )  # fmt: skip
+        )
     if not job.hosts:
         raise UsageError(
-            "AP375", "--ssh needs the names of the hosts",
+            "AP375",
+            "--ssh needs the names of the hosts",
             fix=f"--hosts node1,node2,…: {job.num_hosts} of them, in the plan's order",
-        )  # fmt: skip
+        )
     return {START_SCRIPT: _start_script(job), HOST_SCRIPT: host_script(job)}
 
 

@@ -57,15 +57,17 @@ def parse_hosts(
         raise UsageError("AP156", f"--nnodes {nnodes!r} is neither N nor MIN:MAX, with 1 or more")
     if endpoint is None:
         raise UsageError(
-            "AP156", "--nnodes needs --rdzv-endpoint",
+            "AP156",
+            "--nnodes needs --rdzv-endpoint",
             fix="add --rdzv-endpoint HOST:PORT, with the address of one of the hosts",
-        )  # fmt: skip
+        )
     if elastic != (least < most):
         raise UsageError(
-            "AP156", f"--nnodes {nnodes} {'with' if elastic else 'without'} --elastic",
+            "AP156",
+            f"--nnodes {nnodes} {'with' if elastic else 'without'} --elastic",
             why="with fewer hosts the run goes on by another plan",
             fix="--nnodes MIN:MAX --elastic, or --nnodes N",
-        )  # fmt: skip
+        )
     parse_endpoint(endpoint)
     return Hosts(least, most, endpoint, join_seconds)
 
@@ -86,10 +88,11 @@ def ranks_per_host(plan: Plan, hosts: Hosts) -> int:
     kinds = {(host.num_devices, host.device.name) for host in planned}
     if len(kinds) > 1:
         raise UsageError(
-            "AP156", "the hosts of the plan differ",
+            "AP156",
+            "the hosts of the plan differ",
             why=", ".join(sorted(f"{count}x{name}" for count, name in kinds)),
             fix="start such a plan by torchrun with --node-rank, in the order of the plan's hosts",
-        )  # fmt: skip
+        )
     return planned[0].num_devices
 
 

@@ -70,9 +70,10 @@ def read_options(owner: type[Options], given: Mapping[str, Any]) -> Options:
     for name in given:
         if name not in known:
             raise UsageError(
-                "AP141", f"unknown option {name!r}",
+                "AP141",
+                f"unknown option {name!r}",
                 fix=did_you_mean(name, list(known)) or f"the options are {', '.join(known)}",
-            )  # fmt: skip
+            )
     values = {}
     for name, (own, how) in known.items():
         if how.read is not None:
@@ -94,8 +95,10 @@ def check_choices(options: Any) -> None:
 def parameters(owner: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a command for a dataclass of options, by name."""
     hints = get_type_hints(owner)
-    return {name: _parameter(name, own, how, hints[own.name])
-            for name, (own, how) in declared(owner).items()}  # fmt: skip
+    return {
+        name: _parameter(name, own, how, hints[own.name])
+        for name, (own, how) in declared(owner).items()
+    }
 
 
 def _parameter(name: str, own: Field[Any], how: Option, hint: Any) -> inspect.Parameter:

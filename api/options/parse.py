@@ -18,10 +18,17 @@ from autoparallel.planner.requests.goal import ANY_DEVICE, Deadline
 from autoparallel.planner.requests.request import ALL_REDUCES, FORCED_SCHEDULES, Forced
 
 UNITS = {
-    "": 1, "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 
 Texts = str | Sequence[str] | None
 """One text or several."""
@@ -29,9 +36,25 @@ Texts = str | Sequence[str] | None
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 DEGREES = (
-    "dp", "tp", "pp", "cp", "ep", "zero", "recompute", "schedule", "microbatches", "chunks",
-    "slices", "allreduce", "gradients", "offload", "servers", "consistency", "staleness", "place",
-)  # fmt: skip
+    "dp",
+    "tp",
+    "pp",
+    "cp",
+    "ep",
+    "zero",
+    "recompute",
+    "schedule",
+    "microbatches",
+    "chunks",
+    "slices",
+    "allreduce",
+    "gradients",
+    "offload",
+    "servers",
+    "consistency",
+    "staleness",
+    "place",
+)
 """What ``--parallel`` can force."""
 
 RECOMPUTE = ("none", "selective", "full")
@@ -108,10 +131,14 @@ def parse_parallel(text: str | None) -> Forced:
 
 def _parallel_value(name: str, value: str, text: str | None) -> int | str:
     choices = {
-        "recompute": RECOMPUTE, "schedule": FORCED_SCHEDULES, "allreduce": ALL_REDUCES,
-        "gradients": ("backward", "priority"), "offload": get_args(Offload),
-        "consistency": CONSISTENCIES, "place": ("own", "beside"),
-    }.get(name)  # fmt: skip
+        "recompute": RECOMPUTE,
+        "schedule": FORCED_SCHEDULES,
+        "allreduce": ALL_REDUCES,
+        "gradients": ("backward", "priority"),
+        "offload": get_args(Offload),
+        "consistency": CONSISTENCIES,
+        "place": ("own", "beside"),
+    }.get(name)
     if choices is not None:
         if value not in choices:
             raise _bad_parallel(f"{name}={value} is not one of {', '.join(choices)}", text)
@@ -221,9 +248,10 @@ def parse_count(text: str, option: str) -> float:
         count = 0.0
     if not 0 < count < float("inf"):
         raise UsageError(
-            "AP352", f"{option} {text!r} is not a number of tokens",
+            "AP352",
+            f"{option} {text!r} is not a number of tokens",
             fix=f"for example: {option} 15e12, {option} 15T, {option} 300B",
-        )  # fmt: skip
+        )
     return count
 
 

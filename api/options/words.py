@@ -74,8 +74,10 @@ def percent_text(fraction: float) -> str:
 
 
 SOURCE_WORDS = {
-    "measured": "measured", "interpolated": "interpolated", "spec": "from specifications"
-}  # fmt: skip
+    "measured": "measured",
+    "interpolated": "interpolated",
+    "spec": "from specifications",
+}
 
 
 def shares_text(shares: Mapping[str, float], error: float = 0.0) -> str:

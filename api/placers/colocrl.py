@@ -118,9 +118,13 @@ class _Policy:
         blocks = self.work[block] / self.work[0]
         devices = (table.num_devices - pipeline.first - pipeline.size) / table.num_devices
         shares = [
-            blocks, devices, devices / max(blocks, 1e-9), 1.0,
-            *self.loads(pipeline, block), *self.fills(pipeline, block),
-        ]  # fmt: skip
+            blocks,
+            devices,
+            devices / max(blocks, 1e-9),
+            1.0,
+            *self.loads(pipeline, block),
+            *self.fills(pipeline, block),
+        ]
         return np.concatenate([place, left, size, shares])
 
     def loads(self, pipeline: _Open, block: int) -> list[float]:

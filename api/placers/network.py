@@ -95,10 +95,12 @@ class Perceptron:
     def of(rng: np.random.Generator, inputs: int, hidden: int, outputs: int) -> Perceptron:
         return Perceptron(
             [
-                weights(rng, inputs, hidden), np.zeros(hidden),
-                weights(rng, hidden, outputs, 0.1), np.zeros(outputs),
+                weights(rng, inputs, hidden),
+                np.zeros(hidden),
+                weights(rng, hidden, outputs, 0.1),
+                np.zeros(outputs),
             ]
-        )  # fmt: skip
+        )
 
     def forward(self, x: Floats) -> tuple[Floats, Floats]:
         """Return the outputs, and the hidden layer, which ``backward`` needs."""
@@ -129,9 +131,12 @@ class MessagePassing:
 
     @staticmethod
     def of(
-        rng: np.random.Generator, inputs: int, hidden: int, edges: Sequence[tuple[int, int]],
+        rng: np.random.Generator,
+        inputs: int,
+        hidden: int,
+        edges: Sequence[tuple[int, int]],
         num_nodes: int,
-    ) -> MessagePassing:  # fmt: skip
+    ) -> MessagePassing:
         adjacency = np.zeros((num_nodes, num_nodes))
         for source, target in edges:
             adjacency[target, source] = 1.0

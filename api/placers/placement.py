@@ -114,9 +114,7 @@ def learned_pipelines(
     problem = Problem(table, num_microbatches, tuple(stage_numbers), price)
     best: dict[int, Pipeline] = {}
     for method in ("colocrl", "placeto"):
-        placed = place(
-            problem, method=method, seed=seed, time_limit_seconds=time_limit_seconds / 2
-        )  # fmt: skip
+        placed = place(problem, method=method, seed=seed, time_limit_seconds=time_limit_seconds / 2)
         for each in placed.pipelines:
             known = best.get(len(each.stages))
             if known is None or each.seconds < known.seconds:

@@ -93,12 +93,14 @@ class _Policy:
         relative = np.concatenate([[0.0], seconds / seconds.max(), [0.0]])
         of_stage = np.stack(
             [
-                relative[1:-1], relative[:-2], relative[2:],
+                relative[1:-1],
+                relative[:-2],
+                relative[2:],
                 np.array([stage.num_devices for stage in stages]) / table.num_devices,
                 np.arange(len(stages), 0, -1) / max(space.numbers),
             ],
             axis=1,
-        )  # fmt: skip
+        )
         found = np.zeros((table.num_blocks, NUM_FEATURES))
         found[:, :5] = np.repeat(of_stage, [stage.stop - stage.start for stage in stages], axis=0)
         found[:, 5] = self.shares

@@ -38,37 +38,57 @@ def capture_target(
 
     observe("capture", 0, 1)
     deferred = record_target(target)
-    program = cached_program(cache, target, deferred.model, options, lambda: capture_program(
+    program = cached_program(
+        cache,
         target,
-        deferred,
-        global_batch=options.global_batch,
-        seq=options.seq,
-        precision=options.precision,
-        autocast=options.autocasts,
-    ))  # fmt: skip
+        deferred.model,
+        options,
+        lambda: capture_program(
+            target,
+            deferred,
+            global_batch=options.global_batch,
+            seq=options.seq,
+            precision=options.precision,
+            autocast=options.autocasts,
+        ),
+    )
     observe("capture", 1, 1)
     return program
 
 
 def capture_program(
-    target: Target, deferred: Deferred, *, global_batch: int, seq: int | None,
-    precision: Precision, autocast: bool = False,
-) -> Program:  # fmt: skip
+    target: Target,
+    deferred: Deferred,
+    *,
+    global_batch: int,
+    seq: int | None,
+    precision: Precision,
+    autocast: bool = False,
+) -> Program:
     """A recorded target as a graph (``capture_rows``), which can be captured again."""
 
     def captured(rows: int, change: Change = keep_batch) -> Program:
         return capture_rows(
-            changed_target(target, change), deferred.model, global_batch=rows, seq=seq,
-            precision=precision, autocast=autocast,
-        )  # fmt: skip
+            changed_target(target, change),
+            deferred.model,
+            global_batch=rows,
+            seq=seq,
+            precision=precision,
+            autocast=autocast,
+        )
 
     return replace(captured(global_batch), recapture=captured)
 
 
 def capture_rows(
-    target: Target, model: nn.Module, *, global_batch: int, seq: int | None,
-    precision: Precision, autocast: bool = False,
-) -> Program:  # fmt: skip
+    target: Target,
+    model: nn.Module,
+    *,
+    global_batch: int,
+    seq: int | None,
+    precision: Precision,
+    autocast: bool = False,
+) -> Program:
     """A target's model as a graph, of few rows where it can be rescaled to any number.
 
     Numbers that the model makes of the rows are those of the global batch. Where it cannot be
@@ -94,9 +114,14 @@ def record_target(target: Target, seed: int = 0, init: Init = "exact") -> Deferr
 
 
 def capture_model(
-    model: nn.Module, batch: Example, loss_fn: LossFn | None, precision: Precision,
-    *, all_rows: Example | None = None, autocast: bool = False,
-) -> Program:  # fmt: skip
+    model: nn.Module,
+    batch: Example,
+    loss_fn: LossFn | None,
+    precision: Precision,
+    *,
+    all_rows: Example | None = None,
+    autocast: bool = False,
+) -> Program:
     """A model on ``meta`` as a graph, in the dtype that ``precision`` computes in.
 
     With ``autocast`` losses and the other ops of its float32 list are in float32.
@@ -104,9 +129,14 @@ def capture_model(
 
     rules = registered_rules()
     return capture(
-        model, batch, all_rows=all_rows, loss_fn=loss_fn, dtype=DTYPES[precision], rules=rules,
+        model,
+        batch,
+        all_rows=all_rows,
+        loss_fn=loss_fn,
+        dtype=DTYPES[precision],
+        rules=rules,
         autocast=autocast,
-    )  # fmt: skip
+    )
 
 
 def captured_seq(program: Program) -> int | None:

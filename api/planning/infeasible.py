@@ -188,8 +188,10 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
         yield "without any --parallel", cluster, replace(plain, forced=Forced())
     if request.memory_limit_bytes is not None:
         yield (
-            "without --memory-limit", cluster, replace(request, memory_limit_bytes=None),
-        )  # fmt: skip
+            "without --memory-limit",
+            cluster,
+            replace(request, memory_limit_bytes=None),
+        )
 
 
 def _more_microbatches(

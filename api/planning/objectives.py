@@ -43,9 +43,14 @@ MOST_LIMITS = 12
 
 
 def plan_for(
-    graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, *, processes: int = 1,
+    graph: Graph,
+    blocks: Blocks,
+    cluster: Cluster,
+    request: Request,
+    *,
+    processes: int = 1,
     **options: Any,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Find the best plan by the request's goal.
 
     With ``processes`` 2 or more, two search. ``options`` are those of ``find_plan.plan``.
@@ -57,9 +62,10 @@ def plan_for(
     method = SearchMethod(start_workers=two_processes if processes > 1 else serial_workers)
 
     job = _Job(
-        cluster, request,
+        cluster,
+        request,
         lambda on, asked: plan(graph, blocks, on, asked, method=method, **options),
-    )  # fmt: skip
+    )
     try:
         return job.found()
     except InfeasibleError as error:
@@ -110,10 +116,11 @@ class _Job:
         if price is None:
             names = ", ".join(dict.fromkeys(host.device.name for host in cluster.hosts))
             raise UsageError(
-                "AP188", "--objective cost needs the price of the devices",
+                "AP188",
+                "--objective cost needs the price of the devices",
                 fix=f"--price DOLLARS of a device and hour, or of each by name ({names}); or "
                 "dollars_per_hour of the devices in the cluster file",
-            )  # fmt: skip
+            )
         return price
 
     @property
@@ -130,9 +137,13 @@ class _Job:
         return found.prediction.step_seconds <= self._limit_seconds
 
     def _try(
-        self, name: str, cluster: Cluster, request: Request, left: int,
+        self,
+        name: str,
+        cluster: Cluster,
+        request: Request,
+        left: int,
         value: Callable[[Plan], float | None],
-    ) -> Plan | None:  # fmt: skip
+    ) -> Plan | None:
         """Plan with a part of the time that is left, and note what came of it with its value."""
         found = self.runs.run(cluster, request, parts=left)
         seconds, number, reason = 0.0, None, ""
@@ -165,9 +176,10 @@ class _Job:
         best = min(
             meeting,
             key=lambda p: (
-                self._dollars(p.cluster) * p.prediction.step_seconds, p.prediction.step_seconds
+                self._dollars(p.cluster) * p.prediction.step_seconds,
+                p.prediction.step_seconds,
             ),
-        )  # fmt: skip
+        )
         return self._reported(best, self._part_of(best))
 
     def _part_of(self, found: Plan) -> str:

@@ -106,7 +106,7 @@ def plan_program(
 
     found = reuse_or_search(
         cache, graph, program.blocks, cluster, request, basis=basis, search=search
-    )  # fmt: skip
+    )
     return replace(stamped(found), compiled=bool(options.compiled))
 
 

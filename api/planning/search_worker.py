@@ -97,9 +97,10 @@ def _serve(context: SearchContext, pipe: Connection, other: Connection) -> None:
             with suppress(AutoparallelError):
                 found = function(context, *args)
                 answer = (
-                    found, context.budget.num_problems - num_problems,
+                    found,
+                    context.budget.num_problems - num_problems,
                     context.budget.num_steps - num_steps,
-                )  # fmt: skip
+                )
             pipe.send(answer)
 
 

@@ -61,7 +61,8 @@ def check_served_run(
     wrong += ["build_scheduler"] if target.build_scheduler is not None else []
     if wrong:
         raise UsageError(
-            "AP959", f"a run with parameter servers cannot have {wrong[0]}",
+            "AP959",
+            f"a run with parameter servers cannot have {wrong[0]}",
             why="updates are made by the servers, each of its own part of the weights",
             fix="remove it, or plan without servers",
-        )  # fmt: skip
+        )

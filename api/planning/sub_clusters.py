@@ -75,9 +75,14 @@ def _kinds(cluster: Cluster) -> list[list[int]]:
     for index, host in enumerate(cluster.hosts):
         device = host.device
         key = (
-            device.speed, device.usable_memory_bytes, device.dollars_per_hour,
-            host.num_devices, host.link, host.wires, host.detour,
-        )  # fmt: skip
+            device.speed,
+            device.usable_memory_bytes,
+            device.dollars_per_hour,
+            host.num_devices,
+            host.link,
+            host.wires,
+            host.detour,
+        )
         found.setdefault(key, []).append(index)
     return list(found.values())
 

@@ -51,9 +51,10 @@ def start_measuring(
     try:
         with ticking(observe, PHASE, options.measure_seconds):
             launch(
-                "autoparallel.profiling.first_worker:measure", arguments,
+                "autoparallel.profiling.first_worker:measure",
+                arguments,
                 num_processes=number,
-            )  # fmt: skip
+            )
     except (InfeasibleError, TimeLimitError):
         return  # planning says so
     except AutoparallelError as error:

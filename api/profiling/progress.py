@@ -46,8 +46,9 @@ class Shown:
             print(
                 f"autoparallel: measured {self.done} of {self.total},"
                 f" {self.left_seconds:.0f} s left at most",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                file=sys.stderr,
+                flush=True,
+            )
 
     @property
     def left_seconds(self) -> float:
@@ -65,9 +66,11 @@ def shown_progress(budget_seconds: float, *, quiet: bool = False) -> Iterator[Sh
         return
 
     columns = (
-        TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.description:<44}"),
+        BarColumn(),
+        MofNCompleteColumn(),
         TextColumn("{task.fields[left]}"),
-    )  # fmt: skip
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("asking the search", total=None, left="")
         yield Shown(budget_seconds, bar, task)

@@ -47,10 +47,14 @@ def profile(
         ticking(observe, "measuring", budget),
     ):
         return start_profiling(
-            target, settings, cluster,
-            options=asked, budget=budget, database=database_path(database),
+            target,
+            settings,
+            cluster,
+            options=asked,
+            budget=budget,
+            database=database_path(database),
             quiet=in_notebook() or not progress,
-        )  # fmt: skip
+        )
 
 
 def start_profiling(

@@ -320,9 +320,10 @@ class PlanWork(WorkList):
         """Return the measurements that a plan lacks, the weightiest first, each once."""
         known, failures = self.known()
         found = [
-            *self._update(plan, known), *self._links(plan, known),
+            *self._update(plan, known),
+            *self._links(plan, known),
             *self._blocks(plan, known, failures),
-        ]  # fmt: skip
+        ]
         found = [each for each in found if each.key not in self.tried]
         self.tried.update(each.key for each in found)
         return tuple(sorted(found, key=lambda each: -each.weight))

@@ -126,10 +126,15 @@ def _main_rows(items: Sequence[Item]) -> list[Row]:
         ("MFU", utilization, percent_text, False),
         ("bubble", bubble, percent_text, True),
         ("memory", memory_bytes, bytes_text, True),
-        *([("step measured", measured_step_seconds, seconds_text, True),
-           ("memory measured", measured_memory_bytes, bytes_text, True)]
-          if any(item.measured is not None for item in items) else []),
-    ]  # fmt: skip
+        *(
+            [
+                ("step measured", measured_step_seconds, seconds_text, True),
+                ("memory measured", measured_memory_bytes, bytes_text, True),
+            ]
+            if any(item.measured is not None for item in items)
+            else []
+        ),
+    ]
 
 
 def step_seconds(item: Item) -> Value:
@@ -223,13 +228,12 @@ def _part_rows(
     names = list(dict.fromkeys(name for own in parts for name in own))
     names.sort(key=lambda name: order.index(name) if name in order else len(order))
     shown = [
-        name for name in names
-        if max(own.get(name, 0.0) for own in parts) >= LEAST_SHARE * whole
-    ]  # fmt: skip
+        name for name in names if max(own.get(name, 0.0) for own in parts) >= LEAST_SHARE * whole
+    ]
     return [
         (name, [own.get(name, 0.0) if own else None for own in parts], write, True)
         for name in shown
-    ]  # fmt: skip
+    ]
 
 
 def _seconds(item: Item) -> Mapping[str, float]:
@@ -245,9 +249,11 @@ def spent_seconds(plan: Plan) -> Mapping[str, float]:
 
 def _short(name: str) -> str:
     return {
-        "communication within the stage": "communication", "sends to the next stage": "sends",
-        "gradient synchronization": "gradients", "waiting for other stages": "waiting",
-    }.get(name, name)  # fmt: skip
+        "communication within the stage": "communication",
+        "sends to the next stage": "sends",
+        "gradient synchronization": "gradients",
+        "waiting for other stages": "waiting",
+    }.get(name, name)
 
 
 def _whole_seconds(items: Sequence[Item]) -> float:
@@ -294,10 +300,15 @@ def different_choices(items: Sequence[Item]) -> list[tuple[str, list[tuple[str, 
     plans = [own for own in found if own is not None]
     names = [name for name in (plans[0] if plans else {}) if len({own[name] for own in plans}) > 1]
     return [
-        (name, [("—", False) if own is None else (own[name], own[name] != plans[0][name])
-                for own in found])
+        (
+            name,
+            [
+                ("—", False) if own is None else (own[name], own[name] != plans[0][name])
+                for own in found
+            ],
+        )
         for name in names
-    ]  # fmt: skip
+    ]
 
 
 def _choices(items: Sequence[Item], letters: Sequence[str]) -> Any:
@@ -309,25 +320,30 @@ def _choices(items: Sequence[Item], letters: Sequence[str]) -> Any:
     for name, cells in rows:
         table.add_row(
             name,
-            *(Text(f"*{text}" if is_other else text, style="yellow" if is_other else "")
-              for text, is_other in cells),
-        )  # fmt: skip
+            *(
+                Text(f"*{text}" if is_other else text, style="yellow" if is_other else "")
+                for text, is_other in cells
+            ),
+        )
     return table
 
 
 def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return an entry per item; ``difference`` has relative differences from the first."""
     figures: dict[str, Figure] = {
-        "step_seconds": step_seconds, "throughput": throughput, "memory_bytes": memory_bytes,
-    }  # fmt: skip
+        "step_seconds": step_seconds,
+        "throughput": throughput,
+        "memory_bytes": memory_bytes,
+    }
     entries = []
     for item in items:
         entry: dict[str, Any] = {"name": item.name, "kind": "plan" if item.plan else "run"}
         entry |= {name: value(item) for name, value in figures.items()}
         entry["difference"] = {
             name: difference(value(item), value(items[0])) or 0.0
-            for name, value in figures.items() if value(item) is not None
-        }  # fmt: skip
+            for name, value in figures.items()
+            if value(item) is not None
+        }
         if item.plan is not None:
             entry["choices"] = dict(choices(item.plan))
             entry["model_flops_utilization"] = item.plan.prediction.model_flops_utilization
@@ -348,9 +364,10 @@ def comparison_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
     rows = []
     for entry in comparison_json(items):
         row = {
-            name: value for name, value in entry.items()
+            name: value
+            for name, value in entry.items()
             if name not in ("difference", "choices", "rank_seconds", "rank_memory_bytes")
-        }  # fmt: skip
+        }
         row |= {f"{name}_difference": value for name, value in entry["difference"].items()}
         rows.append(row | entry.get("choices", {}))
     return rows

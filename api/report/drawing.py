@@ -23,9 +23,12 @@ SAME = 0.01
 
 
 MEANINGS = {
-    "W": "weights' gradients", "g": "parameters gathered", "r": "gradients summed",
-    "s": "optimizer", ".": "waiting",
-}  # fmt: skip
+    "W": "weights' gradients",
+    "g": "parameters gathered",
+    "r": "gradients summed",
+    "s": "optimizer",
+    ".": "waiting",
+}
 
 
 def legend(drawn: str) -> str:

@@ -165,8 +165,10 @@ def estimates_json(found: Sequence[Estimate]) -> list[dict[str, Any]]:
 
 def _entry(each: Estimate) -> dict[str, Any]:
     entry: dict[str, Any] = {
-        "device": each.device, "method": each.method, "fits": each.plan is not None,
-    }  # fmt: skip
+        "device": each.device,
+        "method": each.method,
+        "fits": each.plan is not None,
+    }
     plan = each.plan
     if plan is None:
         return {**entry, "why": each.why}

@@ -24,9 +24,13 @@ from autoparallel.report.page import section
 from autoparallel.report.printing import plain_table
 
 STYLES = {
-    "CHOSEN": "bold green", "TIE": "cyan", "CHEAPER": "yellow",
-    "CHEAPER BUT DOES NOT FIT": "yellow", "NOT OFFERED": "dim", "DOES NOT FIT": "dim",
-}  # fmt: skip
+    "CHOSEN": "bold green",
+    "TIE": "cyan",
+    "CHEAPER": "yellow",
+    "CHEAPER BUT DOES NOT FIT": "yellow",
+    "NOT OFFERED": "dim",
+    "DOES NOT FIT": "dim",
+}
 
 LEAST_TERM = 2e-3
 """Terms with a smaller share of the step are not named."""
@@ -38,9 +42,12 @@ def print_explanation(found: Explanation, console: Console) -> None:
     console.print(Text(found.where, style="dim"))
     console.print()
     table = plain_table(
-        ("alternative", "left"), ("step", "right"), ("", "right"), ("memory", "right"),
+        ("alternative", "left"),
+        ("step", "right"),
+        ("", "right"),
+        ("memory", "right"),
         ("", "left"),
-    )  # fmt: skip
+    )
     chosen = next((each for each in found.alternatives if each.standing == "CHOSEN"), None)
     for each in sorted(found.alternatives, key=lambda one: one.standing != "CHOSEN"):
         step = "—" if each.step_seconds is None else seconds_text(each.step_seconds)
@@ -100,12 +107,10 @@ def why_not_json(plan: Plan, forced: Plan, parallel: str) -> dict[str, Any]:
     names = dict.fromkeys((*own, *theirs))
     return {
         "plans": comparison_json((Item("plan", plan), Item(parallel, forced))),
-        "difference_seconds": {
-            name: theirs.get(name, 0.0) - own.get(name, 0.0) for name in names
-        },
+        "difference_seconds": {name: theirs.get(name, 0.0) - own.get(name, 0.0) for name in names},
         "step_seconds": forced.prediction.step_seconds - plan.prediction.step_seconds,
         "memory_bytes": forced.prediction.peak_memory_bytes - plan.prediction.peak_memory_bytes,
-    }  # fmt: skip
+    }
 
 
 def print_what_if(found: Changed, console: Console) -> None:
@@ -204,7 +209,5 @@ def measured_json(plan: Plan, run: MeasuredRun, errors: Errors) -> Mapping[str, 
         ]
     }
     for number, name in enumerate(("blocks", "stages")):
-        found[name] = errors and [
-            {**asdict(each), "error": each.error} for each in errors[number]
-        ]  # fmt: skip
+        found[name] = errors and [{**asdict(each), "error": each.error} for each in errors[number]]
     return found

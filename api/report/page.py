@@ -184,9 +184,10 @@ def header(plan: Plan) -> RenderableType:
     settings = " ".join(f"{key}={value}" for key, value in model.settings.items())
     batch = f"batch {model.global_batch}" + (f" × {model.seq} tokens" if model.seq else "")
     first = Text.assemble(
-        (name, "bold"), f"  {count_text(model.num_parameters)} parameters",
+        (name, "bold"),
+        f"  {count_text(model.num_parameters)} parameters",
         f"  {settings}" if settings else "",
-    )  # fmt: skip
+    )
     second = Text(
         f"{batch}, {precision_text(plan)}, {'compiled' if plan.compiled else 'eager'}, "
         f"{model.optimizer}, on {plan.cluster.name}"
@@ -375,8 +376,11 @@ def short_memory(plan: Plan) -> tuple[str, RenderableType]:
 
 
 MEMORY_STYLES = {
-    "parameters": "blue", "gradients": "magenta", "optimizer": "cyan", "activations": "yellow",
-}  # fmt: skip
+    "parameters": "blue",
+    "gradients": "magenta",
+    "optimizer": "cyan",
+    "activations": "yellow",
+}
 
 
 def stages_text(stages: Sequence[int]) -> str:
@@ -409,14 +413,22 @@ def time(plan: Plan, *, least: float = 0.0) -> tuple[str, RenderableType]:
 def communications(plan: Plan) -> RenderableType:
     """Return the seconds of each stage's collectives in a step, hidden and exposed."""
     table = plain_table(
-        ("stages", "left"), ("collectives", "left"), ("beside", "left"), ("total", "right"),
-        ("hidden", "right"), ("exposed", "right"),
-    )  # fmt: skip
+        ("stages", "left"),
+        ("collectives", "left"),
+        ("beside", "left"),
+        ("total", "right"),
+        ("hidden", "right"),
+        ("exposed", "right"),
+    )
     for members, each in merged_communication(plan):
         table.add_row(
-            ranks_text(members), each.what, each.beside, seconds_text(each.seconds),
-            seconds_text(each.hidden_seconds), seconds_text(each.exposed_seconds),
-        )  # fmt: skip
+            ranks_text(members),
+            each.what,
+            each.beside,
+            seconds_text(each.seconds),
+            seconds_text(each.hidden_seconds),
+            seconds_text(each.exposed_seconds),
+        )
     return table if table.row_count else Text("none within the stages")
 
 
@@ -445,9 +457,11 @@ def alternatives(plan: Plan, *, all_of_them: bool) -> tuple[str, RenderableType]
     """Return other plans: how much slower they are and, with ``all_of_them``, the main
     difference."""
     table = plain_table(
-        ("configuration (micro-batches × size)", "left"), ("step", "right"), ("", "right"),
+        ("configuration (micro-batches × size)", "left"),
+        ("step", "right"),
+        ("", "right"),
         ("memory", "right"),
-    )  # fmt: skip
+    )
     best = plan.prediction.step_seconds
     others = merged_alternatives(plan.alternatives)
     shown = others if all_of_them else others[:SHORT_ALTERNATIVES]

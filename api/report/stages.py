@@ -58,11 +58,15 @@ def _row(plan: Plan, index: int) -> list[str]:
     stage = plan.stages[index]
     seconds = stage.prediction.seconds
     return [
-        str(index), names_text([block.name for block in stage.blocks]), ranks_text(stage.devices),
-        mesh_text(stage.mesh), str(stage.zero), seconds_text(seconds.get("forward", 0.0)),
+        str(index),
+        names_text([block.name for block in stage.blocks]),
+        ranks_text(stage.devices),
+        mesh_text(stage.mesh),
+        str(stage.zero),
+        seconds_text(seconds.get("forward", 0.0)),
         seconds_text(seconds.get("backward", 0.0)),
         bytes_text(sum(stage.prediction.memory_bytes.values())),
-    ]  # fmt: skip
+    ]
 
 
 def _without(row: Sequence[str]) -> list[str]:

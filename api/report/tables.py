@@ -74,10 +74,15 @@ def weight_rows(plan: Plan) -> Rows:
         members = [stage for stage in plan.stages if stage.mesh == mesh]
         for kind in merged_splits(plan, members):
             rows += [
-                {"blocks": list(kind.blocks), "mesh": mesh_text(mesh), "weight": name,
-                 "layout": layout}
-                for layout, names in kind.groups.items() for name in names
-            ]  # fmt: skip
+                {
+                    "blocks": list(kind.blocks),
+                    "mesh": mesh_text(mesh),
+                    "weight": name,
+                    "layout": layout,
+                }
+                for layout, names in kind.groups.items()
+                for name in names
+            ]
     return rows
 
 
@@ -85,14 +90,24 @@ def candidate_rows(plan: Plan) -> Rows:
     """Return the plan, then its alternatives, fastest first; unknown figures are None."""
     best = plan.prediction
     rows: Rows = [
-        {"configuration": plan_summary(plan), "step_seconds": best.step_seconds,
-         "memory_bytes": best.peak_memory_bytes, "reason": "the plan", "chosen": True}
-    ]  # fmt: skip
+        {
+            "configuration": plan_summary(plan),
+            "step_seconds": best.step_seconds,
+            "memory_bytes": best.peak_memory_bytes,
+            "reason": "the plan",
+            "chosen": True,
+        }
+    ]
     rows += [
-        {"configuration": other.summary, "step_seconds": other.step_seconds or None,
-         "memory_bytes": other.peak_memory_bytes or None, "reason": other.reason, "chosen": False}
+        {
+            "configuration": other.summary,
+            "step_seconds": other.step_seconds or None,
+            "memory_bytes": other.peak_memory_bytes or None,
+            "reason": other.reason,
+            "chosen": False,
+        }
         for other in plan.alternatives
-    ]  # fmt: skip
+    ]
     return rows
 
 

@@ -42,24 +42,73 @@ SHORT = 48
 """Longest expression that is written into others."""
 
 NAMES = {
-    "scaled_dot_product_attention": "attended", "cross_entropy_loss": "loss", "nll_loss": "loss",
-    "nll_loss_nd": "loss", "layer_norm": "norm", "convolution": "conv",
-    "_native_batch_norm_legit_functional": "normalized", "counter_dropout": "dropped",
-    "counter_uniform": "uniform", "slice": "part", "pow": "power", "sum": "total", "neg": "negated",
-    "_to_copy": "cast", "to": "cast", "mul": "product", "div": "quotient", "pad": "padded",
-    "where": "chosen", "cat": "joined", "add": "sum_", "sub": "difference", "max": "largest",
-    "min": "least", "abs": "size", "all": "all_", "any": "any_",
-}  # fmt: skip
-LIGHT = frozenset({
-    "neg", "rsqrt", "sqrt", "pow", "exp", "sin", "cos", "tanh", "sigmoid", "mean", "add", "mul",
-    "div", "sub", "to", "_to_copy", "slice",
-})  # fmt: skip
+    "scaled_dot_product_attention": "attended",
+    "cross_entropy_loss": "loss",
+    "nll_loss": "loss",
+    "nll_loss_nd": "loss",
+    "layer_norm": "norm",
+    "convolution": "conv",
+    "_native_batch_norm_legit_functional": "normalized",
+    "counter_dropout": "dropped",
+    "counter_uniform": "uniform",
+    "slice": "part",
+    "pow": "power",
+    "sum": "total",
+    "neg": "negated",
+    "_to_copy": "cast",
+    "to": "cast",
+    "mul": "product",
+    "div": "quotient",
+    "pad": "padded",
+    "where": "chosen",
+    "cat": "joined",
+    "add": "sum_",
+    "sub": "difference",
+    "max": "largest",
+    "min": "least",
+    "abs": "size",
+    "all": "all_",
+    "any": "any_",
+}
+LIGHT = frozenset(
+    {
+        "neg",
+        "rsqrt",
+        "sqrt",
+        "pow",
+        "exp",
+        "sin",
+        "cos",
+        "tanh",
+        "sigmoid",
+        "mean",
+        "add",
+        "mul",
+        "div",
+        "sub",
+        "to",
+        "_to_copy",
+        "slice",
+    }
+)
 """Ops of one tensor that read well inside another expression."""
 
-WEIGHTED = frozenset({
-    "linear", "layer_norm", "rms_norm", "embedding", "convolution", "conv1d", "conv2d", "conv3d",
-    "group_norm", "batch_norm", "addmm", "split_embedding",
-})  # fmt: skip
+WEIGHTED = frozenset(
+    {
+        "linear",
+        "layer_norm",
+        "rms_norm",
+        "embedding",
+        "convolution",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "group_norm",
+        "batch_norm",
+        "addmm",
+        "split_embedding",
+    }
+)
 """Ops whose result gets the name of their module, which holds their weight."""
 
 
@@ -112,16 +161,22 @@ def block_function(
             raise unwritable(writer, node, "it runs a module of the model's as it is")
     returned = [writer.values[node].text for node in result]
     line = f"{INDENT}return {', '.join(returned) or 'None'}"
-    writer.lines += [line] if len(line) <= LINE else [
-        f"{INDENT}return (", *list_lines(returned, INDENT * 2), f"{INDENT})"
-    ]  # fmt: skip
+    writer.lines += (
+        [line]
+        if len(line) <= LINE
+        else [f"{INDENT}return (", *list_lines(returned, INDENT * 2), f"{INDENT})"]
+    )
     text = "\n".join(writer.lines)
     return BlockFunction(
-        arguments, text, tuple(dict.fromkeys(writer.weights)), frozenset(writer.uses),
+        arguments,
+        text,
+        tuple(dict.fromkeys(writer.weights)),
+        frozenset(writer.uses),
         takes_mesh=bool(re.search(r"\bmesh\b", text)),
-        takes_draw=bool(re.search(r"\bdraw\b", text)), results=tuple(returned),
+        takes_draw=bool(re.search(r"\bdraw\b", text)),
+        results=tuple(returned),
         first_number=first,
-    )  # fmt: skip
+    )
 
 
 def module_path(program: BlockProgram) -> str:
@@ -139,9 +194,10 @@ def _arguments(writer: Writer) -> tuple[str, ...]:
     free = [(node, key) for node, key in pairs if key not in held]
     known = writer.graph.by_name
     made = [
-        key for key in dict.fromkeys(key for _, key in free)
+        key
+        for key in dict.fromkeys(key for _, key in free)
         if parse_key(key).name in known and known[parse_key(key).name].kind == "op"
-    ]  # fmt: skip
+    ]
     arguments: dict[str, str] = {}
     for node, key in pairs:
         if key in held:
@@ -244,9 +300,9 @@ def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.
         if names[index] == "_":
             names[index] = writer.unique(f"{_name(writer, node)}_{index}")
         writer.values[item] = Expression(names[index])
-    writer.lines += made.lines(f"{names[0]}, = ", INDENT) if count == 1 else assignment(
-        names, made, INDENT
-    )  # fmt: skip
+    writer.lines += (
+        made.lines(f"{names[0]}, = ", INDENT) if count == 1 else assignment(names, made, INDENT)
+    )
 
 
 def _count_of(node: fx.Node) -> int | None:

@@ -18,47 +18,171 @@ LINE = 99
 INDENT = "    "
 
 OPERATORS = {
-    "add.Tensor": "+", "sub.Tensor": "-", "mul.Tensor": "*", "div.Tensor": "/",
-    "add.Scalar": "+", "sub.Scalar": "-", "mul.Scalar": "*", "div.Scalar": "/",
-    "mm.default": "@", "bmm.default": "@", "matmul.default": "@",
+    "add.Tensor": "+",
+    "sub.Tensor": "-",
+    "mul.Tensor": "*",
+    "div.Tensor": "/",
+    "add.Scalar": "+",
+    "sub.Scalar": "-",
+    "mul.Scalar": "*",
+    "div.Scalar": "/",
+    "mm.default": "@",
+    "bmm.default": "@",
+    "matmul.default": "@",
     "pow.Tensor_Scalar": "**",
-    "eq.Tensor": "==", "eq.Scalar": "==", "ne.Tensor": "!=", "ne.Scalar": "!=",
-    "lt.Tensor": "<", "lt.Scalar": "<", "le.Tensor": "<=", "le.Scalar": "<=",
-    "gt.Tensor": ">", "gt.Scalar": ">", "ge.Tensor": ">=", "ge.Scalar": ">=",
-    "bitwise_and.Tensor": "&", "bitwise_or.Tensor": "|",
-}  # fmt: skip
+    "eq.Tensor": "==",
+    "eq.Scalar": "==",
+    "ne.Tensor": "!=",
+    "ne.Scalar": "!=",
+    "lt.Tensor": "<",
+    "lt.Scalar": "<",
+    "le.Tensor": "<=",
+    "le.Scalar": "<=",
+    "gt.Tensor": ">",
+    "gt.Scalar": ">",
+    "ge.Tensor": ">=",
+    "ge.Scalar": ">=",
+    "bitwise_and.Tensor": "&",
+    "bitwise_or.Tensor": "|",
+}
 
-METHODS = frozenset({
-    "reshape", "view", "transpose", "permute", "unsqueeze", "squeeze", "flatten", "unflatten",
-    "contiguous", "expand", "clone", "detach", "narrow", "select", "masked_fill", "repeat", "split",
-    "split_with_sizes", "chunk", "t", "movedim", "unbind", "alias",
-})  # fmt: skip
+METHODS = frozenset(
+    {
+        "reshape",
+        "view",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "flatten",
+        "unflatten",
+        "contiguous",
+        "expand",
+        "clone",
+        "detach",
+        "narrow",
+        "select",
+        "masked_fill",
+        "repeat",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "t",
+        "movedim",
+        "unbind",
+        "alias",
+    }
+)
 """Views and other cheap ops, which read best as a chain of methods."""
 
 SIZES = frozenset({"reshape", "view", "expand", "permute", "repeat"})
 """Methods whose only argument is a list of sizes, which is written without brackets."""
 
-FUNCTIONS = frozenset({
-    "cat", "stack", "where", "exp", "log", "sin", "cos", "tanh", "sigmoid", "sqrt", "rsqrt", "abs",
-    "neg", "sum", "mean", "arange", "ones_like", "zeros_like", "cumsum", "gather", "index_select",
-    "tril", "triu", "amax", "amin", "argmax", "maximum", "minimum", "clamp", "var_mean", "einsum",
-    "square", "reciprocal", "logical_not", "logical_and", "logical_or", "bitwise_not", "softmax",
-    "log_softmax", "topk", "sort", "outer", "bmm", "addmm", "baddbmm", "ones", "zeros", "full",
-    "flip", "roll", "scatter", "scatter_add", "erf", "pow", "rsub", "isnan", "any", "all",
-})  # fmt: skip
+FUNCTIONS = frozenset(
+    {
+        "cat",
+        "stack",
+        "where",
+        "exp",
+        "log",
+        "sin",
+        "cos",
+        "tanh",
+        "sigmoid",
+        "sqrt",
+        "rsqrt",
+        "abs",
+        "neg",
+        "sum",
+        "mean",
+        "arange",
+        "ones_like",
+        "zeros_like",
+        "cumsum",
+        "gather",
+        "index_select",
+        "tril",
+        "triu",
+        "amax",
+        "amin",
+        "argmax",
+        "maximum",
+        "minimum",
+        "clamp",
+        "var_mean",
+        "einsum",
+        "square",
+        "reciprocal",
+        "logical_not",
+        "logical_and",
+        "logical_or",
+        "bitwise_not",
+        "softmax",
+        "log_softmax",
+        "topk",
+        "sort",
+        "outer",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "ones",
+        "zeros",
+        "full",
+        "flip",
+        "roll",
+        "scatter",
+        "scatter_add",
+        "erf",
+        "pow",
+        "rsub",
+        "isnan",
+        "any",
+        "all",
+    }
+)
 """Functions of torch with the arguments of the op of the same name."""
 
-OVERLOADS = frozenset({
-    "default", "Tensor", "Scalar", "int", "dim", "self", "dim_IntList", "start", "start_step",
-    "ScalarOther", "ScalarSelf",
-})  # fmt: skip
+OVERLOADS = frozenset(
+    {
+        "default",
+        "Tensor",
+        "Scalar",
+        "int",
+        "dim",
+        "self",
+        "dim_IntList",
+        "start",
+        "start_step",
+        "ScalarOther",
+        "ScalarSelf",
+    }
+)
 """Overloads that a function of torch tells from its arguments."""
 
-NN_FUNCTIONS = frozenset({
-    "linear", "gelu", "silu", "relu", "elu", "leaky_relu", "hardtanh", "hardswish", "softplus",
-    "conv1d", "conv2d", "conv3d", "glu", "mish", "selu", "logsigmoid", "pad",
-    "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d",
-})  # fmt: skip
+NN_FUNCTIONS = frozenset(
+    {
+        "linear",
+        "gelu",
+        "silu",
+        "relu",
+        "elu",
+        "leaky_relu",
+        "hardtanh",
+        "hardswish",
+        "softplus",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "glu",
+        "mish",
+        "selu",
+        "logsigmoid",
+        "pad",
+        "max_pool2d",
+        "avg_pool2d",
+        "adaptive_avg_pool2d",
+    }
+)
 """Functions of torch.nn.functional with the arguments of the op of the same name."""
 
 REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
@@ -88,9 +212,11 @@ class Expression:
         if len(whole) <= LINE or not self.arguments:
             return [whole]
         joined = f"{indent}{INDENT}{', '.join(self.arguments)}"
-        body = [joined] if len(joined) <= LINE else [
-            f"{indent}{INDENT}{argument}," for argument in self.arguments
-        ]  # fmt: skip
+        body = (
+            [joined]
+            if len(joined) <= LINE
+            else [f"{indent}{INDENT}{argument}," for argument in self.arguments]
+        )
         return [f"{indent}{start}{self.head}(", *body, f"{indent}){self.tail}{comment}"]
 
 
@@ -153,10 +279,12 @@ def literal(value: Any) -> str:
 def op_call(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expression:
     """Write the call of an op of aten; ``path`` is its name with the overload."""
     kwargs = {
-        name: value for name, value in kwargs.items()
-        if name not in ("device", "layout", "pin_memory") and value is not None
+        name: value
+        for name, value in kwargs.items()
+        if name not in ("device", "layout", "pin_memory")
+        and value is not None
         and (name, value) != ("approximate", "none")
-    }  # fmt: skip
+    }
     special = SPECIAL.get(path.partition(".")[0])
     made = special(list(args), dict(kwargs)) if special is not None else None
     if made is not None:
@@ -205,9 +333,10 @@ def _attention(args: list[Any], kwargs: dict[str, Any]) -> Expression:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     named = _by_name(args, names, kwargs)
     options = {
-        name: value for name, value in named.items()
+        name: value
+        for name, value in named.items()
         if name not in names[:3] and value not in (None, 0.0, False)
-    }  # fmt: skip
+    }
     return call_of("F.scaled_dot_product_attention", [named[n] for n in names[:3]], options)
 
 
@@ -252,9 +381,10 @@ def _slice(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
 def _to(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
     dtypes = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.dtype)]
     rest = [
-        each for each in (*args[1:], *kwargs.values())
+        each
+        for each in (*args[1:], *kwargs.values())
         if not isinstance(each, torch.dtype | torch.device) and each not in (None, False)
-    ]  # fmt: skip
+    ]
     if len(dtypes) != 1 or rest or not isinstance(args[0], Expression):
         return None
     return call_of(f"{args[0].operand}.to", dtypes)
@@ -269,8 +399,9 @@ def _index(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
 
 def _rms_norm(args: list[Any], kwargs: dict[str, Any]) -> Expression:
     named = _by_name(args, ("input", "shape", "weight", "eps"), kwargs)
-    return call_of("F.rms_norm", [named["input"], tuple(named["shape"]), named.get("weight"),
-                                 named.get("eps")])  # fmt: skip
+    return call_of(
+        "F.rms_norm", [named["input"], tuple(named["shape"]), named.get("weight"), named.get("eps")]
+    )
 
 
 def _reduction(name: str) -> Special:

@@ -66,20 +66,33 @@ def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
         build = [f"return {module}.{function}({settings})"]
     functions = [
         _function("new_model() -> nn.Module", "The model, whole, on the CPU.", build),
-        _function("batches(seed: int) -> Iterator[Any]", "Global batches without end, the same on "
-                  "every rank: put your data here.", _data(found, module)),
-        _function("new_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer",
-                  "The optimizer of this rank's weights.", _optimizer(found, module)),
-    ]  # fmt: skip
+        _function(
+            "batches(seed: int) -> Iterator[Any]",
+            "Global batches without end, the same on every rank: put your data here.",
+            _data(found, module),
+        ),
+        _function(
+            "new_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer",
+            "The optimizer of this rank's weights.",
+            _optimizer(found, module),
+        ),
+    ]
     if target.build_scheduler is not None:
-        functions.append(_function(
-            "new_scheduler(optimizer: torch.optim.Optimizer) -> Any",
-            "The learning-rate scheduler.", [f"return {module}.build_scheduler(optimizer)"],
-        ))  # fmt: skip
+        functions.append(
+            _function(
+                "new_scheduler(optimizer: torch.optim.Optimizer) -> Any",
+                "The learning-rate scheduler.",
+                [f"return {module}.build_scheduler(optimizer)"],
+            )
+        )
     return ModelText(
-        imports, "\n\n\n".join(functions), files, module, target.build_scheduler is not None,
+        imports,
+        "\n\n\n".join(functions),
+        files,
+        module,
+        target.build_scheduler is not None,
         target.build_data is not None,
-    )  # fmt: skip
+    )
 
 
 def _function(head: str, what: str, lines: list[str]) -> str:
@@ -109,14 +122,17 @@ def _copy_files(place: str, folder: Path) -> tuple[str, ...]:
         for name in _imported_names(path):
             if name == "autoparallel":
                 raise PlanError(
-                    "AP366", f"the plan cannot be exported to Python: {path.name} imports "
-                    "autoparallel", why="a script runs where it is not installed", where=str(path),
+                    "AP366",
+                    f"the plan cannot be exported to Python: {path.name} imports autoparallel",
+                    why="a script runs where it is not installed",
+                    where=str(path),
                     fix="move what needs autoparallel out of the model's file",
-                )  # fmt: skip
+                )
             module, package = path.parent / f"{name}.py", path.parent / name
             for beside, is_there in (
-                (module, module.is_file()), (package, (package / "__init__.py").is_file())
-            ):  # fmt: skip
+                (module, module.is_file()),
+                (package, (package / "__init__.py").is_file()),
+            ):
                 if is_there and beside.name not in done:
                     done[beside.name] = beside.name
                     pending.append(beside)
@@ -146,10 +162,13 @@ def _huggingface(
     lines = [
         "config = transformers.AutoConfig.from_pretrained(Path(__file__).parent)",
         *(["config.use_cache = False"] if hasattr(config, "use_cache") else []),
-        *(['config._experts_implementation = "eager"']
-          if hasattr(config, "_experts_implementation") else []),
+        *(
+            ['config._experts_implementation = "eager"']
+            if hasattr(config, "_experts_implementation")
+            else []
+        ),
         f"model = transformers.{name}(config)",
-    ]  # fmt: skip
+    ]
     if built is not None:
         lines += _adapters(target)
     return ("import transformers",), [*lines, "return model"], ("config.json",)
@@ -247,7 +266,9 @@ def check_optimizer(found: ExportedPlan) -> None:
     if kind in (*ELEMENTWISE, torch.optim.Adagrad) or (is_torchs and not splits):
         return
     raise PlanError(
-        "AP368", f"the optimizer {kind.__name__} cannot be exported with weights on several ranks",
+        "AP368",
+        f"the optimizer {kind.__name__} cannot be exported with weights on several ranks",
         why="a script gives it this rank's parts of weights, and it may compute with all of them",
-        where=found.made.target.name, fix="plan with dp and ZeRO 0 alone, or run the plan",
-    )  # fmt: skip
+        where=found.made.target.name,
+        fix="plan with dp and ZeRO 0 alone, or run the plan",
+    )

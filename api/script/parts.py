@@ -48,7 +48,7 @@ RENAMED = (
 REMOVED = (
     (r"  # type: ignore\[[\w, -]+\]", ""),
     (r"  # noqa: [^\n]*", ""),
-    (r"  # fmt: skip", ""),
+    (r"", ""),
 )
 
 
@@ -99,11 +99,34 @@ def collect(wanted: Iterable[str], given: Iterable[str]) -> Parts:
     return Parts(tuple(sorted(imports)), {name: each for name, each in sections.items() if each})
 
 
-OWN = frozenset({
-    "new_model", "batches", "new_optimizer", "new_scheduler", "constants", "count", "named", "main",
-    "torch", "dist", "nn", "F", "Tensor", "checkpoint", "itertools", "math", "os", "re", "argparse",
-    "transformers", "partial", "field", "dataclass", "contextmanager",
-})  # fmt: skip
+OWN = frozenset(
+    {
+        "new_model",
+        "batches",
+        "new_optimizer",
+        "new_scheduler",
+        "constants",
+        "count",
+        "named",
+        "main",
+        "torch",
+        "dist",
+        "nn",
+        "F",
+        "Tensor",
+        "checkpoint",
+        "itertools",
+        "math",
+        "os",
+        "re",
+        "argparse",
+        "transformers",
+        "partial",
+        "field",
+        "dataclass",
+        "contextmanager",
+    }
+)
 """Further names of scripts."""
 
 
@@ -166,8 +189,11 @@ def trim_script(text: str, kept: Iterable[str]) -> str:
             if isinstance(kind, ast.Module):
                 unused += _unread_constants(kind, text, kept)
             if isinstance(kind, ast.ClassDef):
-                unused += [m for m in kind.body if isinstance(m, ast.FunctionDef)
-                           and not _is_called(m, text)]  # fmt: skip
+                unused += [
+                    m
+                    for m in kind.body
+                    if isinstance(m, ast.FunctionDef) and not _is_called(m, text)
+                ]
         if not unused:
             return text
         for method in sorted(unused, key=lambda each: -each.lineno):

@@ -121,14 +121,20 @@ def check_writable(plan: Plan) -> None:
     """Raise PlanError AP366 for parts of a plan that scripts lack."""
     has = (
         (plan.servers is not None, "parameter servers", "plan with --deny servers, or run it"),
-        (is_asynchronous(plan.schedule) and plan.has_pipeline,
-         f"schedule {plan.schedule}, which updates weights in the middle of a step", ""),
+        (
+            is_asynchronous(plan.schedule) and plan.has_pipeline,
+            f"schedule {plan.schedule}, which updates weights in the middle of a step",
+            "",
+        ),
         (bool(plan.slices), "slices of the sequences", ""),
         (plan.offload != "none", "optimizer states in host memory", ""),
         (plan.model.precision == "fp8", "products in fp8", "plan with --precision bf16"),
-        (any(stage.shares for stage in plan.stages), "unequal shares of the batch",
-         "plan with --deny uneven-shares"),
-    )  # fmt: skip
+        (
+            any(stage.shares for stage in plan.stages),
+            "unequal shares of the batch",
+            "plan with --deny uneven-shares",
+        ),
+    )
     for is_there, what, fix in has:
         if is_there:
             raise _export_error(f"the plan has {what}", "a script on plain PyTorch does not", fix)
@@ -136,9 +142,11 @@ def check_writable(plan: Plan) -> None:
 
 def _export_error(what: str, why: str, fix: str = "") -> PlanError:
     return PlanError(
-        "AP366", f"the plan cannot be exported to Python: {what}", why=why,
+        "AP366",
+        f"the plan cannot be exported to Python: {what}",
+        why=why,
         fix=fix or "plan without it, or train with autoparallel run",
-    )  # fmt: skip
+    )
 
 
 def in_order(schedule: Schedule) -> tuple[Row, ...]:

@@ -89,9 +89,14 @@ class StageText:
 
 
 def stage_text(
-    program: StageProgram, plan: StagePlan, graph: Graph, blocks: Blocks,
-    *, number: int, functions: Functions,
-) -> StageText:  # fmt: skip
+    program: StageProgram,
+    plan: StagePlan,
+    graph: Graph,
+    blocks: Blocks,
+    *,
+    number: int,
+    functions: Functions,
+) -> StageText:
     """Write a stage's text; its blocks' functions are added to ``functions``."""
 
     def layout_of(name: str) -> Layout | None:
@@ -104,13 +109,18 @@ def stage_text(
         name = functions.add(made, block, function_name(block))
         held = {**program.parameters, **program.buffers}
         inputs = tuple(dict.fromkeys(key for key in block.inputs if key not in held))
-        calls.append(_Call(name, inputs, block.outputs, module_path(block), block.recompute,
-                           made.first_number))  # fmt: skip
+        calls.append(
+            _Call(
+                name, inputs, block.outputs, module_path(block), block.recompute, made.first_number
+            )
+        )
     writer = _StageWriter(program, plan.zero, functions, calls)
     return StageText(
-        writer.function(number), writer.entry(number, plan), _parameters(program, number),
+        writer.function(number),
+        writer.entry(number, plan),
+        _parameters(program, number),
         frozenset(writer.uses),
-    )  # fmt: skip
+    )
 
 
 def function_name(block: BlockProgram) -> str:
@@ -153,14 +163,16 @@ class _StageWriter:
                 self._single(start)
             start = stop
         returned = {key: self._value(key) for key in self.result_keys()}
-        return "\n".join([
-            f"def stage_{number}(",
-            f"{INDENT}values: dict[str, Tensor], w: Weights, mesh: Mesh, draw: Draw",
-            ") -> dict[str, Tensor]:",
-            f'{INDENT}"""{what}"""',
-            *self.lines,
-            *dictionary_lines("return ", returned, INDENT),
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                f"def stage_{number}(",
+                f"{INDENT}values: dict[str, Tensor], w: Weights, mesh: Mesh, draw: Draw",
+                ") -> dict[str, Tensor]:",
+                f'{INDENT}"""{what}"""',
+                *self.lines,
+                *dictionary_lines("return ", returned, INDENT),
+            ]
+        )
 
     def _value(self, key: str) -> str:
         return self.variables.get(key, f'values["{key}"]')
@@ -276,9 +288,10 @@ class _StageWriter:
         lines = [f"{INDENT * 2}{part}," for part in parts]
         parts = []
         for name, held in (
-            ("inputs", program.inputs), ("constants", program.constants),
+            ("inputs", program.inputs),
+            ("constants", program.constants),
             ("buffers", program.buffers),
-        ):  # fmt: skip
+        ):
             splits = {k: dictionary(split_of(each.layout, axes)) for k, each in held.items()}
             if splits:
                 lines += dictionary_lines(f"{name}=", splits, INDENT * 2, ",")
@@ -324,9 +337,10 @@ def _follows(before: str, path: str) -> bool:
 def _carried_values(call: _Call, following: _Call) -> tuple[tuple[int, int], ...]:
     """Return the pairs of inputs of the next call and equal outputs of this call."""
     return tuple(
-        (at, call.outputs.index(key)) for at, key in enumerate(following.inputs)
+        (at, call.outputs.index(key))
+        for at, key in enumerate(following.inputs)
         if key in call.outputs
-    )  # fmt: skip
+    )
 
 
 def _parameters(program: StageProgram, number: int) -> str:
@@ -339,9 +353,12 @@ def _parameters(program: StageProgram, number: int) -> str:
             lines.append(f'{INDENT}"{group}": {dictionary(splits[group])},')
             continue
         prefix, numbers, inner = group
-        lines += [f"{INDENT}**{{", f'{INDENT * 2}f"{prefix}{{i}}.{{name}}": split',
-                  f"{INDENT * 2}for i in {_range(numbers[0], numbers[-1] + 1)}",
-                  f"{INDENT * 2}for name, split in {{"]  # fmt: skip
+        lines += [
+            f"{INDENT}**{{",
+            f'{INDENT * 2}f"{prefix}{{i}}.{{name}}": split',
+            f"{INDENT * 2}for i in {_range(numbers[0], numbers[-1] + 1)}",
+            f"{INDENT * 2}for name, split in {{",
+        ]
         lines += [f'{INDENT * 3}"{name}": {dictionary(split)},' for name, split in inner.items()]
         lines += [f"{INDENT * 2}}}.items()", f"{INDENT}}},"]
     return "\n".join([*lines, "}"])

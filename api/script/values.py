@@ -45,9 +45,10 @@ def needed_constants(found: ExportedPlan) -> tuple[str, ...]:
     for program in found.programs:
         names.update(dict.fromkeys(program.constants))
         names.update(
-            (name, None) for name, held in program.buffers.items()
+            (name, None)
+            for name, held in program.buffers.items()
             if name in found.made.program.literals or _is_cast(held.spec.dtype, str(master))
-        )  # fmt: skip
+        )
         if program.counting is not None:
             names.update(dict.fromkeys(program.counting.leaves))
     return tuple(names)
@@ -76,14 +77,17 @@ def constants_text(found: ExportedPlan) -> str:
         if node.name in names and node.kind == "constant":
             lines += _at_batch(name, program.graph[node.name], node)
     given = {name: variables[name] for name in names}
-    return "\n".join([
-        "def constants(model: nn.Module) -> dict[str, Tensor]:",
-        f'{INDENT}"""What depends neither on the batch nor on weights, whole."""',
-        f"{INDENT}buffers = dict(model.named_buffers(remove_duplicate=False))"
-        if any("buffers[" in line for line in lines) else "",
-        *lines,
-        *dictionary_lines("return ", given, INDENT),
-    ]).replace("\n\n", "\n")  # fmt: skip
+    return "\n".join(
+        [
+            "def constants(model: nn.Module) -> dict[str, Tensor]:",
+            f'{INDENT}"""What depends neither on the batch nor on weights, whole."""',
+            f"{INDENT}buffers = dict(model.named_buffers(remove_duplicate=False))"
+            if any("buffers[" in line for line in lines)
+            else "",
+            *lines,
+            *dictionary_lines("return ", given, INDENT),
+        ]
+    ).replace("\n\n", "\n")
 
 
 def _identifier(name: str, taken: Iterable[str]) -> str:
@@ -147,16 +151,18 @@ def count_text(found: ExportedPlan) -> str:
             done.add(each.key)
     if not results:
         return ""
-    return "\n".join([
-        "def count(",
-        f"{INDENT}batch: dict[str, Tensor], constants: dict[str, Tensor], microbatch: int",
-        ") -> dict[str, Tensor]:",
-        f'{INDENT}"""A micro-batch\'s share of what the mean loss of a batch divides by."""',
-        *lines,
-        f"{INDENT}return {{",
-        *(f"{INDENT}{INDENT}{result}," for result in results),
-        f"{INDENT}}}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "def count(",
+            f"{INDENT}batch: dict[str, Tensor], constants: dict[str, Tensor], microbatch: int",
+            ") -> dict[str, Tensor]:",
+            f'{INDENT}"""A micro-batch\'s share of what the mean loss of a batch divides by."""',
+            *lines,
+            f"{INDENT}return {{",
+            *(f"{INDENT}{INDENT}{result}," for result in results),
+            f"{INDENT}}}",
+        ]
+    )
 
 
 def _counting_lines(
@@ -174,17 +180,25 @@ def _counting_lines(
     if counting.program is None:
         return values
     program = BlockProgram(
-        "count", "count", counting.program, tuple(node.name for node in counting.inputs),
-        counting.outputs, (), (), "none",
-    )  # fmt: skip
+        "count",
+        "count",
+        counting.program,
+        tuple(node.name for node in counting.inputs),
+        counting.outputs,
+        (),
+        (),
+        "none",
+    )
     alone = replace(stage, mesh=Mesh(("whole",), (1,)), parameters={}, buffers={})
     made = block_function(program, alone, found.variant.program.graph, lambda name: None)
     if made.takes_mesh or made.takes_draw or made.weights:
         raise PlanError(
-            "AP366", "the plan cannot be exported to Python: what its micro-batches must know of "
-            "each other is drawn at random", why="a script does not draw it before the forward",
+            "AP366",
+            "the plan cannot be exported to Python: what its micro-batches must know of "
+            "each other is drawn at random",
+            why="a script does not draw it before the forward",
             fix="plan with microbatches=1",
-        )  # fmt: skip
+        )
     body, _, _ = f"\n{made.text}".partition(f"\n{INDENT}return ")
     lines += body.splitlines()[1:]
     return {**values, **dict(zip(counting.outputs, made.results, strict=True))}
@@ -277,7 +291,9 @@ def _random(node: Node, bounds: dict[str, int]) -> Expression:
 
 def _too_large(node: Node, count: Any) -> PlanError:
     return PlanError(
-        "AP367", f"the tensor {node.name} of {count} values cannot be written into a script",
-        why=f"at most {MOST_VALUES} values are", where=node.source or node.module,
+        "AP367",
+        f"the tensor {node.name} of {count} values cannot be written into a script",
+        why=f"at most {MOST_VALUES} values are",
+        where=node.source or node.module,
         fix="register it as a buffer of the model",
-    )  # fmt: skip
+    )

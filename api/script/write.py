@@ -23,22 +23,49 @@ from autoparallel.script.stages import Functions, StageText, split_of, stage_tex
 from autoparallel.script.values import batch_dims, constants_text, count_text, inputs_table
 
 ENTRY = (
-    "Trainer", "load_weights", "write_weights", "rows_of", "Draw", "Stage", "Weights", "Mesh",
-)  # fmt: skip
+    "Trainer",
+    "load_weights",
+    "write_weights",
+    "rows_of",
+    "Draw",
+    "Stage",
+    "Weights",
+    "Mesh",
+)
 """Definitions of this package that every script uses."""
 TITLES = {
-    "mesh": "Collectives", "random_ops": "Random numbers", "ops": "Ops on parts of tensors",
-    "local_loss": "A loss whose classes are split", "weights": "Weights",
-    "zero": "ZeRO", "stages": "Stages",
-    "pipeline": "The pipeline", "training": "The training step",
-}  # fmt: skip
+    "mesh": "Collectives",
+    "random_ops": "Random numbers",
+    "ops": "Ops on parts of tensors",
+    "local_loss": "A loss whose classes are split",
+    "weights": "Weights",
+    "zero": "ZeRO",
+    "stages": "Stages",
+    "pipeline": "The pipeline",
+    "training": "The training step",
+}
 IMPORTS = (
-    "import argparse", "import itertools", "import os", "from collections.abc import Iterator",
-    "from pathlib import Path", "from typing import Any", "import torch",
-    "import torch.distributed as dist", "from torch import Tensor, nn",
-)  # fmt: skip
-GIVEN = ("COMPUTE", "MASTER", "GRADIENT", "MICRO_BATCHES", "BATCH_DIMS", "LOSS_SCALE", "STAGE_RANK",
-         "CROSSINGS", "SCHEDULE")  # fmt: skip
+    "import argparse",
+    "import itertools",
+    "import os",
+    "from collections.abc import Iterator",
+    "from pathlib import Path",
+    "from typing import Any",
+    "import torch",
+    "import torch.distributed as dist",
+    "from torch import Tensor, nn",
+)
+GIVEN = (
+    "COMPUTE",
+    "MASTER",
+    "GRADIENT",
+    "MICRO_BATCHES",
+    "BATCH_DIMS",
+    "LOSS_SCALE",
+    "STAGE_RANK",
+    "CROSSINGS",
+    "SCHEDULE",
+)
 
 
 def write_script(
@@ -112,17 +139,30 @@ def script_text(
         _head(found, differences, name),
         _imports(parts, model, uses, body),
         _section("The plan", _settings(found)),
-        _section("The model, its data and its optimizer", model.functions, constants_text(found),
-                 *([counting] if counting else [])),
-        _section("The model's blocks, on this rank's part of each tensor", body,
-                 *(stage.function for stage in stages)),
-        *(_section(TITLES.get(module.rpartition(".")[2], module.rpartition(".")[2]),
-                   *definitions) for module, definitions in parts.sections.items()),
-        _section("What each rank holds", *(stage.parameters for stage in stages),
-                 _table("STAGES: list[Stage]", [stage.entry for stage in stages]),
-                 *_pipeline(found), inputs_table(found)),
+        _section(
+            "The model, its data and its optimizer",
+            model.functions,
+            constants_text(found),
+            *([counting] if counting else []),
+        ),
+        _section(
+            "The model's blocks, on this rank's part of each tensor",
+            body,
+            *(stage.function for stage in stages),
+        ),
+        *(
+            _section(TITLES.get(module.rpartition(".")[2], module.rpartition(".")[2]), *definitions)
+            for module, definitions in parts.sections.items()
+        ),
+        _section(
+            "What each rank holds",
+            *(stage.parameters for stage in stages),
+            _table("STAGES: list[Stage]", [stage.entry for stage in stages]),
+            *_pipeline(found),
+            inputs_table(found),
+        ),
         _main(found, model, counts=bool(counting), is_random=is_random),
-    ]  # fmt: skip
+    ]
     text = trim_script("\n\n\n".join(sections) + "\n", {*GIVEN, "GLOBAL_BATCH"})
     text = re.sub(r"\n{4,}", "\n\n\n", text)
     head, rest = text.split("\n\n\n# -", 1)  # linters want spaces around imports
@@ -132,9 +172,13 @@ def script_text(
 def _stage(found: ExportedPlan, number: int, functions: Functions) -> StageText:
     variant = found.variant
     return stage_text(
-        found.programs[number], found.stages[number], variant.program.graph,
-        variant.program.blocks, number=number, functions=functions,
-    )  # fmt: skip
+        found.programs[number],
+        found.stages[number],
+        variant.program.graph,
+        variant.program.blocks,
+        number=number,
+        functions=functions,
+    )
 
 
 def _check_same_on_all_ranks(
@@ -144,14 +188,20 @@ def _check_same_on_all_ranks(
     functions, graph = Functions(taken), found.variant.program.graph
     for number, program in enumerate(found.last_programs):
         again = stage_text(
-            program, found.stages[number], graph, found.variant.program.blocks,
-            number=number, functions=functions,
-        )  # fmt: skip
+            program,
+            found.stages[number],
+            graph,
+            found.variant.program.blocks,
+            number=number,
+            functions=functions,
+        )
         if (again.function, again.entry) != (stages[number].function, stages[number].entry):
             raise PlanError(
-                "AP369", f"the ranks of stage {number} run different programs",
-                why="a script has one for all ranks of a stage", fix="train with autoparallel run",
-            )  # fmt: skip
+                "AP369",
+                f"the ranks of stage {number} run different programs",
+                why="a script has one for all ranks of a stage",
+                fix="train with autoparallel run",
+            )
 
 
 def _head(found: ExportedPlan, differences: tuple[str, ...], name: str) -> str:
@@ -256,9 +306,10 @@ def _crossings(found: ExportedPlan) -> list[str]:
         splits = [
             str(split_of(layout, found.stages[stage].mesh.axes)).replace("'", '"')
             for layout, stage in (
-                (each.source_layout, each.source_stage), (each.target_layout, each.target_stage)
+                (each.source_layout, each.source_stage),
+                (each.target_layout, each.target_stage),
             )
-        ]  # fmt: skip
+        ]
         last = "" if each.spec.requires_grad else ", has_gradient=False"
         entries.append(
             f'{INDENT}Crossing("{each.key}", {each.source_stage}, {each.target_stage}, '
@@ -278,9 +329,12 @@ def _pipeline(found: ExportedPlan) -> list[str]:
 def _schedule(found: ExportedPlan) -> str:
     """Write the schedule: a row of actions for the ranks of each place in the pipeline."""
     rows = [" ".join(map(str, row)) for row in found.rows]
-    lines = ["# What each stage's ranks do in a step: 1F0 is the forward of micro-batch 0 in stage "
-             "1,", "# B its backward, RECV_F0 posts the receive of its input, SEND_F0 sends its "
-             "result, REDUCE", "# sums the stage's gradients."]  # fmt: skip
+    lines = [
+        "# What each stage's ranks do in a step: 1F0 is the forward of micro-batch 0 in stage 1,",
+        "# B its backward, RECV_F0 posts the receive of its input, SEND_F0 sends its "
+        "result, REDUCE",
+        "# sums the stage's gradients.",
+    ]
     lines.append("SCHEDULE = [")
     for row in rows:
         lines += [f"{INDENT}{part}" for part in _break_row(row)]

@@ -20,22 +20,53 @@ from autoparallel.planner.layout import Layout
 from autoparallel.script.expressions import Expression
 
 MOVES = {
-    ("S", "R"): "all_gather", ("S", "I"): "all_gather_same", ("S", "P"): "pad",
-    ("R", "S"): "take_part", ("I", "S"): "take_part_same",
-    ("R", "P"): "as_term", ("I", "P"): "as_term_same", ("R", "I"): "divide_gradient",
-    ("I", "R"): "sum_gradient", ("P", "I"): "all_reduce", ("P", "R"): "all_reduce_both",
+    ("S", "R"): "all_gather",
+    ("S", "I"): "all_gather_same",
+    ("S", "P"): "pad",
+    ("R", "S"): "take_part",
+    ("I", "S"): "take_part_same",
+    ("R", "P"): "as_term",
+    ("I", "P"): "as_term_same",
+    ("R", "I"): "divide_gradient",
+    ("I", "R"): "sum_gradient",
+    ("P", "I"): "all_reduce",
+    ("P", "R"): "all_reduce_both",
     ("P", "S"): "reduce_scatter",
-}  # fmt: skip
+}
 """Function of a script that changes a placement (``passes.ops.collectives.MOVES``)."""
 
 TAKEN = frozenset({*MOVES.values(), "all_to_all", "dropout", "uniform", "checkpoint"})
 """Names of functions of a script."""
 
-RESERVED = frozenset({
-    *TAKEN, *dir(builtins),
-    "w", "mesh", "draw", "torch", "F", "x", "in", "is", "not", "and", "or", "if", "for", "def",
-    "lambda", "class", "pass", "return", "from", "import", "as", "with", "global",
-})  # fmt: skip
+RESERVED = frozenset(
+    {
+        *TAKEN,
+        *dir(builtins),
+        "w",
+        "mesh",
+        "draw",
+        "torch",
+        "F",
+        "x",
+        "in",
+        "is",
+        "not",
+        "and",
+        "or",
+        "if",
+        "for",
+        "def",
+        "lambda",
+        "class",
+        "pass",
+        "return",
+        "from",
+        "import",
+        "as",
+        "with",
+        "global",
+    }
+)
 
 
 @dataclass(slots=True)
@@ -73,6 +104,9 @@ def unwritable(writer: Writer, node: fx.Node, why: str) -> PlanError:
     source = node.meta.get(MADE_BY)
     where = source.source or source.module if isinstance(source, Node) else ""
     return PlanError(
-        "AP367", f"{node.name} of block {writer.program.name} cannot be written as plain PyTorch",
-        why=why, where=where, fix="train with autoparallel run, or plan without this op",
-    )  # fmt: skip
+        "AP367",
+        f"{node.name} of block {writer.program.name} cannot be written as plain PyTorch",
+        why=why,
+        where=where,
+        fix="train with autoparallel run, or plan without this op",
+    )

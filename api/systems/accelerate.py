@@ -36,9 +36,10 @@ LIMITS = {
     "configuration says",
     "lora": "what the model's code trains: adapt it with peft",
     "fp64": "fp32",
-    "adam": "the optimizer of your script", "sgd": "the optimizer of your script",
+    "adam": "the optimizer of your script",
+    "sgd": "the optimizer of your script",
     "sgd-momentum": "the optimizer of your script",
-}  # fmt: skip
+}
 
 
 def write(job: WriterInput) -> Files:
@@ -50,11 +51,13 @@ def write(job: WriterInput) -> Files:
         f"in your script: DataLoader(batch_size={own.rank_rows}) and {accumulation(own)}: "
         f"{own.rank_rows} × {own.num_microbatches} × {own.dp} data-parallel ranks = "
         f"{job.plan.model.global_batch} samples a step",
-        *backend_notes(own), RECIPE,
-    ]  # fmt: skip
+        *backend_notes(own),
+        RECIPE,
+    ]
     start = f"{launcher(job)} train.py"
-    return Files({CONFIG: comment + yaml_text(found)}, start, tuple(backend_lost(own)),
-                 tuple(notes))  # fmt: skip
+    return Files(
+        {CONFIG: comment + yaml_text(found)}, start, tuple(backend_lost(own)), tuple(notes)
+    )
 
 
 def launcher(job: WriterInput) -> str:
@@ -104,10 +107,13 @@ def backend_of(own: Configuration) -> Backend:
 def to_supported(own: Configuration) -> Configuration:
     """Change a configuration to options that Accelerate can run, and keep its degrees."""
     own = replace(
-        own, recompute="none" if own.recompute == "none" else "full", recompute_share=1.0,
-        recomputes_ends=False, sequence_parallel=None,
+        own,
+        recompute="none" if own.recompute == "none" else "full",
+        recompute_share=1.0,
+        recomputes_ends=False,
+        sequence_parallel=None,
         precision="fp32" if own.precision == "fp64" else own.precision,
-    )  # fmt: skip
+    )
     match backend_of(own):
         case "fsdp":
             return replace(own, zero=max(own.zero, 2), gradient_dtype="master")
@@ -123,11 +129,13 @@ def backend_lost(own: Configuration) -> list[Deviation]:
         return []
     lost = []
     if own.zero == 2:
-        lost.append(Deviation(
-            "ZeRO 0, 1 or 2 beside tensor or context parallelism",
-            "FSDP 2 that keeps parameters gathered between forward and backward "
-            "(reshard_after_forward false): it shards gradients and parameters too",
-        ))  # fmt: skip
+        lost.append(
+            Deviation(
+                "ZeRO 0, 1 or 2 beside tensor or context parallelism",
+                "FSDP 2 that keeps parameters gathered between forward and backward "
+                "(reshard_after_forward false): it shards gradients and parameters too",
+            )
+        )
     if own.offload == "optimizer":
         lost.append(
             Deviation(
@@ -177,8 +185,9 @@ def launch_config(job: WriterInput) -> dict[str, Any]:
         found["fp8_config"] = {"backend": "AO"}
     if own.compiled:
         found["dynamo_config"] = {
-            "dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True,
-        }  # fmt: skip
+            "dynamo_backend": "INDUCTOR",
+            "dynamo_use_regional_compilation": True,
+        }
     if backend == "deepspeed":
         found["deepspeed_config"] = {
             "zero_stage": own.zero,
@@ -211,9 +220,11 @@ def fsdp(own: Configuration) -> dict[str, Any]:
 def parallelism(own: Configuration) -> dict[str, int]:
     """Return the degrees of ``ParallelismConfig``."""
     return {
-        "dp_replicate_size": 1, "dp_shard_size": own.dp,
-        "cp_size": own.cp, "tp_size": own.tp,
-    }  # fmt: skip
+        "dp_replicate_size": 1,
+        "dp_shard_size": own.dp,
+        "cp_size": own.cp,
+        "tp_size": own.tp,
+    }
 
 
 def yaml_text(values: Mapping[str, Any]) -> str:

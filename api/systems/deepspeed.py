@@ -22,10 +22,16 @@ CONFIG = "ds_config.json"
 
 WITHOUT_PIPELINE = {
     "pp": "data parallelism over the same devices; a pipeline is written in the model's code",
-    **{name: "no schedule: it has no pipeline" for name, each in SCHEDULES.items()
-       if each.family == "synchronous"},
-    **{name: "one update a step, with the newest weights" for name, each in SCHEDULES.items()
-       if each.family == "asynchronous"},
+    **{
+        name: "no schedule: it has no pipeline"
+        for name, each in SCHEDULES.items()
+        if each.family == "synchronous"
+    },
+    **{
+        name: "one update a step, with the newest weights"
+        for name, each in SCHEDULES.items()
+        if each.family == "asynchronous"
+    },
     "uneven-stages": "one stage",
     "mixed-stages": "one mesh of all devices",
     "branches": "one mesh of all devices",
@@ -34,7 +40,7 @@ WITHOUT_PIPELINE = {
     "gradient-sums": "what NCCL chooses",
     "gradient-order": "sums as the backward makes gradients",
     "servers": "data parallelism without servers",
-}  # fmt: skip
+}
 """Replacements by a system without pipelines."""
 
 LIMITS = {
@@ -48,9 +54,10 @@ LIMITS = {
     "weight-layouts": "whole weights, or its own column and row splits over tp",
     "device-order": "ranks in the order data, tensor",
     "lora": "what the model's code trains: adapt it with peft before deepspeed.initialize",
-    "fp8": "bf16", "fp64": "fp32",
+    "fp8": "bf16",
+    "fp64": "fp32",
     "compile": "engine.compile() in your script",
-}  # fmt: skip
+}
 
 
 def write(job: WriterInput) -> Files:
@@ -85,9 +92,11 @@ def to_supported(own: Configuration) -> Configuration:
         own,
         zero=max(own.zero, 1) if own.offload == "optimizer" else own.zero,
         recompute="none" if own.recompute == "none" else "full",
-        recompute_share=1.0, recomputes_ends=False, sequence_parallel=None,
+        recompute_share=1.0,
+        recomputes_ends=False,
+        sequence_parallel=None,
         precision=PRECISIONS.get(own.precision, own.precision),
-    )  # fmt: skip
+    )
 
 
 def config(own: Configuration, global_batch: int) -> dict[str, Any]:

@@ -53,18 +53,27 @@ def configuration_of(plan: Plan) -> Configuration:
     counts = tuple(len(layers_of(plan, stage)) for stage in plan.stages)
     size, count = _microbatches(plan, roles)
     return Configuration(
-        dp=roles.dp * roles.ep, tp=roles.tp, pp=pp, cp=roles.cp, ep=roles.ep,
+        dp=roles.dp * roles.ep,
+        tp=roles.tp,
+        pp=pp,
+        cp=roles.cp,
+        ep=roles.ep,
         zero=0 if plan.servers is not None else max(stage.zero for stage in plan.stages),
-        recompute=recompute, recompute_share=_recomputed_share(plan),
+        recompute=recompute,
+        recompute_share=_recomputed_share(plan),
         recomputes_ends=_recomputes_ends(plan, recompute),
-        microbatch_size=size, num_microbatches=count,
+        microbatch_size=size,
+        num_microbatches=count,
         schedule=plan.schedule if is_cut else "1f1b",
         num_chunks=len(plan.stages) // pp if is_cut else 1,
         layers=counts if is_cut else None,
         sequence_parallel=roles.splits_norms if roles.tp > 1 else None,
-        precision=plan.model.precision, optimizer=plan.model.optimizer, compiled=plan.compiled,
-        gradient_dtype=plan.model.gradient_dtype, offload=plan.offload,
-    )  # fmt: skip
+        precision=plan.model.precision,
+        optimizer=plan.model.optimizer,
+        compiled=plan.compiled,
+        gradient_dtype=plan.model.gradient_dtype,
+        offload=plan.offload,
+    )
 
 
 def _divisor(number: int, most: int) -> int:
@@ -106,9 +115,10 @@ def layers_of(plan: Plan, stage: StagePlan) -> tuple[BlockPlan, ...]:
     """Return the repeated layers among a stage's blocks, from the longest numbered list."""
     prefix = layer_list(plan)
     return tuple(
-        block for block in stage.blocks
+        block
+        for block in stage.blocks
         if prefix is None or ((m := LAYER.match(block.name)) and m["list"] == prefix)
-    )  # fmt: skip
+    )
 
 
 def layer_list(plan: Plan) -> str | None:
@@ -121,9 +131,8 @@ def layer_list(plan: Plan) -> str | None:
 def parameters(plan: Plan, stage: StagePlan) -> dict[str, NodeLayout]:
     """Return the layouts of a stage's parameters, by name: entries of modules without inputs."""
     return {
-        name: layout for name, layout in stage.layouts.items()
-        if "." in name and not layout.inputs
-    }  # fmt: skip
+        name: layout for name, layout in stage.layouts.items() if "." in name and not layout.inputs
+    }
 
 
 def _role_of_free_axis(plan: Plan, stage: StagePlan, axis: int) -> str:

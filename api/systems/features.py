@@ -22,8 +22,11 @@ FEATURES = {
     "cp": "context parallelism",
     "ep": "expert parallelism",
     "pp": "pipeline parallelism",
-    **{name: f"schedule {SCHEDULE_TITLES.get(name, name)}" for name, each in SCHEDULES.items()
-       if each.trains},
+    **{
+        name: f"schedule {SCHEDULE_TITLES.get(name, name)}"
+        for name, each in SCHEDULES.items()
+        if each.trains
+    },
     "uneven-stages": "stages of unequal numbers of layers",
     "mixed-stages": "stages on meshes that differ",
     "branches": "branches of the model on devices of their own",
@@ -43,10 +46,14 @@ FEATURES = {
     "servers": "parameter servers",
     "device-order": "the order of devices in the mesh",
     "lora": "LoRA adapters",
-    "fp16": "fp16", "fp8": "fp8", "fp64": "fp64",
-    "adam": "Adam", "sgd": "SGD", "sgd-momentum": "SGD with momentum",
+    "fp16": "fp16",
+    "fp8": "fp8",
+    "fp64": "fp64",
+    "adam": "Adam",
+    "sgd": "SGD",
+    "sgd-momentum": "SGD with momentum",
     "compile": "compiled blocks",
-}  # fmt: skip
+}
 """Every feature that a plan may use beyond data parallelism, AdamW, fp32 and bf16."""
 
 MOST_NAMED = 3
@@ -56,9 +63,26 @@ MOST_COUNTS = 16
 """Number of stages up to which the layers of each are listed; above, the least and the most."""
 
 COLUMN_NAMES = (
-    "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv", "qkv_proj", "query", "key",
-    "value", "c_attn", "c_fc", "fc1", "fc_in", "w1", "w3", "lm_head", "up", "gate",
-)  # fmt: skip
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "gate_proj",
+    "up_proj",
+    "qkv",
+    "qkv_proj",
+    "query",
+    "key",
+    "value",
+    "c_attn",
+    "c_fc",
+    "fc1",
+    "fc_in",
+    "w1",
+    "w3",
+    "lm_head",
+    "up",
+    "gate",
+)
 ROW_NAMES = ("o_proj", "down_proj", "out_proj", "c_proj", "fc2", "fc_out", "w2", "down", "proj")
 """Last parts of the names of modules that Megatron-LM's tensor parallelism splits by output, and
 by input (Shoeybi et al. 2019, arXiv:1909.08053, section 3)."""
@@ -78,9 +102,14 @@ class Feature:
 def features_of(plan: Plan) -> tuple[Feature, ...]:
     """Return the features of a plan, each once."""
     found = (
-        *_parallelism(plan), *_pipeline(plan), *_states(plan), *_recomputation(plan),
-        *_gradients(plan), *_settings(plan), *_layouts(plan),
-    )  # fmt: skip
+        *_parallelism(plan),
+        *_pipeline(plan),
+        *_states(plan),
+        *_recomputation(plan),
+        *_gradients(plan),
+        *_settings(plan),
+        *_layouts(plan),
+    )
     return tuple({feature.name: feature for feature in reversed(found)}.values())[::-1]
 
 

@@ -54,16 +54,21 @@ LIMITS = {
     "fp64": "fp32",
     "adam": "Adam with decoupled weight decay (AdamW), the same without weight decay",
     "compile": "its own fused kernels",
-}  # fmt: skip
+}
 
 
 def write(job: WriterInput) -> Files:
     """Return the files of a job."""
     own, lost, notes = job.configuration, list[Deviation](), list[str]()
     arguments: Arguments = [
-        *_degrees(own), *_pipeline(own, job.num_layers), *_batch(job), *_states(own),
-        *_recomputation(own, job.num_layers), *_precision(own), *_optimizer(own),
-    ]  # fmt: skip
+        *_degrees(own),
+        *_pipeline(own, job.num_layers),
+        *_batch(job),
+        *_states(own),
+        *_recomputation(own, job.num_layers),
+        *_precision(own),
+        *_optimizer(own),
+    ]
     if job.config is not None and job.config.kind in MODELS:
         arguments += model_arguments(job.config)
         notes += list(_unlike(job.config))
@@ -72,9 +77,12 @@ def write(job: WriterInput) -> Files:
             f"pretrain_gpt.py has no {job.config.kind}: the model's arguments are left to you"
         )
     if own.pp > 1 and own.zero > 1:
-        lost.append(Deviation(
-            f"ZeRO {own.zero} beside a pipeline", "the distributed optimizer, which is ZeRO 1",
-        ))  # fmt: skip
+        lost.append(
+            Deviation(
+                f"ZeRO {own.zero} beside a pipeline",
+                "the distributed optimizer, which is ZeRO 1",
+            )
+        )
     if own.precision == "fp16" and own.gradient_dtype == "compute":
         lost.append(Deviation("gradients summed in fp16", "gradients summed in float32"))
     text = "".join("=".join(argument) + "\n" for argument in arguments)
@@ -95,10 +103,11 @@ def to_supported(own: Configuration) -> Configuration:
     if own.recompute == "selective":
         own = replace(own, recompute_share=1.0)
     return replace(
-        own, recomputes_ends=False,
+        own,
+        recomputes_ends=False,
         precision="fp32" if own.precision == "fp64" else own.precision,
         sequence_parallel=True if own.ep > 1 and own.tp > 1 else own.sequence_parallel,
-    )  # fmt: skip
+    )
 
 
 def _interleaves(own: Configuration) -> bool:
@@ -230,9 +239,11 @@ def model_arguments(config: ModelConfig) -> Arguments:
     if config.num_kv_heads != config.num_heads:
         found += [("--group-query-attention",), ("--num-query-groups", str(config.num_kv_heads))]
     found += [
-        ("--normalization", "RMSNorm"), ("--swiglu",), ("--disable-bias-linear",),
+        ("--normalization", "RMSNorm"),
+        ("--swiglu",),
+        ("--disable-bias-linear",),
         ("--position-embedding-type", "rope"),
-    ]  # fmt: skip
+    ]
     if config.rope_theta is not None:
         found.append(("--rotary-base", str(round(config.rope_theta))))
     if (scaling := config.rope_scaling) is not None and scaling.kind == "llama3":

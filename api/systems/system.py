@@ -186,10 +186,17 @@ def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
     for zero in dict.fromkeys((3, max(own.zero, 1))):
         for recompute in reversed(RECOMPUTE):
             for size in sizes:
-                yield system.settle(replace(
-                    folded, zero=zero, recompute=recompute, microbatch_size=size,
-                    num_microbatches=batch // size, recompute_share=1.0, recomputes_ends=False,
-                ))  # fmt: skip
+                yield system.settle(
+                    replace(
+                        folded,
+                        zero=zero,
+                        recompute=recompute,
+                        microbatch_size=size,
+                        num_microbatches=batch // size,
+                        recompute_share=1.0,
+                        recomputes_ends=False,
+                    )
+                )
 
 
 def _fold_degrees(own: Configuration, system: System, batch: int) -> Configuration:
@@ -238,11 +245,18 @@ def _facts(
 ) -> dict[str, Any]:
     own = cost.configuration
     return {
-        "system": system.title, "names_of": system.version,
+        "system": system.title,
+        "names_of": system.version,
         "degrees": {name: getattr(own, name) for name in DEGREES},
-        "zero": own.zero, "recompute": own.recompute, "schedule": own.schedule,
-        "microbatch_size": own.microbatch_size, "num_microbatches": own.num_microbatches,
-        "step_seconds": cost.step_seconds, "peak_memory_bytes": cost.peak_memory_bytes,
-        "fits": cost.fits, "not_priced": cost.reason,
-        "differences": [asdict(each) for each in lost], "notes": list(notes),
-    }  # fmt: skip
+        "zero": own.zero,
+        "recompute": own.recompute,
+        "schedule": own.schedule,
+        "microbatch_size": own.microbatch_size,
+        "num_microbatches": own.num_microbatches,
+        "step_seconds": cost.step_seconds,
+        "peak_memory_bytes": cost.peak_memory_bytes,
+        "fits": cost.fits,
+        "not_priced": cost.reason,
+        "differences": [asdict(each) for each in lost],
+        "notes": list(notes),
+    }

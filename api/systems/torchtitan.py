@@ -24,9 +24,13 @@ from autoparallel.systems.report import Deviation
 from autoparallel.systems.system import RECIPE, Files, System, WriterInput, stage_layers, write_for
 
 SCHEDULES = {
-    "1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "bfs": "LoopedBFS",
-    "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
-}  # fmt: skip
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "bfs": "LoopedBFS",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
 """Schedules that torch.distributed.pipelining has under a name."""
 
 BY_TABLE = ("eager-1f1b", "zb-h1", "zb-h2")
@@ -63,9 +67,11 @@ LIMITS = {
     "servers": "data parallelism without servers",
     "device-order": "ranks in the order pipeline, data, context, tensor",
     "lora": "all weights are trained",
-    "fp16": "bf16", "fp64": "fp32",
-    "sgd": "AdamW", "sgd-momentum": "AdamW",
-}  # fmt: skip
+    "fp16": "bf16",
+    "fp64": "fp32",
+    "sgd": "AdamW",
+    "sgd-momentum": "AdamW",
+}
 
 
 def write(job: WriterInput) -> Files:
@@ -108,11 +114,13 @@ def to_supported(own: Configuration) -> Configuration:
     if own.num_devices > 1 and not _uses_fsdp(own) and not _uses_ddp(own):
         own = replace(own, zero=0, precision="fp32")
     return replace(
-        own, recomputes_ends=False, gradient_dtype="master",
+        own,
+        recomputes_ends=False,
+        gradient_dtype="master",
         precision=PRECISIONS.get(own.precision, own.precision),
         optimizer=own.optimizer if own.optimizer in ("adam", "adamw") else "adamw",
         sequence_parallel=True if own.tp > 1 else own.sequence_parallel,
-    )  # fmt: skip
+    )
 
 
 def _uses_ddp(own: Configuration) -> bool:
@@ -139,16 +147,20 @@ def _sections(job: WriterInput, lost: list[Deviation]) -> dict[str, dict[str, ob
     parts = own.dp
     uses_ddp = _uses_ddp(own)
     if own.zero and not any(stage.zero for stage in plan.stages) and parts * own.cp > 1:
-        lost.append(Deviation(
-            "whole states on every data-parallel rank (ZeRO 0)",
-            "FSDP that keeps parameters gathered: it has no DDP beside other degrees",
-        ))  # fmt: skip
+        lost.append(
+            Deviation(
+                "whole states on every data-parallel rank (ZeRO 0)",
+                "FSDP that keeps parameters gathered: it has no DDP beside other degrees",
+            )
+        )
     if own.precision == "fp32" and plan.model.precision not in ("fp32", "fp64"):
-        lost.append(Deviation(
-            f"{plan.model.precision} beside float32 masters",
-            "float32, which is slower and larger: it has mixed precision only with FSDP or DDP, "
-            "that is where dp or cp is more than 1",
-        ))  # fmt: skip
+        lost.append(
+            Deviation(
+                f"{plan.model.precision} beside float32 masters",
+                "float32, which is slower and larger: it has mixed precision only with FSDP or "
+                "DDP, that is where dp or cp is more than 1",
+            )
+        )
     microbatch = own.rank_rows
     local = microbatch * own.num_microbatches if own.pp > 1 else microbatch
     half = own.precision in ("bf16", "fp8")
@@ -175,7 +187,7 @@ def _sections(job: WriterInput, lost: list[Deviation]) -> dict[str, dict[str, ob
         },
         "activation_checkpoint": _checkpointing(own),
         "compile": {"enable": own.compiled},
-    }  # fmt: skip
+    }
 
 
 def _checkpointing(own: Configuration) -> dict[str, object]:
@@ -192,11 +204,12 @@ def _pipeline(job: WriterInput) -> dict[str, object]:
     by_table = own.schedule in BY_TABLE
     return {
         "pipeline_parallel_schedule": "PipelineScheduleMulti"
-        if by_table else SCHEDULES[own.schedule],
+        if by_table
+        else SCHEDULES[own.schedule],
         **({"pipeline_parallel_schedule_csv": str(job.folder / TABLE)} if by_table else {}),
         "pipeline_parallel_microbatch_size": own.rank_rows,
         "module_fqns_per_model_part": module_names(stage_layers(own, job.num_layers)),
-    }  # fmt: skip
+    }
 
 
 def module_names(layers: tuple[int, ...]) -> list[list[str]]:
@@ -230,9 +243,10 @@ UNKNOWN = "SET_ME"
 """Name of no model, so that torchtitan ends rather than train another model than the plan's."""
 
 FLAVORS = {
-    (4096, 32, 32, 8, 14336, 128256): "8B", (8192, 80, 64, 8, 28672, 128256): "70B",
+    (4096, 32, 32, 8, 14336, 128256): "8B",
+    (8192, 80, 64, 8, 28672, 128256): "70B",
     (16384, 126, 128, 8, 53248, 128256): "405B",
-}  # fmt: skip
+}
 """torchtitan's own sizes of llama3: hidden, layers, heads, key heads, MLP and vocabulary."""
 
 FLAVOR_NORM_AND_ROPE = (1e-5, 500000.0, RopeScaling("llama3", factor=8.0))
@@ -249,9 +263,13 @@ def _model(
         return {"name": UNKNOWN, "flavor": UNKNOWN}, ""
     notes += list(_unlike(config))
     key = (
-        config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads,
-        config.intermediate_size, config.vocab_size,
-    )  # fmt: skip
+        config.hidden_size,
+        config.num_layers,
+        config.num_heads,
+        config.num_kv_heads,
+        config.intermediate_size,
+        config.vocab_size,
+    )
     norm_and_rope = config.norm_epsilon, config.rope_theta, config.rope_scaling
     if key in FLAVORS and norm_and_rope == FLAVOR_NORM_AND_ROPE:
         return {"name": "llama3", "flavor": FLAVORS[key]}, ""

@@ -21,12 +21,15 @@ from autoparallel.systems.system import RECIPE, Files, System, WriterInput, writ
 ARGUMENTS = "training_arguments.json"
 
 LIMITS = {
-    **{name: text for name, text in accelerate.LIMITS.items()
-       if name not in ("sgd", "sgd-momentum")},
+    **{
+        name: text
+        for name, text in accelerate.LIMITS.items()
+        if name not in ("sgd", "sgd-momentum")
+    },
     "adam": "AdamW, the same without weight decay",
     "compute-gradients": "gradients reduced in float32, but by DeepSpeed as its section says",
     "fp8": "bf16",
-}  # fmt: skip
+}
 
 
 def write(job: WriterInput) -> Files:
@@ -44,8 +47,12 @@ def write(job: WriterInput) -> Files:
         *(note for note in accelerate.backend_notes(own) if note != deepspeed.CHECKPOINTING),
         RECIPE,
     ]
-    return Files(texts, f"{launcher} train.py {job.folder / ARGUMENTS}",
-                 tuple(accelerate.backend_lost(own)), tuple(notes))  # fmt: skip
+    return Files(
+        texts,
+        f"{launcher} train.py {job.folder / ARGUMENTS}",
+        tuple(accelerate.backend_lost(own)),
+        tuple(notes),
+    )
 
 
 def to_supported(own: Configuration) -> Configuration:

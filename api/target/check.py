@@ -29,13 +29,16 @@ def check_target(target: Target, global_batch: int, seq: int | None) -> str:
     lines = [
         ("target", target.name),
         ("settings", settings or "none"),
-        ("build_model", f"{type(model).__name__}, {count_text(count)} parameters in "
-                        f"{len(parameters)} tensors, {bytes_text(allocated)} allocated"),
+        (
+            "build_model",
+            f"{type(model).__name__}, {count_text(count)} parameters in "
+            f"{len(parameters)} tensors, {bytes_text(allocated)} allocated",
+        ),
         ("example_batch", f"{type(batch).__name__} of {', '.join(parts)}"),
         ("loss", "loss_fn(outputs, batch)" if target.loss_fn else "from the model's own output"),
         ("build_optimizer", "found" if target.build_optimizer else "absent: AdamW"),
         ("build_data", "found" if target.build_data else "absent: random batches"),
-    ]  # fmt: skip
+    ]
     return "\n".join(f"{name:<16}{text}" for name, text in lines)
 
 

@@ -61,9 +61,11 @@ def parse_lora(text: str) -> Lora:
         name, separator, value = (part.strip() for part in item.partition("="))
         if not separator or not value or name not in known or name in given:
             raise UsageError(
-                "AP867", f"--lora: {item.strip()!r} is not r=, alpha= or targets=, or is repeated",
-                where=f"--lora {text}", fix=did_you_mean(name, known) or EXAMPLE,
-            )  # fmt: skip
+                "AP867",
+                f"--lora: {item.strip()!r} is not r=, alpha= or targets=, or is repeated",
+                where=f"--lora {text}",
+                fix=did_you_mean(name, known) or EXAMPLE,
+            )
         given[name] = value
     try:
         rank, alpha = int(given.get("r", "8")), float(given.get("alpha", "16"))
@@ -71,9 +73,11 @@ def parse_lora(text: str) -> Lora:
         rank, alpha = 0, 0.0
     if rank < 1 or not 0 < alpha < float("inf"):
         raise UsageError(
-            "AP867", "--lora: r must be a whole number of at least 1 and alpha a number above 0",
-            where=f"--lora {text}", fix=EXAMPLE,
-        )  # fmt: skip
+            "AP867",
+            "--lora: r must be a whole number of at least 1 and alpha a number above 0",
+            where=f"--lora {text}",
+            fix=EXAMPLE,
+        )
     return Lora(rank, alpha, tuple(name for name in given.get("targets", "").split("+") if name))
 
 

@@ -155,16 +155,21 @@ def parse_annotation(annotation: str) -> Pattern:
 
 def _unreadable(annotation: str, why: str) -> UsageError:
     return UsageError(
-        "AP160", f"the annotation {annotation!r} cannot be read", why=why,
+        "AP160",
+        f"the annotation {annotation!r} cannot be read",
+        why=why,
         fix='write one group of dimension names per tensor: "b s h, h o -> b s o"',
-    )  # fmt: skip
+    )
 
 
 def _misfit(annotation: str, why: str, where: str = "") -> UsageError:
     return UsageError(
-        "AP161", f"the annotation {annotation!r} does not fit the op", why=why, where=where,
+        "AP161",
+        f"the annotation {annotation!r} does not fit the op",
+        why=why,
+        where=where,
         fix="give each tensor argument, in call order, one group of dimension names",
-    )  # fmt: skip
+    )
 
 
 class _Maker:
@@ -194,9 +199,12 @@ class _Maker:
         file = self.where.rpartition(":")[0]
         if _FILES.setdefault(path, file) != file:
             raise UsageError(
-                "AP163", f"two functions are registered as {name}", where=self.where,
-                why=f"the other is in {_FILES[path]}", fix='register_op(..., name="another")',
-            )  # fmt: skip
+                "AP163",
+                f"two functions are registered as {name}",
+                where=self.where,
+                why=f"the other is in {_FILES[path]}",
+                fix='register_op(..., name="another")',
+            )
         op = torch.library.custom_op(qualified, self._forward(), mutates_args=())
         op.register_fake(self._fake)
         if backward is not None:
@@ -299,10 +307,12 @@ class _Maker:
         pairs = [(o, g) for o, g in pairs if o.requires_grad]
         if not pairs:
             raise UsageError(
-                "AP164", f"{self.title} has no gradient", where=self.where,
+                "AP164",
+                f"{self.title} has no gradient",
+                where=self.where,
                 why="its outputs do not depend on its inputs by differentiable operations",
                 fix="register_op(..., backward=..., setup_context=...)",
-            )  # fmt: skip
+            )
         wanted = [value for value, wants in zip(flat, ctx.wants, strict=True) if wants]
         found = iter(
             torch.autograd.grad(

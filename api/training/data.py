@@ -86,8 +86,7 @@ class TrainingData:
             for place, state in gather_values(own)
             if place is not None and state is not None
         }
-        return {"batches": self._consumed, "pass": self._pass, "seed": self._seed,
-                "sources": found}  # fmt: skip
+        return {"batches": self._consumed, "pass": self._pass, "seed": self._seed, "sources": found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position ``state``: ``{"batches": n}`` is enough.
@@ -166,9 +165,11 @@ class TrainingData:
         assert build is not None
         assert self._place is not None
         known = {
-            "global_batch": model.global_batch, "seq": model.seq, "seed": self._seed,
+            "global_batch": model.global_batch,
+            "seq": model.seq,
+            "seed": self._seed,
             "start": start,
-        }  # fmt: skip
+        }
         taken = {name: value for name, value in known.items() if self._takes(name)}
         return build(*self._place, **{n: value for n, value in taken.items() if value is not None})
 

@@ -70,10 +70,15 @@ def _replan(
             return kept
     model = plan.model
     options = PlanOptions(
-        global_batch=model.global_batch, seq=model.seq if target.takes_seq else None,
-        precision=model.precision, float32_ops=model.float32_ops, optimizer=model.optimizer,
-        compiled=plan.compiled, gradient_dtype=model.gradient_dtype, **limits,
-    )  # fmt: skip
+        global_batch=model.global_batch,
+        seq=model.seq if target.takes_seq else None,
+        precision=model.precision,
+        float32_ops=model.float32_ops,
+        optimizer=model.optimizer,
+        compiled=plan.compiled,
+        gradient_dtype=model.gradient_dtype,
+        **limits,
+    )
     sys.stderr.write(f"autoparallel: planning for the hosts that are there: {cluster.name}\n")
     found = plan_on(target, cluster, without_servers(options), observe)
     if num_processes(found) != num_ranks:
@@ -87,8 +92,9 @@ def _replan(
 
 def _no_plan(plan: Plan, num_ranks: int, error: AutoparallelError) -> WorkerError:
     return WorkerError(
-        "AP824", f"there is no plan for the {num_ranks} ranks that are left",
+        "AP824",
+        f"there is no plan for the {num_ranks} ranks that are left",
         why=f"{error.what}; the global batch of {plan.model.global_batch} samples stays",
         fix="raise the least number of hosts in --nnodes, or take a global batch that more "
         "numbers of ranks divide",
-    )  # fmt: skip
+    )

@@ -14,9 +14,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 _COPIED = (
-    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-    "prefetch_factor", "persistent_workers", "pin_memory_device",
-)  # fmt: skip
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+)
 
 
 def has_rows(loader: DataLoader[Any]) -> bool:

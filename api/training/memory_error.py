@@ -55,9 +55,12 @@ def explained_memory_errors(
         states = {name: storage_bytes(tensors) for name, tensors in held().items()}
         why = f"{found.why}\n{comparison(plan, worker.rank, states, total)}"
         raise DeviceMemoryError(
-            found.code, f"{found.what} ({doing})", why=why, where=found.where,
+            found.code,
+            f"{found.what} ({doing})",
+            why=why,
+            where=found.where,
             fix=next_plan(plan, worker.rank, total),
-        ) from error  # fmt: skip
+        ) from error
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -74,10 +74,16 @@ def start_training(
     if saving is not None:
         saving = replace(saving, folder=str(Path(saving.folder).resolve()))
     return _start(
-        "train", path, start, steps=steps, seed=seed,
-        saving=None if saving is None else asdict(saving), resume=absolute(resume),
-        sources=asdict(sources.resolved()), options=asdict(asked.resolved()),
-    )  # fmt: skip
+        "train",
+        path,
+        start,
+        steps=steps,
+        seed=seed,
+        saving=None if saving is None else asdict(saving),
+        resume=absolute(resume),
+        sources=asdict(sources.resolved()),
+        options=asdict(asked.resolved()),
+    )
 
 
 def check_weights(weights: str, resume: str | None) -> None:
@@ -176,18 +182,26 @@ def _start_on_host(
 
     if is_launched(os.environ):
         raise UsageError(
-            "AP156", "--nnodes under torchrun", why="torchrun has started the ranks already",
+            "AP156",
+            "--nnodes under torchrun",
+            why="torchrun has started the ranks already",
             fix="leave out --nnodes, or start autoparallel itself on every host",
-        )  # fmt: skip
+        )
     plan = load_plan(path)
     num_local = ranks_per_host(plan, hosts)
     job = Job(
-        f"autoparallel.training.worker:{name}", {"plan_path": str(path.resolve()), **arguments}, "",
+        f"autoparallel.training.worker:{name}",
+        {"plan_path": str(path.resolve()), **arguments},
+        "",
         start.timeout_seconds,
-    )  # fmt: skip
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads_per_device(num_local))}
     found: dict[str, Any] = launch_on_hosts(
-        job, hosts, num_local=num_local, environment=environment, max_restarts=start.max_restarts,
+        job,
+        hosts,
+        num_local=num_local,
+        environment=environment,
+        max_restarts=start.max_restarts,
         finishes=arguments.get("saving") is not None and not hosts.is_elastic,
-    )  # fmt: skip
+    )
     return found

@@ -143,11 +143,17 @@ class StepLog:
             seconds = self._lap()
         unit, count = self._done
         record = StepRecord(
-            step, found.loss, found.gradient_norm, self._memory.peak_bytes(), seconds,
-            learning_rate=found.learning_rate, skipped_steps=found.skipped,
+            step,
+            found.loss,
+            found.gradient_norm,
+            self._memory.peak_bytes(),
+            seconds,
+            learning_rate=found.learning_rate,
+            skipped_steps=found.skipped,
             loss_scale=found.loss_scale,
-            unit=unit, throughput=count / seconds,
-        )  # fmt: skip
+            unit=unit,
+            throughput=count / seconds,
+        )
         self.figures.add(record)
         if self.prints:
             print(step_line(record, self._predicted), flush=True)
@@ -222,11 +228,17 @@ def keep_measurement(
     measured = outcome(figures, plan, num_batches)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     found = Measurement(
-        checksum(plan), measured["step_seconds"], int(measured["memory_bytes"]),
-        tuple(figures.seconds[-MOST_STEPS:]), len(figures.seconds), num_batches,
+        checksum(plan),
+        measured["step_seconds"],
+        int(measured["memory_bytes"]),
+        tuple(figures.seconds[-MOST_STEPS:]),
+        len(figures.seconds),
+        num_batches,
         gpu or platform.processor() or platform.machine(),
-        datetime.now(UTC).isoformat(timespec="seconds"), __version__, torch.__version__,
-    )  # fmt: skip
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        __version__,
+        torch.__version__,
+    )
     text = json.dumps(asdict(found), indent=1) + "\n"
     for path in {measured_path(each).resolve() for each in plan_paths}:
         try:

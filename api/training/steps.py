@@ -77,9 +77,12 @@ class RunSaves:
         """Write the checkpoint of ``step``, after all of its figures."""
         how = self.how
         self._trainer.save(
-            how.folder, step=step, optimizer=self._trainer.optimizer, keep=how.keep,
+            how.folder,
+            step=step,
+            optimizer=self._trainer.optimizer,
+            keep=how.keep,
             asynchronous=how.asynchronous,
-        )  # fmt: skip
+        )
         self._callback.on_checkpoint(step, checkpoint_path(how.folder, step))
 
     def _attempt(self, step: int, act: Callable[[], None]) -> None:

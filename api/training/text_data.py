@@ -42,9 +42,15 @@ PIECE = 2**20
 WAIT_SECONDS = 0.2
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
-    "vocab.txt", "spiece.model", "special_tokens_map.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "special_tokens_map.json",
+)
 
 Batches = Iterator[dict[str, "Tensor"]]
 Progress = Callable[[str], None]
@@ -63,9 +69,12 @@ def with_text(target: Target, place: str, worker: Worker) -> Target:
     vocabulary = _vocabulary(target)
     is_maker = worker.local_rank == 0
     tokens = open_tokens(
-        place, model_place(target.name), vocabulary=vocabulary, is_maker=is_maker,
+        place,
+        model_place(target.name),
+        vocabulary=vocabulary,
+        is_maker=is_maker,
         tell=worker.watchdog.progress,
-    )  # fmt: skip
+    )
 
     def build_data(rank: int, world: int, *, global_batch: int, seq: int, seed: int) -> Batches:
         return PackedText(tokens, seq, seed, place).batches(rank, world, global_batch)

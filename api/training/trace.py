@@ -99,9 +99,10 @@ def check_trace(num_steps: int, path: str | None, steps: int) -> None:
         raise UsageError("AP381", "--trace without --trace-steps", fix="--trace-steps 3")
     if num_steps > steps:
         raise UsageError(
-            "AP381", f"--trace-steps {num_steps} of a run of {steps} steps",
+            "AP381",
+            f"--trace-steps {num_steps} of a run of {steps} steps",
             fix=f"--trace-steps {steps} or fewer",
-        )  # fmt: skip
+        )
 
 
 def predicted_timeline(plan: Plan, schedule: Schedule) -> Timeline:
@@ -114,9 +115,14 @@ def predicted_timeline(plan: Plan, schedule: Schedule) -> Timeline:
         each = [sent[source] / outgoing.count(source) for source in outgoing]
         zeros = [0.0] * len(each)
         costs = replace(
-            costs, edges=edges, send_seconds=each, send_backward_seconds=each,
-            send_latency_seconds=zeros, send_call_seconds=zeros, receive_call_seconds=zeros,
-        )  # fmt: skip
+            costs,
+            edges=edges,
+            send_seconds=each,
+            send_backward_seconds=each,
+            send_latency_seconds=zeros,
+            send_call_seconds=zeros,
+            receive_call_seconds=zeros,
+        )
     return simulate(schedule, costs)
 
 
@@ -149,9 +155,12 @@ def compared_trace(
             name = f"{number}.{lane}."
             events += timeline_events(measured, ranks, name=f"measured{name}", drawn=drawn)
             events += timeline_events(
-                predicted, [num_ranks + rank for rank in ranks], begins_seconds=begins,
-                name=f"predicted{name}", drawn=drawn,
-            )  # fmt: skip
+                predicted,
+                [num_ranks + rank for rank in ranks],
+                begins_seconds=begins,
+                name=f"predicted{name}",
+                drawn=drawn,
+            )
             for row, rank in enumerate(ranks):
                 own_events = (*measured.events[row], *predicted.events[row])
                 used[rank] |= {event.stream for event in own_events}
@@ -159,9 +168,13 @@ def compared_trace(
         label
         for rank, row in sorted(row_of.items())
         for at, what in ((rank, "measured"), (num_ranks + rank, "predicted"))
-        for label in labels(at, f"rank {rank} {what} (pipeline rank {row})", used[rank],
-                            2 * rank + (what == "predicted"))
-    ]  # fmt: skip
+        for label in labels(
+            at,
+            f"rank {rank} {what} (pipeline rank {row})",
+            used[rank],
+            2 * rank + (what == "predicted"),
+        )
+    ]
     return {
         "traceEvents": [*names, *sorted(events, key=lambda event: event["ts"])],
         "displayTimeUnit": "ms",
@@ -192,17 +205,24 @@ def measured_timeline(schedule: Schedule, steps: Sequence[RecordedStep], zero: f
     """Return a step of a rank for each pipeline rank, as a timeline that begins ``zero`` later."""
     takers = {
         _taker_key(each.action): each
-        for step in steps for each in step.actions if each.action.kind in COMPUTE
-    }  # fmt: skip
+        for step in steps
+        for each in step.actions
+        if each.action.kind in COMPUTE
+    }
     rows = [tuple(_events(schedule, step, takers, zero)) for step in steps]
     ends = [event.end_seconds for row in rows for event in row]
     count = len(steps)
     return Timeline(
-        step_seconds=max(ends, default=0.0), bubble_fraction=0.0, events=tuple(rows),
-        exposed=(Exposed(),) * count, slowdown_seconds=(0.0,) * count,
-        peak_activation_bytes=(0,) * count, peak_memory_bytes=(0,) * count,
-        memory_bytes=((),) * count, replicas=(1,) * count,
-    )  # fmt: skip
+        step_seconds=max(ends, default=0.0),
+        bubble_fraction=0.0,
+        events=tuple(rows),
+        exposed=(Exposed(),) * count,
+        slowdown_seconds=(0.0,) * count,
+        peak_activation_bytes=(0,) * count,
+        peak_memory_bytes=(0,) * count,
+        memory_bytes=((),) * count,
+        replicas=(1,) * count,
+    )
 
 
 TakerKey = tuple[bool, int, int, int]
@@ -248,8 +268,9 @@ def _updates(schedule: Schedule, step: RecordedStep, zero: float) -> Iterator[Ev
     if schedule.is_asynchronous:
         for each in step.actions:
             if each.action.kind == STEP:
-                yield Event(each.action, each.start_seconds - zero, each.end_seconds - zero,
-                            "compute")  # fmt: skip
+                yield Event(
+                    each.action, each.start_seconds - zero, each.end_seconds - zero, "compute"
+                )
         return
     seconds = (step.end_seconds - step.update_seconds) / max(1, len(stages))
     for at, action in enumerate(stages):
@@ -300,23 +321,33 @@ def print_differences(
 ) -> None:
     """Print predicted and measured seconds and their ratio as a table of the console's width."""
     table = plain_table(
-        ("stage", "right"), ("action", "left"), ("predicted", "right"), ("measured", "right"),
+        ("stage", "right"),
+        ("action", "left"),
+        ("predicted", "right"),
+        ("measured", "right"),
         ("measured / predicted", "right"),
-    )  # fmt: skip
+    )
     for each in differences(plan, schedule, steps, predicted):
         table.add_row(
-            str(each.stage), NAMES[each.kind], seconds_text(each.predicted_seconds),
+            str(each.stage),
+            NAMES[each.kind],
+            seconds_text(each.predicted_seconds),
             seconds_text(each.measured_seconds),
             _ratio(each.measured_seconds, each.predicted_seconds),
-        )  # fmt: skip
+        )
     ranks = [rank for own in rows_of(plan, schedule) for rank in own]
     whole = mean(
         max(steps[rank][number].end_seconds for rank in ranks)
         - min(steps[rank][number].start_seconds for rank in ranks)
         for number in range(min(len(own) for own in steps))
     )
-    table.add_row("", "whole step", seconds_text(predicted.step_seconds), seconds_text(whole),
-                  _ratio(whole, predicted.step_seconds))  # fmt: skip
+    table.add_row(
+        "",
+        "whole step",
+        seconds_text(predicted.step_seconds),
+        seconds_text(whole),
+        _ratio(whole, predicted.step_seconds),
+    )
     console.print(f"\nMean seconds of an action in {len(steps[ranks[0]])} recorded steps")
     console.print(table)
 

@@ -116,9 +116,15 @@ def train(
     if resume is None and given.get("weights") is not None:
         start = partial(open_pretrained, given["weights"], partial=given["weights_partial"])
     trainer, memory = make_trainer(
-        plan, target, worker, device=device, seed=seed, init=given.get("init", "auto"),
-        is_given=resume is not None, start=start,
-    )  # fmt: skip
+        plan,
+        target,
+        worker,
+        device=device,
+        seed=seed,
+        init=given.get("init", "auto"),
+        is_given=resume is not None,
+        start=start,
+    )
     set_as_planned(plan, worker.rank)
     if worker.rank == 0:
         print(verification_text(plan), flush=True)
@@ -245,10 +251,12 @@ def verify(
 
     if plan.servers is not None and plan.servers.consistency != "bsp":
         raise UsageError(
-            "AP960", f"a plan with consistency={plan.servers.consistency} cannot be verified",
+            "AP960",
+            f"a plan with consistency={plan.servers.consistency} cannot be verified",
             why="it is not equal to one device: which gradients are taken at which weights "
-            "depends on the speed of the workers", fix="verify the plan with consistency=bsp",
-        )  # fmt: skip
+            "depends on the speed of the workers",
+            fix="verify the plan with consistency=bsp",
+        )
     found = run_verification(trainer, batches, reference, pulse)
     trainer.finish()
     return {
@@ -321,10 +329,14 @@ def _run_plain(
     train = run_reference if rule is None else partial(run_replay, rule=rule)
     with promote_to_float64() if is_double else nullcontext():
         found = train(
-            model, batches, loss=loss, build_optimizer=build, seed=seed,
+            model,
+            batches,
+            loss=loss,
+            build_optimizer=build,
+            seed=seed,
             split=partial(reference_split, trainer.model.planned),
             random_dims=batch_dims(trainer.program.graph),
-        )  # fmt: skip
+        )
     return found.on_cpu()
 
 
@@ -353,9 +365,13 @@ def make_trainer(
     if is_given:
         deferred = deferred.without(name for name, _ in deferred.model.named_parameters())
     capture = partial(
-        capture_program, target, deferred, seq=batch_seq(plan, target),
-        precision=plan.model.precision, autocast=plan.model.float32_ops == "autocast",
-    )  # fmt: skip
+        capture_program,
+        target,
+        deferred,
+        seq=batch_seq(plan, target),
+        precision=plan.model.precision,
+        autocast=plan.model.float32_ops == "autocast",
+    )
     with state.repeated():
         program = capture(global_batch=plan.model.global_batch)
     say_if_rows_are_apart(program, plan, worker.rank)
@@ -367,13 +383,23 @@ def make_trainer(
     memory = MemoryMeter(device)
     kind = Trainer if plan.servers is None else ServerTrainer
     trainer: RankTrainer = kind(
-        program, plan, weights, device=device, build=target.build_optimizer, progress=tell,
+        program,
+        plan,
+        weights,
+        device=device,
+        build=target.build_optimizer,
+        progress=tell,
         seed=seed,
-    )  # fmt: skip
+    )
     if isinstance(trainer, Trainer):
         trainer.runner.captures = follow_model(
-            trainer, state, target, batch_seq(plan, target),
-            lambda rows: capture(global_batch=rows), nullcontext, lambda program: None,
+            trainer,
+            state,
+            target,
+            batch_seq(plan, target),
+            lambda rows: capture(global_batch=rows),
+            nullcontext,
+            lambda program: None,
             CallForm(deferred.model.forward),
-        )  # fmt: skip
+        )
     return trainer, memory

@@ -56,10 +56,13 @@ def draw(curves: Sequence[Curve], *, rows: int) -> str:
     for tick in range(5):
         value, index = low + (high - low) * tick / 4, (most - 1) * tick / 4
         parts.append(f'<path d="M{LEFT} {y(value):.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">'
-                     f"{value:.2f}</text>")  # fmt: skip
-        parts.append(f'<text x="{x(index):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
-                     f"{round((index + 1) * rows)}</text>")  # fmt: skip
+        parts.append(
+            f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.2f}</text>'
+        )
+        parts.append(
+            f'<text x="{x(index):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
+            f"{round((index + 1) * rows)}</text>"
+        )
 
     def points(line: Sequence[float]) -> list[str]:
         return [f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(line)]
@@ -78,6 +81,7 @@ def draw(curves: Sequence[Curve], *, rows: int) -> str:
     middle = (LEFT + WIDTH - RIGHT) // 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">rows seen</text>')
     words = f"mean of {SMOOTH * rows} rows and of all seeds; shaded: from the least to the greatest"
-    parts.append(f'<text x="{LEFT}" y="{TOP - 10}">training loss in nats per byte, '
-                 f"{words}</text></svg>\n")  # fmt: skip
+    parts.append(
+        f'<text x="{LEFT}" y="{TOP - 10}">training loss in nats per byte, {words}</text></svg>\n'
+    )
     return "\n".join(parts)

@@ -92,9 +92,14 @@ def run_case(case: Case, steps: int, seeds: Sequence[str]) -> dict[str, Any]:
 def write(runs: dict[str, Any]) -> None:
     """The losses as JSON and as a picture."""
     setting = {
-        "model": SETTINGS, "rows_per_point": ROWS, "seq": SEQ, "ranks": RANKS,
-        "microbatch": MICROBATCH, "optimizer": "AdamW", "learning_rate": LEARNING_RATE,
-    }  # fmt: skip
+        "model": SETTINGS,
+        "rows_per_point": ROWS,
+        "seq": SEQ,
+        "ranks": RANKS,
+        "microbatch": MICROBATCH,
+        "optimizer": "AdamW",
+        "learning_rate": LEARNING_RATE,
+    }
     (HERE / "losses.json").write_text(json.dumps({"setting": setting, "runs": runs}) + "\n")
     curves = [
         Curve(case.name, list(runs[case.name]["losses"].values()), "1f1b" in case.name)

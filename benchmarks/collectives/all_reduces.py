@@ -86,8 +86,11 @@ def measured(emulated: Emulated, places: Any) -> list[Row]:
     """Every algorithm at every size on a network."""
     latency = on_ranks(places, measure_latency)
     cluster = with_links(emulated.cluster(), *latency)
-    print(f"{emulated.name}: a message takes {latency[0]:.2g} s within and {latency[1]:.2g} s "
-          "between hosts", flush=True)  # fmt: skip
+    print(
+        f"{emulated.name}: a message takes {latency[0]:.2g} s within and {latency[1]:.2g} s "
+        "between hosts",
+        flush=True,
+    )
     ranks = range(NUM_RANKS)
     group, hosts = group_of(cluster, ranks), hosts_of(cluster, ranks)
     names = algorithms_of(group, hosts)
@@ -102,20 +105,23 @@ def with_links(cluster: Cluster, within: float, between: float) -> Cluster:
     """The cluster with measured latencies, and the rates that data has."""
     hosts = tuple(
         replace(
-            host, link=replace(
-                host.link, alpha_seconds=within,
+            host,
+            link=replace(
+                host.link,
+                alpha_seconds=within,
                 bytes_per_second=FRAME * host.link.bytes_per_second,
             ),
         )
         for host in cluster.hosts
-    )  # fmt: skip
+    )
     inter = cluster.inter_link
     # An uplink is its host's; the cluster has a share of it per device.
     rate = FRAME * inter.bytes_per_second / (cluster.num_devices / len(cluster.hosts))
     return replace(
-        cluster, hosts=hosts,
+        cluster,
+        hosts=hosts,
         inter_link=replace(inter, alpha_seconds=between, bytes_per_second=rate),
-    )  # fmt: skip
+    )
 
 
 def measure_latency(rank: int) -> tuple[float, float]:

@@ -71,7 +71,7 @@ KINDS = {
     "efa-p4d": Kind(6.25e9, ("alpha_seconds", *_RATE, *_PROTOCOL), "efa-p5"),
     "gpudirect-tcpxo": Kind(25e9, ("alpha_seconds", *_RATE, *_PROTOCOL), "efa-p5"),
     "infiniband-xdr": Kind(100e9, (*_RATE, *_PROTOCOL), "infiniband-ndr"),
-}  # fmt: skip
+}
 LONG_BYTES = 2**28
 FITTED_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -82,14 +82,19 @@ def start(name: str) -> Model:
     step = next((s for text, s in STEP_SECONDS.items() if name.startswith(text)), 20e-6)
     has_switch = name in ("nvlink4", "nvlink5")
     link = Link(
-        name, step, kind.spec * (0.8 if within else 0.95), base_seconds=30e-6,
+        name,
+        step,
+        kind.spec * (0.8 if within else 0.95),
+        base_seconds=30e-6,
         reduction_bytes_per_second=0.6 * kind.spec if has_switch else 0.0,
-    )  # fmt: skip
+    )
     protocols = Protocols(
-        short_share=0.5, long_alpha_seconds=5e-6 if within else 100e-6,
+        short_share=0.5,
+        long_alpha_seconds=5e-6 if within else 100e-6,
         switch_fill_seconds=50e-6 if has_switch else 0.0,
-        exchange_seconds=50e-6 if within else 0.0, exchange_share=0.9 if within else 1.0,
-    )  # fmt: skip
+        exchange_seconds=50e-6 if within else 0.0,
+        exchange_share=0.9 if within else 1.0,
+    )
     return Model(link, protocols)
 
 
@@ -163,9 +168,11 @@ def _as_relative(name: str, models: Models) -> Model:
     link = relative.link
     reduction = link.reduction_bytes_per_second if name in ("nvlink4", "nvlink5") else 0.0
     moved = replace(
-        link, name=name, bytes_per_second=link.bytes_per_second * scale,
+        link,
+        name=name,
+        bytes_per_second=link.bytes_per_second * scale,
         reduction_bytes_per_second=reduction * scale,
-    )  # fmt: skip
+    )
     return Model(moved, relative.protocols)
 
 

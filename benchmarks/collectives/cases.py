@@ -21,14 +21,26 @@ DATA = Path(__file__).parent / "data" / "nccl.csv"
 SMALLEST_BYTES = 16384
 """Below, a time is the start of a collective and little else."""
 
-INTRA = {"V100": "nvlink2", "A100": "nvlink3", "not stated": "nvlink3", "H100": "nvlink4",
-         "H200": "nvlink4", "B200": "nvlink5", "GB300": "nvlink5"}  # fmt: skip
+INTRA = {
+    "V100": "nvlink2",
+    "A100": "nvlink3",
+    "not stated": "nvlink3",
+    "H100": "nvlink4",
+    "H200": "nvlink4",
+    "B200": "nvlink5",
+    "GB300": "nvlink5",
+}
 INTER = {
-    "EFA v1 4x100": "efa-p4d", "EFA v2 32x100": "efa-p5", "EFA v3 16x200": "efa-p5",
-    "EFA v4 8x400": "efa-p5", "TCPXO": "gpudirect-tcpxo", "4x200Gb/s IB": "infiniband-hdr-shared",
-    "HDR 200Gb/s": "infiniband-hdr-shared", "8x400Gb/s": "infiniband-ndr",
+    "EFA v1 4x100": "efa-p4d",
+    "EFA v2 32x100": "efa-p5",
+    "EFA v3 16x200": "efa-p5",
+    "EFA v4 8x400": "efa-p5",
+    "TCPXO": "gpudirect-tcpxo",
+    "4x200Gb/s IB": "infiniband-hdr-shared",
+    "HDR 200Gb/s": "infiniband-hdr-shared",
+    "8x400Gb/s": "infiniband-ndr",
     "A4X Max": "infiniband-xdr",
-}  # fmt: skip
+}
 """By what the interconnect's text holds."""
 FAULTY = {
     "bigscience-workshop": "the authors report a fault of NCCL on Omni-Path",
@@ -104,9 +116,12 @@ def _seconds(row: Mapping[str, str], num_bytes: int, ranks: int) -> float | None
     if not row["busbw_GBps"] or float(row["busbw_GBps"]) < 1.0:
         return None
     share = {"all_reduce": 2 * (ranks - 1) / ranks, "sendrecv": 1.0}
-    return share.get(row["collective"], (ranks - 1) / ranks) * num_bytes / float(
-        row["busbw_GBps"]
-    ) / 1e9  # fmt: skip
+    return (
+        share.get(row["collective"], (ranks - 1) / ranks)
+        * num_bytes
+        / float(row["busbw_GBps"])
+        / 1e9
+    )
 
 
 def _group(row: Mapping[str, str], ranks: int) -> Group:

@@ -47,16 +47,23 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 MODELS: dict[str, Job] = {
     "GPT, 8 equal layers": (
         str(EXAMPLES / "gpt.py"),
-        {"n_layer": 8, "d_model": 192, "n_head": 4, "seq": 128, "vocab": 256}, 16, 128,
+        {"n_layer": 8, "d_model": 192, "n_head": 4, "seq": 128, "vocab": 256},
+        16,
+        128,
     ),
     "GPT, large embedding": (
         str(EXAMPLES / "gpt.py"),
-        {"n_layer": 4, "d_model": 128, "n_head": 4, "seq": 128, "vocab": 8192}, 16, 128,
+        {"n_layer": 4, "d_model": 128, "n_head": 4, "seq": 128, "vocab": 8192},
+        16,
+        128,
     ),
     "AlexNet, large classifier": (
-        str(EXAMPLES / "alexnet.py"), {"width": 0.25, "hidden": 1024, "classes": 1000}, 128, None,
+        str(EXAMPLES / "alexnet.py"),
+        {"width": 0.25, "hidden": 1024, "classes": 1000},
+        128,
+        None,
     ),
-}  # fmt: skip
+}
 ORDERS = ("backward", "priority")
 WARMUP, STEPS = 2, 4
 
@@ -107,10 +114,14 @@ def compared(model: str, job: Job, cluster: Cluster, places: Any) -> list[Row]:
         (stage,) = plan.stages
         found.append(
             Row(
-                model, order, len(stage.gradient_sums), plan.prediction.step_seconds, seconds,
+                model,
+                order,
+                len(stage.gradient_sums),
+                plan.prediction.step_seconds,
+                seconds,
                 order == chosen,
             )
-        )  # fmt: skip
+        )
         print(found[-1], file=sys.stderr, flush=True)
     return found
 

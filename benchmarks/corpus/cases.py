@@ -36,26 +36,49 @@ GPT_1B = {"n_layer": 24, "d_model": 2048, "n_head": 16, "seq": 2048, "vocab": 51
 GPT_7B = {"n_layer": 32, "d_model": 4096, "n_head": 32, "seq": 2048, "vocab": 51200}
 GPT_LONG = {"n_layer": 4, "d_model": 2048, "n_head": 16, "seq": 32768, "vocab": 32768}
 VIT_LARGE = {
-    "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
-    "intermediate_size": 4096, "image_size": 224, "patch_size": 16,
-}  # fmt: skip
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+    "image_size": 224,
+    "patch_size": 16,
+}
 RESNET_50 = {
-    "embedding_size": 64, "hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 4, 6, 3],
-    "layer_type": "bottleneck", "image_size": 224,
-}  # fmt: skip
+    "embedding_size": 64,
+    "hidden_sizes": [256, 512, 1024, 2048],
+    "depths": [3, 4, 6, 3],
+    "layer_type": "bottleneck",
+    "image_size": 224,
+}
 T5 = {
-    "d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 6, "num_heads": 16,
+    "d_model": 1024,
+    "d_kv": 64,
+    "d_ff": 4096,
+    "num_layers": 6,
+    "num_heads": 16,
     "vocab_size": 32128,
-}  # fmt: skip
+}
 MIXTRAL_8X7B = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
-    "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 32768,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32768,
+}
 EXPERTS = {
-    "n_layer": 4, "d_model": 1024, "n_head": 16, "d_ff": 4096, "n_expert": 64, "capacity": 64,
-    "vocab": 32000, "seq": 1024,
-}  # fmt: skip
+    "n_layer": 4,
+    "d_model": 1024,
+    "n_head": 16,
+    "d_ff": 4096,
+    "n_expert": 64,
+    "capacity": 64,
+    "vocab": 32000,
+    "seq": 1024,
+}
 TOWERS = {"width": 1024, "num_heads": 16, "num_layers": 12, "shared": 512}
 BF16 = {"precision": "bf16"}
 FP16 = {"precision": "fp16"}
@@ -68,10 +91,15 @@ PLANNING = (
     Case("gpt-39b", "hf:benchmarks/planning/gpt_39b", "8x8xV100-16GB", 1024, 1024, {}, FP16),
     Case("llama-3-405b", LLAMA, "2048x8xH100", 2048, 8192, LLAMA_405B, BF16),
     Case("mixtral-8x22b", "hf:benchmarks/planning/mixtral_8x22b", "16x8xH100", 512, 4096, {}, BF16),
-    Case("wide-resnet-13b", "benchmarks/planning/wide_resnet.py", "8x8xV100-16GB", 1520,
-         options={"parallel": "microbatches=38"}),
+    Case(
+        "wide-resnet-13b",
+        "benchmarks/planning/wide_resnet.py",
+        "8x8xV100-16GB",
+        1520,
+        options={"parallel": "microbatches=38"},
+    ),
     Case("1000-layers", LLAMA, "8x8xH100", 128, 2048, NARROW, BF16),
-)  # fmt: skip
+)
 """Seven jobs of ``benchmarks/planning``, for ``--planning``. All but the first take too long for
 the corpus and have no baseline in it."""
 
@@ -87,59 +115,84 @@ CHAINS = (
     Case("vit-8xA100", "hf:tests/zoo/vit", "8xA100-40GB", 512, settings=VIT_LARGE, options=BF16),
     Case("mamba-2xH100", "hf:tests/zoo/mamba", "2xH100", 16, 16),
     Case("gemma2-4xA100", "hf:tests/zoo/gemma2", "4xA100-80GB", 32, 64),
-)  # fmt: skip
+)
 
 CONVOLUTIONS = (
     Case("resnet-50-8xV100", "hf:tests/zoo/resnet", "8xV100-16GB", 256, settings=RESNET_50),
     Case("alexnet-4xV100", "examples/alexnet.py", "4xV100-16GB", 512),
-    Case("wrn-28-10-4xA100", "examples/wide_resnet.py", "4xA100-40GB", 256,
-         settings={"blocks": 4, "width": 10}),
+    Case(
+        "wrn-28-10-4xA100",
+        "examples/wide_resnet.py",
+        "4xA100-40GB",
+        256,
+        settings={"blocks": 4, "width": 10},
+    ),
     Case("unet-4xH100", "examples/unet.py", "4xH100", 64, settings={"depth": 4, "channels": 64}),
-    Case("diffusion-8xA100", "examples/diffusion.py", "8xA100-40GB", 128,
-         settings={"depth": 3, "channels": 128}),
+    Case(
+        "diffusion-8xA100",
+        "examples/diffusion.py",
+        "8xA100-40GB",
+        128,
+        settings={"depth": 3, "channels": 128},
+    ),
     Case("convnext-2xH100", "hf:tests/zoo/convnext", "2xH100", 32, options=BF16),
-)  # fmt: skip
+)
 
 BRANCHES = (
     Case("two-towers-8xA100", "examples/two_towers.py", "8xA100-40GB", 256, settings=TOWERS),
     Case("clip-4xH100", "hf:tests/zoo/clip", "4xH100", 64),
     Case("three-arms-3cpu", "tests/models/three_arms.py", "cpu:3@loopback", 24),
-    Case("three-arms-6xH100", "tests/models/three_arms.py", "6xH100", 96,
-         settings={"num_layers": 8}),
-    Case("long-skip-4xA100", "tests/models/long_skip.py", "4xA100-40GB", 64,
-         settings={"n_layer": 8, "width": 2048}),
+    Case(
+        "three-arms-6xH100", "tests/models/three_arms.py", "6xH100", 96, settings={"num_layers": 8}
+    ),
+    Case(
+        "long-skip-4xA100",
+        "tests/models/long_skip.py",
+        "4xA100-40GB",
+        64,
+        settings={"n_layer": 8, "width": 2048},
+    ),
     Case("t5-8xA100", "hf:tests/zoo/t5", "8xA100-40GB", 64, 512, T5, BF16),
     Case("whisper-4xH100", "hf:tests/zoo/whisper", "4xH100", 32, 16),
-)  # fmt: skip
+)
 
 MOE = "examples/gshard_moe.py"
 EXPERT = (
     Case("gshard-8xH100", MOE, "8xH100", 64, 1024, EXPERTS, BF16),
     Case("gshard-2x8-ethernet", MOE, "2x8xA100-80GB@ethernet-100g", 64, 1024, EXPERTS, BF16),
     Case("gshard-ep8", MOE, "8xH100", 64, 1024, EXPERTS, {**BF16, "parallel": "ep=8"}),
-    Case("mixtral-8x7b-4x8xH100", "hf:tests/zoo/mixtral", "4x8xH100", 128, 4096, MIXTRAL_8X7B,
-         BF16),
+    Case(
+        "mixtral-8x7b-4x8xH100", "hf:tests/zoo/mixtral", "4x8xH100", 128, 4096, MIXTRAL_8X7B, BF16
+    ),
     Case("jamba-2xH100", "hf:tests/zoo/jamba", "2xH100", 16, 16),
-)  # fmt: skip
+)
 
 LONG = (
     Case("llama-8b-131k-cp8", LLAMA, "8xH100", 1, 131072, {}, {**BF16, "parallel": "cp=8"}),
     Case("llama-8b-65k-4x8xH100", LLAMA, "4x8xH100", 2, 65536, {}, BF16),
     Case("gpt-32k-2x8xH100", GPT, "2x8xH100", 2, 32768, GPT_LONG, BF16),
     Case("gpt-32k-cp4-tp2", GPT, "8xH100", 1, 32768, GPT_LONG, {**BF16, "parallel": "cp=4,tp=2"}),
-)  # fmt: skip
+)
 
 HOSTS = (
     Case("gpt-1b-A100+H100", GPT, "8xA100-80GB+8xH100", 128, 2048, GPT_1B, BF16),
     Case("gpt2-V100+A100", GPT, "2xV100-16GB+2xA100-40GB", 64, 1024, GPT2, FP16),
-    Case("gpt2-uneven-shares", GPT, "1xA100-40GB+1xH100", 64, 1024, GPT2,
-         {**BF16, "deny": "pp,tp"}),
+    Case(
+        "gpt2-uneven-shares", GPT, "1xA100-40GB+1xH100", 64, 1024, GPT2, {**BF16, "deny": "pp,tp"}
+    ),
     Case("gpt-1b-racks", GPT, "benchmarks/corpus/clusters/racks.toml", 128, 2048, GPT_1B, BF16),
     Case("gpt2-4xV100-wires", GPT, "4xV100-16GB", 32, 1024, GPT2, FP16),
     Case("gpt2-8xV100-wires", GPT, "8xV100-16GB", 64, 1024, GPT2, FP16),
-    Case("gpt-1b-bridges", GPT, "benchmarks/corpus/clusters/bridged-a100.toml", 32, 2048, GPT_1B,
-         BF16),
-)  # fmt: skip
+    Case(
+        "gpt-1b-bridges",
+        GPT,
+        "benchmarks/corpus/clusters/bridged-a100.toml",
+        32,
+        2048,
+        GPT_1B,
+        BF16,
+    ),
+)
 
 
 def _forced(
@@ -174,7 +227,7 @@ SCHEDULES = (
     _forced("pipedream", "pp=4,microbatches=8,schedule=pipedream", settings=GPT_EVEN),
     _forced("pipedream-2bw", "pp=4,microbatches=8,schedule=pipedream-2bw", settings=GPT_EVEN),
     _forced("ampnet", "pp=4,microbatches=8,schedule=ampnet", settings=GPT_EVEN),
-)  # fmt: skip
+)
 
 
 def _gpt2(name: str, cluster: str = "8xA100-40GB", rows: int = 64, **options: Any) -> Case:
@@ -203,13 +256,20 @@ OPTIONS = (
     _gpt2("least-memory", "4xA100-40GB", 32, objective="memory"),
     _gpt2("least-cost", "2x4xA100-40GB", 32, objective="cost", price="2.0"),
     _gpt2("fewest-devices", "2x4xA100-40GB", 32, objective="devices", deadline="300ms/step"),
-)  # fmt: skip
+)
 
 PROFILES = (
-    Case("measured-4xH100", GPT, "4xH100", 64, options={
-        "profile": "auto", "database": "benchmarks/corpus/measured.sqlite",
-    }),
-)  # fmt: skip
+    Case(
+        "measured-4xH100",
+        GPT,
+        "4xH100",
+        64,
+        options={
+            "profile": "auto",
+            "database": "benchmarks/corpus/measured.sqlite",
+        },
+    ),
+)
 
 REFUSED = (
     _gpt2("refused-memory", "2xA100-40GB", 16, memory_limit="300MB"),
@@ -221,9 +281,17 @@ REFUSED = (
 )
 
 CASES = (
-    *CHAINS, *CONVOLUTIONS, *BRANCHES, *EXPERT, *LONG, *HOSTS, *SCHEDULES, *OPTIONS,
-    *PROFILES, *REFUSED,
-)  # fmt: skip
+    *CHAINS,
+    *CONVOLUTIONS,
+    *BRANCHES,
+    *EXPERT,
+    *LONG,
+    *HOSTS,
+    *SCHEDULES,
+    *OPTIONS,
+    *PROFILES,
+    *REFUSED,
+)
 
 BY_NAME = {case.name: case for case in (*CASES, *PLANNING)}
 

@@ -27,10 +27,15 @@ class Worker:
         paths = [str(package), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, str(root / "benchmarks" / "corpus" / "worker.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-                 "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                "OMP_NUM_THREADS": "1",
+            },
+        )
 
     def __enter__(self) -> Worker:
         return self

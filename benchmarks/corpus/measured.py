@@ -39,9 +39,11 @@ def main() -> None:
     target = load_target(case.target, case.settings)
     program = capture_target(target, options)
     wanted = asked_cases(
-        program.graph, program.blocks, find_cluster(case.cluster),
+        program.graph,
+        program.blocks,
+        find_cluster(case.cluster),
         request_of(program, target, options),
-    )  # fmt: skip
+    )
     FILE.unlink(missing_ok=True)
     with Database(FILE) as database:
         for index, op in enumerate(sorted(wanted.ops, key=lambda op: op.case.key())):
@@ -67,9 +69,15 @@ def transfers(wanted: ProfilingTargets) -> Iterator[Transfer]:
         group = each.group
         for size in SIZES:
             yield Transfer(
-                level_of(group), group.library, each.kind, group.num_ranks, group.num_hosts, size,
-                LINK_SECONDS + size / LINK_BYTES_PER_SECOND, 9,
-            )  # fmt: skip
+                level_of(group),
+                group.library,
+                each.kind,
+                group.num_ranks,
+                group.num_hosts,
+                size,
+                LINK_SECONDS + size / LINK_BYTES_PER_SECOND,
+                9,
+            )
 
 
 if __name__ == "__main__":

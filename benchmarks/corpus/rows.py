@@ -76,25 +76,32 @@ def row_of(
         return replace(spent, name=name, failure=failure)
     new, old = priced
     return replace(
-        spent, name=name,
-        step_seconds=new["step_seconds"], baseline_seconds=old["step_seconds"],
+        spent,
+        name=name,
+        step_seconds=new["step_seconds"],
+        baseline_seconds=old["step_seconds"],
         predicted_seconds=new["predicted_seconds"],
-        peak_bytes=new["peak_bytes"], baseline_bytes=old["peak_bytes"],
-    )  # fmt: skip
+        peak_bytes=new["peak_bytes"],
+        baseline_bytes=old["peak_bytes"],
+    )
 
 
 def _spent(answers: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> Row:
     """A row with what planning took."""
     (cpu, held), (other_cpu, other_held) = (
-        [min((each["found"][name] for each in every), default=0.0)
-         for name in ("cpu_seconds", "peak_bytes")]
+        [
+            min((each["found"][name] for each in every), default=0.0)
+            for name in ("cpu_seconds", "peak_bytes")
+        ]
         for every in (answers, others)
-    )  # fmt: skip
+    )
     return Row(
-        "", cpu_seconds=cpu, planner_bytes=held,
+        "",
+        cpu_seconds=cpu,
+        planner_bytes=held,
         cpu_ratio=cpu / other_cpu if other_cpu else 0.0,
         planner_bytes_ratio=held / other_held if other_held else 0.0,
-    )  # fmt: skip
+    )
 
 
 def _unlike(reference: Mapping[str, Any], found: Mapping[str, Any]) -> str:
@@ -159,9 +166,7 @@ def summary(rows: Sequence[Row]) -> str:
     named = {
         "more than 1 % slower": [row for row in compared if row.ratio > MOST_SLOWER],
         "failed": [row for row in rows if row.failure],
-        "not priced by evaluate as predicted": [
-            row for row in compared if not row.is_as_predicted
-        ],
-    }  # fmt: skip
+        "not priced by evaluate as predicted": [row for row in compared if not row.is_as_predicted],
+    }
     lines += [f"{what}: {', '.join(row.name for row in own)}" for what, own in named.items() if own]
     return "\n".join(lines)

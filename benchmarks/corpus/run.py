@@ -59,9 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument(
-        "--against", type=Path, metavar="PATH",
+        "--against",
+        type=Path,
+        metavar="PATH",
         help="plan with the checkout in PATH too, in turn, and compare with its plans",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--times", type=int, default=1, help="so often each case is planned; the least time counts"
     )

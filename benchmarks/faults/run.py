@@ -45,20 +45,31 @@ def copied(folder: Path) -> Path:
 def pytest(folder: Path, tests: str) -> tuple[int, str]:
     """The exit code and the output of some tests of the copy."""
     environment = {
-        **os.environ, "PYTHONPATH": str(folder / "importable"), "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": str(folder / "importable"),
+        "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
-    }  # fmt: skip
+    }
     where = subprocess.run(
         [sys.executable, "-c", "import autoparallel.planner as p; print(p.__file__)"],
-        cwd=folder, env=environment, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert str(folder) in where, f"tests would import {where}"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
     try:
         done = subprocess.run(
-            [*command, *tests.split()], cwd=folder, env=environment, capture_output=True,
-            text=True, timeout=LIMIT_SECONDS, check=False,
-        )  # fmt: skip
+            [*command, *tests.split()],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return -1, "no end in time"
     return done.returncode, done.stdout

@@ -18,8 +18,14 @@ MICROBATCHES = re.compile(r",microbatches=\d+")
 
 TWO = ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2")
 FOUR = (
-    "dp=4", "dp=4,zero=1", "dp=4,zero=2", "dp=4,zero=3", "dp=2,tp=2", "dp=2,tp=2,zero=3", "tp=4",
-)  # fmt: skip
+    "dp=4",
+    "dp=4,zero=1",
+    "dp=4,zero=2",
+    "dp=4,zero=3",
+    "dp=2,tp=2",
+    "dp=2,tp=2,zero=3",
+    "tp=4",
+)
 
 
 @dataclass(frozen=True, slots=True)

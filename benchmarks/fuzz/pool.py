@@ -128,10 +128,14 @@ def _rank(end: Connection, folder: str, rank: int, num_ranks: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks), OMP_NUM_THREADS="1", AUTOPARALLEL_MEASURE_SECONDS="0",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        OMP_NUM_THREADS="1",
+        AUTOPARALLEL_MEASURE_SECONDS="0",
         AUTOPARALLEL_CACHE=f"{folder}/cache",
-    )  # fmt: skip
+    )
     import torch
     import torch.distributed as dist
 
@@ -141,9 +145,12 @@ def _rank(end: Connection, folder: str, rank: int, num_ranks: int) -> None:
     detect._PATIENCE_SECONDS = BRIEF_SECONDS
     detect._measure_cpu = cache(detect._measure_cpu)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks,
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=num_ranks,
         timeout=timedelta(seconds=TRIAL_SECONDS),
-    )  # fmt: skip
+    )
     while True:
         trial = end.recv()
         if trial is None:

@@ -44,16 +44,26 @@ NUM_RANKS = 2
 """Of the pipelines of ``schedules.py``."""
 
 GPT2 = {
-    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 """GPT-2 of 124 million parameters: the defaults of transformers."""
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-    "max_position_embeddings": 4096, "tie_word_embeddings": True,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
 """The shape of Llama 3.2 1B."""
 
 
@@ -100,20 +110,43 @@ def _tests(device: str) -> tuple[str, ...]:
 
 def _verified(model: str, cluster: str) -> Part:
     command = (
-        sys.executable, "-m", "autoparallel", "verify", f"hf:{ROOT / 'tests/zoo' / model}",
-        "--cluster", cluster, "--parallel", "dp=1", "--seq", "16", "--json",
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "autoparallel",
+        "verify",
+        f"hf:{ROOT / 'tests/zoo' / model}",
+        "--cluster",
+        cluster,
+        "--parallel",
+        "dp=1",
+        "--seq",
+        "16",
+        "--json",
+    )
     return Part(f"verify {model}", command, 90.0)
 
 
 def _profile(cluster: str, num_devices: int, *, small: bool) -> Part:
     target = f"hf:{ROOT / 'tests/zoo/gpt2' if small else MODELS / 'gpt2'}"
     command = (
-        sys.executable, "-m", "autoparallel", "profile", target, "--cluster", cluster,
-        "--global-batch", "4", "--seq", "16" if small else "512",
-        "--budget", "2" if small else "30", "--export", "{folder}/measured.jsonl",
-        "--database", "{folder}/measured.sqlite",
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "autoparallel",
+        "profile",
+        target,
+        "--cluster",
+        cluster,
+        "--global-batch",
+        "4",
+        "--seq",
+        "16" if small else "512",
+        "--budget",
+        "2" if small else "30",
+        "--export",
+        "{folder}/measured.jsonl",
+        "--database",
+        "{folder}/measured.sqlite",
+    )
     return Part("profile", command, 120.0, num_devices, _read_measured)
 
 
@@ -124,10 +157,14 @@ def _read_measured(folder: Path) -> dict[str, Any]:
 
 def _schedules(name: str, models: Sequence[str], cluster: str, *, small: bool) -> Part:
     command = (
-        sys.executable, str(Path(__file__).with_name("schedules.py")), "{folder}/cases.jsonl",
-        *models, "--cluster", cluster,
+        sys.executable,
+        str(Path(__file__).with_name("schedules.py")),
+        "{folder}/cases.jsonl",
+        *models,
+        "--cluster",
+        cluster,
         *(("--schedules", "1f1b") if small else ()),
-    )  # fmt: skip
+    )
     return Part(name, command, 300.0, NUM_RANKS, _read_cases)
 
 
@@ -141,12 +178,28 @@ def _steps(cluster: str, *, small: bool) -> Iterator[Part]:
     for model, rows in cases[:1] if small else cases:
         folder = ROOT / "tests/zoo" / model if small else MODELS / model
         command = (
-            sys.executable, "-m", "autoparallel", "run", f"hf:{folder}", "--cluster", cluster,
-            "--precision", "fp32" if small else "bf16", "--seq", "16" if small else "1024",
-            "--global-batch", str(rows), "--steps", "4" if small else "10",
-            "--measure-seconds", "0" if small else "10",
-            "--metrics", "{folder}/steps.jsonl", "--output", "{folder}/plan.json",
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "autoparallel",
+            "run",
+            f"hf:{folder}",
+            "--cluster",
+            cluster,
+            "--precision",
+            "fp32" if small else "bf16",
+            "--seq",
+            "16" if small else "1024",
+            "--global-batch",
+            str(rows),
+            "--steps",
+            "4" if small else "10",
+            "--measure-seconds",
+            "0" if small else "10",
+            "--metrics",
+            "{folder}/steps.jsonl",
+            "--output",
+            "{folder}/plan.json",
+        )
         yield Part(f"step {model}", command, 120.0, read=_read_steps)
         if has_compile() and not small:  # inductor takes long on a CPU
             compiled = (*command, "--compile")
@@ -185,10 +238,14 @@ def run(part: Part, limit_seconds: float) -> dict[str, Any]:
         began = time.monotonic()
         error, lines = _ended(command, limit_seconds, num_devices=part.num_devices)
         found = {
-            "name": part.name, "passed": not error, "error": error,
-            "seconds": round(time.monotonic() - began, 1), "command": list(command),
-            "last_lines": lines[-NUM_LINES:], "figures": {},
-        }  # fmt: skip
+            "name": part.name,
+            "passed": not error,
+            "error": error,
+            "seconds": round(time.monotonic() - began, 1),
+            "command": list(command),
+            "last_lines": lines[-NUM_LINES:],
+            "figures": {},
+        }
         try:
             found["figures"] = part.read(Path(folder))
         except (OSError, ValueError, LookupError, TypeError, AutoparallelError) as lacking:
@@ -208,9 +265,13 @@ def _ended(
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         # A file, not a pipe: what outlives a process that is killed could keep a pipe open.
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT,
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             code = process.wait(limit_seconds)
             error = f"exit code {code}" if code else ""
@@ -231,8 +292,10 @@ def versions(device: str) -> dict[str, Any]:
     """Of everything that a figure depends on, and the date."""
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda,
-    }  # fmt: skip
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
     if device == "cuda":
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         # Asked of the driver: a context in this process could keep others from the GPU.
@@ -307,8 +370,14 @@ def main(arguments: Sequence[str]) -> int:
         if left_seconds > 0:
             found = run(part, min(part.limit_seconds, left_seconds))
         else:
-            found = {"name": part.name, "passed": False, "error": "not begun: time is up",
-                     "seconds": 0.0, "last_lines": [], "figures": {}}  # fmt: skip
+            found = {
+                "name": part.name,
+                "passed": False,
+                "error": "not begun: time is up",
+                "seconds": 0.0,
+                "last_lines": [],
+                "figures": {},
+            }
         results.append(found)
         told = "passed" if found["passed"] else f"FAILED: {found['error']}"
         print(f"{part.name:24} {found['seconds']:6.1f} s  {told}", flush=True)

@@ -51,8 +51,14 @@ def verify_plans(worker: Worker, *, plans: dict[str, str], output: str) -> None:
         found = verify(worker, plan_path=path, dtype="fp64", seed=0)
         if worker.rank == 0:
             worst = max(found["worst"].values(), default=None)
-            record(output, name, passed=found["passed"], compared=found["num_compared"],
-                   worst=worst, failures=found["failures"][:3])  # fmt: skip
+            record(
+                output,
+                name,
+                passed=found["passed"],
+                compared=found["num_compared"],
+                worst=worst,
+                failures=found["failures"][:3],
+            )
 
 
 def record(output: str, name: str, **what: Any) -> None:
@@ -87,8 +93,12 @@ def run(plans: dict[str, str], output: str) -> None:
     while plans:
         error = ""
         try:
-            launch("benchmarks.gpu.schedules:verify_plans", {"plans": plans, "output": output},
-                   num_processes=NUM_RANKS, timeout_seconds=CASE_SECONDS)  # fmt: skip
+            launch(
+                "benchmarks.gpu.schedules:verify_plans",
+                {"plans": plans, "output": output},
+                num_processes=NUM_RANKS,
+                timeout_seconds=CASE_SECONDS,
+            )
         except AutoparallelError as failure:
             error = str(failure)
         done = {each["case"] for each in read(output)}
@@ -119,8 +129,10 @@ def main(arguments: Sequence[str]) -> int:
         wanted = [each for each in wanted if parse_parallel(each).schedule in names]
     Path(given.output).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        run(make_plans(given.models, wanted, given.cluster, Path(folder), given.output),
-            given.output)  # fmt: skip
+        run(
+            make_plans(given.models, wanted, given.cluster, Path(folder), given.output),
+            given.output,
+        )
     found = read(given.output)
     return 0 if found and all(each["passed"] for each in found) else 1
 

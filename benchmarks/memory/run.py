@@ -99,9 +99,11 @@ def run(case: Case) -> list[Row]:
     """Plans, predicts and measures one case."""
     target = load_target(str(EXAMPLES / f"{case.model}.py"), {})
     options = PlanOptions(
-        global_batch=case.global_batch, seq=case.seq, precision=case.precision,
+        global_batch=case.global_batch,
+        seq=case.seq,
+        precision=case.precision,
         forced=parse_parallel(case.parallel),
-    )  # fmt: skip
+    )
     program = capture_target(target, options)
     plan = plan_program(program, target, parse_cluster(f"cpu:{case.ranks}"), options)
     exact = stage_memory(plan, program.graph, program.blocks)
@@ -118,14 +120,23 @@ def run(case: Case) -> list[Row]:
 
 
 def _row(
-    case: Case, stage: int, report: Mapping[str, Any], exact: Mapping[str, float],
+    case: Case,
+    stage: int,
+    report: Mapping[str, Any],
+    exact: Mapping[str, float],
     rules: Mapping[str, float],
-) -> Row:  # fmt: skip
+) -> Row:
     measured = {name: size for name, size in report["by_category"].items() if name != "batch"}
     return Row(
-        case.name, stage, sum(measured.values()), sum(exact.values()), float(sum(rules.values())),
-        measured, dict(exact), dict(rules),
-    )  # fmt: skip
+        case.name,
+        stage,
+        sum(measured.values()),
+        sum(exact.values()),
+        float(sum(rules.values())),
+        measured,
+        dict(exact),
+        dict(rules),
+    )
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:

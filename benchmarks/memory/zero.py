@@ -62,10 +62,12 @@ class Way:
     def options(self, num_ranks: int, zero: int, num_microbatches: int) -> PlanOptions:
         degrees = f"dp={num_ranks},zero={zero},microbatches={num_microbatches}"
         return PlanOptions(
-            global_batch=num_microbatches * num_ranks, seq=SEQ, precision="bf16",
+            global_batch=num_microbatches * num_ranks,
+            seq=SEQ,
+            precision="bf16",
             gradient_dtype=self.gradient_dtype,
             forced=parse_parallel(f"{degrees},offload={self.offload}"),
-        )  # fmt: skip
+        )
 
 
 WAYS = (
@@ -73,9 +75,10 @@ WAYS = (
     Way("gradients in bf16 (`--gradient-dtype compute`)", "compute"),
     Way(
         "gradients in bf16, optimizer offloaded (`--parallel offload=optimizer`)",
-        "compute", "optimizer",
+        "compute",
+        "optimizer",
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +156,7 @@ def rows(way: Way, num_ranks: int) -> Iterator[Row]:
         ranks = zip(several, once, several, strict=True)
         measured = [(held[0], first[1], more[1]) for held, first, more in ranks]
         worst = max(measured, key=lambda each: _distance(each, predicted))
-        yield Row(
-            way, num_ranks, zero, _each(predicted, numel), _each(worst, numel)
-        )  # fmt: skip
+        yield Row(way, num_ranks, zero, _each(predicted, numel), _each(worst, numel))
 
 
 def _distance(found: Sequence[float], expected: Sequence[float]) -> float:

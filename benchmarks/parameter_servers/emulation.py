@@ -183,9 +183,7 @@ def _trainer(
     def build(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(list(parameters), lr=rate)
 
-    return ServerTrainer(
-        program, loads(plan), record_target(target, seed), device=CPU, build=build
-    )  # fmt: skip
+    return ServerTrainer(program, loads(plan), record_target(target, seed), device=CPU, build=build)
 
 
 def _until(seconds: float, step: Callable[[int], None] | None) -> list[float]:

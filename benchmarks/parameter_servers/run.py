@@ -68,9 +68,11 @@ ROLES = {
     "4 workers, 2 servers beside them": "servers=2,place=beside,microbatches=4",
 }
 CONSISTENCIES = {
-    "bsp": "consistency=bsp", "ssp(2)": "consistency=ssp,staleness=2",
-    "ssp(5)": "consistency=ssp,staleness=5", "asp": "consistency=asp",
-}  # fmt: skip
+    "bsp": "consistency=bsp",
+    "ssp(2)": "consistency=ssp,staleness=2",
+    "ssp(5)": "consistency=ssp,staleness=5",
+    "asp": "consistency=asp",
+}
 LINKS_MBIT = (500, 250)
 ITERATIONS = 12
 """Of the slowest worker, as many as are simulated."""
@@ -123,9 +125,7 @@ def measure_throughput() -> Iterator[Throughput]:
             cluster = with_link(emulated.cluster(), Link("measured", latency, rate))
             for roles, asked in ROLES.items():
                 for name in ("bsp", "ssp(2)", "asp"):
-                    yield measure_one(
-                        program, target, cluster, places, (roles, name), asked, mbit
-                    )  # fmt: skip
+                    yield measure_one(program, target, cluster, places, (roles, name), asked, mbit)
 
 
 def with_link(cluster: Cluster, link: Link) -> Cluster:
@@ -134,22 +134,34 @@ def with_link(cluster: Cluster, link: Link) -> Cluster:
 
 
 def measure_one(
-    program: Program, target: Target, cluster: Cluster, places: Any, names: tuple[str, str],
-    asked: str, mbit: int,
-) -> Throughput:  # fmt: skip
+    program: Program,
+    target: Target,
+    cluster: Cluster,
+    places: Any,
+    names: tuple[str, str],
+    asked: str,
+    mbit: int,
+) -> Throughput:
     """A plan's price beside what its workers do."""
     roles, consistency = names
     options = PlanOptions(
-        global_batch=GLOBAL_BATCH, seq=SEQ, profile="analytic", optimizer="sgd",
+        global_batch=GLOBAL_BATCH,
+        seq=SEQ,
+        profile="analytic",
+        optimizer="sgd",
         forced=parse_parallel(f"{asked},{CONSISTENCIES[consistency]},recompute=none"),
-    )  # fmt: skip
+    )
     plan = plan_program(program, target, cluster, options)
     predicted = plan.prediction.step_seconds
     slow_step = predicted * (2 if consistency == "asp" else 1.1)
     run = Emulation(
-        program, target, dumps(plan), tuple(FLOPS_PER_SECOND * s for s in SPEEDS),
-        tuple(BYTES_PER_SECOND * s for s in SPEEDS), ITERATIONS * slow_step,
-    )  # fmt: skip
+        program,
+        target,
+        dumps(plan),
+        tuple(FLOPS_PER_SECOND * s for s in SPEEDS),
+        tuple(BYTES_PER_SECOND * s for s in SPEEDS),
+        ITERATIONS * slow_step,
+    )
     times = on_ranks(places, emulate, run)
     per_second = ServerTimes(tuple(map(tuple, times))).iterations_per_second()
     return Throughput(mbit, roles, consistency, len(times) / predicted, per_second, times)
@@ -183,9 +195,16 @@ def train_one(
     )
     plan = plan_program(program, target, parse_cluster("cpu:4"), options)
     run = Training(
-        program, target, dumps(plan), rate, seed, kind, SLEEP_SECONDS, SLOWNESS,
+        program,
+        target,
+        dumps(plan),
+        rate,
+        seed,
+        kind,
+        SLEEP_SECONDS,
+        SLOWNESS,
         TRAIN_SECONDS,
-    )  # fmt: skip
+    )
     times, curve = on_ranks(places, train, run)
     return Run(kind, consistency, rate, seed, [len(each) for each in times], curve)
 

@@ -61,9 +61,13 @@ def main(arguments: Sequence[str]) -> int:
     names = options.names or [name for name, info in SCHEDULES.items() if info.trains]
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     job = Job(
-        tuple(names), options.microbatches, options.bytes, options.rounds,
-        options.forward_ms / 1e3, options.backward_ms / 1e3,
-    )  # fmt: skip
+        tuple(names),
+        options.microbatches,
+        options.bytes,
+        options.rounds,
+        options.forward_ms / 1e3,
+        options.backward_ms / 1e3,
+    )
     found = run(job, options.mbit, realtime=options.realtime)
     for line in table(found):
         print(line, flush=True)
@@ -93,10 +97,15 @@ def run(job: Job, mbit: int, *, realtime: bool) -> dict[str, Any]:
             command = [*place.prefix, *(["chrt", "-r", "10"] if realtime else [])]
             command += [sys.executable, __file__, "--rank", job.text()]
             environment = {
-                **os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0",
-                "MASTER_ADDR": places[0].address, "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": place.interface, "OMP_NUM_THREADS": "1",
-            }  # fmt: skip
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(RANKS),
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": places[0].address,
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": place.interface,
+                "OMP_NUM_THREADS": "1",
+            }
             output = subprocess.PIPE if rank == 0 else None
             processes.append(subprocess.Popen(command, env=environment, stdout=output))
         try:

@@ -150,10 +150,13 @@ def measure_inputs(job: Job, schedule: Schedule) -> dict[str, float]:
     occupied = (statistics.median(four) - message) / 3
     send, post = calls(job)
     return {
-        **alone(job, schedule), "message_seconds": message, "occupied_seconds": occupied,
-        "send_call_seconds": send, "receive_call_seconds": post,
+        **alone(job, schedule),
+        "message_seconds": message,
+        "occupied_seconds": occupied,
+        "send_call_seconds": send,
+        "receive_call_seconds": post,
         "send_latency_seconds": max(0.0, message - occupied),
-    }  # fmt: skip
+    }
 
 
 def alone(job: Job, schedule: Schedule) -> dict[str, float]:
@@ -181,9 +184,10 @@ def alone(job: Job, schedule: Schedule) -> dict[str, float]:
     whole = any(action.kind == BACKWARD for row in schedule.table for action in row)
     backward = seconds["B"] if whole else seconds["I"] + seconds["W"]
     return {
-        "forward_seconds": shared(seconds["F"]), "backward_seconds": shared(backward),
+        "forward_seconds": shared(seconds["F"]),
+        "backward_seconds": shared(backward),
         "weight_backward_seconds": shared(seconds["W"]),
-    }  # fmt: skip
+    }
 
 
 def messages(job: Job, count: int) -> float:
@@ -192,9 +196,12 @@ def messages(job: Job, count: int) -> float:
     rank = dist.get_rank()
     came = 0.0
     exchange = Exchange(
-        [chain_boundaries(2, job)], schedule=build_schedule("gpipe", 2, count), stages=places,
-        rank=rank, device=CPU,
-    )  # fmt: skip
+        [chain_boundaries(2, job)],
+        schedule=build_schedule("gpipe", 2, count),
+        stages=places,
+        rank=rank,
+        device=CPU,
+    )
     value = torch.ones(job.num_bytes // 4)
     if rank == 1:
         for m in range(count):
@@ -289,17 +296,21 @@ def run_once(job: Job, schedule: Schedule, share: float) -> tuple[float, Sequenc
     sent, handed = split_boundaries(chain_boundaries(stages, job), places)
     executors = {
         stage: SleepingStage(
-            job, share,
-            f"h{stage}" if stage + 1 < stages else "", f"h{stage - 1}" if stage else "",
+            job,
+            share,
+            f"h{stage}" if stage + 1 < stages else "",
+            f"h{stage - 1}" if stage else "",
         )
-        for stage, owner in enumerate(schedule.stage_rank) if owner == rank
-    }  # fmt: skip
+        for stage, owner in enumerate(schedule.stage_rank)
+        if owner == rank
+    }
     runner = PipelineRunner(
-        schedule, executors,
+        schedule,
+        executors,
         Exchange([sent], schedule=schedule, stages=places, rank=rank, device=CPU),
         handover=LocalTransfer(handed, stages=places, rank=rank, device=CPU),
         hooks=Hooks(clock=time.monotonic),
-    )  # fmt: skip
+    )
     start = start_together()
     late = time.monotonic() - start
     runner.step({})

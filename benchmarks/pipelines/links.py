@@ -82,9 +82,23 @@ def _bridge(switch: str) -> None:
 def _uplink(switch: str, center: str, host: int, mbit: int) -> None:
     """A link between a host's switch and the one that joins the hosts."""
     _ip(
-        "link", "add", "uplink", "netns", switch, "mtu", "9000", "type", "veth",
-        "peer", "name", f"h{host}", "netns", center, "mtu", "9000",
-    )  # fmt: skip
+        "link",
+        "add",
+        "uplink",
+        "netns",
+        switch,
+        "mtu",
+        "9000",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        f"h{host}",
+        "netns",
+        center,
+        "mtu",
+        "9000",
+    )
     for space, interface in ((switch, "uplink"), (center, f"h{host}")):
         _ip("-n", space, "link", "set", "dev", interface, "master", "br0")
         _ip("-n", space, "link", "set", interface, "up", "gso_max_size", "18000")
@@ -97,18 +111,41 @@ def _join(space: str, switch: str, rank: int, mbit: int, num_ranks: int) -> None
     _ip("netns", "exec", space, "sysctl", "-qw", *(f"{key}={value}" for key, value in TCP.items()))
     _ip("-n", space, "link", "set", "lo", "up")
     _ip(
-        "link", "add", "e0", "netns", space, "mtu", "9000", "type", "veth",
-        "peer", "name", f"r{rank}", "netns", switch, "mtu", "9000",
-    )  # fmt: skip
+        "link",
+        "add",
+        "e0",
+        "netns",
+        space,
+        "mtu",
+        "9000",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        f"r{rank}",
+        "netns",
+        switch,
+        "mtu",
+        "9000",
+    )
     _ip("-n", space, "addr", "add", f"{_address(rank)}/24", "dev", "e0")
     _ip("-n", space, "link", "set", "e0", "up", "gso_max_size", "18000")
     _ip("-n", switch, "link", "set", f"r{rank}", "master", "br0")
     _ip("-n", switch, "link", "set", f"r{rank}", "up")
     # A window that covers the link from the start: no slow start is seen.
     _ip(
-        "-n", space, "route", "replace", "10.78.0.0/24", "dev", "e0",
-        "initcwnd", "1500", "initrwnd", "1500",
-    )  # fmt: skip
+        "-n",
+        space,
+        "route",
+        "replace",
+        "10.78.0.0/24",
+        "dev",
+        "e0",
+        "initcwnd",
+        "1500",
+        "initrwnd",
+        "1500",
+    )
     others = [_address(other) for other in range(num_ranks) if other != rank]
     _shape(space, "e0", mbit, fair=others)
     _shape(switch, f"r{rank}", mbit)
@@ -130,10 +167,25 @@ def _shape(space: str, interface: str, mbit: int, *, fair: Sequence[str] = ()) -
     burst = str(max(BURST_BYTES, mbit * 12))
     for name, (parent, rate) in queues.items():
         _tc(
-            space, "class", "add", *device, parent, "classid", name, "htb",
-            "rate", f"{rate}mbit", "ceil", f"{mbit}mbit", "burst", burst, "cburst", burst,
-            "quantum", str(FRAME_BYTES),
-        )  # fmt: skip
+            space,
+            "class",
+            "add",
+            *device,
+            parent,
+            "classid",
+            name,
+            "htb",
+            "rate",
+            f"{rate}mbit",
+            "ceil",
+            f"{mbit}mbit",
+            "burst",
+            burst,
+            "cburst",
+            burst,
+            "quantum",
+            str(FRAME_BYTES),
+        )
         if name != "1:1":
             _tc(space, "qdisc", "add", *device, name, "bfifo", "limit", "100000000")
     _filter(space, device, "1", ("u16", "0x0000", "0xffc0", "at", "2"), "1:10")
@@ -146,9 +198,21 @@ def _filter(
 ) -> None:
     """Sends packets that match to the queue ``name``; the lowest priority is looked at first."""
     _tc(
-        space, "filter", "add", *device, "1:", "protocol", "ip", "prio", priority,
-        "u32", "match", *match, "flowid", name,
-    )  # fmt: skip
+        space,
+        "filter",
+        "add",
+        *device,
+        "1:",
+        "protocol",
+        "ip",
+        "prio",
+        priority,
+        "u32",
+        "match",
+        *match,
+        "flowid",
+        name,
+    )
 
 
 def _address(rank: int) -> str:

@@ -79,9 +79,12 @@ def measure(schedule: str, rounds: int, *, plain: bool, profile: bool = False) -
     """Plans the GPT under ``schedule`` and lets both runtimes train it in turns."""
     peer = PEERS[schedule.removesuffix("-1f1b")]
     options = PlanOptions(
-        global_batch=MICROBATCHES * ROWS, seq=64, micro_batch=ROWS, profile="analytic",
+        global_batch=MICROBATCHES * ROWS,
+        seq=64,
+        micro_batch=ROWS,
+        profile="analytic",
         forced=parse_parallel(f"pp={RANKS},schedule={schedule}"),
-    )  # fmt: skip
+    )
     plan = make_plan(load_target(str(GPT), parse_settings(SETTINGS)), f"cpu:{RANKS}", options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
@@ -134,9 +137,8 @@ def compare(
     generator = torch.Generator().manual_seed(0)
     shape = (MICROBATCHES * ROWS, 64)
     batch = {
-        name: torch.randint(0, 256, shape, generator=generator)
-        for name in ("tokens", "targets")
-    }  # fmt: skip
+        name: torch.randint(0, 256, shape, generator=generator) for name in ("tokens", "targets")
+    }
     modules = plain_modules(trainer, target) if plain else same_modules(trainer, target)
     theirs = torch_pipeline(trainer, modules, peer)
     inputs = trainer.batches.named(batch)

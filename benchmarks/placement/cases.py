@@ -44,15 +44,31 @@ CASES = (
     Case("gpt-24 on 2x4xA100", "gpt", "2x4xA100", GPT),
     Case("gpt-24 on 8x1xA100", "gpt", "8x1xA100", GPT),
     Case("gpt-24 in 3 GB on 2x4xA100", "gpt", "2x4xA100", GPT, 64, 8, 3 * 10**9),
-    Case("gshard_moe-12 on 2x4xV100", "gshard_moe", "2x4xV100",
-         {"n_layer": 12, "d_model": 256, "d_ff": 1024}, precision="fp32"),
-    Case("wide_resnet-28-10 on 2x4xA100", "wide_resnet", "2x4xA100",
-         {"blocks": 4, "width": 10}, precision="fp32"),
-    Case("wide_resnet-28-10 on 8x1xV100", "wide_resnet", "8x1xV100",
-         {"blocks": 4, "width": 10}, precision="fp32"),
-    Case("unet-4-64 on 8x1xV100", "unet", "8x1xV100",
-         {"depth": 4, "channels": 64}, precision="fp32"),
-)  # fmt: skip
+    Case(
+        "gshard_moe-12 on 2x4xV100",
+        "gshard_moe",
+        "2x4xV100",
+        {"n_layer": 12, "d_model": 256, "d_ff": 1024},
+        precision="fp32",
+    ),
+    Case(
+        "wide_resnet-28-10 on 2x4xA100",
+        "wide_resnet",
+        "2x4xA100",
+        {"blocks": 4, "width": 10},
+        precision="fp32",
+    ),
+    Case(
+        "wide_resnet-28-10 on 8x1xV100",
+        "wide_resnet",
+        "8x1xV100",
+        {"blocks": 4, "width": 10},
+        precision="fp32",
+    ),
+    Case(
+        "unet-4-64 on 8x1xV100", "unet", "8x1xV100", {"depth": 4, "channels": 64}, precision="fp32"
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +84,12 @@ def problem_of(case: Case) -> Priced:
     """Captures and plans the model; the table is of the plan's own micro-batch."""
     target = load_target(str(EXAMPLES / f"{case.model}.py"), case.settings)
     options = PlanOptions(
-        global_batch=case.global_batch, precision=case.precision, micro_batch=case.micro_batch,
-        memory_limit_bytes=case.memory_limit_bytes, time_limit_seconds=600.0,
-    )  # fmt: skip
+        global_batch=case.global_batch,
+        precision=case.precision,
+        micro_batch=case.micro_batch,
+        memory_limit_bytes=case.memory_limit_bytes,
+        time_limit_seconds=600.0,
+    )
     program = capture_target(target, options)
     cluster, request = parse_cluster(case.cluster), request_of(program, target, options)
     job, candidates = ranked(program.graph, program.blocks, cluster, request)
@@ -82,6 +101,4 @@ def problem_of(case: Case) -> Priced:
         found = candidate(job, PipelineProposal(rows, Pipeline(stages, 0.0)))
         return math.inf if found is None else found.step_seconds
 
-    return Priced(
-        Problem(table, count, numbers), Problem(table, count, numbers, simulated), rows
-    )  # fmt: skip
+    return Priced(Problem(table, count, numbers), Problem(table, count, numbers, simulated), rows)

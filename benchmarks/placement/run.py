@@ -90,10 +90,17 @@ def _row(case: str, found: Sequence[Placement], exact_seconds: float, elapsed: f
         if over <= CLOSE
     ]
     return Row(
-        case, found[0].method, statistics.fmean(each.num_evaluations for each in found),
-        min(ends), statistics.fmean(excess), max(excess), sum(over <= SAME for over in excess),
-        len(close), statistics.fmean(close) if close else None, elapsed,
-    )  # fmt: skip
+        case,
+        found[0].method,
+        statistics.fmean(each.num_evaluations for each in found),
+        min(ends),
+        statistics.fmean(excess),
+        max(excess),
+        sum(over <= SAME for over in excess),
+        len(close),
+        statistics.fmean(close) if close else None,
+        elapsed,
+    )
 
 
 def report(row: Row, seeds: int) -> str:
@@ -140,9 +147,12 @@ def main() -> int:
         if options.names and not any(name in case.name for name in options.names):
             continue
         rows += run(
-            case, evaluations=options.evaluations, seeds=options.seeds, price=options.price,
+            case,
+            evaluations=options.evaluations,
+            seeds=options.seeds,
+            price=options.price,
             show=lambda line: print(line, flush=True),
-        )  # fmt: skip
+        )
     if options.json:
         text = json.dumps([asdict(row) for row in rows], indent=1)
         Path(options.json).write_text(text + "\n", encoding="utf-8")

@@ -130,10 +130,17 @@ def _prepared(case: Case) -> Callable[..., Plan]:
 
     target = load_target(case.target, dict(case.settings))
     options = plan_options(
-        global_batch=case.global_batch, seq=case.seq, micro_batch=None, precision=case.precision,
-        optimizer="adamw", memory_limit=None, parallel=case.parallel, profile="analytic",
-        time_limit=TIME_LIMIT_SECONDS, tolerance=0.0,
-    )  # fmt: skip
+        global_batch=case.global_batch,
+        seq=case.seq,
+        micro_batch=None,
+        precision=case.precision,
+        optimizer="adamw",
+        memory_limit=None,
+        parallel=case.parallel,
+        profile="analytic",
+        time_limit=TIME_LIMIT_SECONDS,
+        tolerance=0.0,
+    )
     program = capture_target(target, options)
     cluster = find_cluster(case.cluster)
     graph, basis = priced(program, target, cluster, options)
@@ -143,9 +150,13 @@ def _prepared(case: Case) -> Callable[..., Plan]:
         proposers = tuple(each for each in PROPOSERS if each is not without)
         features = Features(request.features.denied | set(denied))
         return plan(
-            graph, program.blocks, cluster, replace(request, features=features), basis=basis,
+            graph,
+            program.blocks,
+            cluster,
+            replace(request, features=features),
+            basis=basis,
             method=SearchMethod(proposers),
-        )  # fmt: skip
+        )
 
     return plan_with
 

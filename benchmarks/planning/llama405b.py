@@ -81,9 +81,16 @@ def configurations() -> Iterator[tuple[str, Configuration, Basis]]:
     """What is published, and what it is like without one of its parts."""
     rows = CASE.global_batch
     base = Configuration(
-        dp=DP, tp=TP, pp=PP, zero=1, microbatch_size=DP, num_microbatches=rows // DP,
-        layers=stage_layers(PP), precision="bf16", sequence_parallel=True,
-    )  # fmt: skip
+        dp=DP,
+        tp=TP,
+        pp=PP,
+        zero=1,
+        microbatch_size=DP,
+        num_microbatches=rows // DP,
+        layers=stage_layers(PP),
+        precision="bf16",
+        sequence_parallel=True,
+    )
     stopping = Basis(assumptions=replace(RUNTIME, slowdown=inf))
     yield "1f1b, gradients summed beside nothing", base, stopping
     yield "1f1b", base, DEFAULT
@@ -123,9 +130,12 @@ def planned(
 ) -> Row:
     """The planner's own, with these degrees if any are given."""
     options = PlanOptions(
-        CASE.global_batch, CASE.seq, precision="bf16", time_limit_seconds=time_limit_seconds,
+        CASE.global_batch,
+        CASE.seq,
+        precision="bf16",
+        time_limit_seconds=time_limit_seconds,
         forced=parse_parallel(parallel or None),
-    )  # fmt: skip
+    )
     began = time.perf_counter()
     with progress() as observe:
         found = plan_program(program, target, cluster, options, observe)
@@ -142,11 +152,14 @@ def planned(
     usable = min(host.device.usable_memory_bytes for host in cluster.hosts)
     return Row(
         f"the planner's {parallel or 'own'}, found in {time.perf_counter() - began:.0f} s",
-        ours.step_seconds, ours.model_flops_utilization, ours.peak_memory_bytes, usable,
+        ours.step_seconds,
+        ours.model_flops_utilization,
+        ours.peak_memory_bytes,
+        usable,
         ours.bubble_fraction,
         f"{found.schedule}, {found.num_microbatches} micro-batches of {found.microbatch_size} "
         f"rows, blocks recomputed: {blocks}; {distinct}",
-    )  # fmt: skip
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

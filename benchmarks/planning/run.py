@@ -25,9 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.planning.cases import BY_NAME, CASES, GROWTH, Case
 
 PHASES = {
-    "load": ("load",), "capture": ("capture",), "pricing": ("costs",), "solving": ("ilp",),
-    "search": ("dp", "bound"), "simulation": ("simulator",), "memory": ("memory",),
-}  # fmt: skip
+    "load": ("load",),
+    "capture": ("capture",),
+    "pricing": ("costs",),
+    "solving": ("ilp",),
+    "search": ("dp", "bound"),
+    "simulation": ("simulator",),
+    "memory": ("memory",),
+}
 """The columns, and the plan's phases in each; ``search`` has the dynamic programs."""
 
 TIME_LIMIT_SECONDS = 60.0
@@ -71,9 +76,15 @@ def measured(case: Case, asked: argparse.Namespace) -> list[dict[str, Any]]:
         for how, times in (("cold", 1), ("again", 1), ("twice the batch", 2))[
             : 3 if asked.warm else 1
         ]:
-            rows.append({"name": case.name, "cluster": case.cluster, "how": how,
-                         "wanted_seconds": case.wanted_seconds,
-                         **_in_process(case, times, folder, asked)})  # fmt: skip
+            rows.append(
+                {
+                    "name": case.name,
+                    "cluster": case.cluster,
+                    "how": how,
+                    "wanted_seconds": case.wanted_seconds,
+                    **_in_process(case, times, folder, asked),
+                }
+            )
     return rows
 
 
@@ -85,9 +96,13 @@ def _in_process(
     environment = {**os.environ, "AUTOPARALLEL_CACHE": folder}
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=asked.timeout,
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=asked.timeout,
             check=False,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         return {"failure": f"not done in {asked.timeout:.0f} s"}
     if done.returncode:
@@ -113,10 +128,15 @@ def _planned(case: Case, times: int, time_limit_seconds: float, began: float) ->
 
     target = load_target(case.target, dict(case.settings))
     options = plan_options(
-        global_batch=case.global_batch * times, seq=case.seq, micro_batch=None,
-        precision=case.precision, optimizer="adamw", memory_limit=None, parallel=case.parallel,
+        global_batch=case.global_batch * times,
+        seq=case.seq,
+        micro_batch=None,
+        precision=case.precision,
+        optimizer="adamw",
+        memory_limit=None,
+        parallel=case.parallel,
         time_limit=time_limit_seconds,
-    )  # fmt: skip
+    )
     load_seconds = time.perf_counter() - began
     with plan_cache() as cache:
         found = make_plan(target, case.cluster, options, cache=cache.values)

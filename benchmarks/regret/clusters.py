@@ -40,12 +40,17 @@ class Emulated:
     def _device(self, speed: float) -> Device:
         """A device whose compute takes no longer while it communicates: it sleeps."""
         return Device(
-            name=f"emulated x{speed:g}", kind="cpu", memory_bytes=MEMORY_BYTES,
-            usable_memory_bytes=MEMORY_BYTES, memory_bytes_per_second=BYTES_PER_SECOND * speed,
-            peak_flops={"float32": FLOPS_PER_SECOND * speed}, launch_seconds=0.0,
-            issue_seconds=self.issue_seconds, message_seconds=self.message_seconds,
+            name=f"emulated x{speed:g}",
+            kind="cpu",
+            memory_bytes=MEMORY_BYTES,
+            usable_memory_bytes=MEMORY_BYTES,
+            memory_bytes_per_second=BYTES_PER_SECOND * speed,
+            peak_flops={"float32": FLOPS_PER_SECOND * speed},
+            launch_seconds=0.0,
+            issue_seconds=self.issue_seconds,
+            message_seconds=self.message_seconds,
             slowdown=dict.fromkeys(STATE_COLLECTIVES, 1.0),
-        )  # fmt: skip
+        )
 
     def partitions(self) -> list[tuple[tuple[int, ...], ...]]:
         """Groups of ranks of each kind that meshes have, all groups of a kind at once."""

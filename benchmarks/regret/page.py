@@ -13,9 +13,11 @@ from benchmarks.steps.run import kendall_tau
 CHOICE = "the plan"
 SIZE, MARGIN = 480, 60
 COLORS = {
-    "flat fast": "#1f77b4", "flat slow": "#d62728", "two islands": "#2ca02c",
+    "flat fast": "#1f77b4",
+    "flat slow": "#d62728",
+    "two islands": "#2ca02c",
     "one slow host": "#9467bd",
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -88,11 +90,15 @@ def tables(found: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     for configuration in names:
         cells = [
             next(
-                (f"{r.measured:.2f} ({r.error:+.0%})" for r in rows
-                 if r.configuration == configuration), "",
+                (
+                    f"{r.measured:.2f} ({r.error:+.0%})"
+                    for r in rows
+                    if r.configuration == configuration
+                ),
+                "",
             )
             for rows in found.values()
-        ]  # fmt: skip
+        ]
         yield f"| `{configuration}` | " + " | ".join(cells) + " |"
 
 

@@ -99,10 +99,13 @@ def _enter(
         if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(len(places)), LOCAL_RANK=str(rank),
-        MASTER_ADDR=places[0].address, MASTER_PORT=str(PORT),
+        RANK=str(rank),
+        WORLD_SIZE=str(len(places)),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR=places[0].address,
+        MASTER_PORT=str(PORT),
         GLOO_SOCKET_IFNAME=place.interface,
-    )  # fmt: skip
+    )
     os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
     torch.set_num_threads(1)
     try:

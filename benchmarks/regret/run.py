@@ -54,28 +54,41 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 MODELS: dict[str, Job] = {
     "GPT": (
-        str(EXAMPLES / "gpt.py"), {"n_layer": 4, "d_model": 192, "n_head": 4, "seq": 128}, 32, 128,
+        str(EXAMPLES / "gpt.py"),
+        {"n_layer": 4, "d_model": 192, "n_head": 4, "seq": 128},
+        32,
+        128,
     ),
     "wide MLP": (str(HERE / "wide_mlp.py"), {"num_layers": 8}, 768, None),
     "CNN": (
         str(EXAMPLES / "alexnet.py"),
-        {"width": 0.25, "hidden": 1024, "classes": 1000}, 128, None,
+        {"width": 0.25, "hidden": 1024, "classes": 1000},
+        128,
+        None,
     ),
     "experts": (
         str(EXAMPLES / "gshard_moe.py"),
-        {"n_layer": 2, "d_model": 128, "d_ff": 512, "capacity": 80, "seq": 64}, 64, 64,
+        {"n_layer": 2, "d_model": 128, "d_ff": 512, "capacity": 80, "seq": 64},
+        64,
+        64,
     ),
-}  # fmt: skip
+}
 CHAIN: Job = (str(HERE / "wide_mlp.py"), {"num_layers": 4}, 256, None)
 CHAINED = "pp=4,microbatches=64,schedule=gpipe"
 """A pipeline in which the host's messages are measured."""
 GRID = (
-    "dp=4,zero=0,microbatches=1", "dp=4,zero=0,microbatches=4", "dp=4,zero=1,microbatches=4",
-    "dp=4,zero=2,microbatches=4", "dp=4,zero=3,microbatches=1", "tp=4,microbatches=1",
-    "dp=2,tp=2,zero=0,microbatches=1", "pp=4,microbatches=8,schedule=1f1b",
-    "pp=4,microbatches=8,schedule=zb-h1", "dp=2,pp=2,zero=0,microbatches=4,schedule=1f1b",
+    "dp=4,zero=0,microbatches=1",
+    "dp=4,zero=0,microbatches=4",
+    "dp=4,zero=1,microbatches=4",
+    "dp=4,zero=2,microbatches=4",
+    "dp=4,zero=3,microbatches=1",
+    "tp=4,microbatches=1",
+    "dp=2,tp=2,zero=0,microbatches=1",
+    "pp=4,microbatches=8,schedule=1f1b",
+    "pp=4,microbatches=8,schedule=zb-h1",
+    "dp=2,pp=2,zero=0,microbatches=4,schedule=1f1b",
     "tp=2,pp=2,microbatches=4,schedule=1f1b",
-)  # fmt: skip
+)
 MARK = "<!-- written by run.py -->"
 
 
@@ -84,10 +97,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--clusters", default="", help="some of them, by parts of their names")
     parser.add_argument("--models", default="")
     parser.add_argument(
-        "--measure", default="",
+        "--measure",
+        default="",
         help="measure only configurations whose names contain one of these parts, and those that "
         "were never measured; predict the others again",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", type=Path, default=HERE / "results.json")
     parser.add_argument(
         "--page", type=Path, help="put the tables into this page and the plot beside it"
@@ -128,9 +142,13 @@ def chosen(values: Any, names: str, name_of: Any) -> list[Any]:
 
 
 def measure_model(
-    emulated: Emulated, model: str, job: Job, places: Any, transfers: Sequence[Transfer],
+    emulated: Emulated,
+    model: str,
+    job: Job,
+    places: Any,
+    transfers: Sequence[Transfer],
     kept: Sequence[Row],
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """The choice and the grid of one model on one cluster.
 
     A row of ``kept`` is not measured again if its plan still has the same summary.
@@ -164,9 +182,11 @@ def make_plan(
         asked += f",{configuration},recompute=none"
     target = load_target(name, settings)
     options = PlanOptions(
-        global_batch=global_batch, seq=seq, forced=parse_parallel(asked),
+        global_batch=global_batch,
+        seq=seq,
+        forced=parse_parallel(asked),
         profile="analytic",
-    )  # fmt: skip
+    )
     cluster = emulated.cluster()
     program = capture_target(target, options)
     graph, _ = priced(program, target, cluster, options)

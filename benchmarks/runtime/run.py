@@ -29,8 +29,16 @@ SIZES: dict[str, dict[str, Any]] = {
 """0.15, 19.2 and 60.2 million parameters; ``rows`` are those of one rank."""
 TURNS = {"small": 200, "20m": 24, "60m": 10}
 
-COLUMNS = ("torch", "parameters", "ranks", "torch ms", "loop", "Step", "loop, processor",
-           "Step, processor")  # fmt: skip
+COLUMNS = (
+    "torch",
+    "parameters",
+    "ranks",
+    "torch ms",
+    "loop",
+    "Step",
+    "loop, processor",
+    "Step, processor",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,8 +55,12 @@ def main(arguments: Sequence[str]) -> int:
     for peer in options.peers.split(","):
         for size in options.sizes.split(","):
             for ranks in map(int, options.ranks.split(",")):
-                case = {**SIZES[size], "peer": peer, "profile": options.profile,
-                        "turns": options.turns or TURNS[size]}  # fmt: skip
+                case = {
+                    **SIZES[size],
+                    "peer": peer,
+                    "profile": options.profile,
+                    "turns": options.turns or TURNS[size],
+                }
                 found = measure(case, ranks)
                 rows.append({"peer": peer, "size": size, "ranks": ranks, **found})
                 print(table_row(rows[-1]), flush=True)
@@ -62,10 +74,22 @@ def measure(case: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     """The turns of all ways in seconds and in processor time. Raises where a rank fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
-        "--master-addr", "127.0.0.1", "--master-port", "0", "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", "127.0.0.1:0", str(HERE / "worker.py"), json.dumps(case),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        "0",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+        str(HERE / "worker.py"),
+        json.dumps(case),
+    ]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))

@@ -89,9 +89,11 @@ def main() -> None:
         path = Path(folder) / "plan.json"
         save_plan(make_plan(target, "cpu:2", options), path)
         found = launch(
-            "benchmarks.runtime.watching:compare", {"plan_path": str(path)}, num_processes=2,
+            "benchmarks.runtime.watching:compare",
+            {"plan_path": str(path)},
+            num_processes=2,
             environment=os.environ,
-        )  # fmt: skip
+        )
     wall, processor = found["wall"], found["processor"]
     print(f"a step without takes {1e3 * found['seconds']:.1f} ms")
     print(f"with: {wall:.4f} times as long, {processor:.4f} times the processor time")

@@ -90,10 +90,25 @@ def plan(folder: Path, parallel: str) -> Path:
     path = folder / "plan.json"
     settings = [part for each in MODEL for part in ("--set", each)]
     command = [
-        sys.executable, "-m", "autoparallel", "plan", str(ROOT / "examples" / "gpt.py"), *settings,
-        "--seq", "64", "--global-batch", "8", "--cluster", "cpu:2", "--profile", "analytic",
-        "--parallel", parallel, "-o", str(path),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "autoparallel",
+        "plan",
+        str(ROOT / "examples" / "gpt.py"),
+        *settings,
+        "--seq",
+        "64",
+        "--global-batch",
+        "8",
+        "--cluster",
+        "cpu:2",
+        "--profile",
+        "analytic",
+        "--parallel",
+        parallel,
+        "-o",
+        str(path),
+    ]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     return path
 
@@ -104,9 +119,21 @@ def train(
     """Trains for so long; what was read of each process, and what went wrong."""
     saves = folder / "checkpoints"
     command = [
-        sys.executable, "-m", "autoparallel", "run", str(path), "--steps", "100000000",
-        "--save", str(saves), "--save-every", str(SAVE_EVERY), "--save-async", "--keep", "2",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "autoparallel",
+        "run",
+        str(path),
+        "--steps",
+        "100000000",
+        "--save",
+        str(saves),
+        "--save-every",
+        str(SAVE_EVERY),
+        "--save-async",
+        "--keep",
+        "2",
+    ]
     if resumes:
         command += ["--resume", str(saves)]
     log = folder / f"log-{resumes:d}.txt"
@@ -195,8 +222,11 @@ def soak(minutes: float, executors: Mapping[str, str], folder: Path) -> tuple[li
             found = rows_of(name, part, processes)
             rows += found
             wrong += [f"{name}, {part}: {problem}"] if problem else []
-            wrong += [f"{name}, {part}: {row.quantity} of {row.process} grows"
-                      for row in found if row.grows]  # fmt: skip
+            wrong += [
+                f"{name}, {part}: {row.quantity} of {row.process} grows"
+                for row in found
+                if row.grows
+            ]
             print(table(found), flush=True)
     return rows, wrong
 

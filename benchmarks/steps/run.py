@@ -107,10 +107,15 @@ def planned(case: Case, budget: float, folder: Path) -> Any:
     target = str(EXAMPLES / f"{case.model}.py")
     database = folder / "profile.sqlite"
     options: dict[str, Any] = {
-        "global_batch": case.global_batch, "seq": None, "parallel": case.parallel,
-        "micro_batch": None, "precision": "fp32", "optimizer": "adamw",
-        "memory_limit": None, "time_limit": 60.0,
-    }  # fmt: skip
+        "global_batch": case.global_batch,
+        "seq": None,
+        "parallel": case.parallel,
+        "micro_batch": None,
+        "precision": "fp32",
+        "optimizer": "adamw",
+        "memory_limit": None,
+        "time_limit": 60.0,
+    }
     cluster = f"cpu:{case.ranks}"
     settings = [f"{name}={value}" for name, value in case.settings]
     start_profiling(
@@ -143,8 +148,9 @@ def _round(cases: Sequence[Case], budget: float) -> list[tuple[float, float, Map
             predicted = plan.prediction.step_seconds
             print(
                 f"{case.name}: {predicted:.4f} s, {seconds:.4f} s measured",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                file=sys.stderr,
+                flush=True,
+            )
             found.append((predicted, seconds, dict(plan.prediction.sources)))
     return found
 
@@ -184,9 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     cases = [
-        case for case in CASES
+        case
+        for case in CASES
         if not options.names or any(name in case.name for name in options.names)
-    ]  # fmt: skip
+    ]
     rounds = [_round(cases, options.budget) for _ in range(options.rounds)]
     rows = [
         Row(

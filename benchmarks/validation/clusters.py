@@ -19,16 +19,26 @@ from autoparallel.cost_model.cluster.presets import Preset, find_link, find_pres
 
 HARDWARE = Path(__file__).with_name("data") / "hardware.csv"
 SPELLINGS = {
-    "V100-16GB-SXM2": "V100-SXM2-16GB", "V100-32GB-SXM3": "V100-SXM3-32GB",
-    "A100-80GB-SXM4": "A100-SXM4-80GB", "A100-40GB-SXM4": "A100-SXM4-40GB",
-    "H100-80GB-SXM5": "H100-SXM5-80GB", "H200-141GB-SXM5": "H200-SXM5-141GB",
-    "H100-96GB-HBM2e-500W": "H100-96GB", "B300-270GB": "B300", "MI355X-288GB": "MI355X",
-}  # fmt: skip
+    "V100-16GB-SXM2": "V100-SXM2-16GB",
+    "V100-32GB-SXM3": "V100-SXM3-32GB",
+    "A100-80GB-SXM4": "A100-SXM4-80GB",
+    "A100-40GB-SXM4": "A100-SXM4-40GB",
+    "H100-80GB-SXM5": "H100-SXM5-80GB",
+    "H200-141GB-SXM5": "H200-SXM5-141GB",
+    "H100-96GB-HBM2e-500W": "H100-96GB",
+    "B300-270GB": "B300",
+    "MI355X-288GB": "MI355X",
+}
 WITHOUT_SWITCH = ("hybrid-cube-mesh", "p3.")
 """Words of an interconnect whose hosts have wires between their devices."""
-FABRICS = (("EFA", "efa-p4d", 50.0), ("IB", "infiniband-hdr", 200.0), ("RDMA", "infiniband-hdr",
-           200.0), ("RoCE", "infiniband-hdr", 200.0), ("Omni-Path", "infiniband-hdr", 200.0),
-           ("AWS", "ethernet-100g", 100.0))  # fmt: skip
+FABRICS = (
+    ("EFA", "efa-p4d", 50.0),
+    ("IB", "infiniband-hdr", 200.0),
+    ("RDMA", "infiniband-hdr", 200.0),
+    ("RoCE", "infiniband-hdr", 200.0),
+    ("Omni-Path", "infiniband-hdr", 200.0),
+    ("AWS", "ethernet-100g", 100.0),
+)
 """Words of an interconnect, the preset whose latency and reached fraction it takes, and the
 gigabits per second and device that this preset is specified with."""
 

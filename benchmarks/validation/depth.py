@@ -57,12 +57,18 @@ def _renamed(node: Node, name: str, sources: Mapping[str, str]) -> Node:
     def source(ref: Ref) -> Ref:
         return Ref(sources.get(ref.name, ref.name), ref.index)
 
-    return replace(node, name=name, args=map_refs(node.args, source),
-                   kwargs=map_refs(dict(node.kwargs), source))  # fmt: skip
+    return replace(
+        node,
+        name=name,
+        args=map_refs(node.args, source),
+        kwargs=map_refs(dict(node.kwargs), source),
+    )
 
 
 def _copied(block: Block, names: Mapping[str, str], number: int) -> Block:
     return Block(
-        f"{block.name}+{number}", block.kind, tuple(names[name] for name in block.nodes),
+        f"{block.name}+{number}",
+        block.kind,
+        tuple(names[name] for name in block.nodes),
         tuple(names.get(name, name) for name in block.parameters),
-    )  # fmt: skip
+    )

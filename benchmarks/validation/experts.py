@@ -100,25 +100,30 @@ class Listed:
 
 SCRIPTS: tuple[tuple[str, str, Row], ...] = (
     (
-        r"dgxc-benchmarking@v25\.05\S* deepseek", "",
+        r"dgxc-benchmarking@v25\.05\S* deepseek",
+        "",
         {"dispatcher": "alltoall", "routing": "natural (token drop, capacity)"},
     ),
     (
-        r"dgxc-benchmarking@v25\.08\S* deepseek", "H100",
+        r"dgxc-benchmarking@v25\.08\S* deepseek",
+        "H100",
         {"dispatcher": "DeepEP", "routing": "forced_balanced"},
     ),
     (
-        r"dgxc-benchmarking@v25\.10\S* deepseek", "B200",
+        r"dgxc-benchmarking@v25\.10\S* deepseek",
+        "B200",
         {
-            "dispatcher": "alltoall", "routing": "natural (token drop, capacity)",
+            "dispatcher": "alltoall",
+            "routing": "natural (token drop, capacity)",
             "recompute_modules": "mla_up_proj",
         },
     ),
     (
-        r"25\.09 NeMo container.*DeepSeekV3", "H100",
+        r"25\.09 NeMo container.*DeepSeekV3",
+        "H100",
         {"overlap": "expert all-to-all overlapped with compute"},
     ),
-)  # fmt: skip
+)
 """Cells that a source leaves open, and its scripts of that release settle: source, device, cells.
 NVIDIA/NeMo@7a8f1cc and @9244b1e, scripts/performance/llm/pretrain_deepseek_v3.py;
 NVIDIA-NeMo/Megatron-Bridge@7c0ae3f and v0.1.0rc4, scripts/performance/run_script.py."""
@@ -145,9 +150,11 @@ def run_of(row: Row, line: int, folder: Path = MODELS) -> Run:
     if not (folder / model / "config.json").is_file():
         raise UnusableRowError(f"there is no configuration of {model}")
     cluster, missing = make_cluster(
-        row.get("gpu_type", ""), number(row, "n_gpus"), number(row, "gpus_per_node", default=8),
+        row.get("gpu_type", ""),
+        number(row, "n_gpus"),
+        number(row, "gpus_per_node", default=8),
         row.get("interconnect", ""),
-    )  # fmt: skip
+    )
     stated = row.get("dense_layers", "")
     dense = int(stated) if stated.isdecimal() else 0
     is_repeated = not any(name in model for name in ALTERNATING)
@@ -157,26 +164,35 @@ def run_of(row: Row, line: int, folder: Path = MODELS) -> Run:
     configuration = _configuration(row)
     memory = row.get("peak_memory_gib", "")
     return Run(
-        row.get("row_id") or f"line {line}", row.get("source", ""), shape, cluster, configuration,
+        row.get("row_id") or f"line {line}",
+        row.get("source", ""),
+        shape,
+        cluster,
+        configuration,
         measured(row.get("derived_iter_time_s", ""), "derived_iter_time_s"),
         measured(memory, "peak_memory_gib") * GIB if memory else None,
-        quality=row.get("quality") or "A", assumed=missing,
+        quality=row.get("quality") or "A",
+        assumed=missing,
         program=Program(
-            exposed_share=_exposed_share(row), graphs=_graphs(row), waits=_waits(row),
+            exposed_share=_exposed_share(row),
+            graphs=_graphs(row),
+            waits=_waits(row),
         ),
         assumptions=_assumptions(row),
-    )  # fmt: skip
+    )
 
 
 def _assumptions(row: Row) -> CostAssumptions:
     return replace(
         assumptions_of("megatron", "fp8" if has_eight_bits(row) else "bf16"),
         policy=_policy(row),
-        recomputed=_recomputed(row), scaling=scaling(row), expert_kernels=_expert_kernels(row),
+        recomputed=_recomputed(row),
+        scaling=scaling(row),
+        expert_kernels=_expert_kernels(row),
         dispatcher=_dispatcher(row),
         imbalance=_imbalance(row) if _is_routed_freely(row) else 1.0,
         routing="neighbours" if "fake balanced gate" in row.get("notes", "") else "any",
-    )  # fmt: skip
+    )
 
 
 def _policy(row: Row) -> PrecisionPolicy:
@@ -269,14 +285,24 @@ def _configuration(row: Row) -> Configuration:
     count = microbatches(number(row, "global_batch_seqs"), dp, rows)
     chunks = chunks if pp > 1 else 1
     return Configuration(
-        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, zero=3 if _is_fsdp(row) else 1,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        etp=etp,
+        zero=3 if _is_fsdp(row) else 1,
         sequence_parallel=True if tp > 1 else None,
-        recompute=recompute, recomputes_ends=recompute == "selective", microbatch_size=rows * dp,
-        num_microbatches=count, num_chunks=chunks, compiled=True,
+        recompute=recompute,
+        recomputes_ends=recompute == "selective",
+        microbatch_size=rows * dp,
+        num_microbatches=count,
+        num_chunks=chunks,
+        compiled=True,
         fuses_products=True,
         schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
         precision="fp8" if has_eight_bits(row) else "bf16",
-    )  # fmt: skip
+    )
 
 
 def _exposed_share(row: Row) -> float:

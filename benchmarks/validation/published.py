@@ -64,10 +64,12 @@ def published(row: Row, line: int) -> Run:
         raise UnusableRowError(f"{metric or 'no figure'} is not the time of a step")
     assumed: list[str] = []
     cluster, missing = _cluster(
-        row.get("gpu_type", ""), number(row, "n_gpus"),
-        number(row, "gpus_per_node", default=8), row.get("interconnect", ""),
+        row.get("gpu_type", ""),
+        number(row, "n_gpus"),
+        number(row, "gpus_per_node", default=8),
+        row.get("interconnect", ""),
         row.get("source", ""),
-    )  # fmt: skip
+    )
     assumed += missing
     configuration = _configuration(row, assumed)
     system: SystemName = "torchtitan" if _is_titan(row) else "megatron"
@@ -84,10 +86,12 @@ def published(row: Row, line: int) -> Run:
     shape = _shape(row, configuration.tp, assumed)
     schedule, chunks = _schedule(row, configuration, shape.layers, assumed)
     configuration = replace(
-        configuration, schedule=schedule, num_chunks=chunks,
+        configuration,
+        schedule=schedule,
+        num_chunks=chunks,
         layers=_uneven(row, configuration.pp * chunks, shape.layers),
         precision=_precision(row, cluster),
-    )  # fmt: skip
+    )
     check_degrees(shape, configuration, cluster.num_devices)
     is_oom = "OOM" in row.get("measured_value", "")
     memory = row.get("peak_memory_gib", "")
@@ -148,10 +152,22 @@ def _shape(row: Row, tp: int, assumed: list[str]) -> Shape:
     if kv_heads < tp and tp % kv_heads == 0:
         kv_heads = tp
     return Shape(
-        family, hidden, heads, kv_heads, ffn, number(row, "layers"), number(row, "seq_len"),
-        padded(vocab, tp), attention, 0.1 if dropped else 0.0, _fuses(row), family == "gpt",
-        _is_titan(row), "llm-foundry" in row["source"], _fuses_loss(row),
-    )  # fmt: skip
+        family,
+        hidden,
+        heads,
+        kv_heads,
+        ffn,
+        number(row, "layers"),
+        number(row, "seq_len"),
+        padded(vocab, tp),
+        attention,
+        0.1 if dropped else 0.0,
+        _fuses(row),
+        family == "gpt",
+        _is_titan(row),
+        "llm-foundry" in row["source"],
+        _fuses_loss(row),
+    )
 
 
 COMPILED_LOSS = ("2025-06", "2026-01", "mi300x", "b200")

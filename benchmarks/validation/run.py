@@ -116,17 +116,28 @@ def priced(found: Report) -> list[Result]:
 def row_json(each: Result | Skipped) -> dict[str, Any]:
     """One row; ``skipped`` says why there is no prediction."""
     if isinstance(each, Skipped):
-        return {"name": each.name, "source": each.source, "quality": each.quality,
-                "skipped": each.reason}  # fmt: skip
+        return {
+            "name": each.name,
+            "source": each.source,
+            "quality": each.quality,
+            "skipped": each.reason,
+        }
     own = each.run.configuration
     return {
         "name": each.run.name,
         "source": each.run.source,
         "quality": each.run.quality,
         "group": each.run.group,
-        "tp": own.tp, "dp": own.dp, "pp": own.pp, "cp": own.cp, "zero": own.zero,
-        "recompute": own.recompute, "schedule": own.schedule, "chunks": own.num_chunks,
-        "micro_batch": each.run.rows, "microbatches": own.num_microbatches,
+        "tp": own.tp,
+        "dp": own.dp,
+        "pp": own.pp,
+        "cp": own.cp,
+        "zero": own.zero,
+        "recompute": own.recompute,
+        "schedule": own.schedule,
+        "chunks": own.num_chunks,
+        "micro_batch": each.run.rows,
+        "microbatches": own.num_microbatches,
         "measured_seconds": each.run.measured_seconds,
         "predicted_seconds": each.seconds,
         "error": each.error,
@@ -136,7 +147,7 @@ def row_json(each: Result | Skipped) -> dict[str, Any]:
         "out_of_memory": each.run.out_of_memory,
         "fits": each.fits,
         "assumed": list(each.run.assumed),
-    }  # fmt: skip
+    }
 
 
 def print_report(found: Report) -> None:
@@ -179,10 +190,13 @@ def _print_residuals(priced: Sequence[Result]) -> None:
 def _print_row(name: str, own: Score) -> None:
     parts = [f"n {own.n}", f"skipped {own.skipped}"]
     for label, value in (
-        ("error mean", own.mean_abs_error), ("median", own.median_abs_error),
-        ("bias", own.mean_error), ("memory", own.mean_memory_error),
-        ("regret mean", own.mean_regret), ("worst", own.worst_regret),
-    ):  # fmt: skip
+        ("error mean", own.mean_abs_error),
+        ("median", own.median_abs_error),
+        ("bias", own.mean_error),
+        ("memory", own.mean_memory_error),
+        ("regret mean", own.mean_regret),
+        ("worst", own.worst_regret),
+    ):
         if value is not None:
             parts.append(f"{label} {100 * value:.1f} %")
     if own.kendall_tau is not None:

@@ -60,14 +60,20 @@ class Program:
         part = int(cost.memory_bytes["gradients"] / group.num_ranks)
         sent = group.num_ranks * collective_seconds("broadcast", part, group)
         own = cost.seconds
-        seconds = own._replace(parameter_gather=0.0, gather_slowed=0.0,
-                               optimizer=own.optimizer + sent)  # fmt: skip
+        seconds = own._replace(
+            parameter_gather=0.0, gather_slowed=0.0, optimizer=own.optimizer + sent
+        )
         return replace(cost, seconds=seconds, groups=None)
 
     def around(
-        self, cost: StageCost, device: Device, passes: tuple[int, int] = (0, 0), *,
-        is_first: bool, is_last: bool,
-    ) -> StageCost:  # fmt: skip
+        self,
+        cost: StageCost,
+        device: Device,
+        passes: tuple[int, int] = (0, 0),
+        *,
+        is_first: bool,
+        is_last: bool,
+    ) -> StageCost:
         """Return a stage's cost in this program.
 
         ``passes``: how many layers a micro-batch passes forward, and how many backward.

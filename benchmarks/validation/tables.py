@@ -97,8 +97,11 @@ def read(path: Path, parse: Callable[[Row, int], Run]) -> list[Run | Skipped]:
     found: list[Run | Skipped] = []
     with path.open(newline="", encoding="utf-8-sig") as file:
         for number, cells in enumerate(csv.DictReader(file), start=2):
-            row = {(k or "").strip(" #"): (v or "").strip() for k, v in cells.items()
-                   if not isinstance(v, list)}  # fmt: skip
+            row = {
+                (k or "").strip(" #"): (v or "").strip()
+                for k, v in cells.items()
+                if not isinstance(v, list)
+            }
             name = row.get("row_id") or f"line {number}"
             quality = row.get("quality") or "A"
             try:

@@ -32,10 +32,17 @@ SOFTMAX_BATCH = 4
 """Megatron-LM's softmax kernel takes rows of heads in multiples of this, or does not run."""
 
 CELLS = {
-    "gpus": "GPUs", "batch": "global batch", "rows": "micro batch", "hidden": "hidden size",
-    "heads": "attention heads", "layers": "layers", "seq": "sequence length",
-    "tp": "tensor parallelism", "dp": "data parallelism", "pp": "pipeline parallelism",
-}  # fmt: skip
+    "gpus": "GPUs",
+    "batch": "global batch",
+    "rows": "micro batch",
+    "hidden": "hidden size",
+    "heads": "attention heads",
+    "layers": "layers",
+    "seq": "sequence length",
+    "tp": "tensor parallelism",
+    "dp": "data parallelism",
+    "pp": "pipeline parallelism",
+}
 GROUP = ("gpus", "batch", "hidden", "heads", "layers", "seq")
 
 
@@ -67,9 +74,17 @@ def _shape(n: dict[str, int]) -> Shape:
     fits = n["rows"] * n["heads"] // n["tp"] % SOFTMAX_BATCH == 0
     kernels: Kernels = "unfused" if fits else "apart"
     return Shape(
-        "gpt", n["hidden"], n["heads"], n["heads"], 4 * n["hidden"], n["layers"], n["seq"],
-        VOCAB, kernels, 0.1,
-    )  # fmt: skip
+        "gpt",
+        n["hidden"],
+        n["heads"],
+        n["heads"],
+        4 * n["hidden"],
+        n["layers"],
+        n["seq"],
+        VOCAB,
+        kernels,
+        0.1,
+    )
 
 
 def _run(row: Row, line: int, shape: Shape, source: Source, recompute: Recompute) -> Run:
@@ -79,15 +94,27 @@ def _run(row: Row, line: int, shape: Shape, source: Source, recompute: Recompute
     if num_microbatches == 1:
         program = replace(program, accumulation=0.0)
     configuration = Configuration(
-        dp=n["dp"], tp=n["tp"], pp=n["pp"], recompute=recompute,
+        dp=n["dp"],
+        tp=n["tp"],
+        pp=n["pp"],
+        recompute=recompute,
         microbatch_size=n["rows"] * n["dp"],
         num_microbatches=num_microbatches,
-        sequence_parallel=False, precision="bf16", recomputes_ends=False,
-    )  # fmt: skip
+        sequence_parallel=False,
+        precision="bf16",
+        recomputes_ends=False,
+    )
     check_degrees(shape, configuration, n["gpus"])
     seconds = measured(row.get("iteration time (ms)", ""), "iteration time") / 1e3
     return Run(
-        f"line {line}", source.name, shape, cluster_of(source, n["gpus"]), configuration, seconds,
-        group="/".join(str(n[key]) for key in GROUP), assumed=("vocab",),
-        program=program, assumptions=CostAssumptions(half_policy(2), slowdown=inf),
-    )  # fmt: skip
+        f"line {line}",
+        source.name,
+        shape,
+        cluster_of(source, n["gpus"]),
+        configuration,
+        seconds,
+        group="/".join(str(n[key]) for key in GROUP),
+        assumed=("vocab",),
+        program=program,
+        assumptions=CostAssumptions(half_policy(2), slowdown=inf),
+    )

@@ -38,9 +38,14 @@ def run(name: str) -> Result:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
         found = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True,
-            timeout=LIMIT_SECONDS, check=False,
-        )  # fmt: skip
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return _failed(name, f"no answer within {LIMIT_SECONDS:.0f} s")
     lines = found.stdout.splitlines()

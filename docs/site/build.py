@@ -64,8 +64,16 @@ def main() -> int:
     source = ROOT / "build/site/source"
     shutil.rmtree(source, ignore_errors=True)
     collect(source)
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q",
-               "-f", str(HERE / "mkdocs.yml")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "-q",
+        "-f",
+        str(HERE / "mkdocs.yml"),
+    ]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(command, env=environment, check=False).returncode
 

@@ -120,16 +120,24 @@ def plan_page() -> str:
     from autoparallel.planner.plan import SCHEMA, Plan
 
     lines = [
-        "# Plan files", "",
+        "# Plan files",
+        "",
         f"This page lists the fields of a plan file, which is JSON in UTF-8. Its `schema` is "
         f"{SCHEMA}; files of earlier schemas still load. Enum-like fields list their values. A "
         "plan that was changed by hand is refused (AP505).",
-    ]  # fmt: skip
+    ]
     for kind in classes_of(Plan):
         hints = typing.get_type_hints(kind)
         text = re.sub(r"``([^`]*)``", r"`\1`", inspect.cleandoc(kind.__doc__ or ""))
-        lines += ["", f"## {kind.__name__}", "", text, "", "| field | type | default |",
-                  "|---|---|---|"]  # fmt: skip
+        lines += [
+            "",
+            f"## {kind.__name__}",
+            "",
+            text,
+            "",
+            "| field | type | default |",
+            "|---|---|---|",
+        ]
         for each in dataclasses.fields(kind):
             lines.append(
                 f"| `{each.name}` | {_cell(type_text(hints[each.name]))} | {_field_default(each)} |"
@@ -143,15 +151,21 @@ def devices_page() -> str:
     from autoparallel.cost_model.cluster.presets import device_presets, link_presets
 
     lines = [
-        "# Devices and links", "",
+        "# Devices and links",
+        "",
         "This page lists the presets of clusters and where each of their figures was read, as "
         "`autoparallel cluster 8xNAME` does. Peaks are dense, those of GeForce cards with "
         "float32 accumulation. Measure your own machine to replace them "
         "([costs.md](costs.md#measured-times)).",
-    ]  # fmt: skip
+    ]
     for name, preset in device_presets().items():
-        lines += ["", f"## {name}", "", f"Usually {preset.host_size} on a host, joined by "
-                  f"`{preset.link}`; hosts by `{preset.fabric}`."]  # fmt: skip
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"Usually {preset.host_size} on a host, joined by "
+            f"`{preset.link}`; hosts by `{preset.fabric}`.",
+        ]
         lines += _figures(device_figures(preset.device))
     for name, link in link_presets().items():
         lines += ["", f"## {name}", *_figures(link_figures(link))]
@@ -196,8 +210,13 @@ def type_text(hint: Any) -> str:
     >>> type_text(tuple[int, ...]), type_text(int | None)
     ('list of whole number', 'whole number or null')
     """
-    plain = {int: "whole number", float: "number", str: "text", bool: "true or false",
-             type(None): "null"}  # fmt: skip
+    plain = {
+        int: "whole number",
+        float: "number",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint in plain:
         return plain[hint]

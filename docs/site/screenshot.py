@@ -17,9 +17,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs/images/report.png"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PLAN = (
-    "hf:examples/llama3_8b", "--cluster", "8xH100", "--global-batch", "64", "--seq", "4096",
-    "--precision", "bf16",
-)  # fmt: skip
+    "hf:examples/llama3_8b",
+    "--cluster",
+    "8xH100",
+    "--global-batch",
+    "64",
+    "--seq",
+    "4096",
+    "--precision",
+    "bf16",
+)
 WIDTH, HEIGHT = 1067, 1180
 """In CSS pixels, of which each is 1.5 pixels."""
 
@@ -42,11 +49,20 @@ def main() -> int:
         style = f"<style>section{others}, nav {{ display: none }}</style></head>"
         page.write_text(page.read_text().replace("</head>", style, 1))
         command = [
-            browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
-            "--hide-scrollbars", f"--user-data-dir={folder}/profile", "--virtual-time-budget=3000",
-            "--blink-settings=preferredColorScheme=1", "--force-device-scale-factor=1.5",
-            f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={PICTURE}", page.as_uri(),
-        ]  # fmt: skip
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--hide-scrollbars",
+            f"--user-data-dir={folder}/profile",
+            "--virtual-time-budget=3000",
+            "--blink-settings=preferredColorScheme=1",
+            "--force-device-scale-factor=1.5",
+            f"--window-size={WIDTH},{HEIGHT}",
+            f"--screenshot={PICTURE}",
+            page.as_uri(),
+        ]
         PICTURE.parent.mkdir(exist_ok=True)
         subprocess.run(command, check=True, capture_output=True, timeout=120)
     _shrink(PICTURE)

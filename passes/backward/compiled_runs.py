@@ -108,9 +108,9 @@ def _replace(
     graph: fx.Graph, nodes: list[fx.Node], compiled: Callable[[Run], Callable[..., object]]
 ) -> None:
     own = set(nodes)
-    inputs = list(dict.fromkeys(
-        each for node in nodes for each in node.all_input_nodes if each not in own
-    ))  # fmt: skip
+    inputs = list(
+        dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in own)
+    )
     outputs = [node for node in nodes if any(user not in own for user in node.users)]
     call = compiled(_run_of(nodes, inputs, outputs))
     with graph.inserting_after(nodes[-1]):

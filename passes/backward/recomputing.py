@@ -214,5 +214,8 @@ class _Again(_MarkedOp):
 
 
 _MARKED: dict[str, type[_MarkedOp]] = {
-    KEPT: _Kept, SPARED: _Spared, PRODUCT: _Product, AGAIN: _Again
-}  # fmt: skip
+    KEPT: _Kept,
+    SPARED: _Spared,
+    PRODUCT: _Product,
+    AGAIN: _Again,
+}

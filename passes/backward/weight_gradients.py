@@ -101,8 +101,10 @@ def _convolution(
     given = tuple(rest)
     stride, padding, dilation, groups = (given + _CONVOLUTION_DEFAULTS[len(given) :])[3:]
     num_dims = data.dim() - 2
-    each = [list(v) if isinstance(v, list | tuple) else [v] * num_dims
-            for v in (stride, padding, dilation)]  # fmt: skip
+    each = [
+        list(v) if isinstance(v, list | tuple) else [v] * num_dims
+        for v in (stride, padding, dilation)
+    ]
     sizes = None if bias_shape is None else list(bias_shape)
     found: tuple[Tensor, ...] = aten.convolution_backward(
         gradient, data, weight, sizes, *each, False, [0] * num_dims, groups, list(mask)
@@ -204,9 +206,10 @@ class WeightGradients:
 
 
 def _weight_gradients(deferred: _Deferred) -> list[tuple[GradientEdge, Tensor]]:
-    shapes = [shape if edge is not None or index == 0 else None
-              for index, (shape, edge) in enumerate(zip(deferred.shapes, deferred.edges,
-                                                        strict=True))]  # fmt: skip
+    shapes = [
+        shape if edge is not None or index == 0 else None
+        for index, (shape, edge) in enumerate(zip(deferred.shapes, deferred.edges, strict=True))
+    ]
     found = deferred.halves.of_weights(deferred.gradient, deferred.data, shapes, deferred.rest)
     return [
         (edge, gradient)
@@ -245,8 +248,9 @@ class _Putting(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             of_data = op.halves.of_data(gradient, saved[1], data, ctx.rest)
         if any(edge is not None for edge in ctx.edges):
-            op.store.add(_Deferred(op.block, op.halves, gradient, data, ctx.edges, ctx.shapes,
-                                   ctx.rest))  # fmt: skip
+            op.store.add(
+                _Deferred(op.block, op.halves, gradient, data, ctx.edges, ctx.shapes, ctx.rest)
+            )
         return (None, None, None, of_data, *(None,) * len(ctx.rest))
 
 

@@ -45,12 +45,18 @@ def call_key(flat: Sequence[Any], structure: TreeSpec) -> Any:
     leaves: list[Any] = []
     for value in flat:
         if isinstance(value, Tensor):
-            leaves.append((
-                objects.setdefault(id(value), len(objects)),
-                storages.setdefault(_storage(value), len(storages)),
-                tuple(value.shape), value.stride(), value.storage_offset(), value.dtype,
-                value.requires_grad, isinstance(value, nn.Parameter),
-            ))  # fmt: skip
+            leaves.append(
+                (
+                    objects.setdefault(id(value), len(objects)),
+                    storages.setdefault(_storage(value), len(storages)),
+                    tuple(value.shape),
+                    value.stride(),
+                    value.storage_offset(),
+                    value.dtype,
+                    value.requires_grad,
+                    isinstance(value, nn.Parameter),
+                )
+            )
         elif isinstance(value, _LITERALS):
             leaves.append((type(value), value))
         else:
@@ -79,9 +85,10 @@ def call_result(
             leaves.append(("given", inputs[id(value)]))
         elif isinstance(value, Tensor):
             is_new = id(value) not in made
-            if is_new and (_storage(value) in taken or value.requires_grad != (
-                has_grad and value.is_floating_point()
-            )):  # fmt: skip
+            if is_new and (
+                _storage(value) in taken
+                or value.requires_grad != (has_grad and value.is_floating_point())
+            ):
                 return [], None
             made.setdefault(id(value), value)
             taken.add(_storage(value))

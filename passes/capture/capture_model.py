@@ -137,9 +137,13 @@ def _lowered(model: nn.Module, batch: Example, way: _Options) -> tuple[Exported,
 
     def lowered(exported: Exported) -> Lowered:
         return lower(
-            exported.program, prefix=PREFIX, inputs=list(exported.inputs), tied=tied,
-            batch_size=batch.rows or 1, rules={**way.rules, **exported.rules},
-        )  # fmt: skip
+            exported.program,
+            prefix=PREFIX,
+            inputs=list(exported.inputs),
+            tied=tied,
+            batch_size=batch.rows or 1,
+            rules={**way.rules, **exported.rules},
+        )
 
     groups = [] if replaces_values() else find_repeats(model)
     is_hidden = bool(groups)

@@ -302,9 +302,12 @@ def _exporting() -> Iterator[None]:
 
 
 def _climb(
-    wrapped: nn.Module, tensors: tuple[Tensor, ...], dtype: Dtype, first: Exception,
+    wrapped: nn.Module,
+    tensors: tuple[Tensor, ...],
+    dtype: Dtype,
+    first: Exception,
     rules: dict[str, OpRule],
-) -> ExportedProgram:  # fmt: skip
+) -> ExportedProgram:
     """Try the further methods; the first method's error is shown."""
     located = capture_error(first, wrapped, PREFIX)
     model = wrapped.get_submodule(PREFIX)

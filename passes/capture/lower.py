@@ -13,7 +13,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -21,7 +21,6 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from ...planner.errors import CaptureError
 from ...planner.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
 from ...planner.rules.annotation import FLOATS
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, BATCH_NORMS, batch_norm_call
@@ -30,6 +29,12 @@ from ..ops.torch_ops import draws_by_itself, has_argument, mutated_argument, pat
 from ..programs.interpret import LITERAL
 from ..tracing.locate import uncounted_error, user_source
 from .functionalize import functional_path
+from .refusals import (
+    refuse_region,
+    unknown_size_error,
+    unknown_value_error,
+    written_parameter_error,
+)
 
 LITERAL_ELEMENTS = 4096
 """Maximum elements of a tensor of numbers in the model's code that is written in the graph."""
@@ -42,18 +47,28 @@ _DETACHES = frozenset(
 )
 _COPY = "aten.copy.default"
 _SCATTERS = ("aten.slice_scatter.default", "aten.select_scatter.default")
-_SPARSE_GRADIENTS = {"aten.embedding.default": 4, "aten.embedding_bag.padding_idx": 5,
-                     "aten.embedding_bag.default": 5}  # fmt: skip
+_SPARSE_GRADIENTS = {
+    "aten.embedding.default": 4,
+    "aten.embedding_bag.padding_idx": 5,
+    "aten.embedding_bag.default": 5,
+}
 """The argument that makes an op's gradient sparse, which is dropped: ranks sum dense gradients."""
 _SIZED = {
-    "aten.view.default": 1, "aten._unsafe_view.default": 1, "aten.reshape.default": 1,
+    "aten.view.default": 1,
+    "aten._unsafe_view.default": 1,
+    "aten.reshape.default": 1,
     "aten.expand.default": 1,
-}  # fmt: skip
+}
 _LIKE = {
-    "aten.empty_like.default": 0, "aten.new_empty.default": 0,
-    "aten.zeros_like.default": 0, "aten.ones_like.default": 1, "aten.full_like.default": None,
-    "aten.new_zeros.default": 0, "aten.new_ones.default": 1, "aten.new_full.default": None,
-}  # fmt: skip
+    "aten.empty_like.default": 0,
+    "aten.new_empty.default": 0,
+    "aten.zeros_like.default": 0,
+    "aten.ones_like.default": 1,
+    "aten.full_like.default": None,
+    "aten.new_zeros.default": 0,
+    "aten.new_ones.default": 1,
+    "aten.new_full.default": None,
+}
 
 
 @dataclass
@@ -84,9 +99,14 @@ class Lowered:
 
 
 def lower(
-    exported: ExportedProgram, *, prefix: str, inputs: list[str], tied: Mapping[str, str],
-    batch_size: int, rules: Mapping[str, OpRule] | None = None,
-) -> Lowered:  # fmt: skip
+    exported: ExportedProgram,
+    *,
+    prefix: str,
+    inputs: list[str],
+    tied: Mapping[str, str],
+    batch_size: int,
+    rules: Mapping[str, OpRule] | None = None,
+) -> Lowered:
     """Lower an exported program to a graph.
 
     ``prefix`` is the attribute that the model was wrapped under, ``inputs`` the names of the user
@@ -143,9 +163,13 @@ def _placeholder(state: _Lowering, node: fx.Node, spec: Any, remaining: list[str
 
 def _literal(name: str, tensor: Tensor) -> Node:
     return Node(
-        name, "constant", LITERAL, (tensor.tolist(),), {"dtype": tensor.dtype},
+        name,
+        "constant",
+        LITERAL,
+        (tensor.tolist(),),
+        {"dtype": tensor.dtype},
         (_spec(tensor, False),),
-    )  # fmt: skip
+    )
 
 
 def _lower_node(state: _Lowering, node: fx.Node) -> None:
@@ -158,43 +182,7 @@ def _lower_node(state: _Lowering, node: fx.Node) -> None:
     elif isinstance(node.target, OpOverload):
         _lower_op(state, node)
     else:
-        _refuse_region(node)
-
-
-def _of_unknown_size(path: str, source: str) -> CaptureError:
-    return CaptureError(
-        "AP202",
-        f"the shape of a result of {path} depends on the values of tensors",
-        why="ranks and micro-batches would have to agree on it in the middle of a step",
-        where=source,
-        fix="keep every element and give those that do not count no weight: for x[mask].mean() "
-        "write torch.where(mask, x, 0).sum() / mask.sum()",
-    )
-
-
-def _of_unknown_value(node: fx.Node) -> CaptureError:
-    return CaptureError(
-        "AP202",
-        "the model computes with a number that is read from a tensor",
-        why="its value is not known where the plan is made, and may change between steps",
-        where=user_source(node.meta.get("stack_trace")),
-        fix="keep it a tensor: self.scale in place of self.scale.item(), and for x[:, at] with a "
-        "tensor of no dimension x.index_select(1, at.view(1)).squeeze(1)",
-    )
-
-
-def _refuse_region(node: fx.Node) -> NoReturn:
-    reads = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
-    bodies = [getattr(node.graph.owning_module, name) for name in reads]
-    inner = [each for body in bodies for each in body.graph.nodes]
-    traces = (each.meta.get("stack_trace") for each in (node, *inner))
-    raise CaptureError(
-        "AP205",
-        f"the model uses {node.target}, which cannot be planned",
-        where=next(filter(None, map(user_source, traces)), ""),
-        fix="use `--precision` in place of autocast, and tensor operations in place of "
-        "torch.cond and torch.while_loop",
-    )
+        refuse_region(node)
 
 
 def _lower_op(state: _Lowering, node: fx.Node) -> None:
@@ -222,7 +210,7 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
         if isinstance(item, Tensor)
     ]
     if any(not isinstance(size, int) for tensor in tensors for size in tensor.shape):
-        raise _of_unknown_size(path, source)
+        raise unknown_size_error(path, source)
     outputs = tuple(_spec(item, requires_grad) for item in tensors)
     if not outputs:
         return
@@ -236,9 +224,16 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
     if path in BATCH_NORMS:
         path, args, outputs = batch_norm_call(path, args, outputs, partial(_spec_of, state))
     made = Node(
-        "", "op", path, args, kwargs, outputs, module=_module(node, state.prefix), source=source,
+        "",
+        "op",
+        path,
+        args,
+        kwargs,
+        outputs,
+        module=_module(node, state.prefix),
+        source=source,
         rule=state.rules.get(path),
-    )  # fmt: skip
+    )
     if _makes_default_dtype(state, made):
         made = _in_floats(state, made)
     written = mutated_argument(path) and functional_path(path)
@@ -252,14 +247,27 @@ def _lower_op(state: _Lowering, node: fx.Node) -> None:
 
 
 def _step(
-    state: _Lowering, node: fx.Node, base: str, args: tuple[Any, ...], spec: TensorSpec,
+    state: _Lowering,
+    node: fx.Node,
+    base: str,
+    args: tuple[Any, ...],
+    spec: TensorSpec,
     overload: str = "default",
-) -> Ref:  # fmt: skip
+) -> Ref:
     """Add an op in place of a traced op."""
-    return _add(state, Node(
-        _op_name(state, base), "op", f"aten.{base}.{overload}", args, {}, (spec,),
-        module=_module(node, state.prefix), source=user_source(node.meta.get("stack_trace")),
-    ))  # fmt: skip
+    return _add(
+        state,
+        Node(
+            _op_name(state, base),
+            "op",
+            f"aten.{base}.{overload}",
+            args,
+            {},
+            (spec,),
+            module=_module(node, state.prefix),
+            source=user_source(node.meta.get("stack_trace")),
+        ),
+    )
 
 
 def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> Ref:
@@ -304,21 +312,9 @@ def _write(state: _Lowering, old: Any, new: Ref) -> None:
             state.updates[name] = new
     kind = state.nodes[old.name].kind
     if kind == "parameter":
-        raise _written_parameter(old.name, state.nodes[new.name].source)
+        raise written_parameter_error(old.name, state.nodes[new.name].source)
     if kind == "buffer":
         state.updates[old.name] = new
-
-
-def _written_parameter(name: str, source: str) -> CaptureError:
-    return CaptureError(
-        "AP213",
-        f"the forward writes to the parameter {name}",
-        why="each rank has a part of it, and the optimizer alone may change it",
-        where=source,
-        fix="write to it after the optimizer's step, under torch.no_grad(), or compute with a "
-        "changed copy: weight = self.weight.clamp(0, 1); a weight that is not trained can be a "
-        "buffer",
-    )
 
 
 def _take_updates(state: _Lowering, results: Any) -> None:
@@ -327,7 +323,7 @@ def _take_updates(state: _Lowering, results: Any) -> None:
         target = str(spec.target).removeprefix(state.prefix + ".")
         if spec.kind == OutputKind.PARAMETER_MUTATION:
             made = _arguments(state, result)
-            raise _written_parameter(target, state.nodes[made.name].source)
+            raise written_parameter_error(target, state.nodes[made.name].source)
         if spec.kind == OutputKind.BUFFER_MUTATION:
             state.updates[state.tied.get(target, target)] = _arguments(state, result)
 
@@ -340,9 +336,15 @@ def _read_written(state: _Lowering) -> None:
             continue
         maker, spec = state.nodes[made.name], _spec_of(state, Ref(name))
         copy = Node(
-            _op_name(state, "copy"), "op", _COPY, (Ref(name), made), {}, (spec,),
-            module=maker.module, source=maker.source,
-        )  # fmt: skip
+            _op_name(state, "copy"),
+            "op",
+            _COPY,
+            (Ref(name), made),
+            {},
+            (spec,),
+            module=maker.module,
+            source=maker.source,
+        )
         state.updates[name] = _add(state, copy)
 
 
@@ -356,8 +358,13 @@ def _canonical(
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """Return an op's canonical form: devices only in factories, sizes and dtypes written out."""
     dtype = getattr(torch, output.dtype)
-    if path in ("aten._to_copy.default", "aten.to.dtype_layout", "aten.to.device", "aten.to.dtype",
-                "aten.to.other"):  # fmt: skip
+    if path in (
+        "aten._to_copy.default",
+        "aten.to.dtype_layout",
+        "aten.to.device",
+        "aten.to.dtype",
+        "aten.to.other",
+    ):
         return "aten.to.dtype", (args[0], dtype), {}
     if path in _SPARSE_GRADIENTS:
         at = _SPARSE_GRADIENTS[path]
@@ -392,10 +399,17 @@ def _in_floats(state: _Lowering, node: Node) -> Node:
 
     def step(base: str, op: str, args: tuple[Any, ...], shape: tuple[int, ...]) -> Ref:
         spec = TensorSpec(shape, str(dtype).removeprefix("torch."), False)
-        return _add(state, replace(
-            node, name=_op_name(state, base), op=op, args=args,
-            kwargs={} if _has_refs(args) else _factory(dtype), outputs=(spec,),
-        ))  # fmt: skip
+        return _add(
+            state,
+            replace(
+                node,
+                name=_op_name(state, base),
+                op=op,
+                args=args,
+                kwargs={} if _has_refs(args) else _factory(dtype),
+                outputs=(spec,),
+            ),
+        )
 
     def cast(ref: Ref) -> Ref:
         return step("to", "aten.to.dtype", (ref, dtype), _spec_of(state, ref).shape)
@@ -435,7 +449,7 @@ def _arguments(state: _Lowering, value: Any) -> Any:
     """Return an fx argument with nodes replaced by their ``Ref``s and immutable lists by lists."""
     if isinstance(value, fx.Node):
         if value not in state.values:
-            raise _of_unknown_value(value)
+            raise unknown_value_error(value)
         return state.values[value]
     if isinstance(value, tuple):
         return tuple(_arguments(state, item) for item in value)

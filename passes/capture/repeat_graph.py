@@ -132,9 +132,11 @@ def _check_ways(graph: Graph, places: Mapping[int, _Place]) -> None:
 
 
 def _check_used(
-    graph: Graph, bodies: Mapping[Any, _Body], calls: Sequence[Call],
+    graph: Graph,
+    bodies: Mapping[Any, _Body],
+    calls: Sequence[Call],
     places: Mapping[int, _Place],
-) -> None:  # fmt: skip
+) -> None:
     """Raise if no node uses a layer's result: its nodes would not be captured."""
     used = {ref for node in graph.nodes if node.op != MARK for ref in node.inputs}
     used |= {graph.loss, *graph.updates.values()}
@@ -199,10 +201,16 @@ class _Coding:
         if node.op in (DROPOUT, UNIFORM):
             kwargs["number"] -= self.place.call.first_draw
         return _Step(
-            self.bases[node.name], node.op, map_refs(node.args, self._coded),
-            map_refs(kwargs, self._coded), node.outputs,
-            node.module[len(path):] if is_inner else node.module, is_inner, node.source, node.rule,
-        )  # fmt: skip
+            self.bases[node.name],
+            node.op,
+            map_refs(node.args, self._coded),
+            map_refs(kwargs, self._coded),
+            node.outputs,
+            node.module[len(path) :] if is_inner else node.module,
+            is_inner,
+            node.source,
+            node.rule,
+        )
 
     def _coded(self, ref: Ref) -> _Slot:
         value = self._value(ref)
@@ -248,9 +256,11 @@ class _Writing:
                 self._copy(node, names.next(self.bases[node.name]))
         self.updates |= {name: self._now(ref) for name, ref in self.graph.updates.items()}
         return replace(
-            self.graph, nodes=tuple(self.nodes), loss=self._now(self.graph.loss),
+            self.graph,
+            nodes=tuple(self.nodes),
+            loss=self._now(self.graph.loss),
             updates=in_order(self.updates, self.nodes),
-        )  # fmt: skip
+        )
 
     def _now(self, ref: Ref) -> Ref:
         return self.renamed.get(ref, ref)
@@ -280,10 +290,19 @@ class _Writing:
             if step.op in (DROPOUT, UNIFORM):
                 kwargs["number"] += call.first_draw
             module = path + step.module if step.is_inner else step.module
-            self.nodes.append(Node(
-                name, "op", step.op, _filled(step.args, values), kwargs, step.outputs,
-                module, step.source, step.rule,
-            ))  # fmt: skip
+            self.nodes.append(
+                Node(
+                    name,
+                    "op",
+                    step.op,
+                    _filled(step.args, values),
+                    kwargs,
+                    step.outputs,
+                    module,
+                    step.source,
+                    step.rule,
+                )
+            )
         for index, slot in enumerate(body.results):
             self.renamed[Ref(node.name, index)] = values[slot.at]
         for name, slot in body.updates:

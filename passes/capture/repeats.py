@@ -103,9 +103,12 @@ def _groups(path: str, owner: nn.Module, shared: set[str], uses: Mapping[int, in
 
 
 def _may_repeat(
-    path: str, layer: nn.Module, modules: Mapping[str, nn.Module], shared: set[str],
+    path: str,
+    layer: nn.Module,
+    modules: Mapping[str, nn.Module],
+    shared: set[str],
     uses: Mapping[int, int],
-) -> bool:  # fmt: skip
+) -> bool:
     """A group of equal entries under construction; ``first`` are the first's modules by path."""
     if len(modules) < MIN_MODULES or "forward" in vars(layer):
         return False
@@ -163,10 +166,13 @@ def _same_form(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return (
-        type(one) is type(other) and one.shape == other.shape and one.dtype == other.dtype
-        and one.requires_grad == other.requires_grad and one.stride() == other.stride()
+        type(one) is type(other)
+        and one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.requires_grad == other.requires_grad
+        and one.stride() == other.stride()
         and one.device == other.device
-    )  # fmt: skip
+    )
 
 
 def _same(one: Any, other: Any, depth: int = 0) -> bool:

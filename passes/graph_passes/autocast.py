@@ -31,38 +31,136 @@ import torch
 from ...planner.graph import Graph, Node, Ref, TensorSpec, map_refs
 from ..ops.torch_ops import has_argument, is_pointwise, resolve
 
-LOSSES = frozenset({
-    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss",
-    "cross_entropy_loss", "ctc_loss", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss",
-    "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "nll_loss",
-    "nll_loss2d", "nll_loss_nd", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss",
-    "triplet_margin_loss",
-})  # fmt: skip
-FLOAT32 = LOSSES | frozenset({
-    "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "acos", "asin", "cdist", "cosh",
-    "cosine_similarity", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1", "frobenius_norm",
-    "linalg_matrix_norm", "linalg_matrix_sqrth", "linalg_norm", "linalg_vector_norm", "log",
-    "log10", "log1p", "log2", "log_softmax", "logsumexp", "norm", "nuclear_norm", "pdist", "pow",
-    "prod", "reciprocal", "renorm", "rsqrt", "sinh", "softplus", "square", "tan",
-    "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d",
-    "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
-})  # fmt: skip
-FLOAT32_INSIDE = frozenset({
-    "group_norm", "layer_norm", "native_group_norm", "native_layer_norm", "rms_norm", "softmax",
-    "_softmax", "_safe_softmax",
-})  # fmt: skip
+LOSSES = frozenset(
+    {
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "cosine_embedding_loss",
+        "cross_entropy_loss",
+        "ctc_loss",
+        "hinge_embedding_loss",
+        "huber_loss",
+        "kl_div",
+        "l1_loss",
+        "margin_ranking_loss",
+        "mse_loss",
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "nll_loss",
+        "nll_loss2d",
+        "nll_loss_nd",
+        "poisson_nll_loss",
+        "smooth_l1_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+    }
+)
+FLOAT32 = LOSSES | frozenset(
+    {
+        "_upsample_bicubic2d_aa",
+        "_upsample_bilinear2d_aa",
+        "_upsample_nearest_exact1d",
+        "_upsample_nearest_exact2d",
+        "_upsample_nearest_exact3d",
+        "acos",
+        "asin",
+        "cdist",
+        "cosh",
+        "cosine_similarity",
+        "cumprod",
+        "cumsum",
+        "dist",
+        "erfinv",
+        "exp",
+        "expm1",
+        "frobenius_norm",
+        "linalg_matrix_norm",
+        "linalg_matrix_sqrth",
+        "linalg_norm",
+        "linalg_vector_norm",
+        "log",
+        "log10",
+        "log1p",
+        "log2",
+        "log_softmax",
+        "logsumexp",
+        "norm",
+        "nuclear_norm",
+        "pdist",
+        "pow",
+        "prod",
+        "reciprocal",
+        "renorm",
+        "rsqrt",
+        "sinh",
+        "softplus",
+        "square",
+        "tan",
+        "upsample_bicubic2d",
+        "upsample_bilinear2d",
+        "upsample_linear1d",
+        "upsample_nearest1d",
+        "upsample_nearest2d",
+        "upsample_nearest3d",
+        "upsample_trilinear3d",
+    }
+)
+FLOAT32_INSIDE = frozenset(
+    {
+        "group_norm",
+        "layer_norm",
+        "native_group_norm",
+        "native_layer_norm",
+        "rms_norm",
+        "softmax",
+        "_softmax",
+        "_safe_softmax",
+    }
+)
 """Kernels that accumulate in float32 on CUDA and CPU, whose backward reads their inputs or a result
 in [0, 1]: results only differ from float32 by rounding."""
-LOWER = frozenset({
-    "_convolution", "_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell",
-    "_thnn_fused_lstm_cell", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul",
-    "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
-    "conv_transpose3d", "convolution", "cudnn_convolution", "cudnn_convolution_transpose",
-    "einsum", "gru", "gru_cell", "linalg_multi_dot", "linalg_vecdot", "linear", "lstm",
-    "lstm_cell", "matmul", "mm", "mv", "prelu", "rnn_relu", "rnn_relu_cell", "rnn_tanh",
-    "rnn_tanh_cell", "scaled_dot_product_attention",
-})  # fmt: skip
+LOWER = frozenset(
+    {
+        "_convolution",
+        "_scaled_dot_product_flash_attention",
+        "_thnn_fused_gru_cell",
+        "_thnn_fused_lstm_cell",
+        "addbmm",
+        "addmm",
+        "addmv",
+        "addr",
+        "baddbmm",
+        "bmm",
+        "chain_matmul",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_tbc",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "convolution",
+        "cudnn_convolution",
+        "cudnn_convolution_transpose",
+        "einsum",
+        "gru",
+        "gru_cell",
+        "linalg_multi_dot",
+        "linalg_vecdot",
+        "linear",
+        "lstm",
+        "lstm_cell",
+        "matmul",
+        "mm",
+        "mv",
+        "prelu",
+        "rnn_relu",
+        "rnn_relu_cell",
+        "rnn_tanh",
+        "rnn_tanh_cell",
+        "scaled_dot_product_attention",
+    }
+)
 _COUNTED = ("counter_dropout", "counter_uniform")
 _CAST = "aten.to.dtype"
 _HALVES = ("bfloat16", "float16")
@@ -132,10 +230,15 @@ class _Casts:
         before = source.outputs[ref.index]
         user = self.graph.by_name.get(name.rpartition("_cast")[0])
         self.nodes[name] = Node(
-            name, "constant" if source.kind == "constant" else "op", _CAST,
-            (ref, getattr(torch, dtype)), {}, (replace(before, dtype=dtype),),
-            module=(user or source).module, source=(user or source).source,
-        )  # fmt: skip
+            name,
+            "constant" if source.kind == "constant" else "op",
+            _CAST,
+            (ref, getattr(torch, dtype)),
+            {},
+            (replace(before, dtype=dtype),),
+            module=(user or source).module,
+            source=(user or source).source,
+        )
         return Ref(name)
 
     def _with_inputs(self, node: Node, change: Any) -> Node:

@@ -257,9 +257,13 @@ def _split(graph: Graph, product: Node, ref: Ref, sizes: list[int], dim: int) ->
     spec = graph.spec(ref)
     outputs = tuple(replace(spec, shape=_resized(spec.shape, dim, size)) for size in sizes)
     return replace(
-        product, name=f"{product.name}_split_{ref.name.rpartition('.')[2]}",
-        op="aten.split_with_sizes.default", args=(ref, sizes, dim), kwargs={}, outputs=outputs,
-    )  # fmt: skip
+        product,
+        name=f"{product.name}_split_{ref.name.rpartition('.')[2]}",
+        op="aten.split_with_sizes.default",
+        args=(ref, sizes, dim),
+        kwargs={},
+        outputs=outputs,
+    )
 
 
 def _part(node: Node, dim: int, size: int, start: int, *, args: tuple[Any, ...]) -> Node:
@@ -281,10 +285,15 @@ def _view(view: Node, dim: int, size: int, start: int, *, source: Ref) -> Node:
 def _taken(cut_node: Node, cut: _Cut, part: Node) -> Node:
     shape = part.spec.shape[: cut.dim] + part.spec.shape[cut.dim + 1 :]
     return replace(
-        part, name=f"{cut_node.name}_of_{cut.start}", op="aten.select.int",
-        args=(Ref(part.name), cut.dim, 0), kwargs={}, outputs=(replace(part.spec, shape=shape),),
-        module=cut_node.module, source=cut_node.source,
-    )  # fmt: skip
+        part,
+        name=f"{cut_node.name}_of_{cut.start}",
+        op="aten.select.int",
+        args=(Ref(part.name), cut.dim, 0),
+        kwargs={},
+        outputs=(replace(part.spec, shape=shape),),
+        module=cut_node.module,
+        source=cut_node.source,
+    )
 
 
 def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

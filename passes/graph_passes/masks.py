@@ -50,10 +50,11 @@ def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
     candidates = [
         node
         for node in graph.nodes
-        if node.kind == "constant" and can_evaluate(graph, node.name, buffers)
+        if node.kind == "constant"
+        and can_evaluate(graph, node.name, buffers)
         and (_batch_sized(node, graph.batch_size) or _masks_attention(graph, node.name))
         and any(graph[user].kind == "op" for user in graph.users[node.name])
-    ]  # fmt: skip
+    ]
     for node in candidates:
         value = evaluate_constants(graph, [node.name], device="cpu", buffers=buffers)[node.name]
         if _masks_attention(graph, node.name):
@@ -133,9 +134,11 @@ def _without_mask(node: Node, *, causal: bool) -> Node:
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     was_causal = bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False))
     rest = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "dropout_p")}
-    return replace(node, args=(*args, None, dropout, causal or was_causal), kwargs={
-        key: value for key, value in rest.items() if key != "is_causal"
-    })  # fmt: skip
+    return replace(
+        node,
+        args=(*args, None, dropout, causal or was_causal),
+        kwargs={key: value for key, value in rest.items() if key != "is_causal"},
+    )
 
 
 def _to_row(graph: Graph, node: Node, value: Tensor) -> Graph:
@@ -144,10 +147,15 @@ def _to_row(graph: Graph, node: Node, value: Tensor) -> Graph:
         if size != graph.batch_size or size == 1 or not _equal_rows(value, dim):
             continue
         row = Node(
-            f"{node.name}_row{dim}", "constant", "aten.slice.Tensor",
-            (Ref(node.name), dim, 0, 1), {}, (_row_spec(node.spec, dim),),
-            module=node.module, source=node.source,
-        )  # fmt: skip
+            f"{node.name}_row{dim}",
+            "constant",
+            "aten.slice.Tensor",
+            (Ref(node.name), dim, 0, 1),
+            {},
+            (_row_spec(node.spec, dim),),
+            module=node.module,
+            source=node.source,
+        )
         users = {
             user: _using(graph[user], node.name, row.name)
             for user in graph.users[node.name]

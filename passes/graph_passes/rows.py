@@ -109,9 +109,12 @@ def _gathered(node: Node, graph: Graph, other: Ref, shape: tuple[int, ...]) -> t
     wide = replace(index, shape=(shape[0], count, *rest))
     spread = _step(node, "spread", "aten.expand.default", (Ref(flat.name), wide.shape), wide)
     picked = _step(
-        node, "picked", "aten.gather.default", (node.args[0], 1, Ref(spread.name)),
+        node,
+        "picked",
+        "aten.gather.default",
+        (node.args[0], 1, Ref(spread.name)),
         replace(source, shape=wide.shape),
-    )  # fmt: skip
+    )
     laid_out = replace(node, op="aten.reshape.default", args=(Ref(picked.name), node.spec.shape))
     return flat, spread, picked, laid_out
 

@@ -27,10 +27,13 @@ TRUNC_NORMAL = "_no_grad_trunc_normal_"
 
 UNINITIALIZED = frozenset(
     {
-        "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty",
+        "aten::empty",
+        "aten::empty_strided",
+        "aten::empty_like",
+        "aten::new_empty",
         "aten::new_empty_strided",
     }
-)  # fmt: skip
+)
 """Ops that only allocate."""
 
 OVERWRITES = frozenset(

@@ -28,10 +28,12 @@ from .quick_fakes import quick_fake
 _FILLS = {
     op: (str(op._schema.name), torch.Tag.nondeterministic_seeded in op.tags)
     for op in (
-        torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default,
-        torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar,
+        torch.ops.aten.normal_.default,
+        torch.ops.aten.uniform_.default,
+        torch.ops.aten.zero_.default,
+        torch.ops.aten.fill_.Scalar,
     )
-}  # fmt: skip
+}
 """Ops that overwrite a tensor and have no other effect: they are recorded, not run."""
 
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))

@@ -29,30 +29,58 @@ from .tiles import draw_box, num_tiles, tile_seed
 
 _DRAWS_IN_PLACE = frozenset(
     {
-        TRUNC_NORMAL, "aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::exponential_",
-        "aten::log_normal_", "aten::cauchy_", "aten::geometric_", "aten::random_",
+        TRUNC_NORMAL,
+        "aten::normal_",
+        "aten::uniform_",
+        "aten::bernoulli_",
+        "aten::exponential_",
+        "aten::log_normal_",
+        "aten::cauchy_",
+        "aten::geometric_",
+        "aten::random_",
     }
-)  # fmt: skip
+)
 """Ops that draw every element independently, from the same distribution."""
 
 _DRAWS: Mapping[str, Callable[[Tensor], object]] = {
-    "aten::randn": Tensor.normal_, "aten::randn_like": Tensor.normal_,
-    "aten::rand": Tensor.uniform_, "aten::rand_like": Tensor.uniform_,
-}  # fmt: skip
+    "aten::randn": Tensor.normal_,
+    "aten::randn_like": Tensor.normal_,
+    "aten::rand": Tensor.uniform_,
+    "aten::rand_like": Tensor.uniform_,
+}
 
 _VALUES: Mapping[str, int | None] = {
-    "aten::zeros": None, "aten::zeros_like": None, "aten::new_zeros": None,
-    "aten::ones": None, "aten::ones_like": None, "aten::new_ones": None,
-    "aten::full": 1, "aten::full_like": 1, "aten::new_full": 2,
-}  # fmt: skip
+    "aten::zeros": None,
+    "aten::zeros_like": None,
+    "aten::new_zeros": None,
+    "aten::ones": None,
+    "aten::ones_like": None,
+    "aten::new_ones": None,
+    "aten::full": 1,
+    "aten::full_like": 1,
+    "aten::new_full": 2,
+}
 """Ops that make a tensor of one value, and the argument with the value."""
 
 _OVERWRITES = frozenset({"aten::zero", "aten::fill", "aten::copy"})
 _EXACT = _OVERWRITES | {
-    "aten::add", "aten::sub", "aten::mul", "aten::div", "aten::neg", "aten::abs", "aten::sqrt",
-    "aten::clamp", "aten::clamp_min", "aten::clamp_max", "aten::minimum", "aten::maximum",
-    "aten::where", "aten::masked_fill", "aten::clone", "aten::_to_copy",
-}  # fmt: skip
+    "aten::add",
+    "aten::sub",
+    "aten::mul",
+    "aten::div",
+    "aten::neg",
+    "aten::abs",
+    "aten::sqrt",
+    "aten::clamp",
+    "aten::clamp_min",
+    "aten::clamp_max",
+    "aten::minimum",
+    "aten::maximum",
+    "aten::where",
+    "aten::masked_fill",
+    "aten::clone",
+    "aten::_to_copy",
+}
 """Ops, without the underscore of in-place ops, that compute each element from the elements at its
 position, rounded exactly."""
 
@@ -168,9 +196,7 @@ class _PartReplay:
             for index in self.shared.calls.get(storage, ()):
                 if index < before:
                     heapq.heappush(self.pending, -index)
-        self.held[storage] = (
-            _hull(self.held[storage], needed) if storage in self.held else needed
-        )  # fmt: skip
+        self.held[storage] = _hull(self.held[storage], needed) if storage in self.held else needed
 
     def _explain(self, index: int) -> None:
         """Record the needs of call ``index``, if it makes a live value."""
@@ -201,8 +227,9 @@ class _PartReplay:
             del self.live[storage]
         for leaf in tree_leaves((call.args, dict(call.kwargs))):
             if isinstance(leaf, Slot) and not (call.written and leaf.index == slot):
-                self._need(leaf.index, broadcast_box(box, self.log.tensors[leaf.index]),
-                           before=index)  # fmt: skip
+                self._need(
+                    leaf.index, broadcast_box(box, self.log.tensors[leaf.index]), before=index
+                )
 
     def _explain_whole(self, index: int, call: Call) -> None:
         self.steps[index] = None
@@ -229,8 +256,11 @@ class _PartReplay:
         slots = call.written or call.outputs
         if len(slots) != 1 or self.shared.view(slots[0]) is None:
             return False
-        others = [leaf for leaf in tree_leaves((call.args[1:], dict(call.kwargs)))
-                  if isinstance(leaf, Slot)]  # fmt: skip
+        others = [
+            leaf
+            for leaf in tree_leaves((call.args[1:], dict(call.kwargs)))
+            if isinstance(leaf, Slot)
+        ]
         if call.is_random:
             return call.name in (_DRAWS_IN_PLACE if call.written else _DRAWS) and not others
         return call.name in _VALUES or _is_exact(call)
@@ -318,9 +348,7 @@ class _PartReplay:
         if storage not in self.whole:
             self.whole[storage] = _allocated(fake.untyped_storage().nbytes())
         empty = torch.empty(0, dtype=fake.dtype)
-        return empty.set_(
-            self.whole[storage], fake.storage_offset(), fake.shape, fake.stride()
-        )  # fmt: skip
+        return empty.set_(self.whole[storage], fake.storage_offset(), fake.shape, fake.stride())
 
     def _is_written(self, storage: int) -> bool:
         return any(

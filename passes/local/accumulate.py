@@ -90,10 +90,13 @@ class Counting:
         if self.num_microbatches == 1:
             return counts
         return {
-            key: (total // self.num_microbatches if not total.is_floating_point() else
-                  total / self.num_microbatches)
+            key: (
+                total // self.num_microbatches
+                if not total.is_floating_point()
+                else total / self.num_microbatches
+            )
             for key, total in counts.items()
-        }  # fmt: skip
+        }
 
     def _of_microbatch(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = {key: values[output] for key, output in self.totals.items()}
@@ -149,18 +152,23 @@ def build_counting(
     whole = layouts[graph.loss.name].outputs[0]
     interface = BlockInterface(
         tuple(node.name for node in order if node.kind == "op"),
-        {node.name: whole for node in leaves}, {}, {value_key(ref): whole for ref in outputs},
-    )  # fmt: skip
+        {node.name: whole for node in leaves},
+        {},
+        {value_key(ref): whole for ref in outputs},
+    )
     alone = Rank(Mesh(("whole",), (1,)), (0,), Alone(), draws)
     program = localize_block(
         graph, interface, layouts=layouts, rank=alone, num_microbatches=num_microbatches
     )
     return Counting(
-        program if operations else None, leaves, tuple(value_key(ref) for ref in outputs),
+        program if operations else None,
+        leaves,
+        tuple(value_key(ref) for ref in outputs),
         tuple(_counted(graph, node) for node in counted),
-        {key: value_key(ref) for key, ref in totals.items()}, num_microbatches,
+        {key: value_key(ref) for key, ref in totals.items()},
+        num_microbatches,
         draws,
-    )  # fmt: skip
+    )
 
 
 def _counted(graph: Graph, node: Node) -> Counted:

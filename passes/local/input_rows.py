@@ -77,9 +77,14 @@ class StageRows:
         """The rows of a part; a part without rows gets the first row, which counts nothing."""
         rows = self.sizes[part]
         return HeldRows(
-            sum(self.sizes[:part]) if rows else 0, max(rows, 1), sum(self.sizes),
-            num_microbatches, part, len(self.sizes), len(set(self.sizes)) == 1,
-        )  # fmt: skip
+            sum(self.sizes[:part]) if rows else 0,
+            max(rows, 1),
+            sum(self.sizes),
+            num_microbatches,
+            part,
+            len(self.sizes),
+            len(set(self.sizes)) == 1,
+        )
 
 
 def rows_of_stages(

@@ -41,9 +41,15 @@ def split_causal_attention(
 
 
 def balanced_causal_attention(
-    rank: Rank, query: Tensor, key: Tensor, value: Tensor,
-    *, axes: tuple[int, ...], balanced: tuple[int, ...], **options: Any,
-) -> Tensor:  # fmt: skip
+    rank: Rank,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    axes: tuple[int, ...],
+    balanced: tuple[int, ...],
+    **options: Any,
+) -> Tensor:
     """Compute causal attention with the second half of the partner's queries instead of its own.
 
     The partner is at the other end of each axis of ``balanced``: see ``rules.balanced_attention``.
@@ -70,8 +76,9 @@ def exchanged_split(
     if len(axes) > 1:
         steps = tuple(Step(axis, held, REPLICATE) for axis in reversed(axes))
         parts = torch.split(convert(matrix, steps, rank.communicator), sizes, dim)
-        own = tuple(Step(axis, REPLICATE, shard(at)) for axis, at in enumerate(wanted)
-                    if at is not None)  # fmt: skip
+        own = tuple(
+            Step(axis, REPLICATE, shard(at)) for axis, at in enumerate(wanted) if at is not None
+        )
         return [convert(part, own, rank.communicator) for part in parts]
     (axis,) = axes
     count = rank.mesh.shape[axis]

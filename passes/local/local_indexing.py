@@ -23,9 +23,14 @@ def _own(rank: Rank, indices: Tensor, size: int, axes: tuple[int, ...]) -> tuple
 
 
 def split_index_select(
-    rank: Rank, source: Tensor, dim: int, indices: Tensor, *, axes: tuple[int, ...],
+    rank: Rank,
+    source: Tensor,
+    dim: int,
+    indices: Tensor,
+    *,
+    axes: tuple[int, ...],
     keep: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute ``source[:, indices]`` at ``dim``; to ``keep`` it, a single index counts as a row."""
     if keep:
         indices = indices.reshape(-1)

@@ -65,9 +65,16 @@ def local_call(
         zip((argument.name for argument in schema.arguments), args, strict=False)
     )
     op = LocalOp(
-        node, layout, rank, specs, overload, arguments | kwargs, _positions(node, schema),
-        batch_dim, count,
-    )  # fmt: skip
+        node,
+        layout,
+        rank,
+        specs,
+        overload,
+        arguments | kwargs,
+        _positions(node, schema),
+        batch_dim,
+        count,
+    )
     rule = RULES.get(node.op.rpartition(".")[0], _unchanged)
     return rule(op)
 
@@ -294,15 +301,25 @@ def _counted(op: LocalOp) -> Call:
 
 def _refused(op: LocalOp, why: str) -> PlanError:
     return PlanError(
-        "AP521", f"{op.node.name} cannot run in its layout of the plan",
-        why=why, where=op.node.source or op.node.module, fix="plan again",
-    )  # fmt: skip
+        "AP521",
+        f"{op.node.name} cannot run in its layout of the plan",
+        why=why,
+        where=op.node.source or op.node.module,
+        fix="plan again",
+    )
 
 
 _MEANS = (
-    "mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss",
-)  # fmt: skip
+    "mean",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "kl_div",
+    "soft_margin_loss",
+)
 _CONVOLUTIONS = (
     "convolution",
     *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)),

@@ -163,9 +163,14 @@ def _localize_node(
     specs = tuple(graph.spec(ref) for ref in refs)
     batch_dims = graph.batch_dims.get(node.name, ())
     call = local_call(
-        node, layout, specs, rank=rank, values=inputs, batch_dim=next(iter(batch_dims), None),
+        node,
+        layout,
+        specs,
+        rank=rank,
+        values=inputs,
+        batch_dim=next(iter(batch_dims), None),
         count=values.counts.get(count_key(node.name)),
-    )  # fmt: skip
+    )
     result = body.create_node(
         "call_function", call.target, call.args, dict(call.kwargs), name=_identifier(node.name)
     )
@@ -220,10 +225,12 @@ def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
     refs = node.inputs
     if len(layout.inputs) != len(refs) or len(layout.outputs) != len(node.outputs):
         raise PlanError(
-            "AP522", f"the plan's layout of {node.name} belongs to another op",
+            "AP522",
+            f"the plan's layout of {node.name} belongs to another op",
             why=f"{node.op} has {len(refs)} inputs, the plan's layout {len(layout.inputs)}",
-            where=node.source or node.module, fix="plan again",
-        )  # fmt: skip
+            where=node.source or node.module,
+            fix="plan again",
+        )
     keys = (*map(value_key, refs), *(node.name for _ in node.outputs))
     specs = (*map(graph.spec, refs), *node.outputs)
     for key, spec, held in zip(keys, specs, layout.inputs + layout.outputs, strict=True):
@@ -231,9 +238,12 @@ def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
             local_shape(spec.shape, held, rank.mesh.shape)
         except ValueError as error:
             raise PlanError(
-                "AP523", f"{key} cannot be sharded as {node.name} requires",
-                why=str(error), where=node.source or node.module, fix="plan again",
-            ) from error  # fmt: skip
+                "AP523",
+                f"{key} cannot be sharded as {node.name} requires",
+                why=str(error),
+                where=node.source or node.module,
+                fix="plan again",
+            ) from error
 
 
 def _placeholder(body: fx.Graph, key: str) -> fx.Node:

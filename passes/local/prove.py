@@ -61,13 +61,17 @@ def gradients(
     made = [i for i, o in enumerate(outputs) if o.requires_grad]
     if not wanted or not made or cotangents is None:
         return [None] * len(inputs)
-    found = iter(torch.autograd.grad(
-        [outputs[i] for i in made], wanted, [cotangents[i] for i in made], allow_unused=True
-    ))  # fmt: skip
+    found = iter(
+        torch.autograd.grad(
+            [outputs[i] for i in made], wanted, [cotangents[i] for i in made], allow_unused=True
+        )
+    )
     return [
         (lambda g, t=t: torch.zeros_like(t) if g is None else g)(next(found))
-        if t.requires_grad else None for t in inputs
-    ]  # fmt: skip
+        if t.requires_grad
+        else None
+        for t in inputs
+    ]
 
 
 def prove(
@@ -114,16 +118,20 @@ def _run_parts(
         for c, held in zip(cotangents, layout.outputs, strict=True)
     ]
     interface = BlockInterface(
-        (OP,), {ref.name: held for ref, held in zip(node.inputs, layout.inputs, strict=True)}, {},
+        (OP,),
+        {ref.name: held for ref, held in zip(node.inputs, layout.inputs, strict=True)},
+        {},
         {value_key(Ref(OP, i)): held for i, held in enumerate(layout.outputs)},
-    )  # fmt: skip
+    )
 
     def work(communicator: ThreadCommunicator) -> tuple[list[Tensor], list[Tensor | None]]:
         rank = mesh.index(communicator.coordinates)
         module = localize_block(
-            graph, interface, layouts={OP: layout},
+            graph,
+            interface,
+            layouts={OP: layout},
             rank=Rank(mesh, communicator.coordinates, communicator),
-        )  # fmt: skip
+        )
         inputs = [
             part[rank].requires_grad_(whole.requires_grad)
             for part, whole in zip(parts, tensors, strict=True)

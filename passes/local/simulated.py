@@ -73,13 +73,19 @@ class ThreadCommunicator:
 
 def make_communicators(mesh: Mesh) -> list[ThreadCommunicator]:
     """Return a communicator for each rank of ``mesh``, in rank order."""
-    groups = [{member: group for members in mesh.groups(axis) for group in [_Group(len(members))]
-               for member in members} for axis in range(len(mesh.shape))]  # fmt: skip
+    groups = [
+        {
+            member: group
+            for members in mesh.groups(axis)
+            for group in [_Group(len(members))]
+            for member in members
+        }
+        for axis in range(len(mesh.shape))
+    ]
     return [
-        ThreadCommunicator(
-            mesh, mesh.coordinates(index), [of_axis[index] for of_axis in groups]
-        ) for index in range(mesh.size)
-    ]  # fmt: skip
+        ThreadCommunicator(mesh, mesh.coordinates(index), [of_axis[index] for of_axis in groups])
+        for index in range(mesh.size)
+    ]
 
 
 def run_ranks(

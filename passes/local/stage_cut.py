@@ -46,10 +46,11 @@ def stage_of_node(blocks: Blocks, plan: Plan) -> dict[str, int]:
     ranges = stage_ranges(plan)
     if ranges and ranges[-1].stop != len(blocks.blocks):
         raise PlanError(
-            "AP524", "the plan was made for another division of the model into blocks",
+            "AP524",
+            "the plan was made for another division of the model into blocks",
             why=f"the plan has {ranges[-1].stop} blocks, the model {len(blocks.blocks)}",
             fix="plan again",
-        )  # fmt: skip
+        )
     return {
         name: index
         for index, positions in enumerate(ranges)
@@ -92,10 +93,16 @@ def boundaries(graph: Graph, blocks: Blocks, plan: Plan) -> tuple[Boundary, ...]
             if source == target:
                 continue
             made = op_layout(plan.stages[source], blocks, ref.name).outputs[ref.index]
-            found.append(Boundary(
-                value_key(ref), source, target, graph.spec(ref),
-                boundary_layout(made), boundary_layout(layouts[0]),
-            ))  # fmt: skip
+            found.append(
+                Boundary(
+                    value_key(ref),
+                    source,
+                    target,
+                    graph.spec(ref),
+                    boundary_layout(made),
+                    boundary_layout(layouts[0]),
+                )
+            )
     order = {node.name: position for position, node in enumerate(graph)}
     found.sort(key=lambda b: (order[parse_key(b.key).name], b.key, b.target_stage))
     return tuple(found)

@@ -195,11 +195,17 @@ def build_stage(
     if of_slice is not None:
         kept, draws = (*kept, *of_slice.kept), of_slice.draws
     stage = _Stage(
-        graph, blocks, own, Rank(own.mesh, coordinates, communicator, draws, share),
-        plan.num_microbatches, uses, leaves,
-        {b.key: b.target_layout for b in receives}, frozenset((*kept, *(b.key for b in sends))),
+        graph,
+        blocks,
+        own,
+        Rank(own.mesh, coordinates, communicator, draws, share),
+        plan.num_microbatches,
+        uses,
+        leaves,
+        {b.key: b.target_layout for b in receives},
+        frozenset((*kept, *(b.key for b in sends))),
         is_in_parts=plan.num_microbatches > 1 or of_slice is not None,
-    )  # fmt: skip
+    )
     made: dict[str, Layout] = {}
     programs = []
     for position, block_plan in zip(positions, own.blocks, strict=True):
@@ -208,22 +214,42 @@ def build_stage(
     loss = value_key(graph.loss)
     nodes = [name for at in positions for name in blocks.blocks[at].nodes]
     return StageProgram(
-        index=stage_index, mesh=own.mesh, coordinates=coordinates, blocks=tuple(programs),
-        parameters={n: p for n, p in leaves.items()
-                    if isinstance(p, ParameterProgram) and of_kind[n] == "parameter"},
-        buffers={n: p for n, p in leaves.items()
-                 if isinstance(p, ParameterProgram) and of_kind[n] == "buffer"},
-        inputs={n: h for n, h in leaves.items()
-                if isinstance(h, HeldValue) and of_kind[n] == "input"},
-        constants={n: h for n, h in leaves.items()
-                   if isinstance(h, HeldValue) and of_kind[n] == "constant"},
-        receives=receives, sends=sends, layouts=made, loss=loss if loss in made else None,
+        index=stage_index,
+        mesh=own.mesh,
+        coordinates=coordinates,
+        blocks=tuple(programs),
+        parameters={
+            n: p
+            for n, p in leaves.items()
+            if isinstance(p, ParameterProgram) and of_kind[n] == "parameter"
+        },
+        buffers={
+            n: p
+            for n, p in leaves.items()
+            if isinstance(p, ParameterProgram) and of_kind[n] == "buffer"
+        },
+        inputs={
+            n: h for n, h in leaves.items() if isinstance(h, HeldValue) and of_kind[n] == "input"
+        },
+        constants={
+            n: h for n, h in leaves.items() if isinstance(h, HeldValue) and of_kind[n] == "constant"
+        },
+        receives=receives,
+        sends=sends,
+        layouts=made,
+        loss=loss if loss in made else None,
         draws=draws,
-        counting=build_counting(whole if of_slice is None else of_slice.whole,
-                                stage.counts(nodes), plan.num_microbatches, draws),
+        counting=build_counting(
+            whole if of_slice is None else of_slice.whole,
+            stage.counts(nodes),
+            plan.num_microbatches,
+            draws,
+        ),
         updates={name: value_key(ref) for name, ref in graph.updates.items() if name in leaves},
-        kept=kept, share=share, updates_once=not graph.accumulation.mixing,
-    )  # fmt: skip
+        kept=kept,
+        share=share,
+        updates_once=not graph.accumulation.mixing,
+    )
 
 
 def _share(
@@ -315,18 +341,24 @@ def _build_block(
     }
     counts = stage.counts(block.nodes)
     module = localize_block(
-        stage.graph, BlockInterface(block.nodes, inputs, held, outputs, counts),
-        layouts=layouts, rank=stage.rank, num_microbatches=stage.num_microbatches,
+        stage.graph,
+        BlockInterface(block.nodes, inputs, held, outputs, counts),
+        layouts=layouts,
+        rank=stage.rank,
+        num_microbatches=stage.num_microbatches,
         replayed=stage.replayed(block, recompute),
-    )  # fmt: skip
+    )
     made.update(outputs)
     return BlockProgram(
-        name=block.name, kind=block.kind, module=module,
-        inputs=(*inputs, *counts), outputs=tuple(outputs),
+        name=block.name,
+        kind=block.kind,
+        module=module,
+        inputs=(*inputs, *counts),
+        outputs=tuple(outputs),
         parameters=tuple(n for n in held if stage.graph[n].kind == "parameter"),
         buffers=tuple(n for n in held if stage.graph[n].kind == "buffer"),
         recompute=recompute,
-    )  # fmt: skip
+    )
 
 
 def _inputs(

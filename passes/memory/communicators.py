@@ -63,12 +63,15 @@ def _lanes(
             tuple(
                 (message.source, message.target)
                 for message in transfers(
-                    shape, layouts[::order][0], meshes[::order][0],
-                    layouts[::order][1], meshes[::order][1],
+                    shape,
+                    layouts[::order][0],
+                    meshes[::order][0],
+                    layouts[::order][1],
+                    meshes[::order][1],
                 )
             )
             for order in orders
-        )  # fmt: skip
+        )
     for order, pairs in zip(orders, known[key], strict=True):
         source, target = ends[::order]
         for sender, receiver in pairs:

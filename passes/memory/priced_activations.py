@@ -83,9 +83,7 @@ class PricedStage:
         for block in self._blocks:
             kept += _kept(block)
             whole = self._exchanged(block)[0] if self.walk.stage.zero == 3 else 0.0
-            yield {
-                SAVED: kept, WORKING: block.working_bytes, GATHERED: whole, COMMUNICATION: whole
-            }  # fmt: skip
+            yield {SAVED: kept, WORKING: block.working_bytes, GATHERED: whole, COMMUNICATION: whole}
 
     def _backward(self, moment: Moment) -> Iterator[dict[str, float]]:
         """Yield the bytes during the backward, or its half for input gradients, at the beginning

@@ -145,9 +145,13 @@ def run_microbatch(
     library: Library = "nccl" if plan.cluster.device(stage.devices[0]).kind == "cuda" else "gloo"
     with FakeTensorMode(allow_non_fake_inputs=True):
         program = build_stage(
-            graph, blocks, plan, stage_index=stage_index, coordinates=first,
+            graph,
+            blocks,
+            plan,
+            stage_index=stage_index,
+            coordinates=first,
             communicator=FakeRanks(stage.mesh, first, library),
-        )  # fmt: skip
+        )
         states = policy(plan.model.precision, plan.model.optimizer, plan.states)
         live = LiveBytes(step_bytes=1)
         traffic = StateTraffic(
@@ -369,12 +373,14 @@ class _Run:
         )
         return [
             _End(
-                get_gradient_edge(value), value.shape, value.dtype,
+                get_gradient_edge(value),
+                value.shape,
+                value.dtype,
                 value if key == self.program.loss else None,
             )
             for key, value in outputs.items()
             if value.requires_grad
-        ]  # fmt: skip
+        ]
 
     def _backward(self, ends: list[_End]) -> None:
         self.is_backward = True

@@ -49,8 +49,14 @@ from .saved_tensors import Moment, StageActivations, run_microbatch
 from .state_traffic import GATHERED, GRADIENTS, padded_numel
 
 LASTING = (
-    "parameters", "master", "versions", "optimizer", GRADIENTS, "reserve", "communicators",
-)  # fmt: skip
+    "parameters",
+    "master",
+    "versions",
+    "optimizer",
+    GRADIENTS,
+    "reserve",
+    "communicators",
+)
 """Memory that is held during the whole step, and so not lost to fragmentation."""
 
 
@@ -138,13 +144,18 @@ def check_host_memory(plan: Plan, graph: Graph, blocks: Blocks) -> None:
                 where=f"cluster {plan.cluster.name}",
                 fix="zero=1 or more, more devices, or host_memory_bytes of the device in a cluster "
                 "file, if the host has more",
-            )  # fmt: skip
+            )
 
 
 def memory_by_action(
-    plan: Plan, graph: Graph, blocks: Blocks, rank: int, *, is_gpu: bool | None = None,
+    plan: Plan,
+    graph: Graph,
+    blocks: Blocks,
+    rank: int,
+    *,
+    is_gpu: bool | None = None,
     runs: bool = True,
-) -> list[tuple[Action, Bytes]]:  # fmt: skip
+) -> list[tuple[Action, Bytes]]:
     """Return a pipeline rank's bytes at each action that computes or steps.
 
     It is the whole course of ``stage_memory`` instead of its peak. Transient bytes are the fullest
@@ -175,11 +186,18 @@ class _PlanMemory:
         walks = cache(lambda: walked_stages(graph, blocks, plan))
         self._stages = [
             _Stage(
-                plan, graph, blocks, index, crossing, known, walks,
-                splits=splits_backward(self.schedule, index), runs=runs,
+                plan,
+                graph,
+                blocks,
+                index,
+                crossing,
+                known,
+                walks,
+                splits=splits_backward(self.schedule, index),
+                runs=runs,
             )
             for index in range(len(plan.stages))
-        ]  # fmt: skip
+        ]
         is_gpu = self._stages[0].kind != "cpu" if is_gpu is None else is_gpu
         self._most = sends_kept(self.schedule, is_gpu=is_gpu)
         self._messages = _message_bytes(plan, self.schedule, crossing)
@@ -252,9 +270,10 @@ class _Stage:
     def bytes(self) -> StageBytes:
         """Return the bytes of the stage, and a function for those of a micro-batch."""
         return StageBytes(
-            self._states, self._run,
+            self._states,
+            self._run,
             holds_inputs=self.kind != "cpu",
-        )  # fmt: skip
+        )
 
     def _run(self, moment: Moment) -> StageActivations:
         key = moment, self._likeness if self.runs else self.index
@@ -335,13 +354,15 @@ class _Stage:
     @cached_property
     def _parameters(self) -> list[str]:
         positions = stage_ranges(self.plan)[self.index]
-        return sorted({
-            ref.name
-            for position in positions
-            for name in self.blocks.blocks[position].nodes
-            for ref in self.graph[name].inputs
-            if self.graph[ref.name].kind == "parameter"
-        })  # fmt: skip
+        return sorted(
+            {
+                ref.name
+                for position in positions
+                for name in self.blocks.blocks[position].nodes
+                for ref in self.graph[name].inputs
+                if self.graph[ref.name].kind == "parameter"
+            }
+        )
 
     @cached_property
     def _states(self) -> Bytes:

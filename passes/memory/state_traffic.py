@@ -111,14 +111,19 @@ class StateTraffic:
         names = [name for name in names if name in parameters]
         own = [name for name in names if is_sharded(declared[name], mesh, self.zero)]
         padded = sum(padded_numel(parameters[name].shape, mesh.shape[0]) for name in own)
-        trained = sum(padded_numel(parameters[name].shape, mesh.shape[0]) for name in own
-                      if parameters[name].requires_grad)  # fmt: skip
+        trained = sum(
+            padded_numel(parameters[name].shape, mesh.shape[0])
+            for name in own
+            if parameters[name].requires_grad
+        )
         reduced = trained * self.policy.gradient_bytes
         others = [
-            name for name in names
-            if name not in own and parameters[name].requires_grad
+            name
+            for name in names
+            if name not in own
+            and parameters[name].requires_grad
             and is_reduced(declared[name].layout, mesh)
-        ]  # fmt: skip
+        ]
         shards = Shards(padded * self.policy.gathered_bytes, reduced, reduced // mesh.shape[0])
         return Owner([parameters[n] for n in own], [parameters[n] for n in others], shards)
 

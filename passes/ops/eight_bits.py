@@ -55,9 +55,12 @@ class _Torchao:
 
     def _cast(self, tensor: Tensor, how: Any, role: Any) -> Tensor:
         found: Tensor = self.cast(
-            tensor, how.target_dtype, self.products, gemm_input_role=role,
+            tensor,
+            how.target_dtype,
+            self.products,
+            gemm_input_role=role,
             scaling_granularity=how.scaling_granularity,
-        )  # fmt: skip
+        )
         return found
 
 

@@ -34,9 +34,14 @@ SCHEMA = (
 
 
 def run_experts(
-    x: Tensor, ids: Tensor, scores: Tensor, *weights: Tensor | None,
-    activation: str, transposed: bool, first: int = 0,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    ids: Tensor,
+    scores: Tensor,
+    *weights: Tensor | None,
+    activation: str,
+    transposed: bool,
+    first: int = 0,
+) -> Tensor:
     """Return the sum of the experts from ``first`` on per token: x (T, in), ids (T, k) to (T, out).
 
     ``weights`` are up (E, in, width), down (E, width, out) and their biases or None.
@@ -122,9 +127,14 @@ def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
 
 
 def split_experts(
-    rank: Rank, x: Tensor, ids: Tensor, scores: Tensor, *weights: Tensor | None,
-    axes: tuple[int, ...], **options: Any,
-) -> Tensor:  # fmt: skip
+    rank: Rank,
+    x: Tensor,
+    ids: Tensor,
+    scores: Tensor,
+    *weights: Tensor | None,
+    axes: tuple[int, ...],
+    **options: Any,
+) -> Tensor:
     """The addition of this rank's part of the experts, split over ``axes``, to each token (P)."""
     assert weights[0] is not None
     first, _ = part_of(rank, weights[0].shape[0], axes)
@@ -133,10 +143,18 @@ def split_experts(
 
 @torch.library.custom_op("autoparallel::experts", mutates_args=(), schema=SCHEMA)
 def experts(  # noqa: PLR0913 - the schema
-    x: Tensor, ids: Tensor, scores: Tensor, up: Tensor, down: Tensor,
-    up_bias: Tensor | None = None, down_bias: Tensor | None = None, *,
-    activation: str, num_experts: int, transposed: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    ids: Tensor,
+    scores: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: str,
+    num_experts: int,
+    transposed: bool = False,
+) -> Tensor:
     """Compute the op on whole tensors."""
     return run_experts(
         x, ids, scores, up, down, up_bias, down_bias, activation=activation, transposed=transposed

@@ -68,9 +68,13 @@ def cross_entropy(  # noqa: PLR0913
     else:
         how = "none" if reduction not in (MEAN, SUM) else "sum"
         total = functional.cross_entropy(
-            logits, target, weight, ignore_index=ignore_index, reduction=how,
+            logits,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=how,
             label_smoothing=label_smoothing,
-        )  # fmt: skip
+        )
     if reduction != MEAN:
         return total
     if count is None:

@@ -30,9 +30,13 @@ torch.library.define(
 
 @torch.library.impl(_NAME, "CompositeImplicitAutograd")
 def lower_right_attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """Attend from queries (..., L, D) at the last L of S positions to keys, values (..., S, E)."""
     rows, columns = query.shape[-2], key.shape[-2]
     mask: Tensor | None = None
@@ -46,9 +50,15 @@ def lower_right_attention(
         every = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
         mask = every.tril(columns - rows)
     return functional.scaled_dot_product_attention(
-        query, key, value, mask, dropout_p, is_causal=mask is None, scale=scale,
+        query,
+        key,
+        value,
+        mask,
+        dropout_p,
+        is_causal=mask is None,
+        scale=scale,
         enable_gqa=enable_gqa,
-    )  # fmt: skip
+    )
 
 
 _BALANCED = "autoparallel::balanced_attention"
@@ -61,9 +71,13 @@ torch.library.define(
 
 @torch.library.impl(_BALANCED, "CompositeImplicitAutograd")
 def balanced_attention(
-    query: Tensor, key: Tensor, value: Tensor, ends: Sequence[int],
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Sequence[int],
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """Attend in two halves of the queries: the first, larger half ends at ``ends[0]``, the other at
     ``ends[1]``."""
     options = {"scale": scale, "enable_gqa": enable_gqa}

@@ -36,10 +36,29 @@ def _along(rows, rest, size, start):  # type: ignore[no-untyped-def]
     do_not_specialize=["seed", "column_seed", "threshold", "f0", "f1", "f2", "f3", "f4", "f5"]
 )
 def _draw(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - a kernel has no tuples
-    source, result, numel, columns, s1, s2, s3, s4, f0, f1, f2, f3, f4, f5,
-    seed: tl.int64, column_seed: tl.int64, threshold, scale,
-    leading: tl.constexpr, width: tl.constexpr, drops: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    source,
+    result,
+    numel,
+    columns,
+    s1,
+    s2,
+    s3,
+    s4,
+    f0,
+    f1,
+    f2,
+    f3,
+    f4,
+    f5,
+    seed: tl.int64,
+    column_seed: tl.int64,
+    threshold,
+    scale,
+    leading: tl.constexpr,
+    width: tl.constexpr,
+    drops: tl.constexpr,
+    block: tl.constexpr,
+):
     """Draw with ``leading`` dimensions of starts f0, f1, ..., sizes (any), s1, ...; and columns."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < numel
@@ -79,9 +98,15 @@ def _draw(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - a kernel has no tu
 
 
 def draw(
-    like: Tensor, start: Sequence[int] | None, *, seeds: tuple[int, int], threshold: int,
-    scale: float, drops: bool, width: int = 24,
-) -> Tensor:  # fmt: skip
+    like: Tensor,
+    start: Sequence[int] | None,
+    *,
+    seeds: tuple[int, int],
+    threshold: int,
+    scale: float,
+    drops: bool,
+    width: int = 24,
+) -> Tensor:
     """Compute dropout of ``like`` (``drops``) or numbers of its shape in [0, 1), for a box.
 
     Numbers have ``width`` bits. ``like`` is contiguous, of at most ``MAX_DIMS`` dimensions and at
@@ -96,7 +121,20 @@ def draw(
     if result.numel():
         grid = (triton.cdiv(result.numel(), _BLOCK),)
         _draw[grid](
-            like, result, result.numel(), sizes[-1], *shape, *first[:-1], *padding, first[-1],
-            *seeds, threshold, scale, leading=leading, width=width, drops=drops, block=_BLOCK,
-        )  # fmt: skip
+            like,
+            result,
+            result.numel(),
+            sizes[-1],
+            *shape,
+            *first[:-1],
+            *padding,
+            first[-1],
+            *seeds,
+            threshold,
+            scale,
+            leading=leading,
+            width=width,
+            drops=drops,
+            block=_BLOCK,
+        )
     return result

@@ -203,9 +203,14 @@ def _(like: Tensor, *, number: int, key: int = 0, start: Sequence[int] | None = 
 
 
 def dropout_part(
-    rank: Rank, x: Tensor, p: float, *, number: int, start: tuple[int, ...],
+    rank: Rank,
+    x: Tensor,
+    p: float,
+    *,
+    number: int,
+    start: tuple[int, ...],
     batch: tuple[int, int] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute a rank's part of a dropout; arguments as in ``_place``."""
     options = _place(rank, start, batch)
     result: Tensor = torch.ops.autoparallel.counter_dropout(x, p, number=number, **options)
@@ -213,9 +218,13 @@ def dropout_part(
 
 
 def uniform_part(
-    rank: Rank, like: Tensor, *, number: int, start: tuple[int, ...],
+    rank: Rank,
+    like: Tensor,
+    *,
+    number: int,
+    start: tuple[int, ...],
     batch: tuple[int, int] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Draw a rank's part of a uniform tensor."""
     options = _place(rank, start, batch)
     result: Tensor = torch.ops.autoparallel.counter_uniform(like, number=number, **options)

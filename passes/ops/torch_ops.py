@@ -10,9 +10,16 @@ import torch
 from torch._ops import OpOverload
 
 FILLED = (
-    "expand", "zeros", "ones", "full", "empty",
-    "new_zeros", "new_ones", "new_full", "new_empty",
-)  # fmt: skip
+    "expand",
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+)
 RESHAPED = ("view", "reshape", "_unsafe_view", "view_copy", "squeeze")
 SPLIT = ("split", "split_with_sizes", "unsafe_split")
 SIZED_BY_OUTPUT = frozenset(

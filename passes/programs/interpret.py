@@ -12,9 +12,14 @@ from torch import Tensor
 from ...planner.graph import Graph, Node, Ref, map_refs
 from ..ops.torch_ops import resolve
 
-_SIZED = frozenset({
-    "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.expand.default",
-})  # fmt: skip
+_SIZED = frozenset(
+    {
+        "aten.view.default",
+        "aten._unsafe_view.default",
+        "aten.reshape.default",
+        "aten.expand.default",
+    }
+)
 
 
 def run(graph: Graph, values: Mapping[str, Tensor], *, device: str = "cpu") -> Tensor:

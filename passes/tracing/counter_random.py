@@ -102,9 +102,13 @@ def batch_dims(graph: Graph) -> dict[int, int]:
 
 
 def _dropout(
-    mode: counter_random, input: Tensor, p: float = 0.5, training: bool = True,
-    inplace: bool = False, train: bool = True,
-) -> Tensor:  # fmt: skip
+    mode: counter_random,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    train: bool = True,
+) -> Tensor:
     if not (training and train and p):
         return _DROPOUT(input, p, False)
     dropped = mode.dropped(input, p)
@@ -116,9 +120,13 @@ def _channels(batched_dims: int | None) -> Callable[..., Tensor]:
     are one row."""
 
     def drop(
-        mode: counter_random, input: Tensor, p: float = 0.5, training: bool = True,
-        inplace: bool = False, train: bool = True,
-    ) -> Tensor:  # fmt: skip
+        mode: counter_random,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        train: bool = True,
+    ) -> Tensor:
         if not (training and train and p):
             return _DROPOUT(input, p, False)
         kept = 1 if batched_dims is not None and input.dim() < batched_dims else 2
@@ -131,10 +139,15 @@ def _channels(batched_dims: int | None) -> Callable[..., Tensor]:
 
 
 def _attention(
-    mode: counter_random, query: Tensor, key: Tensor, value: Tensor,
-    attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    mode: counter_random,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
     **options: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute attention; with dropout it is written out, so that weights are dropped one by one."""
     if not dropout_p:
         return _ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **options)
@@ -156,10 +169,13 @@ def _attention(
 
 def _multihead(mode: counter_random, *args: Any, **kwargs: Any) -> Any:
     """Call the function of ``nn.MultiheadAttention``, whose own calls no mode sees."""
-    with _patched(functional, {
-        "dropout": lambda *a, **k: _dropout(mode, *a, **k),
-        "scaled_dot_product_attention": lambda *a, **k: _attention(mode, *a, **k),
-    }):  # fmt: skip
+    with _patched(
+        functional,
+        {
+            "dropout": lambda *a, **k: _dropout(mode, *a, **k),
+            "scaled_dot_product_attention": lambda *a, **k: _attention(mode, *a, **k),
+        },
+    ):
         return _MULTIHEAD(*args, **kwargs)
 
 

@@ -146,9 +146,12 @@ def _bernoulli_(source: Source, input: Tensor, p: Any = 0.5, **options: Any) -> 
 
 
 def _normal(
-    source: Source, mean: Any = 0.0, std: Any = 1.0, size: Sequence[int] | None = None,
+    source: Source,
+    mean: Any = 0.0,
+    std: Any = 1.0,
+    size: Sequence[int] | None = None,
     **options: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     mean, std = (value.detach() if isinstance(value, Tensor) else value for value in (mean, std))
     if size is None:
         like = torch.zeros_like(mean + std)
@@ -176,9 +179,13 @@ def _multinomial(
 
 
 def _gumbel_softmax(
-    source: Source, logits: Tensor, tau: float = 1.0, hard: bool = False, eps: float = 1e-10,
+    source: Source,
+    logits: Tensor,
+    tau: float = 1.0,
+    hard: bool = False,
+    eps: float = 1e-10,
     dim: int = -1,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     noise = -_exponential(source, logits).log().to(logits.dtype)
     soft = ((logits + noise) / tau).softmax(dim)
     if not hard:

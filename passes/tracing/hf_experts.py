@@ -58,6 +58,11 @@ def _forward(library: Any, module: Any, x: Tensor, ids: Tensor, scores: Tensor) 
     if module.has_bias:
         weights += [getattr(module, f"{up}_bias"), module.down_proj_bias]
     return experts(
-        x, ids, scores, *weights, activation=activation, num_experts=weights[0].shape[0],
+        x,
+        ids,
+        scores,
+        *weights,
+        activation=activation,
+        num_experts=weights[0].shape[0],
         transposed=module.is_transposed,
-    )  # fmt: skip
+    )

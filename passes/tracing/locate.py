@@ -25,10 +25,14 @@ _OURS = tuple(f"{_ROOT / part}" for part in (_PARTS if _ROOT.name != "autoparall
 """The folders of this package, installed or in a checkout."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _DATA_DEPENDENT = (
-    "GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError",
-    "DynamicOutputShapeException", "Could not guard on data-dependent",
-    "data-dependent", "Could not extract specialized integer",
-)  # fmt: skip
+    "GuardOnDataDependentSymNode",
+    "DataDependentOutputException",
+    "UserError",
+    "DynamicOutputShapeException",
+    "Could not guard on data-dependent",
+    "data-dependent",
+    "Could not extract specialized integer",
+)
 
 
 _FIXES = {

@@ -36,9 +36,14 @@ ANNOTATION = "__autoparallel_annotation__"
 
 
 def opaque_call(
-    name: str, function: Callable[..., Any], args: Any, kwargs: Any, *, example: bool,
+    name: str,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    *,
+    example: bool,
     made: dict[str, Any],
-) -> tuple[Any, str]:  # fmt: skip
+) -> tuple[Any, str]:
     """Call ``function`` as one op named after ``name``; return the result, and the op's path.
 
     ``made`` holds the ops of this capture: equal calls share one. ``example``: shapes come from a

@@ -13,10 +13,32 @@ from typing import Literal
 
 from ...cost_model.ops.memory import communicator_bytes, reserve_bytes
 from ...cost_model.simulator.actions import Schedule
+from ...cost_model.simulator.timeline import Timeline
 from ..graph import Graph, Ref
 from ..layout import Mesh
+from ..pricing.stage_cost import StageCost, combine_bytes
 from ..pricing.structure import Run
 from ..schedules.held import MessageBytes, messages_held, sends_kept
+from ..schedules.schedules import parts_of_ranks
+
+ONCE = ("transient", "buffers", "reserve")
+"""Memory categories that the stages of a rank share instead of adding up."""
+
+
+def stage_bytes(
+    schedule: str, num_ranks: int, num_chunks: int, costs: Sequence[StageCost], timeline: Timeline
+) -> list[dict[str, float]]:
+    """Return the bytes of the stages of every pipeline rank, by category.
+
+    With several stages per rank, the timeline gives the peak of their activations.
+    """
+    found = []
+    for rank, parts in enumerate(parts_of_ranks(schedule, num_ranks, num_chunks)):
+        memory = combine_bytes((costs[part].memory_bytes for part in parts), ONCE)
+        if len(parts) > 1:
+            memory["activations"] = float(timeline.peak_activation_bytes[rank])
+        found.append(dict(memory))
+    return found
 
 
 def sent_bytes(graph: Graph, run: Run, parts: int) -> float:
@@ -50,9 +72,11 @@ def beside_stages(
         is_world = schedule.num_ranks == 1 and len(mesh.shape) == 1
         count = sum(size > 1 for size in mesh.shape) + sum(rank in lane for lane in lanes)
         count += schedule.num_ranks * mesh.size > 1 and not is_world
-        found.append({
-            "communication": held,
-            "communicators": float(communicator_bytes(kind, count)),
-            "reserve": float(reserve_bytes(kind, 0)),
-        })  # fmt: skip
+        found.append(
+            {
+                "communication": held,
+                "communicators": float(communicator_bytes(kind, count)),
+                "reserve": float(reserve_bytes(kind, 0)),
+            }
+        )
     return tuple(found)

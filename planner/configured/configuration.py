@@ -43,14 +43,14 @@ from ..plan import (
     SolverInfo,
     StagePlan,
     StagePrediction,
-)  # fmt: skip
+)
 from ..precision import with_precision
 from ..pricing.basis import DEFAULT, Basis
 from ..pricing.choices import Restriction
 from ..pricing.price_cache import PriceCache
 from ..pricing.prices import Prices
 from ..pricing.slice_costs import even_lengths
-from ..pricing.stage_cost import StageCost, combine_bytes
+from ..pricing.stage_cost import StageCost
 from ..pricing.stage_model import StageModel
 from ..pricing.step import Pipeline, message_seconds, pipeline_table, simulate_stages
 from ..pricing.structure import Structure
@@ -60,11 +60,8 @@ from ..requests.request import Forced
 from ..schedules.schedules import parts_of_ranks
 from ..search.report_plan import stage_layouts
 from ..sequence_places import find_places
-from .beside_stages import beside_stages, sent_bytes
+from .beside_stages import beside_stages, sent_bytes, stage_bytes
 from .layers import find_layers, stage_bounds
-
-ONCE = ("transient", "buffers", "reserve")
-"""Memory categories that the stages of a rank share instead of adding up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +113,12 @@ class Configuration:
         optimizer and compilation."""
         model = plan.model
         return cls(
-            precision=model.precision, gradient_dtype=model.gradient_dtype,
-            optimizer=model.optimizer, compiled=plan.compiled, **degrees,
-        )  # fmt: skip
+            precision=model.precision,
+            gradient_dtype=model.gradient_dtype,
+            optimizer=model.optimizer,
+            compiled=plan.compiled,
+            **degrees,
+        )
 
     @property
     def form(self) -> tuple[str, bool, bool, bool]:
@@ -243,9 +243,12 @@ class ConfigurationPricer:
         """Simulate the step of a plan with these stage costs."""
         own, plan, cluster = configuration, staged.plan, staged.plan.cluster
         pipeline = Pipeline(
-            own.schedule, own.num_microbatches, num_chunks=own.num_chunks, edges=staged.edges,
+            own.schedule,
+            own.num_microbatches,
+            num_chunks=own.num_chunks,
+            edges=staged.edges,
             slices=staged.slices,
-        )  # fmt: skip
+        )
         timeline = simulate_stages(pipeline, costs, message=message_seconds(cluster))
         structure = self._structure(own, own.microbatch_size)
         parts = own.mesh.size // (1 if own.sequence_parallel else own.tp)
@@ -256,7 +259,11 @@ class ConfigurationPricer:
         beside = beside_stages(table, sent, own.mesh, cluster.hosts[0].device.kind)
         memory = tuple(
             {**rank, **more}
-            for rank, more in zip(_ranks_bytes(own, costs, timeline), beside, strict=True)
+            for rank, more in zip(
+                stage_bytes(own.schedule, own.pp, own.num_chunks, costs, timeline),
+                beside,
+                strict=True,
+            )
         )
         return PricedStep(own, plan, timeline, tuple(costs), memory, cluster.usable_memory_bytes)
 
@@ -275,19 +282,39 @@ class ConfigurationPricer:
         rows = own.microbatch_size * own.num_microbatches
         num_parameters = sum(node.spec.numel for node in self.graph.parameters)
         model = ModelInfo(
-            "", {}, "", num_parameters, rows, None, own.precision, own.optimizer,
+            "",
+            {},
+            "",
+            num_parameters,
+            rows,
+            None,
+            own.precision,
+            own.optimizer,
             gradient_dtype=own.gradient_dtype,
-        )  # fmt: skip
+        )
         nothing = Prediction(0.0, 0.0, 0.0, 0.0, 0, {})
         return Plan(
-            model, cluster, own.num_microbatches, own.schedule, stages, nothing, (),
-            SolverInfo(1.0, 0, {}), slices=slices, compiled=own.compiled, offload=own.offload,
-        )  # fmt: skip
+            model,
+            cluster,
+            own.num_microbatches,
+            own.schedule,
+            stages,
+            nothing,
+            (),
+            SolverInfo(1.0, 0, {}),
+            slices=slices,
+            compiled=own.compiled,
+            offload=own.offload,
+        )
 
     def _stage(
-        self, cluster: Cluster, own: Configuration, structure: Structure, index: int,
+        self,
+        cluster: Cluster,
+        own: Configuration,
+        structure: Structure,
+        index: int,
         bounds: tuple[int, int],
-    ) -> StagePlan:  # fmt: skip
+    ) -> StagePlan:
         ranks, size = _rank_of_stage(own), own.mesh.size
         here, before = ranks[index] * size, ranks[index - 1] * size
         devices = tuple(range(here, here + size))
@@ -325,9 +352,13 @@ class ConfigurationPricer:
         ]
 
     def _layouts(
-        self, cluster: Cluster, own: Configuration, structure: Structure,
-        firsts: tuple[int, int], bounds: tuple[int, int],
-    ) -> Mapping[str, NodeLayout]:  # fmt: skip
+        self,
+        cluster: Cluster,
+        own: Configuration,
+        structure: Structure,
+        firsts: tuple[int, int],
+        bounds: tuple[int, int],
+    ) -> Mapping[str, NodeLayout]:
         """Find the best layouts of a stage, which starts at the second of two ranks."""
         solver, run = self._solver(cluster, own, structure, firsts), structure.run(*bounds)
         answer = solver.best(run, own.num_microbatches, 1)
@@ -343,22 +374,40 @@ class ConfigurationPricer:
         # the cluster lives as long as its id is used
         known = self._prices.setdefault((id(cluster), *own.form), (cluster, PriceCache()))
         prices = Prices(
-            own.mesh, cluster, tuple(here), own.precision, own.optimizer, default_rules, known[1],
-            profile=self.basis.used, assumptions=self.basis.assumptions, states=own.states,
-        )  # fmt: skip
+            own.mesh,
+            cluster,
+            tuple(here),
+            own.precision,
+            own.optimizer,
+            default_rules,
+            known[1],
+            profile=self.basis.used,
+            assumptions=self.basis.assumptions,
+            states=own.states,
+        )
         key = (
-            prices.key, id(structure), link, cluster.joins_hosts(link), own.sequence_parallel,
-            own.zero, own.ep, own.etp,
-        )  # fmt: skip
+            prices.key,
+            id(structure),
+            link,
+            cluster.joins_hosts(link),
+            own.sequence_parallel,
+            own.zero,
+            own.ep,
+            own.etp,
+        )
         if key not in self.solvers:
             forced = Forced(
-                dp=own.dp, tp=own.tp, cp=own.cp, ep=own.data_ep,
+                dp=own.dp,
+                tp=own.tp,
+                cp=own.cp,
+                ep=own.data_ep,
                 sequence_parallel=own.sequence_parallel,
-            )  # fmt: skip
+            )
             given = replace(
-                self._around_experts(own, restriction(own.mesh, forced)), gathers=(),
+                self._around_experts(own, restriction(own.mesh, forced)),
+                gathers=(),
                 pins=by_template(self.graph, structure.blocks, self.pins),
-            )  # fmt: skip
+            )
             model = StageModel(structure, prices, given, link)
             limits = Limits(float("inf"), (own.zero,), "none")
             self.solvers[key] = IntraOp(model, limits, Budget.of(float("inf")))
@@ -377,7 +426,7 @@ class ConfigurationPricer:
         sliced = () if "tp" in own.folded or own.etp == 1 else ("tp",)
         return replace(
             given, tokens=numbers(names), folded=numbers(own.folded), sliced=numbers(sliced)
-        )  # fmt: skip
+        )
 
     def _structure(self, own: Configuration, rows: int) -> Structure:
         """The graph in the configuration's precision, at a number of rows."""
@@ -439,21 +488,8 @@ def _check(
         )
     if "cp" in own.folded and not sends_tokens:
         raise UsageError(
-            "AP127", f"ep={own.ep} spreads experts over cp={own.cp} ranks too",
+            "AP127",
+            f"ep={own.ep} spreads experts over cp={own.cp} ranks too",
             why="this package spreads them over data- and tensor-parallel ranks alone",
             fix=f"ep= a divisor of dp={own.dp}; --dispatcher alltoall prices other programs",
-        )  # fmt: skip
-
-
-def _ranks_bytes(
-    own: Configuration, costs: Sequence[StageCost], timeline: Timeline
-) -> list[dict[str, float]]:
-    """Return the bytes of every pipeline rank. With several stages per rank, the timeline gives the
-    peak of their activations."""
-    found = []
-    for rank, parts in enumerate(parts_of_ranks(own.schedule, own.pp, own.num_chunks)):
-        memory = combine_bytes((costs[part].memory_bytes for part in parts), ONCE)
-        if len(parts) > 1:
-            memory["activations"] = float(timeline.peak_activation_bytes[rank])
-        found.append(dict(memory))
-    return found
+        )

@@ -85,9 +85,10 @@ def bounds(
         own = np.array([each == kind for each in kinds])
         full, selective = listed.blocks @ own
         counts: dict[Recompute, Floats] = {
-            "full": full, "selective": selective,
+            "full": full,
+            "selective": selective,
             "none": run.counts[kind] - full - selective,
-        }  # fmt: skip
+        }
         for mode, way in ways.items():
             table = tables.solve(way).table
             least = table.reshape(table.shape[1], -1).min(axis=1)

@@ -246,9 +246,10 @@ class IntraOp:
         before = len(pool.entries)
         for exposed in EXPOSED:
             rates = replace(
-                self._plain(num_microbatches), exposed=exposed,
+                self._plain(num_microbatches),
+                exposed=exposed,
                 shares_links=self.model.prices.shares_links,
-            )  # fmt: skip
+            )
             solved = self._solve((run,), rates)
             if solved is not None:
                 self._take(pool, solved)
@@ -384,9 +385,13 @@ class IntraOp:
         prices = [0.0, *(self._price_unit(run, count) * np.geomspace(1e-2, 1e2, 9)).tolist()]
         free = self.limits.memory_bytes - fixed_bytes(self.model, run)
         values = closing.bounds(
-            family, run, self._ways(count, base.in_flight, self.zeros, prices), listed,
-            num_zeros=len(self.zeros), free_bytes=free,
-        )  # fmt: skip
+            family,
+            run,
+            self._ways(count, base.in_flight, self.zeros, prices),
+            listed,
+            num_zeros=len(self.zeros),
+            free_bytes=free,
+        )
         least = found.objective
         solved: list[float] = []
         for number, (value, zero, policy) in enumerate(closing.lowest_first(values)):
@@ -412,9 +417,14 @@ class IntraOp:
         return replace(improved, gap=gap_between(bound, improved.objective))
 
     def _program(
-        self, run: Run, setting: StageOptions, *, gap: float = 0.0, cutoff: float = np.inf,
+        self,
+        run: Run,
+        setting: StageOptions,
+        *,
+        gap: float = 0.0,
+        cutoff: float = np.inf,
         start: Solution | None = None,
-    ) -> ilp.Answer | None:  # fmt: skip
+    ) -> ilp.Answer | None:
         """Solve one integer program and add its solution to the pool; return None if time is up.
 
         It stops early if nothing can be below ``cutoff``. ``start``: see ``ilp.optimize``.
@@ -431,9 +441,13 @@ class IntraOp:
             known = () if start is None else assembly.choices(start)
             with self.budget.timed("ilp"):
                 answer = ilp.optimize(
-                    problem, time_limit_seconds=left, gap=gap, cutoff=cutoff,
-                    solver=self.limits.solver, start=known,
-                )  # fmt: skip
+                    problem,
+                    time_limit_seconds=left,
+                    gap=gap,
+                    cutoff=cutoff,
+                    solver=self.limits.solver,
+                    start=known,
+                )
         except TimeLimitError:
             return None
         finally:
@@ -462,7 +476,11 @@ class IntraOp:
         """Solve the integer program in which almost only memory counts, for runs without tables."""
         policy = uniform_policy(rates.mode, run.class_counts[0])
         setting = StageOptions(
-            rates.num_microbatches, rates.zeros[-1], policy, in_flight, limit_bytes=float("inf"),
+            rates.num_microbatches,
+            rates.zeros[-1],
+            policy,
+            in_flight,
+            limit_bytes=float("inf"),
             memory_weight=rates.state_prices[-1],
-        )  # fmt: skip
+        )
         self._program(run, setting)

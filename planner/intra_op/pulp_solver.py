@@ -103,9 +103,11 @@ def import_pulp(what: str) -> Any:
         import pulp
     except ImportError as error:
         raise MachineError(
-            "AP402", f"{what} needs PuLP", why="the package pulp is not installed",
+            "AP402",
+            f"{what} needs PuLP",
+            why="the package pulp is not installed",
             fix="pip install 'torch-autoparallel[solvers]'",
-        ) from error  # fmt: skip
+        ) from error
     return pulp
 
 

@@ -28,11 +28,21 @@ _UNSEEN = -1e4
 """Score below which a position has no softmax weight; masks are -1e4, the least number or -inf."""
 
 _BINARY: Mapping[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "le": operator.le,
-    "lt": operator.lt, "ge": operator.ge, "gt": operator.gt, "eq": operator.eq, "ne": operator.ne,
-    "__or__": np.logical_or, "bitwise_or": np.logical_or, "logical_or": np.logical_or,
-    "floor_divide": operator.floordiv, "remainder": operator.mod,
-}  # fmt: skip
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "le": operator.le,
+    "lt": operator.lt,
+    "ge": operator.ge,
+    "gt": operator.gt,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "__or__": np.logical_or,
+    "bitwise_or": np.logical_or,
+    "logical_or": np.logical_or,
+    "floor_divide": operator.floordiv,
+    "remainder": operator.mod,
+}
 
 
 def _is_broadcast(first: Array, second: Array) -> bool:
@@ -157,8 +167,9 @@ def _sliced(node: Node, value: Array, shape: Shape) -> Array:
     dim = argument(node, 1, "dim", 0) % len(shape)
     if value.shape[dim] == 1:
         return value
-    start, end, step = (argument(node, at, name) for at, name in
-                        ((2, "start"), (3, "end"), (4, "step")))  # fmt: skip
+    start, end, step = (
+        argument(node, at, name) for at, name in ((2, "start"), (3, "end"), (4, "step"))
+    )
     cut: Array = value[(slice(None),) * dim + (slice(start, end, step),)]
     return cut
 
@@ -177,9 +188,23 @@ def _negated(node: Node, value: Array, shape: Shape) -> Array:
 
 
 _OF_ONE: Mapping[str, Callable[[Node, Array, Shape], Array]] = {
-    "to": _cast, "_to_copy": _cast, "bitwise_not": _negated, "logical_not": _negated,
-    "unsqueeze": _unsqueezed, "view": _squeezed, "reshape": _squeezed, "squeeze": _squeezed,
-    "expand": _expanded, "expand_as": _expanded, "slice": _sliced, "transpose": _swapped,
-    "tril": _triangle, "triu": _triangle, "alias": _cast, "clone": _cast, "contiguous": _cast,
-    "detach": _cast, "lift_fresh_copy": _cast,
-}  # fmt: skip
+    "to": _cast,
+    "_to_copy": _cast,
+    "bitwise_not": _negated,
+    "logical_not": _negated,
+    "unsqueeze": _unsqueezed,
+    "view": _squeezed,
+    "reshape": _squeezed,
+    "squeeze": _squeezed,
+    "expand": _expanded,
+    "expand_as": _expanded,
+    "slice": _sliced,
+    "transpose": _swapped,
+    "tril": _triangle,
+    "triu": _triangle,
+    "alias": _cast,
+    "clone": _cast,
+    "contiguous": _cast,
+    "detach": _cast,
+    "lift_fresh_copy": _cast,
+}

@@ -232,8 +232,11 @@ class _Block:
 
     def _expands(self, name: str) -> bool:
         """Return whether an op writes more bytes than it reads."""
-        read = {ref: self.graph.spec(ref).num_bytes for ref in self.nodes[name].inputs
-                if self.graph[ref.name].kind != "constant"}  # fmt: skip
+        read = {
+            ref: self.graph.spec(ref).num_bytes
+            for ref in self.nodes[name].inputs
+            if self.graph[ref.name].kind != "constant"
+        }
         made = sum(spec.num_bytes for spec in self.nodes[name].outputs)
         return bool(read) and made > sum(read.values())
 

@@ -123,9 +123,11 @@ Scaling = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
 """Elements per scale: a tensor, a row, 32 elements (MXFP8), or 16 elements of 4 bits (NVFP4)."""
 
 SCALINGS: Mapping[Scaling, tuple[str, float]] = {
-    "tensorwise": (EIGHT_BITS, 1.0), "rowwise": ("float8_rowwise", 1.0),
-    "mxfp8": ("mxfp8", 1 + 1 / 32), "nvfp4": ("nvfp4", 0.5 + 1 / 16),
-}  # fmt: skip
+    "tensorwise": (EIGHT_BITS, 1.0),
+    "rowwise": ("float8_rowwise", 1.0),
+    "mxfp8": ("mxfp8", 1 + 1 / 32),
+    "nvfp4": ("nvfp4", 0.5 + 1 / 16),
+}
 """The format of a product's factors, as ``cost_model.ops.compute`` names it, and the bytes of a
 cast element with its share of the scales."""
 

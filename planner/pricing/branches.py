@@ -113,9 +113,10 @@ def stage_edges(
 def _stage_of(structure: Structure, starts: Sequence[int]) -> list[int]:
     ends = [*starts[1:], len(structure.blocks.blocks)]
     return [
-        stage for stage, (start, end) in enumerate(zip(starts, ends, strict=True))
+        stage
+        for stage, (start, end) in enumerate(zip(starts, ends, strict=True))
         for _ in range(start, end)
-    ]  # fmt: skip
+    ]
 
 
 def stage_starts(plan: Plan) -> list[int]:
@@ -172,11 +173,11 @@ def parallel_sections(
             continue
         if all(stop <= other.start or start >= other.stop for other in taken):
             inside = [
-                split for split in splits
-                if start < split < stop and not any(
-                    start <= i < split <= j < stop for i, j in edges
-                )
-            ]  # fmt: skip
+                split
+                for split in splits
+                if start < split < stop
+                and not any(start <= i < split <= j < stop for i, j in edges)
+            ]
             taken.append(Section((start, *inside, stop)))
     return tuple(sorted(taken, key=lambda section: section.start))
 

@@ -99,10 +99,18 @@ class Restriction:
     def key(self) -> tuple[object, ...]:
         """Return a key that is equal for equal restrictions."""
         return (
-            self.split_batch, self.split_parameters, self.sequence_parallel,
-            self.split_positions, tuple(self.pins.items()), self.features, self.split_experts,
-            self.gathers, self.tokens, self.folded, self.sliced,
-        )  # fmt: skip
+            self.split_batch,
+            self.split_parameters,
+            self.sequence_parallel,
+            self.split_positions,
+            tuple(self.pins.items()),
+            self.features,
+            self.split_experts,
+            self.gathers,
+            self.tokens,
+            self.folded,
+            self.sliced,
+        )
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -231,9 +239,10 @@ def _form(node: Node, graph: Graph, prices: Prices) -> int:
     """Return the number of the node's form, which determines its strategies, from 1."""
     numbers = prices.cache.form_numbers
     return find(
-        prices.cache.forms, (node.name, graph.batch_size),
+        prices.cache.forms,
+        (node.name, graph.batch_size),
         lambda: numbers.setdefault(prices.rules.strategies_form(node, graph), len(numbers) + 1),
-    )  # fmt: skip
+    )
 
 
 def _axis_strategies(
@@ -295,9 +304,10 @@ def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, .
 def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
     """Return the dimensions of rows and positions. Cached per graph and size of an axis."""
     return find(
-        prices.cache.position_dims, (size, graph.batch_size),
+        prices.cache.position_dims,
+        (size, graph.batch_size),
         lambda: position_dims(graph, lambda node: _descending(node, graph, size, prices)),
-    )  # fmt: skip
+    )
 
 
 def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
@@ -312,9 +322,10 @@ def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[Ax
 def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
     """Return the expert dimensions on an axis of a size. Cached per graph."""
     return find(
-        prices.cache.expert_dims, (size, graph.batch_size),
+        prices.cache.expert_dims,
+        (size, graph.batch_size),
         lambda: expert_dims(graph, lambda node: strategies_of(node, graph, size, prices)),
-    )  # fmt: skip
+    )
 
 
 def _as_megatron(

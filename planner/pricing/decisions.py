@@ -99,10 +99,14 @@ def decide(
         stop = start + len(each.choices)
         decisions.append(
             Decision(
-                each.members[0], each.members, each.choices,
-                seconds[:, start:stop], states[:, start:stop], skipped_seconds[:, start:stop],
+                each.members[0],
+                each.members,
+                each.choices,
+                seconds[:, start:stop],
+                states[:, start:stop],
+                skipped_seconds[:, start:stop],
             )
-        )  # fmt: skip
+        )
         start = stop
     return tuple(decisions)
 
@@ -206,10 +210,13 @@ def parameter_decision(
     ]
     seconds[:, :, Resource.FORWARD_COMPUTE] += np.array(broken) * PENALTY_SECONDS
     return Decision(
-        node.name, (node.name,), _held_choices(node.name, layouts, prices), seconds,
+        node.name,
+        (node.name,),
+        _held_choices(node.name, layouts, prices),
+        seconds,
         np.array([[states for _, states in each] for each in costs]),
         np.zeros((len(RECOMPUTE_MODES), len(layouts), len(RECOMPUTED))),
-    )  # fmt: skip
+    )
 
 
 def _held_choices(name: str, layouts: tuple[Layout, ...], prices: Prices) -> tuple[Choice, ...]:

@@ -129,9 +129,7 @@ def storage(ref: Ref, graph: Graph, prices: Prices) -> Ref:
 
 def storages(graph: Graph, prices: Prices) -> Mapping[tuple[str, int], tuple[str, int]]:
     """The storage of every value, once per micro-batch size: a copy of one row may be a view."""
-    return find(
-        prices.cache.storages, graph.batch_size, lambda: prices.rules.storage_of(graph)
-    )  # fmt: skip
+    return find(prices.cache.storages, graph.batch_size, lambda: prices.rules.storage_of(graph))
 
 
 def working_bytes(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> int:

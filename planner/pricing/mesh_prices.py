@@ -96,9 +96,17 @@ class MeshPrices:
     def key(self) -> tuple[object, ...]:
         """Return a key that is equal if all prices but stage transfers are, in one ``cache``."""
         return (
-            type(self), self.mesh, self.groups, self.speed, self.precision, self.optimizer,
-            self.policy, self.profile, self.only, self.assumptions,
-        )  # fmt: skip
+            type(self),
+            self.mesh,
+            self.groups,
+            self.speed,
+            self.precision,
+            self.optimizer,
+            self.policy,
+            self.profile,
+            self.only,
+            self.assumptions,
+        )
 
     def group(self, *axes: int) -> Group:
         """Return the slowest group of the ranks that differ on ``axes`` alone."""
@@ -216,9 +224,11 @@ class MeshPrices:
         gathered = self._slowed_share("all_gather") * gather
         if zero == 3:
             return Seconds(
-                forward_states=gather, forward_slowed=gathered,
-                backward_states=gather + sync, backward_slowed=gathered + summed,
-            )  # fmt: skip
+                forward_states=gather,
+                forward_slowed=gathered,
+                backward_states=gather + sync,
+                backward_slowed=gathered + summed,
+            )
         once = Seconds(parameter_gather=gather, gather_slowed=gathered)
         if zero == 1:
             return once._replace(gradient_sync=sync, sync_slowed=summed)

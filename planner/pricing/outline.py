@@ -242,11 +242,13 @@ class _Builder:
             for name, position, ref in parameters:
                 wanted = option[name].layout.inputs[position]
                 partial = [
-                    ({**own, ref.name: NodeLayout((), (held,))},
-                     [*numbers, self._holding(Holding(ref.name, held, wanted))])
+                    (
+                        {**own, ref.name: NodeLayout((), (held,))},
+                        [*numbers, self._holding(Holding(ref.name, held, wanted))],
+                    )
                     for own, numbers in partial
                     for held in held_for(wanted, layouts[ref.name])
-                ]  # fmt: skip
+                ]
             ops = [self._number(name, strategy) for name, strategy in option.items()]
             skipped = [
                 [self._number(name, strategy) for name, strategy in option.items() if name in own]
@@ -348,9 +350,15 @@ def structure_key(
     pins = (prices.mesh, tuple(restriction.pins.items())) if restriction.pins else None
     rows = None if graph.batch_dims else graph.batch_size
     return (
-        block.nodes, axes, _divided(block, graph, prices), _light(block, graph, prices),
-        restriction.sequence_parallel, restriction.features.denied, pins, rows,
-    )  # fmt: skip
+        block.nodes,
+        axes,
+        _divided(block, graph, prices),
+        _light(block, graph, prices),
+        restriction.sequence_parallel,
+        restriction.features.denied,
+        pins,
+        rows,
+    )
 
 
 def _axis_key(
@@ -359,9 +367,12 @@ def _axis_key(
     """Return the roles of an axis, and the strategies of the nodes on it."""
     size = prices.mesh.shape[axis]
     given = (
-        restriction.split_batch, restriction.split_parameters, restriction.split_positions,
-        restriction.split_experts, restriction.gathers,
-    )  # fmt: skip
+        restriction.split_batch,
+        restriction.split_parameters,
+        restriction.split_positions,
+        restriction.split_experts,
+        restriction.gathers,
+    )
     roles = tuple(axis in each for each in given)
     if size == 1:
         return (1, roles)
@@ -369,19 +380,22 @@ def _axis_key(
     denied = restriction.features.denied
     by_positions = bool(denied) or (roles[1] or roles[2])
     return (
-        roles, rows_fit, _strategies_key(block, graph, size, prices),
+        roles,
+        rows_fit,
+        _strategies_key(block, graph, size, prices),
         _dims_key(block, graph, size, prices) if by_positions else None,
         _experts_key(block, graph, size, prices) if roles[3] else None,
-    )  # fmt: skip
+    )
 
 
 def _trait_number(prices: Prices, key: tuple[object, ...], make: Callable[[], object]) -> int:
     """Return a number that is equal for equal results of ``make``."""
     numbers = prices.cache.trait_numbers
     number: int = find(
-        prices.cache.traits, key,
+        prices.cache.traits,
+        key,
         lambda: numbers.setdefault((*key[:2], make()), len(numbers) + 1),
-    )  # fmt: skip
+    )
     return number
 
 

@@ -99,14 +99,19 @@ class Prices(MeshPrices):
     def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
         sizes = self.mesh.shape
         key = (
-            node.name, self.speed, self.profile, balanced_axes(layout),
-            tuple([
-                local_shape(spec.shape, each, sizes)
-                for spec, each in zip(
-                    (*inputs, *node.outputs), (*layout.inputs, *layout.outputs), strict=True
-                )
-            ]),
-        )  # fmt: skip
+            node.name,
+            self.speed,
+            self.profile,
+            balanced_axes(layout),
+            tuple(
+                [
+                    local_shape(spec.shape, each, sizes)
+                    for spec, each in zip(
+                        (*inputs, *node.outputs), (*layout.inputs, *layout.outputs), strict=True
+                    )
+                ]
+            ),
+        )
         found = self.cache.ops.get(key)
         if found is None:
             local_inputs = tuple(
@@ -216,9 +221,13 @@ class Prices(MeshPrices):
                 else self.collective(item.kind, num_bytes, axis)
             )
         return Seconds(
-            own.forward, sent[0], own.backward, sent[1],
-            forward_issue=own.forward_issue, backward_issue=own.backward_issue,
-        )  # fmt: skip
+            own.forward,
+            sent[0],
+            own.backward,
+            sent[1],
+            forward_issue=own.forward_issue,
+            backward_issue=own.backward_issue,
+        )
 
     def _dispatch(
         self,
@@ -232,9 +241,14 @@ class Prices(MeshPrices):
         parts = self.num_parts(layout.inputs[0])
         num_experts = inputs[FIRST_WEIGHT].shape[0]
         seconds = dispatch_seconds(
-            item.num_bytes / parts, item.copies, num_experts, self.group(*axes), own.dispatcher,
-            own.routing, item.limit,
-        )  # fmt: skip
+            item.num_bytes / parts,
+            item.copies,
+            num_experts,
+            self.group(*axes),
+            own.dispatcher,
+            own.routing,
+            item.limit,
+        )
         return self._counted(Priced(own.imbalance * seconds, 0.0, "spec")).forward
 
     def transfer(self, spec: TensorSpec, layout: Layout, link: Link) -> tuple[float, float]:

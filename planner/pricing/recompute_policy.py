@@ -242,9 +242,11 @@ class _Points:
 
     def take(self, index: Ints) -> _Points:
         return _Points(
-            self.blocks[:, index], self.seconds[index], self.kept_bytes[index],
+            self.blocks[:, index],
+            self.seconds[index],
+            self.kept_bytes[index],
             self.transient_bytes[index],
-        )  # fmt: skip
+        )
 
 
 def _front(

@@ -159,8 +159,9 @@ class Run:
             full, selective = policy.full[number], policy.selective[number]
             place = seen[number]
             seen[number] += 1
-            found.append("full" if place < full else
-                         "selective" if place < full + selective else "none")  # fmt: skip
+            found.append(
+                "full" if place < full else "selective" if place < full + selective else "none"
+            )
         return tuple(found)
 
     def occurrences(self, policy: RecomputePolicy) -> Mapping[Row, Occurrences]:

@@ -243,17 +243,19 @@ def _position(graph: Graph, blocks: Blocks, path: str) -> int:
             return position
         if inside:
             raise UsageError(
-                "AP183", f"--stage-at {path}: no stage can start there",
+                "AP183",
+                f"--stage-at {path}: no stage can start there",
                 why=f"it is inside the block {block.name}, and blocks are not divided",
                 fix=f"--stage-at {block.name}",
-            )  # fmt: skip
+            )
     raise UsageError(
-        "AP181", f"--stage-at {path}: no such block or module",
+        "AP181",
+        f"--stage-at {path}: no such block or module",
         fix=suggest(
             path, [*names, *(node.module for node in graph if node.module)], is_pattern=False
         )
         or f"the blocks are {', '.join(names[:8])}{' …' if names[8:] else ''}",
-    )  # fmt: skip
+    )
 
 
 def _is_under(module: str, path: str) -> bool:

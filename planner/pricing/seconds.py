@@ -275,8 +275,9 @@ def seconds_of_passes(
         passes.append(whole + communication)
     gathered = of(Resource.FORWARD_STATES), of(Resource.FORWARD_SLOWED)
     scattered = (
-        of(Resource.BACKWARD_STATES) - gathered[0], of(Resource.BACKWARD_SLOWED) - gathered[1]
-    )  # fmt: skip
+        of(Resource.BACKWARD_STATES) - gathered[0],
+        of(Resource.BACKWARD_SLOWED) - gathered[1],
+    )
     both, slowed = (_before(g) + _after(s) for g, s in zip(gathered, scattered, strict=True))
     counts = groups.counts
     ends = gathered[0][..., -1] + scattered[0][..., 0]

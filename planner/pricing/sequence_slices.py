@@ -57,22 +57,29 @@ def sequence_slice(
             work.add(node, at, stages[stage_of[at]])
         else:
             work.nodes.append(node)
-    sliced_blocks = Blocks(tuple(
-        Block(block.name, block.name, tuple(work.members[at]), block.parameters)
-        for at, block in enumerate(blocks.blocks)
-    ))  # fmt: skip
-    own = replace(plan, stages=tuple(
-        replace(
-            stage,
-            layouts={**_leaf_layouts(graph, stages[index]), **stages[index].made},
-            blocks=tuple(replace(block, kind=block.name) for block in stage.blocks),
+    sliced_blocks = Blocks(
+        tuple(
+            Block(block.name, block.name, tuple(work.members[at]), block.parameters)
+            for at, block in enumerate(blocks.blocks)
         )
-        for index, stage in enumerate(plan.stages)
-    ))  # fmt: skip
+    )
+    own = replace(
+        plan,
+        stages=tuple(
+            replace(
+                stage,
+                layouts={**_leaf_layouts(graph, stages[index]), **stages[index].made},
+                blocks=tuple(replace(block, kind=block.name) for block in stage.blocks),
+            )
+            for index, stage in enumerate(plan.stages)
+        ),
+    )
     return SequenceSlice(
-        replace(graph, nodes=tuple(work.nodes)), sliced_blocks, own,
+        replace(graph, nodes=tuple(work.nodes)),
+        sliced_blocks,
+        own,
         tuple(tuple(stage.carried) for stage in stages),
-    )  # fmt: skip
+    )
 
 
 def _stage_of_block(plan: Plan) -> list[int]:
@@ -160,9 +167,12 @@ class _Work:
         return replace(spec, shape=shape)
 
     def _look_back(
-        self, node: Node, written: WrittenAttention, refs: list[Ref],
+        self,
+        node: Node,
+        written: WrittenAttention,
+        refs: list[Ref],
         held: tuple[int, _StageLayouts, NodeLayout],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Extend written-out attention to the keys and values of all positions so far."""
         block, stage, layout = held
         if node.name == written.keys:
@@ -223,9 +233,13 @@ class _Work:
         return self._cut_merged(node, name, (ref, place, layout), block, stage)
 
     def _cut_merged(
-        self, node: Node, name: str, what: tuple[Ref, SeqDim, Layout], block: int,
+        self,
+        node: Node,
+        name: str,
+        what: tuple[Ref, SeqDim, Layout],
+        block: int,
         stage: _StageLayouts,
-    ) -> Ref:  # fmt: skip
+    ) -> Ref:
         """Cut as ``_cut``, along positions within a merged dimension, which is unmerged for it."""
         ref, place, layout = what
         spec = self.graph.spec(ref)
@@ -238,25 +252,40 @@ class _Work:
         for axis, placement in enumerate(layout):
             num_parts *= sizes[axis] if placement == shard(place.dim) else 1
         held = layout if place.outer % num_parts == 0 else _whole_along(layout, place.dim)
-        far = tuple(
-            shard(p.dim + 2) if p.is_shard and p.dim > place.dim else p for p in held
-        )  # fmt: skip
+        far = tuple(shard(p.dim + 2) if p.is_shard and p.dim > place.dim else p for p in held)
         opened = self.put(
-            _node(node, f"{name}_apart", "aten.reshape.default", (ref, list(apart)),
-                  replace(spec, shape=apart)),
-            block, stage, NodeLayout((held,), (far,)),
-        )  # fmt: skip
+            _node(
+                node,
+                f"{name}_apart",
+                "aten.reshape.default",
+                (ref, list(apart)),
+                replace(spec, shape=apart),
+            ),
+            block,
+            stage,
+            NodeLayout((held,), (far,)),
+        )
         cut = self.put(
-            _node(node, f"{name}_rows", "aten.slice.Tensor", (opened, place.dim + 1, low, high),
-                  replace(spec, shape=short)),
-            block, stage, NodeLayout((far,), (far,)),
-        )  # fmt: skip
+            _node(
+                node,
+                f"{name}_rows",
+                "aten.slice.Tensor",
+                (opened, place.dim + 1, low, high),
+                replace(spec, shape=short),
+            ),
+            block,
+            stage,
+            NodeLayout((far,), (far,)),
+        )
         whole = place.shape(spec.shape, *self.bounds)
         return self.put(
-            _node(node, name, "aten.reshape.default", (cut, list(whole)),
-                  replace(spec, shape=whole)),
-            block, stage, NodeLayout((far,), (held,)),
-        )  # fmt: skip
+            _node(
+                node, name, "aten.reshape.default", (cut, list(whole)), replace(spec, shape=whole)
+            ),
+            block,
+            stage,
+            NodeLayout((far,), (held,)),
+        )
 
     def _attending(
         self, own: Node, block: int, stage: _StageLayouts, layout: NodeLayout
@@ -273,19 +302,35 @@ class _Work:
         whole = (INVARIANT,) * len(layout.inputs[0])
         dtype, mask = own.spec.dtype, TensorSpec((stop - start, stop), "bool")
         ones = self.put(
-            _node(own, f"{own.name}_ones", "aten.new_ones.default",
-                  (queries, list(mask.shape)), replace(mask, dtype=dtype)),
-            block, stage, NodeLayout((layout.inputs[0],), (whole,)),
-        )  # fmt: skip
+            _node(
+                own,
+                f"{own.name}_ones",
+                "aten.new_ones.default",
+                (queries, list(mask.shape)),
+                replace(mask, dtype=dtype),
+            ),
+            block,
+            stage,
+            NodeLayout((layout.inputs[0],), (whole,)),
+        )
         lower = self.put(
-            _node(own, f"{own.name}_lower", "aten.tril.default", (ones, start),
-                  replace(mask, dtype=dtype)),
-            block, stage, NodeLayout((whole,), (whole,)),
-        )  # fmt: skip
+            _node(
+                own,
+                f"{own.name}_lower",
+                "aten.tril.default",
+                (ones, start),
+                replace(mask, dtype=dtype),
+            ),
+            block,
+            stage,
+            NodeLayout((whole,), (whole,)),
+        )
         seen = self.put(
             _node(own, f"{own.name}_seen", "aten.gt.Scalar", (lower, 0), mask),
-            block, stage, NodeLayout((whole,), (whole,)),
-        )  # fmt: skip
+            block,
+            stage,
+            NodeLayout((whole,), (whole,)),
+        )
         named = {"attn_mask", "dropout_p", "is_causal"}
         kwargs = {name: value for name, value in own.kwargs.items() if name not in named}
         attending = replace(own, args=(queries, *made, seen, 0.0, False), kwargs=kwargs)

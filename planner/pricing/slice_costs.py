@@ -43,8 +43,10 @@ def slice_shares(
         return None
     places = find_places(graph)
     forward, backward = [], []
-    totals = [sum(cost.forward_seconds for cost in whole) or 1.0,
-              sum(cost.backward_seconds for cost in whole) or 1.0]  # fmt: skip
+    totals = [
+        sum(cost.forward_seconds for cost in whole) or 1.0,
+        sum(cost.backward_seconds for cost in whole) or 1.0,
+    ]
     for bounds in slice_bounds(plan.slices):
         costs = _costs(graph, blocks, plan, places, bounds, price)
         forward.append(sum(cost.forward_seconds for cost in costs) / totals[0])
@@ -116,9 +118,10 @@ def _costs(
         raise UsageError(
             "AP549",
             f"a slice from position {bounds[0]} to {bounds[1]} cannot be divided over {axis}",
-            why="the plan's layouts split positions over it", where="--parallel",
+            why="the plan's layouts split positions over it",
+            where="--parallel",
             fix="slices whose lengths it divides, or --pin with layouts that split no positions",
-        )  # fmt: skip
+        )
     return price(part.graph, part.blocks, part.plan)
 
 

@@ -169,9 +169,11 @@ class StageCost:
 
 
 IN_PARTS = (
-    Resource.FORWARD_COMPUTE, Resource.PARAMETER_GATHER,
-    Resource.BACKWARD_COMPUTE, Resource.GRADIENT_SYNC,
-)  # fmt: skip
+    Resource.FORWARD_COMPUTE,
+    Resource.PARAMETER_GATHER,
+    Resource.BACKWARD_COMPUTE,
+    Resource.GRADIENT_SYNC,
+)
 """The resources behind the shares of ``Buckets``, in their order."""
 
 ISSUED = (
@@ -280,13 +282,16 @@ class StageTable:
         selected = {part for own in held for part in own.selected}
         read = {part for own in held for part in own.read}
         states = sum((d.states[:, choice] for d, choice in pairs), NO_STATES)
-        kept = np.array([_total(saved), _total(read), _total(selected)])
-        made_again = np.array([0.0, kept[0], kept[0] - _total(saved & selected)])
+        kept = np.array([sum(size for _, size in own) for own in (saved, read, selected)], float)
+        made_again = np.array([0.0, kept[0], kept[0] - sum(size for _, size in saved & selected)])
         return RowCost(
-            seconds, recompute, kept, states,
+            seconds,
+            recompute,
+            kept,
+            states,
             float(max((own.working_bytes for own in held), default=0)),
             made_again[:, None] + GATHERED_BLOCKS * states[:, State.GATHERED],
-        )  # fmt: skip
+        )
 
     def _edge(self, edge: Edge) -> RowCost:
         """Price an edge between blocks: the reading block keeps the value if it is recomputed."""
@@ -447,9 +452,14 @@ class StageTable:
         memory["reserve"] = float(context_bytes(self.model))
         receive = float(received[0]), float(received[1])
         return StageCost(
-            Seconds(*seconds.tolist()), receive, memory, kept, late,
-            self._groups_of(run, setting, of_kind), self.model.prices.shares_links,
-        )  # fmt: skip
+            Seconds(*seconds.tolist()),
+            receive,
+            memory,
+            kept,
+            late,
+            self._groups_of(run, setting, of_kind),
+            self.model.prices.shares_links,
+        )
 
     def _groups_of(self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats]) -> Groups:
         """Group the run's blocks in order. A parameter of several counts with the first block."""
@@ -485,9 +495,5 @@ class StageTable:
             found = [self.model.weight_grads(kind, at, choice) for at, choice in choices]
             parts = {part for _, _, own in found for part in own}
             seconds = np.array([own[:2] for own in found]).sum(axis=0)
-            self._weight_grads[kind] = seconds, _total(parts)
+            self._weight_grads[kind] = seconds, float(sum(size for _, size in parts))
         return self._weight_grads[kind]
-
-
-def _total(parts: Collection[tuple[str, int]]) -> float:
-    return float(sum(size for _, size in parts))

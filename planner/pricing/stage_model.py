@@ -320,9 +320,10 @@ class StageModel:
         sources, targets = self.source(edge).layouts, self._targets(edge).layouts
         spec, prices = self.spec(edge), self.prices
         return prices.converted.matrices.find(
-            (spec,), (sources, targets),
+            (spec,),
+            (sources, targets),
             lambda: conversion_seconds(prices, spec, sources, targets),
-        )  # fmt: skip
+        )
 
     def merged(self, edge: Edge) -> Merged:
         """Merge equal rows and columns of an edge's conversions."""
@@ -330,11 +331,12 @@ class StageModel:
         if found is None:
             source, targets = self.source(edge), self._targets(edge)
             rows, columns, reduced = self.prices.converted.merged.find(
-                (self.spec(edge), targets.alone), (source.layouts, targets.layouts),
+                (self.spec(edge), targets.alone),
+                (source.layouts, targets.layouts),
                 lambda: merge_classes(
                     np.stack(self.conversions(edge)), merge_columns=targets.alone
                 ),
-            )  # fmt: skip
+            )
             found = Merged(
                 rows[source.of_choice],
                 tuple(columns[own] for own in targets.columns),

@@ -21,11 +21,16 @@ from .branches import WeightedEdges
 from .slice_costs import SliceShares
 from .stage_cost import StageCost
 
-_UNSIMULATED = frozenset({
-    "activation_bytes", "static_bytes",
-    "forward_communication_seconds", "backward_communication_seconds",
-    "forward_states_seconds", "backward_states_seconds",
-})  # fmt: skip
+_UNSIMULATED = frozenset(
+    {
+        "activation_bytes",
+        "static_bytes",
+        "forward_communication_seconds",
+        "backward_communication_seconds",
+        "forward_states_seconds",
+        "backward_states_seconds",
+    }
+)
 _SIMULATED = tuple(e.name for e in fields(StageCosts) if e.name not in _UNSIMULATED)
 """Fields that determine a step and its bubble; the others are further figures of a timeline."""
 
@@ -95,9 +100,12 @@ def simulated_step(
     """
     own = _own_costs(pipeline, costs, message)
     key = (
-        pipeline.schedule, pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices,
+        pipeline.schedule,
+        pipeline.num_microbatches,
+        pipeline.num_chunks,
+        pipeline.slices,
         *(_figures(getattr(own, name)) for name in _SIMULATED),
-    )  # fmt: skip
+    )
     known = {} if known is None else known
     if key not in known:
         known[key] = Step(*step_and_bubble(pipeline_table(pipeline, len(costs)), own))
@@ -128,9 +136,13 @@ def pipeline_table(pipeline: Pipeline, num_stages: int) -> Schedule:
     if slices is None and edges in (None, chain(num_stages)):
         return known_schedule(pipeline.schedule, num_stages, number, chunks)
     return build_schedule(
-        pipeline.schedule, num_stages, number, num_chunks=chunks, edges=edges,
+        pipeline.schedule,
+        num_stages,
+        number,
+        num_chunks=chunks,
+        edges=edges,
         slices=slices.lengths if slices is not None else (),
-    )  # fmt: skip
+    )
 
 
 def _pairs(edges: WeightedEdges) -> Edges:

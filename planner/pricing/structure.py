@@ -210,10 +210,12 @@ class Structure:
         blocks = self.blocks.blocks[start:stop]
         inside = self._inside[start:stop]
         received: dict[Ref, Use] = {}
-        edges = tuple([
-            own.edges if own.first >= start else self._edges(at, start, received)
-            for at, own in enumerate(inside, start)
-        ])  # fmt: skip
+        edges = tuple(
+            [
+                own.edges if own.first >= start else self._edges(at, start, received)
+                for at, own in enumerate(inside, start)
+            ]
+        )
         return Run(
             start,
             stop,
@@ -310,7 +312,15 @@ def leaf_bytes(graph: Graph, names: Iterable[str], row_parts: int) -> int:
 
 
 _OF_ANY_BATCH = (
-    "position", "readers", "outside", "leaves", "crossing", "_crossed", "_inside", "_shared",
-    "_template_outside", "_made_for_others",
-)  # fmt: skip
+    "position",
+    "readers",
+    "outside",
+    "leaves",
+    "crossing",
+    "_crossed",
+    "_inside",
+    "_shared",
+    "_template_outside",
+    "_made_for_others",
+)
 """Cached properties that do not depend on shapes."""

@@ -42,15 +42,22 @@ _SHARED = CostAssumptions(joint_states=True, expert_kernels="activation", dispat
 _SYSTEMS: Mapping[SystemName, System] = {
     "run": System("autoparallel run", "eager", False, RUNTIME),
     "megatron": System(
-        "Megatron-LM", "fused", True,
+        "Megatron-LM",
+        "fused",
+        True,
         replace(
-            _SHARED, recomputed=("core_attn",), cast_bytes=4.0, regathers=True, keeps_casts=True,
-            casts_experts=True, attention="cudnn",
+            _SHARED,
+            recomputed=("core_attn",),
+            cast_bytes=4.0,
+            regathers=True,
+            keeps_casts=True,
+            casts_experts=True,
+            attention="cudnn",
         ),
     ),
     "torchtitan": System("torchtitan", "compiled", True, _SHARED),
     "deepspeed": System("DeepSpeed", "eager", False, replace(_SHARED, expert_kernels="separate")),
-}  # fmt: skip
+}
 
 
 def system(name: SystemName) -> System:

@@ -72,10 +72,12 @@ def _of_bases(
 ) -> Iterator[Candidate]:
     """Yield the candidates of some pipelines."""
     bounded = sorted(
-        ((option.least_seconds(), number, option)
-         for number, option in enumerate(_options(context, bases))),
+        (
+            (option.least_seconds(), number, option)
+            for number, option in enumerate(_options(context, bases))
+        ),
         key=itemgetter(0),
-    )  # fmt: skip
+    )
     simulated_of: dict[str, int] = {}
     for least, _, option in bounded:
         if least >= pool.bar:
@@ -187,9 +189,14 @@ class Interleaving:
     """A pipeline cut into several stages per rank, which begin with the blocks ``starts``."""
 
     def __init__(
-        self, context: SearchContext, base: Candidate, pricing: ChunkPricing, schedule: str,
-        chunks: int, starts: tuple[int, ...],
-    ) -> None:  # fmt: skip
+        self,
+        context: SearchContext,
+        base: Candidate,
+        pricing: ChunkPricing,
+        schedule: str,
+        chunks: int,
+        starts: tuple[int, ...],
+    ) -> None:
         self.context, self.base, self.schedule, self.chunks = context, base, schedule, chunks
         self.parts = parts_of_ranks(schedule, len(base.stages), chunks)
         rank_of = {stage: rank for rank, stages in enumerate(self.parts) for stage in stages}
@@ -273,10 +280,14 @@ class Interleaving:
                 answers[member] = _answered(replace(stage, zero=zero), policy, gap)
         try:
             return build_simulated(
-                context, base.rows, self.schedule, self.stages,
+                context,
+                base.rows,
+                self.schedule,
+                self.stages,
                 [answers[member] for member in range(number)],
-                num_chunks=self.chunks, base=base,
-            )  # fmt: skip
+                num_chunks=self.chunks,
+                base=base,
+            )
         except UsageError:
             return None
 

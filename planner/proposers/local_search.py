@@ -191,8 +191,11 @@ def answers_seconds(
             late = answer.table.weight_grads(answer.run)[0] if known is None else known
         figures.append(
             (
-                cost.forward_seconds, cost.backward_seconds - late, *cost.receive_seconds,
-                cost.end_seconds, late,
+                cost.forward_seconds,
+                cost.backward_seconds - late,
+                *cost.receive_seconds,
+                cost.end_seconds,
+                late,
             )
-        )  # fmt: skip
+        )
     return float(least_seconds(figures, count, needs))

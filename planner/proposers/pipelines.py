@@ -196,9 +196,11 @@ def placed_pipelines(context: SearchContext, pool: CandidatePool) -> Iterator[Ca
         context.observe(f"learning to place micro-batches of {rows} rows", index, len(sizes))
         with context.budget.timed("learning"):
             found = placer(
-                context.table(rows), context.num_microbatches(rows), context.stage_numbers,
+                context.table(rows),
+                context.num_microbatches(rows),
+                context.stage_numbers,
                 time_limit_seconds=share,
-            )  # fmt: skip
+            )
         for pipeline in found:
             yield from pool.simulate(PipelineProposal(rows, pipeline))
 

@@ -46,9 +46,12 @@ class RankStage:
     def setting(self, policy: RecomputePolicy) -> StageOptions:
         """Return the setting of the stage under a recomputation policy."""
         return StageOptions(
-            self.num_microbatches, self.zero, policy, most_held(self.held),
+            self.num_microbatches,
+            self.zero,
+            policy,
+            most_held(self.held),
             halves=self.held if self.splits else (),
-        )  # fmt: skip
+        )
 
     def cost(self, policy: RecomputePolicy) -> StageCost:
         """Price the stage under a recomputation policy."""
@@ -66,9 +69,10 @@ class RankStage:
         plain = self.cost(NO_RECOMPUTE)
         late_bytes = self.table.weight_grads(self.run)[1] if self.splits else 0.0
         states = sum(
-            size for name, size in plain.memory_bytes.items()
+            size
+            for name, size in plain.memory_bytes.items()
             if name not in ("activations", "transient", "reserve")
-        )  # fmt: skip
+        )
         kept = plain.activation_bytes + self.policies.kept_bytes
         lasting = [states + held_bytes(self.held, own, late_bytes) for own in kept.tolist()]
         return np.array(lasting), self.policies.transient_bytes[self.zero]
@@ -126,8 +130,10 @@ class _Options:
         lasting, transient = stage.bytes_by_policy
         return _Options(
             [stage.policies.policies[number] for number in allowed.tolist()],
-            stage.policies.seconds[allowed], lasting[allowed], transient[allowed],
-        )  # fmt: skip
+            stage.policies.seconds[allowed],
+            lasting[allowed],
+            transient[allowed],
+        )
 
     def cheapest(self, price: float) -> int:
         """Return the choice with the least seconds plus price of its bytes."""

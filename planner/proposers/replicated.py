@@ -72,29 +72,39 @@ def _with_replicas(context: SearchContext, base: Candidate) -> Candidate:
         pair = (rank, ranks - 1 - rank)
         stages = [
             RankStage(
-                base.answers[part][1].table, base.answers[part][1].run,
-                base.answers[part][1].setting.zero, ((held[part], 0),), count, splits=False,
+                base.answers[part][1].table,
+                base.answers[part][1].run,
+                base.answers[part][1].setting.zero,
+                ((held[part], 0),),
+                count,
+                splits=False,
             )
             for part in pair
-        ]  # fmt: skip
+        ]
         limit = min(context.limits_on(base.stages[part].devices).memory_bytes for part in pair)
         policies = recomputed_to_fit(stages, limit, context.request.recomputations)
         for part, policy in zip(pair, policies, strict=True):
             answers[part] = _recomputed(context, base, part, policy)
     costs = with_replica_sums(
         [answer.cost for _, answer in answers], SCHEDULE, context.cluster, ranks
-    )  # fmt: skip
+    )
     timeline = simulate_stages(
         Pipeline(SCHEDULE, count), costs, message=message_seconds(context.cluster)
     )
     sizes = _rank_bytes(costs, timeline.peak_activation_bytes)
     limits = [context.limits_on(stage.devices).memory_bytes for stage in base.stages]
     return replace(
-        base, schedule=SCHEDULE, answers=tuple(answers), costs=tuple(costs), base=base,
-        step_seconds=timeline.step_seconds, bubble_fraction=timeline.bubble_fraction,
-        peak_bytes=max(sizes), is_complete=True,
+        base,
+        schedule=SCHEDULE,
+        answers=tuple(answers),
+        costs=tuple(costs),
+        base=base,
+        step_seconds=timeline.step_seconds,
+        bubble_fraction=timeline.bubble_fraction,
+        peak_bytes=max(sizes),
+        is_complete=True,
         fits=all(size <= limit for size, limit in zip(sizes, limits, strict=True)),
-    )  # fmt: skip
+    )
 
 
 def _recomputed(

@@ -50,9 +50,11 @@ def sliced(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
     slices = request.forced.slices
     if isinstance(slices, int) and slices > length:
         raise UsageError(
-            "AP549", f"slices={slices} of sequences of {length} positions", where="--parallel",
+            "AP549",
+            f"slices={slices} of sequences of {length} positions",
+            where="--parallel",
             fix=f"at most {length} slices",
-        )  # fmt: skip
+        )
     lengths = even_lengths(length, slices) if isinstance(slices, int) else None
     bases = [each for each in pool.ranked() if each.is_pipeline and _can_be_sliced(context, each)]
     if not is_forced:
@@ -111,18 +113,26 @@ def _in_slices(
     plan = replace(plan, schedule=SCHEDULE)
     if lengths is None:
         lengths = best_lengths(
-            at_microbatch(graph, plan), blocks, plan,
+            at_microbatch(graph, plan),
+            blocks,
+            plan,
             lambda part, cut, of: priced_stages(
                 part, cut, of, rules=context.rules, basis=context.basis
             ),
-        )  # fmt: skip
+        )
     evaluator = Evaluator(graph, blocks, context.rules, context.basis)
     staged = evaluator.staged(replace(plan, slices=lengths), context.cluster)
     found = staged.evaluation()
     limits = [context.limits_on(stage.devices).memory_bytes for stage in base.stages]
     return replace(
-        base, schedule=SCHEDULE, costs=tuple(staged.costs), slices=staged.slices, base=base,
-        step_seconds=found.step_seconds, bubble_fraction=found.bubble_fraction,
-        peak_bytes=float(found.peak_memory_bytes), is_complete=True,
+        base,
+        schedule=SCHEDULE,
+        costs=tuple(staged.costs),
+        slices=staged.slices,
+        base=base,
+        step_seconds=found.step_seconds,
+        bubble_fraction=found.bubble_fraction,
+        peak_bytes=float(found.peak_memory_bytes),
+        is_complete=True,
         fits=found.peak_memory_bytes <= min(limits),
-    )  # fmt: skip
+    )

@@ -137,11 +137,18 @@ class _Shared:
         if key not in self._solvers:
             context, request = self.context, self.context.request
             prices = Prices(
-                self.mesh, context.cluster, tuple(range(self.mesh.size)), request.precision,
-                request.optimizer, context.rules, context.cache, profile=context.basis.used,
-                own=self.ranks[key[0]], assumptions=context.basis.assumptions,
+                self.mesh,
+                context.cluster,
+                tuple(range(self.mesh.size)),
+                request.precision,
+                request.optimizer,
+                context.rules,
+                context.cache,
+                profile=context.basis.used,
+                own=self.ranks[key[0]],
+                assumptions=context.basis.assumptions,
                 states=request.states,
-            )  # fmt: skip
+            )
             limited = replace(
                 restriction(self.mesh, request.forced), pins=context.pins, features=request.features
             )

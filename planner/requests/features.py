@@ -119,7 +119,8 @@ def _expanded(names: Iterable[str], groups: dict[str, tuple[str, ...]], option: 
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {close[0]}? " if close else ""
                 raise UsageError(
-                    "AP185", f"{option}: unknown feature {name!r}",
+                    "AP185",
+                    f"{option}: unknown feature {name!r}",
                     fix=f"{hint}the features are {', '.join((*known, *WHOLE_GROUPS))}",
-                )  # fmt: skip
+                )
     return found

@@ -56,9 +56,10 @@ class Goal:
             )
         if self.objective == "devices" and self.deadline is None:
             raise UsageError(
-                "AP189", "--objective devices needs a deadline",
+                "AP189",
+                "--objective devices needs a deadline",
                 fix="for example: --deadline 24h/1000steps or --deadline 30d/2e12tokens",
-            )  # fmt: skip
+            )
 
     def dollars_per_hour(self, cluster: Cluster) -> float | None:
         """Return the dollars per hour of the whole cluster; None if a device has no price.

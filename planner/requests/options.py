@@ -256,9 +256,11 @@ def check_forced_schedule(request: Request, num_blocks: int) -> None:
         build_schedule("chimera", forced.pp or 1, 2)
     if forced.schedule == "terapipe" and (forced.cp or 1) > 1:
         raise UsageError(
-            "AP549", "cp and schedule=terapipe both split the positions of sequences",
-            where="--parallel", fix="remove cp",
-        )  # fmt: skip
+            "AP549",
+            "cp and schedule=terapipe both split the positions of sequences",
+            where="--parallel",
+            fix="remove cp",
+        )
 
 
 def _check_chunks(request: Request) -> None:

@@ -40,8 +40,12 @@ ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "ampnet")
 """Schedules that differ from one device: see ``planner.asynchronous``."""
 
 FORCED_SCHEDULES = (
-    *SCHEDULES, "interleaved-1f1b", *CHUNKED_SCHEDULES, *DERIVED_SCHEDULES, *ASYNCHRONOUS,
-)  # fmt: skip
+    *SCHEDULES,
+    "interleaved-1f1b",
+    *CHUNKED_SCHEDULES,
+    *DERIVED_SCHEDULES,
+    *ASYNCHRONOUS,
+)
 """Schedules that can be forced."""
 
 ALL_REDUCES = (LIBRARY, *BY_MESSAGES)
@@ -55,9 +59,13 @@ class Placer(Protocol):
     """
 
     def __call__(
-        self, table: Table, num_microbatches: int, stage_numbers: Iterable[int], *,
+        self,
+        table: Table,
+        num_microbatches: int,
+        stage_numbers: Iterable[int],
+        *,
         time_limit_seconds: float,
-    ) -> Sequence[Pipeline]:  # fmt: skip
+    ) -> Sequence[Pipeline]:
         """Return the best pipelines found within the time limit, the fastest first."""
         ...
 
@@ -118,20 +126,24 @@ class Forced:
             )
         if self.offload == "optimizer" and self.schedule in ASYNCHRONOUS:
             raise UsageError(
-                "AP191", f"offload=optimizer with schedule={self.schedule}",
+                "AP191",
+                f"offload=optimizer with schedule={self.schedule}",
                 why="it updates weights in the middle of a step, on the device",
-                where="--parallel", fix="a synchronous schedule, or no offload",
-            )  # fmt: skip
+                where="--parallel",
+                fix="a synchronous schedule, or no offload",
+            )
         if self.schedule is not None and self.schedule not in FORCED_SCHEDULES:
             raise UsageError(
                 "AP122", f"schedule={self.schedule} is not one of {', '.join(FORCED_SCHEDULES)}"
             )
         if self.all_reduces and self.zero:
             raise UsageError(
-                "AP195", f"{' and '.join(self.all_reduces)} with zero={self.zero}",
+                "AP195",
+                f"{' and '.join(self.all_reduces)} with zero={self.zero}",
                 why="ZeRO 1 to 3 sum gradients by reduce-scatters, block by block",
-                where="--parallel", fix="zero=0, or leave allreduce and gradients out",
-            )  # fmt: skip
+                where="--parallel",
+                fix="zero=0, or leave allreduce and gradients out",
+            )
 
     @property
     def row_parts(self) -> int:
@@ -151,10 +163,12 @@ class Forced:
                 raise UsageError("AP120", f"{name}={value} needs servers=")
         if (self.staleness is not None) != (self.consistency == "ssp"):
             raise UsageError(
-                "AP957", "consistency=ssp and staleness=s belong together",
+                "AP957",
+                "consistency=ssp and staleness=s belong together",
                 why="staleness is how many iterations a worker may be ahead of the slowest",
-                where="--parallel", fix="consistency=ssp,staleness=2",
-            )  # fmt: skip
+                where="--parallel",
+                fix="consistency=ssp,staleness=2",
+            )
 
     @property
     def least_chunks(self) -> int:
@@ -293,9 +307,10 @@ def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap
         raise UsageError("AP120", f"max_tp={max_tp} is less than 1")
     if max_tp is not None and forced.tp is not None and forced.tp > max_tp:
         raise UsageError(
-            "AP186", f"tp={forced.tp} is fixed, but --max-tp is {max_tp}",
+            "AP186",
+            f"tp={forced.tp} is fixed, but --max-tp is {max_tp}",
             fix="remove --parallel tp or --max-tp",
-        )  # fmt: skip
+        )
     wanted = [name for name in ("dp", "tp", "pp", "cp", "ep") if (getattr(forced, name) or 1) > 1]
     wanted += [f"zero{forced.zero}"] if forced.zero else []
     wanted += [forced.recompute] if forced.recompute not in (None, "none") else []
@@ -305,18 +320,21 @@ def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap
     for name in wanted:
         if not features.allows(name):
             raise UsageError(
-                "AP186", f"{name} is both fixed and denied",
+                "AP186",
+                f"{name} is both fixed and denied",
                 fix="remove it from --parallel or --deny, or add it to --allow",
-            )  # fmt: skip
+            )
 
 
 def check_tolerance(tolerance: float) -> None:
     """Raise AP841 for an invalid tolerance."""
     if not 0 <= tolerance < 1:
         raise UsageError(
-            "AP841", f"a tolerance of {tolerance:g} is not between 0 and 1",
-            where="--tolerance", fix="0.02 treats plans within 2 % of the fastest as equally fast",
-        )  # fmt: skip
+            "AP841",
+            f"a tolerance of {tolerance:g} is not between 0 and 1",
+            where="--tolerance",
+            fix="0.02 treats plans within 2 % of the fastest as equally fast",
+        )
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -29,9 +29,17 @@ Letters = tuple[str | None, ...]
 Shape = tuple[int, ...]
 
 FLOATS = frozenset(
-    ("float64", "float32", "bfloat16", "float16", "complex64", "complex128", "float8_e4m3fn",
-     "float8_e5m2")
-)  # fmt: skip
+    (
+        "float64",
+        "float32",
+        "bfloat16",
+        "float16",
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+    )
+)
 """The dtypes that a partial sum can have."""
 
 

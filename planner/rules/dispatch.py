@@ -84,9 +84,7 @@ def _of_experts(
     parts = [_hidden(each, at, tokens.shape[-1]) for at, each in enumerate(weights)]
     if all(dim is None or weights[at].shape[dim] % axis_size == 0 for at, dim in enumerate(parts)):
         received, made = copies * tokens.num_bytes, copies * node.spec.num_bytes
-        moved = [
-            InnerCollective("all_gather", received), InnerCollective("reduce_scatter", made)
-        ]  # fmt: skip
+        moved = [InnerCollective("all_gather", received), InnerCollective("reduce_scatter", made)]
         if tokens.requires_grad:
             moved += [
                 InnerCollective("all_gather", made, backward=True),

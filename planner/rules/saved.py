@@ -20,8 +20,15 @@ _EXPERT_WIDTHS = 3
 """Rows as wide as the first product that an expert keeps: its result and the activation's."""
 
 OTHERS, INPUT, INPUTS, REST, OUTPUT, BOTH, INDICES, NOTHING = (
-    "others", "input", "inputs", "rest", "output", "both", "indices", "nothing"
-)  # fmt: skip
+    "others",
+    "input",
+    "inputs",
+    "rest",
+    "output",
+    "both",
+    "indices",
+    "nothing",
+)
 
 _CHOOSING = ("max", "min", "median")
 """Ops that keep their choice if they have one output, and its index if they have two."""

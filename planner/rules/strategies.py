@@ -49,9 +49,11 @@ def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrateg
         leaves=[producer.kind != "op" for producer in producers],
     )
     return (
-        *exchanged_parts(case, axis_size), *derived[:-1],
-        *balanced_strategies(case, derived, axis_size), derived[-1],
-    )  # fmt: skip
+        *exchanged_parts(case, axis_size),
+        *derived[:-1],
+        *balanced_strategies(case, derived, axis_size),
+        derived[-1],
+    )
 
 
 def strategies_form(node: Node, graph: Graph) -> tuple[Any, ...]:

@@ -171,8 +171,15 @@ STRUCTURED: dict[str, Callable[[Case], Signature | None]] = {
     "batch_norm": structured.batch_norm,
     "_native_batch_norm_legit_functional": structured.batch_norm,
     **dict.fromkeys(
-        ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-         "convolution"),
+        (
+            "conv1d",
+            "conv2d",
+            "conv3d",
+            "conv_transpose1d",
+            "conv_transpose2d",
+            "conv_transpose3d",
+            "convolution",
+        ),
         structured.convolution,
     ),
     "cross_entropy_loss": structured.class_loss,
@@ -192,8 +199,16 @@ STRUCTURED: dict[str, Callable[[Case], Signature | None]] = {
     "_grouped_mm": indexing.grouped_mm,
     "one_hot": structured.one_hot,
     **dict.fromkeys(
-        ("view", "reshape", "_unsafe_view", "view_copy", "flatten", "unflatten", "squeeze",
-         "unsqueeze"),
+        (
+            "view",
+            "reshape",
+            "_unsafe_view",
+            "view_copy",
+            "flatten",
+            "unflatten",
+            "squeeze",
+            "unsqueeze",
+        ),
         views.reshape,
     ),
     "expand": views.expand,
@@ -206,13 +221,30 @@ STRUCTURED: dict[str, Callable[[Case], Signature | None]] = {
     "tile": views.repeat,
     "repeat_interleave": views.repeat_interleave,
     **dict.fromkeys(
-        ("permute", "transpose", "swapaxes", "swapdims", "t", "mT", "numpy_T", "movedim",
-         "moveaxis"),
+        (
+            "permute",
+            "transpose",
+            "swapaxes",
+            "swapdims",
+            "t",
+            "mT",
+            "numpy_T",
+            "movedim",
+            "moveaxis",
+        ),
         views.permute,
     ),
     **dict.fromkeys(
-        ("slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split",
-         "unsafe_split", "unsafe_chunk"),
+        (
+            "slice",
+            "narrow",
+            "split",
+            "split_with_sizes",
+            "chunk",
+            "tensor_split",
+            "unsafe_split",
+            "unsafe_chunk",
+        ),
         views.cut,
     ),
     "select": views.take,
@@ -227,7 +259,7 @@ STRUCTURED: dict[str, Callable[[Case], Signature | None]] = {
     "new_ones": views.new,
     "new_full": views.new,
     "new_empty": views.new,
-}  # fmt: skip
+}
 
 
 @lru_cache(maxsize=4096)

@@ -95,12 +95,24 @@ _FAMILIES: dict[Family, str] = {
 }
 _FAMILY: dict[str, Family] = {op: family for family, ops in _FAMILIES.items() for op in ops.split()}
 _CUTS = frozenset(
-    ("slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split",
-     "unsafe_chunk", "select", "unbind")
-)  # fmt: skip
+    (
+        "slice",
+        "narrow",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "tensor_split",
+        "unsafe_split",
+        "unsafe_chunk",
+        "select",
+        "unbind",
+    )
+)
 _FLOPS_PER_ELEMENT: dict[Family, tuple[int, int]] = {
-    "norm": (8, 14), "elementwise": (1, 2), "reduction": (1, 1)
-}  # fmt: skip
+    "norm": (8, 14),
+    "elementwise": (1, 2),
+    "reduction": (1, 1),
+}
 _ATTENTION_BACKWARD = 2.5
 _BALANCED_KERNELS = 5, 11
 """Kernels of balanced attention. Forward: two of attention, two copies of sent values, one of both
@@ -169,10 +181,16 @@ def _fused(
     flops_forward, flops_backward = _fused_flops(node, fused, inputs, outputs)
     products = _fused_products(node, fused, inputs)
     return Work(
-        family, flops_forward, flops_backward, forward, backward,
-        products_forward=products, products_backward=products if flops_backward else (),
-        kernels_forward=fused.kernels_forward, kernels_backward=fused.kernels_backward,
-    )  # fmt: skip
+        family,
+        flops_forward,
+        flops_backward,
+        forward,
+        backward,
+        products_forward=products,
+        products_backward=products if flops_backward else (),
+        kernels_forward=fused.kernels_forward,
+        kernels_backward=fused.kernels_backward,
+    )
 
 
 def _fused_flops(

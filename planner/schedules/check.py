@@ -153,9 +153,10 @@ def _check_passes(schedule: Schedule, trains: bool) -> None:
         for m in range(schedule.num_microbatches):
             first = Action(FORWARD, replicas[0], m)
             passed = [
-                stage for stage in replicas
+                stage
+                for stage in replicas
                 if first._replace(stage=stage) in positions[schedule.stage_rank[stage]]
-            ]  # fmt: skip
+            ]
             if not passed:
                 raise _fault(schedule, f"{first} is missing")
             if len(passed) > 1:

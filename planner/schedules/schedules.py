@@ -38,9 +38,11 @@ def find_schedule(name: str) -> ScheduleInfo:
     found = SCHEDULES.get(ALIASES.get(name, name))
     if found is None:
         raise UsageError(
-            "AP150", f"unknown schedule {name!r}", where="schedule",
+            "AP150",
+            f"unknown schedule {name!r}",
+            where="schedule",
             fix=f"use one of {', '.join(SCHEDULES)}",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -73,10 +75,11 @@ def build_schedule(
     info = find_schedule(name)
     if num_stages < 1 or num_microbatches < 1:
         raise UsageError(
-            "AP151", f"cannot build a schedule of {num_stages} stages and {num_microbatches} "
-            "micro-batches",
-            why="a pipeline has at least one stage and one micro-batch", where="schedule",
-        )  # fmt: skip
+            "AP151",
+            f"cannot build a schedule of {num_stages} stages and {num_microbatches} micro-batches",
+            why="a pipeline has at least one stage and one micro-batch",
+            where="schedule",
+        )
     if edges is not None and edges != chain(num_stages):
         return _of_graph(info, num_stages, num_microbatches, edges, ahead)
     chunks = info.chunks[0] if num_chunks is None else num_chunks
@@ -92,9 +95,14 @@ def build_schedule(
     orders = info.orders(size._replace(num_slices=len(slices) or 1))
     rest = complete(orders, ahead=ahead, edges=ways, parts=parts)
     return Schedule(
-        info.name, num_microbatches, *rest,
-        edges=ways, parts=parts, slices=slices, weights=info.weights,
-    )  # fmt: skip
+        info.name,
+        num_microbatches,
+        *rest,
+        edges=ways,
+        parts=parts,
+        slices=slices,
+        weights=info.weights,
+    )
 
 
 def compute_orders(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Table:
@@ -143,10 +151,11 @@ def _of_graph(
     """Build the schedule of stages that form any directed acyclic graph."""
     if info.name not in OF_GRAPHS:
         raise UsageError(
-            "AP154", f"schedule {info.name!r} does not support parallel branches of stages",
+            "AP154",
+            f"schedule {info.name!r} does not support parallel branches of stages",
             where="schedule",
             fix=f"one of {', '.join(OF_GRAPHS)}",
-        )  # fmt: skip
+        )
     orders = OF_GRAPHS[info.name](num_microbatches, depths(Wiring.of(num_stages, edges)))
     rest = complete(orders, ahead=ahead, edges=edges)
     return Schedule(info.name, num_microbatches, *rest, edges=edges)

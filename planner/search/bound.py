@@ -161,8 +161,10 @@ class _Relaxation:
         """Return by price of a byte the seconds per micro-batch that the mean device works."""
         structure = self.context.at(self.rows)
         neighbours, count = Neighbours.of(structure), self.context.num_microbatches(self.rows)
-        shares = [solver.model.prices.mesh.size / self.context.cluster.num_devices
-                  for solver in self._solvers]  # fmt: skip
+        shares = [
+            solver.model.prices.mesh.size / self.context.cluster.num_devices
+            for solver in self._solvers
+        ]
         every = [block_seconds(solver, count, neighbours, prices) for solver in self._solvers]
         total, saved = np.zeros(len(prices)), np.zeros(len(prices))
         blocks = Counter(
@@ -275,9 +277,13 @@ class _Blocks:
         after a block of its kind."""
         number, states = len(self.zeros), tuple(self.prices.tolist())
         rates = Rates(
-            self.count, tuple(zero for zero in self.zeros for _ in states), mode,
-            states * number, states * number, any_zero=True,
-        )  # fmt: skip
+            self.count,
+            tuple(zero for zero in self.zeros for _ in states),
+            mode,
+            states * number,
+            states * number,
+            any_zero=True,
+        )
         table = self.tables[kind].solve(rates).table[0]
         sync = min(
             float(np.array(self.model.block_sync(kind, zero)) @ rates.weights)
@@ -349,9 +355,7 @@ def _least_seconds(
     graph = context.at(rows).graph
     node = graph[name]
     work = context.rules.work(node, input_specs(node, graph), node.outputs)
-    passes = (
-        (work.flops_forward, work.bytes_forward), (work.flops_backward, work.bytes_backward)
-    )  # fmt: skip
+    passes = ((work.flops_forward, work.bytes_forward), (work.flops_backward, work.bytes_backward))
     least = float("inf")
     for device in devices:
         own = rate(device, work.family, node.product_dtype or node.spec.dtype)

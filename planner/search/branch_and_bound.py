@@ -110,9 +110,12 @@ class SearchNode:
         return [0, *sorted(cut for cut in found if 0 < cut < self.num_blocks), self.num_blocks]
 
     def _best_of(
-        self, at: Sequence[int], cutoff: float, numbers: Iterable[int],
+        self,
+        at: Sequence[int],
+        cutoff: float,
+        numbers: Iterable[int],
         tolerance: float = TOLERANCE,
-    ) -> Pipeline | None:  # fmt: skip
+    ) -> Pipeline | None:
         """Return the best pipeline with stages cut at the places ``at``."""
         cuts = self.costs.runs.cuts(at) if len(at) <= self.num_blocks else self.costs.runs.every
         search = PipelineSearch(self.tiling, cuts, self.costs.seconds, tolerance, cutoff)

@@ -43,9 +43,15 @@ do not fit."""
 
 
 def stage(
-    context: SearchContext, rows: int, choice: StageChoice, held: HalfPairs, *,
-    versions: int = 1, programs: int = 0, free: bool = False,
-) -> Chosen | None:  # fmt: skip
+    context: SearchContext,
+    rows: int,
+    choice: StageChoice,
+    held: HalfPairs,
+    *,
+    versions: int = 1,
+    programs: int = 0,
+    free: bool = False,
+) -> Chosen | None:
     """Find the best mesh of a pipeline stage, with its answer; None if the stage does not fit.
 
     ``versions`` of its weights are kept. ``programs``: maximum integer programs to narrow its gap.
@@ -147,9 +153,13 @@ def candidate(
 
 
 def _refine(
-    context: SearchContext, rows: int, stages: Sequence[StageChoice], held: Sequence[HalfPairs],
-    chosen: list[Chosen], programs: int,
-) -> None:  # fmt: skip
+    context: SearchContext,
+    rows: int,
+    stages: Sequence[StageChoice],
+    held: Sequence[HalfPairs],
+    chosen: list[Chosen],
+    programs: int,
+) -> None:
     """Narrow the gaps of stages, the slowest first, while that can shorten the step.
 
     T = Σ q + max m (``costs``) is within half the gap of its least once the slowest stages are: the
@@ -168,9 +178,14 @@ def _refine(
 
 
 def candidates(
-    context: SearchContext, proposal: PipelineProposal, *, programs: int = 0,
-    below: float = float("inf"), without: Collection[str] = (), free: bool = False,
-) -> Iterator[Candidate]:  # fmt: skip
+    context: SearchContext,
+    proposal: PipelineProposal,
+    *,
+    programs: int = 0,
+    below: float = float("inf"),
+    without: Collection[str] = (),
+    free: bool = False,
+) -> Iterator[Candidate]:
     """Yield the proposal by all schedules that fit, except ``without``. ``free``: see ``stage``.
 
     A schedule that splits backwards is only tried if it can be faster than the first of the others
@@ -224,14 +239,21 @@ def build_simulated(
         for (_, answer), number in zip(answers, versions, strict=True)
     )
     sizes = rank_bytes(stages, costs)
-    limits = {
-        stage.first_device: context.limits_on(stage.devices).memory_bytes for stage in stages
-    }  # fmt: skip
+    limits = {stage.first_device: context.limits_on(stage.devices).memory_bytes for stage in stages}
     made = Candidate(
-        rows, count, schedule, stages, tuple(answers), costs, 0.0, 0.0, max(sizes.values()),
-        num_chunks, base=base,
+        rows,
+        count,
+        schedule,
+        stages,
+        tuple(answers),
+        costs,
+        0.0,
+        0.0,
+        max(sizes.values()),
+        num_chunks,
+        base=base,
         fits=base is None or all(size <= limits[rank] for rank, size in sizes.items()),
-    )  # fmt: skip
+    )
     return _with_step(context, made, whole=False)
 
 
@@ -342,8 +364,10 @@ class Candidate:
         )
         return {
             "compute": count * sum(sum(cost.compute_seconds) for cost in costs),
-            "communication": count * sum(
-                cost.seconds.forward_communication + cost.seconds.backward_communication
+            "communication": count
+            * sum(
+                cost.seconds.forward_communication
+                + cost.seconds.backward_communication
                 + sum(cost.exposed_states)
                 for cost in costs
             ),
@@ -352,7 +376,7 @@ class Candidate:
             ),
             "optimizer": sum(cost.seconds.optimizer for cost in costs),
             "bubble": self.bubble_fraction * self.step_seconds,
-        }  # fmt: skip
+        }
 
     @property
     def summary(self) -> str:
@@ -363,16 +387,23 @@ class Candidate:
             before = ranks.get(choice.first_device, RankSummary(mesh, zero, 0))
             num_full, num_selective = map(sum, answer.setting.policy)
             ranks[choice.first_device] = RankSummary(
-                mesh, zero, before.num_blocks + choice.stop - choice.start,
-                before.num_full + num_full, before.num_selective + num_selective, answer.shares,
-            )  # fmt: skip
+                mesh,
+                zero,
+                before.num_blocks + choice.stop - choice.start,
+                before.num_full + num_full,
+                before.num_selective + num_selective,
+                answer.shares,
+            )
         num_slices = len(self.slices.lengths) if self.slices is not None else 0
         schedule = schedule_text(self.schedule, self.num_chunks, num_slices)
         is_offloaded = self.answers[0][0].prices.states.offload
         return summary_text(
-            list(ranks.values()), schedule, self.num_microbatches, self.rows,
+            list(ranks.values()),
+            schedule,
+            self.num_microbatches,
+            self.rows,
             "optimizer" if is_offloaded else "none",
-        )  # fmt: skip
+        )
 
 
 def rank_bytes(stages: Sequence[StageChoice], costs: Sequence[StageCost]) -> dict[int, float]:

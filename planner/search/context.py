@@ -138,9 +138,14 @@ class SearchContext:
         """Return this context with the results of another for another order of the hosts."""
         other.budget.deadline = self.budget.deadline
         return replace(
-            self, structure=other.structure, budget=other.budget,
-            cache=other.cache, graphs=other.graphs, solvers=other.solvers, steps=other.steps,
-        )  # fmt: skip
+            self,
+            structure=other.structure,
+            budget=other.budget,
+            cache=other.cache,
+            graphs=other.graphs,
+            solvers=other.solvers,
+            steps=other.steps,
+        )
 
     def at(self, rows: int) -> Structure:
         """Return the graph for micro-batches of ``rows`` rows."""
@@ -259,8 +264,9 @@ class SearchContext:
         if key not in self.solvers:
             limited = replace(
                 restriction(mesh, request.forced, free=free),
-                pins=self.pins, features=request.features,
-            )  # fmt: skip
+                pins=self.pins,
+                features=request.features,
+            )
             model = StageModel(self.at(rows), prices, limited, link)
             self.solvers[key] = IntraOp(model, limits, self.budget)
         return self.solvers[key]
@@ -268,11 +274,18 @@ class SearchContext:
     def _prices(self, rows: int, mesh: Mesh, ranks: tuple[int, ...]) -> Prices:
         request, asked = self.request, self.basis.asked
         return Prices(
-            mesh, self.cluster, ranks, request.precision, request.optimizer, self.rules, self.cache,
+            mesh,
+            self.cluster,
+            ranks,
+            request.precision,
+            request.optimizer,
+            self.rules,
+            self.cache,
             profile=self.basis.used,
             asked=asked.of(self.num_microbatches(rows)) if asked is not None else None,
-            assumptions=self.basis.assumptions, states=request.states,
-        )  # fmt: skip
+            assumptions=self.basis.assumptions,
+            states=request.states,
+        )
 
     def check_total_bytes(self) -> None:
         """Raise InfeasibleError AP301 if the model is larger than all devices together."""
@@ -354,10 +367,10 @@ class SearchContext:
         excess = [*self.excess_bytes, *self.beyond]
         if not excess and is_proven and not self.ended_by:
             return UsageError(
-                "AP127", "the requested dp/tp/pp degrees match no assignment of stages to this "
-                "cluster",
+                "AP127",
+                "the requested dp/tp/pp degrees match no assignment of stages to this cluster",
                 fix="other degrees, or fix fewer of them",
-            )  # fmt: skip
+            )
         if not excess or (self.budget.left_seconds <= 0 and not is_proven):
             return TimeLimitError(
                 "AP701", "no plan was found within the time limit", fix="a longer --time-limit"

@@ -75,9 +75,10 @@ class Known:
     def copy(self, other: Known, numbers: Sequence[int]) -> None:
         """Copy some classes from another."""
         for own, theirs in (
-            (self.objective, other.objective), (self.once, other.once),
+            (self.objective, other.objective),
+            (self.once, other.once),
             (self.slowest, other.slowest),
-        ):  # fmt: skip
+        ):
             own[numbers] = theirs[numbers]
 
 

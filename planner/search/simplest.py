@@ -15,9 +15,18 @@ from .context import SearchContext
 from .pool import CandidatePool
 
 SCHEDULES = (
-    "1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2",
-    "interleaved", "bfs", "zbv", "dualpipev", "terapipe", "chimera",
-)  # fmt: skip
+    "1f1b",
+    "gpipe",
+    "eager-1f1b",
+    "zb-h1",
+    "zb-h2",
+    "interleaved",
+    "bfs",
+    "zbv",
+    "dualpipev",
+    "terapipe",
+    "chimera",
+)
 """Schedules, the simplest first: whole backwards, split backwards, several stages per rank or
 micro-batches in parts."""
 

@@ -77,9 +77,12 @@ def stage_program(
     if limit is None:
         limit = float(plan.cluster.slowest_device(stage.devices).usable_memory_bytes)
     setting = StageOptions(
-        plan.num_microbatches, stage.zero, _policy(run, stage), held,
+        plan.num_microbatches,
+        stage.zero,
+        _policy(run, stage),
+        held,
         None if minimized == "unlimited" else limit - _beside(plan, index),
-    )  # fmt: skip
+    )
     assembly, planned = assembly_of(structure, run, stage, plan, rules, basis)
     problem = assembly.problem(setting)
     if minimized == "memory":
@@ -150,9 +153,17 @@ def assembly_of(
     Axes have their uses in the search, unless the plan uses them for more.
     """
     prices = Prices(
-        stage.mesh, plan.cluster, stage.devices, plan.model.precision, plan.model.optimizer,
-        rules, PriceCache(), profile=basis.used, assumptions=basis.assumptions, states=plan.states,
-    )  # fmt: skip
+        stage.mesh,
+        plan.cluster,
+        stage.devices,
+        plan.model.precision,
+        plan.model.optimizer,
+        rules,
+        PriceCache(),
+        profile=basis.used,
+        assumptions=basis.assumptions,
+        states=plan.states,
+    )
     link = plan.cluster.entry_link(stage.devices[0], stage.mesh.size)
     found: list[StageProblem] = []
     for free in (False, True):

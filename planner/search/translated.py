@@ -21,8 +21,10 @@ def reindex_solution(one: StageModel, other: StageModel, solution: Solution) -> 
     found: dict[str, tuple[int, ...]] = {}
     for owner, choices in solution.items():
         is_shared = owner in own.graph.by_name and owner not in own.blocks.kinds
-        pairs = [(model.shared(owner),) if is_shared else model.kind(owner).decisions
-                 for model in (one, other)]  # fmt: skip
+        pairs = [
+            (model.shared(owner),) if is_shared else model.kind(owner).decisions
+            for model in (one, other)
+        ]
         if len(pairs[0]) != len(pairs[1]):
             return None
         numbers = [

@@ -98,9 +98,15 @@ class Dropout(torch.autograd.Function):
 
 
 def dropout(
-    x: Tensor, p: float, mesh: Mesh, draw: Draw, *, number: int,
-    split: dict[str, int], rows: tuple[int, int] | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    p: float,
+    mesh: Mesh,
+    draw: Draw,
+    *,
+    number: int,
+    split: dict[str, int],
+    rows: tuple[int, int] | None = None,
+) -> Tensor:
     """Apply dropout number ``number`` of a block; other arguments as in ``start_of``."""
     start = start_of(x, mesh, draw, split=split, rows=rows)
     result: Tensor = Dropout.apply(x, p, draw.first + number, draw.key, start)  # type: ignore[no-untyped-call]
@@ -108,9 +114,14 @@ def dropout(
 
 
 def uniform(
-    like: Tensor, mesh: Mesh, draw: Draw, *, number: int,
-    split: dict[str, int], rows: tuple[int, int] | None = None,
-) -> Tensor:  # fmt: skip
+    like: Tensor,
+    mesh: Mesh,
+    draw: Draw,
+    *,
+    number: int,
+    split: dict[str, int],
+    rows: tuple[int, int] | None = None,
+) -> Tensor:
     """Draw numbers in [0, 1) of the shape and dtype of ``like``, as ``dropout`` draws."""
     start = start_of(like, mesh, draw, split=split, rows=rows)
     width = {torch.bfloat16: 8, torch.float16: 11}.get(like.dtype, _UNIFORM_BITS)

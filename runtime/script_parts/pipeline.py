@@ -236,9 +236,18 @@ class PipelineTrainer(Trainer):
             for name, held in self.holders.items()
             if len(held) > 1
         }
-        self.row = next((row for row in SCHEDULE if any(
-            action.startswith(f"{number}F") for number in self.stages for action in row.split()
-        )), "")  # fmt: skip
+        self.row = next(
+            (
+                row
+                for row in SCHEDULE
+                if any(
+                    action.startswith(f"{number}F")
+                    for number in self.stages
+                    for action in row.split()
+                )
+            ),
+            "",
+        )
 
     def run(self, share: float, *, is_last: bool) -> None:
         """Run this rank's row of the schedule."""

@@ -50,9 +50,14 @@ def _adopted(script: str, plans: Sequence[str], arguments: Sequence[Any]) -> dic
         def adopt(model: nn.Module, example: Any, plan: str = plan, **options: Any) -> nn.Module:
             parallel, _, compiled = plan.partition(" ")
             return autoparallel.parallelize(
-                model, example_batch=example, global_batch=8, parallel=settled(parallel),
-                profile="analytic", compile=bool(compiled), **options,
-            )  # fmt: skip
+                model,
+                example_batch=example,
+                global_batch=8,
+                parallel=settled(parallel),
+                profile="analytic",
+                compile=bool(compiled),
+                **options,
+            )
 
         alone = [autoparallel.one_process()] if script in ("trainer", "fabric") else []
         with ranks_share_captures(__file__, script):

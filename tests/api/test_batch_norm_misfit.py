@@ -35,9 +35,12 @@ class Normed(nn.Module):
 
 def planned(limit: str, parallel: str | None = None) -> Plan:
     return autoparallel.plan(
-        Normed(), {"image": torch.empty(BATCH, 8, 1024, 512, device="meta")}, cluster="1xA100",
-        memory_limit=limit, parallel=parallel,
-    )  # fmt: skip
+        Normed(),
+        {"image": torch.empty(BATCH, 8, 1024, 512, device="meta")},
+        cluster="1xA100",
+        memory_limit=limit,
+        parallel=parallel,
+    )
 
 
 @pytest.mark.slow

@@ -148,9 +148,15 @@ def forget() -> None:
 def _planned(folder: Path, *options: str) -> dict[str, Any]:
     plan = folder / "plan.json"
     arguments = [
-        "plan", str(folder / "net.py"), "--cluster", "2xA100-40GB", "-o", str(plan),
-        "--parallel", "microbatches=2,zero=0,recompute=none",
-    ]  # fmt: skip
+        "plan",
+        str(folder / "net.py"),
+        "--cluster",
+        "2xA100-40GB",
+        "-o",
+        str(plan),
+        "--parallel",
+        "microbatches=2,zero=0,recompute=none",
+    ]
     forget()
     assert run_command([*arguments, "--time-limit", "600", *options]) == 0
     found: dict[str, Any] = json.loads(plan.read_text())

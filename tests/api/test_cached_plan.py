@@ -54,9 +54,14 @@ class Planning:
         shelf = self.shelf()
         cache = Cache(shelf, self.code)
         found = reuse_or_search(
-            cache, case.graph, case.blocks, case.cluster, case.request,
-            basis=DEFAULT, search=counted,
-        )  # fmt: skip
+            cache,
+            case.graph,
+            case.blocks,
+            case.cluster,
+            case.request,
+            basis=DEFAULT,
+            search=counted,
+        )
         shelf.close()
         return found, cache
 
@@ -114,14 +119,29 @@ def report(found: Plan) -> str:
 
 
 ASKED: tuple[dict[str, Any], ...] = (
-    {"global_batch": 64}, {"seq": 8}, {"precision": "bf16"}, {"float32_ops": "autocast"},
-    {"optimizer": "sgd"}, {"memory_limit_bytes": 10**9}, {"microbatch_size": 2},
-    {"forced": Forced(zero=0)}, {"time_limit_seconds": 601.0}, {"top": 4}, {"gap": 0.02},
-    {"tolerance": 0.1}, {"pins": (parse_pin("layers.*=R@dp"),)}, {"stage_at": ("layers.1",)},
-    {"max_tp": 1}, {"features": Features(frozenset({"zero3"}))}, {"goal": Goal("memory")},
-    {"target": "other.py"}, {"settings": {"layers": 2}}, {"solver": "cbc"},
-    {"gradient_dtype": "compute"}, {"offload": "optimizer"},
-)  # fmt: skip
+    {"global_batch": 64},
+    {"seq": 8},
+    {"precision": "bf16"},
+    {"float32_ops": "autocast"},
+    {"optimizer": "sgd"},
+    {"memory_limit_bytes": 10**9},
+    {"microbatch_size": 2},
+    {"forced": Forced(zero=0)},
+    {"time_limit_seconds": 601.0},
+    {"top": 4},
+    {"gap": 0.02},
+    {"tolerance": 0.1},
+    {"pins": (parse_pin("layers.*=R@dp"),)},
+    {"stage_at": ("layers.1",)},
+    {"max_tp": 1},
+    {"features": Features(frozenset({"zero3"}))},
+    {"goal": Goal("memory")},
+    {"target": "other.py"},
+    {"settings": {"layers": 2}},
+    {"solver": "cbc"},
+    {"gradient_dtype": "compute"},
+    {"offload": "optimizer"},
+)
 """A change of every field of a request but ``placer``, with which no plan is kept."""
 
 
@@ -157,10 +177,14 @@ def test_features_have_one_key_in_whatever_order_they_were_denied() -> None:
 def test_the_profile_and_its_use_are_in_the_key() -> None:
     profile = Profile(Environment("a CPU", "", "2.11", 1), {})
     bases = (
-        DEFAULT, Basis(profile), Basis(profile, "measured"), Basis(profile, "analytic"),
-        Basis(replace(profile, rest=(1.1, 1.0))), Basis(replace(profile, update="Lion")),
+        DEFAULT,
+        Basis(profile),
+        Basis(profile, "measured"),
+        Basis(profile, "analytic"),
+        Basis(replace(profile, rest=(1.1, 1.0))),
+        Basis(replace(profile, update="Lion")),
         Basis(profile, only="measured"),
-    )  # fmt: skip
+    )
     assert len({key_of(small(), basis) for basis in bases}) == len(bases)
 
 
@@ -244,9 +268,12 @@ def test_a_graphs_digest_sees_every_field_but_the_source() -> None:
 
     spec = replace(node.outputs[0], dtype="float16")
     assert own not in (
-        changed(args=(*node.args, 1)), changed(outputs=(spec, *node.outputs[1:])),
-        changed(op="aten.other.default"), changed(kwargs={"a": 1}), changed(module="elsewhere"),
-    )  # fmt: skip
+        changed(args=(*node.args, 1)),
+        changed(outputs=(spec, *node.outputs[1:])),
+        changed(op="aten.other.default"),
+        changed(kwargs={"a": 1}),
+        changed(module="elsewhere"),
+    )
     assert changed(source="other.py:1") == own
     assert graph_digest(replace(case.graph, batch_dims={}), case.blocks) != own
     assert digest(1, 2) != digest(12)

@@ -138,8 +138,11 @@ class Convolved(nn.Module):
 def one_graph(adopt: Adopt) -> Figures:
     adjacency = ((_drawn(12, 12, seed=5) > 0.5).double() / 12).to_sparse()
     model = adopt(Convolved().double(), (_drawn(12, 6), adjacency), global_batch=1)
-    return _trained(model, lambda step: (_drawn(12, 6, seed=step), adjacency),
-                    lambda outputs: outputs.square().mean())  # fmt: skip
+    return _trained(
+        model,
+        lambda step: (_drawn(12, 6, seed=step), adjacency),
+        lambda outputs: outputs.square().mean(),
+    )
 
 
 @dataclass
@@ -226,8 +229,11 @@ class Routed(nn.Module):
 
 def scalar_that_is_no_loss(adopt: Adopt) -> Figures:
     model = adopt(Routed().double(), (_drawn(8, 6),), loss=None)
-    return _trained(model, lambda step: (_drawn(8, 6, seed=step),),
-                    lambda outputs: outputs[0].square().mean() + 0.1 * outputs[1])  # fmt: skip
+    return _trained(
+        model,
+        lambda step: (_drawn(8, 6, seed=step),),
+        lambda outputs: outputs[0].square().mean() + 0.1 * outputs[1],
+    )
 
 
 def _network(*sizes: int) -> nn.Module:
@@ -421,9 +427,22 @@ def further_arguments(adopt: Adopt) -> Figures:
     return found
 
 
-CASES = (other_arguments, further_arguments, time_first, carried_state, stacked_tables, one_graph,
-         nested_arguments, dataclasses_in_and_out, scalar_that_is_no_loss, adversaries,
-         plain_generator, adversarial_examples, trained_method, agent_without_forward)  # fmt: skip
+CASES = (
+    other_arguments,
+    further_arguments,
+    time_first,
+    carried_state,
+    stacked_tables,
+    one_graph,
+    nested_arguments,
+    dataclasses_in_and_out,
+    scalar_that_is_no_loss,
+    adversaries,
+    plain_generator,
+    adversarial_examples,
+    trained_method,
+    agent_without_forward,
+)
 
 
 def _computed(plan: str) -> dict[str, Figures]:

@@ -131,8 +131,11 @@ def test_a_run_goes_on_under_any_plan_and_alone_as_if_unbroken(tmp_path: Path) -
 
 def test_a_pipeline_goes_on_bit_for_bit(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace('self.register_buffer("steps", torch.zeros(()))', "")
-                      .replace("self.steps.add_(1)", "pass"))  # fmt: skip
+    script.write_text(
+        SCRIPT.replace('self.register_buffer("steps", torch.zeros(()))', "").replace(
+            "self.steps.add_(1)", "pass"
+        )
+    )
     plan, saved = "pp=2,microbatches=2", tmp_path / "run"
     whole = losses(script, plan, 0, 4, "-", "-")
     losses(script, plan, 0, 2, "-", saved)

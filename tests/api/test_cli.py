@@ -67,12 +67,18 @@ def test_a_traceback_is_shown_on_request_anywhere_on_the_line(
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (errors.UsageError, 2), (errors.CaptureError, 3), (errors.InfeasibleError, 4),
-        (errors.MachineError, 5), (errors.PlanError, 6), (errors.VerificationError, 7),
-        (errors.TimeLimitError, 8), (errors.WorkerError, 20), (errors.HangError, 21),
+        (errors.UsageError, 2),
+        (errors.CaptureError, 3),
+        (errors.InfeasibleError, 4),
+        (errors.MachineError, 5),
+        (errors.PlanError, 6),
+        (errors.VerificationError, 7),
+        (errors.TimeLimitError, 8),
+        (errors.WorkerError, 20),
+        (errors.HangError, 21),
         (errors.DeviceMemoryError, 22),
     ],
-)  # fmt: skip
+)
 def test_each_kind_of_error_has_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, error: type[errors.AutoparallelError], code: int
 ) -> None:
@@ -164,9 +170,11 @@ def test_a_cluster_without_a_switch_is_shown_with_its_wires(
     assert "pcie3 where links form no ring" in out
     assert "links between two devices of a host of 4" in out
     assert [line.split() for line in out.splitlines()[-6:-2]] == [
-        ["0", "-", "1", "1", "2"], ["1", "1", "-", "2", "1"],
-        ["2", "1", "2", "-", "2"], ["3", "2", "1", "2", "-"],
-    ]  # fmt: skip
+        ["0", "-", "1", "1", "2"],
+        ["1", "1", "-", "2", "1"],
+        ["2", "1", "2", "-", "2"],
+        ["3", "2", "1", "2", "-"],
+    ]
 
 
 def test_a_cluster_as_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,10 +246,23 @@ def test_a_model_that_does_not_fit_is_told_by_how_much_and_what_would(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     code = run(
-        "plan", "examples/gpt.py", "--cluster", "1xH100", "--memory-limit", "100MB",
-        "--global-batch", "1", "--seq", "16", "--set", "n_layer=1", "--set", "seq=16",
-        "--set", "d_model=1024",
-    )  # fmt: skip
+        "plan",
+        "examples/gpt.py",
+        "--cluster",
+        "1xH100",
+        "--memory-limit",
+        "100MB",
+        "--global-batch",
+        "1",
+        "--seq",
+        "16",
+        "--set",
+        "n_layer=1",
+        "--set",
+        "seq=16",
+        "--set",
+        "d_model=1024",
+    )
     text = capsys.readouterr().err
     assert code == 4
     assert re.search(
@@ -254,9 +275,15 @@ def test_a_batch_that_does_not_divide_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     code = run(
-        "plan", "examples/gpt.py", "--cluster", "2xH100", "--global-batch", "7",
-        "--parallel", "dp=2",
-    )  # fmt: skip
+        "plan",
+        "examples/gpt.py",
+        "--cluster",
+        "2xH100",
+        "--global-batch",
+        "7",
+        "--parallel",
+        "dp=2",
+    )
     text = capsys.readouterr().err
     assert code == 2
     assert "error[AP124]" in text

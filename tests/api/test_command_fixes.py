@@ -26,9 +26,13 @@ from finetuned_models import save_llama, save_tokenizer, words
 from autoparallel import __main__ as cli
 
 TABLES = (
-    planning_mistakes, option_mistakes, model_mistakes, file_mistakes, run_mistakes,
+    planning_mistakes,
+    option_mistakes,
+    model_mistakes,
+    file_mistakes,
+    run_mistakes,
     checkpoint_mistakes,
-)  # fmt: skip
+)
 CASES = [case for table in TABLES for case in table.CASES]
 
 

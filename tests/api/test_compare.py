@@ -101,8 +101,9 @@ def test_a_baseline_is_the_fastest_of_what_its_name_leaves_open(
     """Brute force over micro-batches and recomputation, all of which fit here."""
     words = [
         f"fsdp:recompute={mode},microbatches={count}"
-        for mode in ("none", "selective", "full") for count in (1, 2, 4, 8, 16)
-    ]  # fmt: skip
+        for mode in ("none", "selective", "full")
+        for count in (1, 2, 4, 8, 16)
+    ]
     plan, found, *others = compared(capsys, str(folder / "plan.json"), "fsdp", *words)
     best = min(each["step_seconds"] for each in others)
     assert found["step_seconds"] == pytest.approx(best, rel=1e-9)

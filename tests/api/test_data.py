@@ -100,8 +100,14 @@ def sources(log: list[Any]) -> dict[str, Any]:
         noted(rank, world)
         return numbered(PLANNED)
 
-    return {"plain": plain, "ends": ends, "started": started, "stateful": stateful,
-            "loader": loader, "whole": whole}  # fmt: skip
+    return {
+        "plain": plain,
+        "ends": ends,
+        "started": started,
+        "stateful": stateful,
+        "loader": loader,
+        "whole": whole,
+    }
 
 
 def first_tokens(data: TrainingData, count: int) -> list[int | None]:
@@ -242,10 +248,21 @@ def test_a_run_goes_on_under_another_degree_and_makes_each_row_once(tmp_path: Pa
 
     def run(parallel: str, *more: str) -> None:
         done = run_python(
-            "-m", "autoparallel", "run", str(model), "--cluster", "cpu:2",
-            "--global-batch", "8", "--parallel", settled(parallel), "--steps", "2", *more,
+            "-m",
+            "autoparallel",
+            "run",
+            str(model),
+            "--cluster",
+            "cpu:2",
+            "--global-batch",
+            "8",
+            "--parallel",
+            settled(parallel),
+            "--steps",
+            "2",
+            *more,
             folder=ROOT,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
 
     run("dp=2,microbatches=2,pp=1", "--save", str(tmp_path / "saved"))

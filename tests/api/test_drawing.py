@@ -25,9 +25,7 @@ def two_stages() -> Plan:
         for stage in plan.stages
     )
     prediction = replace(plan.prediction, step_seconds=15.0)
-    return replace(
-        plan, stages=stages, prediction=prediction, num_microbatches=4, schedule="1f1b"
-    )  # fmt: skip
+    return replace(plan, stages=stages, prediction=prediction, num_microbatches=4, schedule="1f1b")
 
 
 def test_the_step_is_drawn_action_by_action() -> None:

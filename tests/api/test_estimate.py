@@ -17,11 +17,17 @@ from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.report.estimates import memory_unit, print_estimates
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192,
-    "intermediate_size": 22016, "num_hidden_layers": 2, "num_attention_heads": 64,
-    "num_key_value_heads": 64, "vocab_size": 16000, "max_position_embeddings": 256,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "vocab_size": 16000,
+    "max_position_embeddings": 256,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 NUM_PARAMETERS = 2 * 16000 * 8192 + 2 * (4 * 8192**2 + 3 * 8192 * 22016 + 2 * 8192) + 8192
 """Embedding and head, and of a layer four projections, three of the MLP, and two norms."""
 
@@ -36,9 +42,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def found(llama: str) -> tuple[autoparallel.analysis.estimate.Estimate, ...]:
     return autoparallel.estimate(
-        llama, devices="A10G", global_batch=4, seq=128, tokens=1e9, prices={"A10G": 1.5},
-        seconds=30.0, processes=1,
-    )  # fmt: skip
+        llama,
+        devices="A10G",
+        global_batch=4,
+        seq=128,
+        tokens=1e9,
+        prices={"A10G": 1.5},
+        seconds=30.0,
+        processes=1,
+    )
 
 
 def test_the_fewest_devices_are_those_that_the_states_need(found) -> None:
@@ -62,8 +74,9 @@ def test_nothing_fits_on_fewer_devices_than_an_estimate_names(llama: str) -> Non
         llama, devices="1xA10G", global_batch=4, seq=128, seconds=60.0, processes=1
     )
     assert [(each.plan is None, each.why) for each in fewer] == [
-        (True, "does not fit on 1"), (False, ""),
-    ]  # fmt: skip
+        (True, "does not fit on 1"),
+        (False, ""),
+    ]
 
 
 def test_days_and_dollars_follow_from_the_rate_and_the_price(found) -> None:
@@ -77,9 +90,12 @@ def test_days_and_dollars_follow_from_the_rate_and_the_price(found) -> None:
 def test_two_processes_find_what_one_finds(model_file: Path) -> None:
     def figures(processes: int) -> list[tuple[str, int | None, float]]:
         both = autoparallel.estimate(
-            str(model_file), devices=["2xH100", "A100-80GB"], global_batch=4, seconds=60.0,
+            str(model_file),
+            devices=["2xH100", "A100-80GB"],
+            global_batch=4,
+            seconds=60.0,
             processes=processes,
-        )  # fmt: skip
+        )
         return [(each.device, each.num_devices, each.plan.prediction.step_seconds) for each in both]
 
     assert figures(2) == figures(1)
@@ -99,9 +115,23 @@ def test_the_page_fits_80_columns(
     search = estimating.estimate_target
     monkeypatch.setattr("autoparallel.actions.estimate.estimate_target", once)
     arguments = [
-        "estimate", llama, "--devices", "2xA10G,T4", "--global-batch", "4", "--seq", "128",
-        "--tokens", "1B", "--price", "A10G=1.5", "--max-devices", "1", "--lora", "none",
-    ]  # fmt: skip
+        "estimate",
+        llama,
+        "--devices",
+        "2xA10G,T4",
+        "--global-batch",
+        "4",
+        "--seq",
+        "128",
+        "--tokens",
+        "1B",
+        "--price",
+        "A10G=1.5",
+        "--max-devices",
+        "1",
+        "--lora",
+        "none",
+    ]
     assert run_command(arguments) == 0
     page = capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= 80
@@ -148,13 +178,36 @@ def test_devices_that_are_none_are_refused(text: str) -> None:
 
 def test_hosts_are_filled_before_there_are_more_of_them() -> None:
     assert [each.num_devices for each in clusters_of("A100-40GB", 64)] == [
-        *range(1, 9), 10, 12, 14, 16, 32, 48, 64,
-    ]  # fmt: skip
+        *range(1, 9),
+        10,
+        12,
+        14,
+        16,
+        32,
+        48,
+        64,
+    ]
     assert [each.num_devices for each in clusters_of("A100-40GB", 7)] == [1, 2, 3, 4, 5, 6, 7]
     assert [each.num_devices for each in clusters_of("4xH100", 64)] == [4]
     assert [each.num_devices for each in clusters_of("GB200", 300)] == [
-        *range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 72, 144, 216, 288,
-    ]  # fmt: skip
+        *range(1, 9),
+        10,
+        12,
+        14,
+        16,
+        20,
+        24,
+        28,
+        32,
+        40,
+        48,
+        56,
+        64,
+        72,
+        144,
+        216,
+        288,
+    ]
 
 
 @pytest.mark.slow
@@ -172,9 +225,13 @@ def test_the_full_planner_needs_as_many_devices(tmp_path: Path) -> None:
     def fits(count: int) -> bool:
         try:
             found = autoparallel.plan(
-                llama, cluster=f"{count}xT4", global_batch=4, seq=128, precision="fp16",
+                llama,
+                cluster=f"{count}xT4",
+                global_batch=4,
+                seq=128,
+                precision="fp16",
                 deny=["offload"],
-            )  # fmt: skip
+            )
         except InfeasibleError:
             return False
         return found.prediction.peak_memory_bytes <= found.cluster.usable_memory_bytes

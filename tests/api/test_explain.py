@@ -67,9 +67,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "deep.py").write_text(MODEL)
     target = str(path / "deep.py")
     for name, degrees, setting in (
-        ("dp", "dp=4", SETTING), ("tp", "tp=4", SETTING),
-        ("pp", "pp=2,dp=2,schedule=1f1b", SETTING), ("small", "dp=2", SMALL),
-    ):  # fmt: skip
+        ("dp", "dp=4", SETTING),
+        ("tp", "tp=4", SETTING),
+        ("pp", "pp=2,dp=2,schedule=1f1b", SETTING),
+        ("small", "dp=2", SMALL),
+    ):
         found = autoparallel.plan(target, parallel=f"{degrees},{FORCED}", **setting)
         autoparallel.save_plan(found, path / f"{name}.json")
     return path
@@ -137,9 +139,11 @@ def test_a_layout_costs_no_more_than_the_plan_that_is_pinned_to_it(
     assert found["dim 0 sharded over tp"].standing == "CHOSEN"
     other = found["dim 1 sharded over tp"]
     pinned = autoparallel.plan(
-        str(folder / "deep.py"), parallel=f"tp=4,{FORCED}", pin="layers.*.up.weight=S(1)@tp",
+        str(folder / "deep.py"),
+        parallel=f"tp=4,{FORCED}",
+        pin="layers.*.up.weight=S(1)@tp",
         **SETTING,
-    )  # fmt: skip
+    )
     chosen = models["tp"].plan.prediction.step_seconds
     assert other.standing == "SLOWER"
     assert chosen < other.step_seconds <= pinned.prediction.step_seconds * (1 + 1e-6)
@@ -150,8 +154,9 @@ def test_what_cannot_be_split_is_not_offered_and_says_why(models: dict[str, Plan
     assert (found.standing, found.why) == ("NOT OFFERED", "6 is not divisible by tp=4")
     found = by_name(models["dp"], "microbatches")["2048 × 2"]
     assert (found.standing, found.why) == (
-        "NOT OFFERED", "micro-batches of 2 cannot be split over dp=4",
-    )  # fmt: skip
+        "NOT OFFERED",
+        "micro-batches of 2 cannot be split over dp=4",
+    )
 
 
 @pytest.mark.runs_stages
@@ -244,11 +249,16 @@ def test_a_slower_link_costs_a_plan_what_planning_for_it_says(
     assert found.found.prediction.step_seconds < found.same.prediction.step_seconds
     again = why_not(
         PlanModel(
-            found.same, models["tp"].target, models["tp"].program, models["tp"].options,
-            models["tp"].graph, models["tp"].basis,
+            found.same,
+            models["tp"].target,
+            models["tp"].program,
+            models["tp"].options,
+            models["tp"].graph,
+            models["tp"].basis,
         ),
-        f"tp=4,{FORCED}", 20.0,
-    )  # fmt: skip
+        f"tp=4,{FORCED}",
+        20.0,
+    )
     assert again.prediction.step_seconds <= found.same.prediction.step_seconds * (1 + 1e-6)
 
 
@@ -325,10 +335,12 @@ def test_pages_fit_80_columns(folder: Path, capsys: pytest.CaptureFixture[str]) 
     run.write_text('{"step": 1, "seconds": 0.5, "memory_bytes": 1000, "loss": 1.0}\n')
     plan = str(folder / "small.json")
     for arguments in (
-        ["layers.0.up"], ["microbatches"], ["--measured", str(run)],
+        ["layers.0.up"],
+        ["microbatches"],
+        ["--measured", str(run)],
         ["--what-if", "link.intra.bytes_per_second=1e9", "--time-limit", "5"],
         ["--why-not", "tp=2", "--time-limit", "5"],
-    ):  # fmt: skip
+    ):
         assert run_command(["explain", plan, *arguments, "--trust"]) == 0
         page = capsys.readouterr().out
         assert max(map(len, page.splitlines())) <= 80, page

@@ -51,11 +51,28 @@ def command(*arguments: str) -> str:
 def run(place: Path, model: str, parallel: str, *more: str) -> list[float]:
     """The losses of a fine-tune from the model's own folder."""
     said = command(
-        "run", f"hf:{place / model}", "--weights", str(place / model), "--seq", str(SEQ),
-        "--data", str(place / "text.txt"), "--steps", str(STEPS), "--global-batch", str(ROWS),
-        "--cluster", "cpu:2", "--parallel", settled(parallel), "--optimizer", "sgd",
-        "--init", "exact", *more,
-    )  # fmt: skip
+        "run",
+        f"hf:{place / model}",
+        "--weights",
+        str(place / model),
+        "--seq",
+        str(SEQ),
+        "--data",
+        str(place / "text.txt"),
+        "--steps",
+        str(STEPS),
+        "--global-batch",
+        str(ROWS),
+        "--cluster",
+        "cpu:2",
+        "--parallel",
+        settled(parallel),
+        "--optimizer",
+        "sgd",
+        "--init",
+        "exact",
+        *more,
+    )
     return [float(text) for text in re.findall(r"^step +\d+  loss ([\d.]+)", said, re.M)]
 
 
@@ -121,8 +138,16 @@ def test_a_fine_tune_on_two_processes_equals_transformers_on_one(
 
 
 def test_the_exported_folder_has_the_tokenizer(place: Path, tmp_path: Path) -> None:
-    command("export", str(place / "llama"), "--to", "hf", "--model", str(place / "llama"),
-            "-o", str(tmp_path / "out"))  # fmt: skip
+    command(
+        "export",
+        str(place / "llama"),
+        "--to",
+        "hf",
+        "--model",
+        str(place / "llama"),
+        "-o",
+        str(tmp_path / "out"),
+    )
     own, exported = (
         transformers.AutoTokenizer.from_pretrained(folder)
         for folder in (place / "llama", tmp_path / "out")

@@ -61,9 +61,13 @@ def test_of_many_parts_the_fewest_are_found_by_halving(least: int) -> None:
     """Each part from the least on meets the deadline; the others have no plan or are late."""
     many = toys(8, num_hosts=512)
     parts = [part.num_devices for part in sub_clusters(many)]
-    mixed = replace(many, hosts=many.hosts[:20] + tuple(
-        replace(host, device=replace(host.device, name="other")) for host in many.hosts[20:40]
-    ))  # fmt: skip
+    mixed = replace(
+        many,
+        hosts=many.hosts[:20]
+        + tuple(
+            replace(host, device=replace(host.device, name="other")) for host in many.hosts[20:40]
+        ),
+    )
     counts = [part.num_devices for part in sub_clusters(mixed)]
     assert len(counts) > LINEAR >= len(parts) - 1
     tried: list[int] = []

@@ -71,10 +71,11 @@ def test_prices_are_never_invented_and_come_from_the_cluster_file_too() -> None:
         planned(Goal("cost"))
     assert caught.value.code == "AP188"
     priced = replace(
-        toys(), hosts=(replace(
-            toys().hosts[0], device=replace(toys().hosts[0].device, dollars_per_hour=2.0)
-        ),),
-    )  # fmt: skip
+        toys(),
+        hosts=(
+            replace(toys().hosts[0], device=replace(toys().hosts[0].device, dollars_per_hour=2.0)),
+        ),
+    )
     assert from_dict(to_dict(priced)) == priced
     assert from_dict(to_dict(toys())) == toys()
     found = planned(Goal(), priced)

@@ -143,8 +143,9 @@ def test_a_host_is_drawn_once_for_its_like() -> None:
     )
     found = cluster_hosts(replace(plan, cluster=wide, stages=stages))
     assert [(each.names, each.number, set(each.devices)) for each in found] == [
-        ("0–1", 2, {0}), ("2–3", 2, {1}),
-    ]  # fmt: skip
+        ("0–1", 2, {0}),
+        ("2–3", 2, {1}),
+    ]
 
 
 def test_every_block_is_in_one_cell_of_its_rank() -> None:
@@ -190,15 +191,21 @@ def wide_plan(num_ranks: int, chunks: int, num_microbatches: int) -> Plan:
     mesh = replace(stage.mesh, shape=(128, 8))
     stages = tuple(
         replace(
-            stage, mesh=mesh, blocks=(replace(stage.blocks[1], name=f"layers.{at}"),),
+            stage,
+            mesh=mesh,
+            blocks=(replace(stage.blocks[1], name=f"layers.{at}"),),
             devices=tuple(range(1024 * (at % num_ranks), 1024 * (at % num_ranks) + 1024)),
         )
         for at in range(num_ranks * chunks)
-    )  # fmt: skip
+    )
     return replace(
-        plan, cluster=cluster, stages=stages, num_microbatches=num_microbatches,
-        schedule="interleaved", model=replace(plan.model, global_batch=128 * num_microbatches),
-    )  # fmt: skip
+        plan,
+        cluster=cluster,
+        stages=stages,
+        num_microbatches=num_microbatches,
+        schedule="interleaved",
+        model=replace(plan.model, global_batch=128 * num_microbatches),
+    )
 
 
 def test_the_page_of_128_stages_on_16384_devices_has_less_than_a_megabyte() -> None:
@@ -238,8 +245,9 @@ def _colours(block: str) -> dict[str, str]:
 def _luminance(colour: str) -> float:
     """https://www.w3.org/TR/WCAG21/#dfn-relative-luminance"""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
-              for part in parts]  # fmt: skip
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 

@@ -49,14 +49,28 @@ class Stopped(nn.Module):
 
 
 def _mixed() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.LayerNorm(16),
-                         nn.GELU(), nn.Linear(16, 8), nn.Softmax(1), nn.Linear(8, 1))  # fmt: skip
+    return nn.Sequential(
+        nn.Linear(6, 16),
+        nn.Tanh(),
+        nn.Linear(16, 16),
+        nn.LayerNorm(16),
+        nn.GELU(),
+        nn.Linear(16, 8),
+        nn.Softmax(1),
+        nn.Linear(8, 1),
+    )
 
 
 def _convolved() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.LeakyReLU(0.2), nn.GroupNorm(2, 8),
-                         nn.Conv2d(8, 8, 3, stride=2), nn.SiLU(), nn.Flatten(),
-                         nn.Linear(72, 1))  # fmt: skip
+    return nn.Sequential(
+        nn.Conv2d(2, 8, 3, padding=1),
+        nn.LeakyReLU(0.2),
+        nn.GroupNorm(2, 8),
+        nn.Conv2d(8, 8, 3, stride=2),
+        nn.SiLU(),
+        nn.Flatten(),
+        nn.Linear(72, 1),
+    )
 
 
 def _penalty(energy: Tensor, slope: Tensor) -> Tensor:

@@ -70,10 +70,24 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "deep.py").write_text(MODEL)
     path = folder / "plan.json"
     found = run_command(
-        ["plan", str(folder / "deep.py"), "--cluster", "4xA100-80GB", "--global-batch", "8",
-         "--profile", "analytic", "--parallel", "dp=2,pp=2,microbatches=4,schedule=1f1b",
-         "--processes", "1", "--no-cache", "-o", str(path)]
-    )  # fmt: skip
+        [
+            "plan",
+            str(folder / "deep.py"),
+            "--cluster",
+            "4xA100-80GB",
+            "--global-batch",
+            "8",
+            "--profile",
+            "analytic",
+            "--parallel",
+            "dp=2,pp=2,microbatches=4,schedule=1f1b",
+            "--processes",
+            "1",
+            "--no-cache",
+            "-o",
+            str(path),
+        ]
+    )
     assert found == 0
     return path
 
@@ -100,9 +114,14 @@ def test_the_report_fits_one_screen(usual: Path, capsys: pytest.CaptureFixture[s
     titles = [line for line in lines if re.match(r"[A-Z]", line)]
     found = [title.split(" (")[0].split(":")[0] for title in titles]
     assert found == [
-        "Stages", "Peak memory", "Step time of the slowest rank", "Timeline of a step",
-        "How sure", "Alternatives", "Next",
-    ]  # fmt: skip
+        "Stages",
+        "Peak memory",
+        "Step time of the slowest rank",
+        "Timeline of a step",
+        "How sure",
+        "Alternatives",
+        "Next",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -177,8 +196,15 @@ def test_the_memory_of_a_rank_is_known_at_each_of_its_actions(
     held = memory_by_action(plan, program.graph, program.blocks, 0)
     acts = [action for action, _ in held]
     assert [str(action) for action in acts if action.kind in COMPUTE] == [
-        "0F0", "0F1", "0B0", "0F2", "0B1", "0F3", "0B2", "0B3",
-    ]  # fmt: skip
+        "0F0",
+        "0F1",
+        "0B0",
+        "0F2",
+        "0B1",
+        "0F3",
+        "0B2",
+        "0B3",
+    ]
     last = next(own for action, own in held if action.kind == "STEP")
     assert last.get("activations", 0.0) == 0
     both = [own["activations"] for action, own in held if action.kind == "F"]
@@ -217,9 +243,7 @@ def test_a_batch_too_small_for_data_parallelism_is_said(plan_file: Path) -> None
     few = replace(plan, model=replace(plan.model, global_batch=2))
     program = capture_target(load_target(plan.model.target), PlanOptions(global_batch=8))
     found = baselines(ConfigurationPricer(program.graph, program.blocks), few)
-    assert found[0] == Baseline(
-        "DDP", reason="a batch of 2 samples cannot be divided over dp=4"
-    )  # fmt: skip
+    assert found[0] == Baseline("DDP", reason="a batch of 2 samples cannot be divided over dp=4")
 
 
 def test_the_page_has_the_model_in_it(

@@ -73,8 +73,10 @@ def test_scripts_pass_shellcheck(
     # no setup file of the user's can be followed from here
     done = subprocess.run(
         ["shellcheck", "--exclude", "SC1091", *map(str, scripts)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout == ""
     assert done.returncode == 0
 
@@ -122,16 +124,22 @@ TORCHRUN = 'printf "%s " "$@" >> calls; echo >> calls'
     ],
 )
 def test_slurm_starts_each_host_in_its_place(
-    planned: Path, tmp_path: Path, cluster: str, named: Sequence[str], numbers: dict[str, int],
+    planned: Path,
+    tmp_path: Path,
+    cluster: str,
+    named: Sequence[str],
+    numbers: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """srun runs its command once per host, as the stand-in does."""
     code, folder = launch(planned, cluster, "--slurm", *named, monkeypatch=monkeypatch)
     assert code == 0
     environment = stand_ins(
-        tmp_path / "bin", torchrun=f"cd {tmp_path}; {TORCHRUN}", scontrol="printf 'n1\\nn2\\n'",
+        tmp_path / "bin",
+        torchrun=f"cd {tmp_path}; {TORCHRUN}",
+        scontrol="printf 'n1\\nn2\\n'",
         srun='shift 2; for n in n1 n2; do SLURMD_NODENAME=$n "$@" || exit 1; done',
-    )  # fmt: skip
+    )
     slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
     job = str(folder / "job.sbatch")
     subprocess.run(["bash", job], env={**environment, **slurm}, check=True)
@@ -186,9 +194,13 @@ def test_a_cluster_that_fails_its_check_does_not_train(
     ],
 )
 def test_what_cannot_be_started_is_said(
-    planned: Path, cluster: str, arguments: Sequence[str], error: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    planned: Path,
+    cluster: str,
+    arguments: Sequence[str],
+    error: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code, _ = launch(planned, cluster, *arguments, monkeypatch=monkeypatch)
     assert code == 2
     assert error in capsys.readouterr().err
@@ -238,9 +250,13 @@ def test_two_hosts_over_ssh_check_and_train(
     environment = stand_ins(tmp_path / "bin", ssh='shift 4; exec "$@"')
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     done = subprocess.run(
-        ["bash", str(folder / "start.sh")], env=environment, capture_output=True, text=True,
-        check=False, timeout=280,
-    )  # fmt: skip
+        ["bash", str(folder / "start.sh")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"(OK|WARN) +link ethernet", done.stdout)
     assert re.search(r"step +2 +loss", done.stdout)

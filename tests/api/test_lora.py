@@ -46,9 +46,12 @@ def test_a_merged_weight_does_what_the_adapted_layer_does() -> None:
     for name, is_transposed in (("q_proj", False), ("v_proj", True)):
         layer, adapted = plain.get_submodule(name), model.get_submodule(name)
         layer.weight.data = merge_lora(
-            adapted.weight.data, adapted.lora_A.weight.data, adapted.lora_B.weight.data,
-            lora.scale, transposed=is_transposed,
-        )  # fmt: skip
+            adapted.weight.data,
+            adapted.lora_A.weight.data,
+            adapted.lora_B.weight.data,
+            lora.scale,
+            transposed=is_transposed,
+        )
     assert torch.allclose(plain(x), expected, atol=1e-12)
 
 
@@ -73,10 +76,14 @@ def test_all_linear_layers_can_be_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("rank=8", "rank=8"), ("r=0", "at least 1"), ("r=8,alpha=x", "at least 1"),
-        ("r=8,r=9", "repeated"), ("8", "'8'"), ("r=8,alpha=-1", "above 0"),
+        ("rank=8", "rank=8"),
+        ("r=0", "at least 1"),
+        ("r=8,alpha=x", "at least 1"),
+        ("r=8,r=9", "repeated"),
+        ("8", "'8'"),
+        ("r=8,alpha=-1", "above 0"),
     ],
-)  # fmt: skip
+)
 def test_a_mistyped_option_is_refused(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why) as raised:
         parse_lora(text)

@@ -30,43 +30,76 @@ def wanted(name: str, main: str, takes: tuple[str, ...], **config: Any) -> Batch
 TEXT = {"vocab_size": 50, "num_labels": 4}
 CASES = {
     "BertForMaskedLM": (
-        "input_ids", ("labels",), TEXT, {"input_ids": (3, 8), "labels": (3, 8)}, 50,
+        "input_ids",
+        ("labels",),
+        TEXT,
+        {"input_ids": (3, 8), "labels": (3, 8)},
+        50,
     ),
     "BertForTokenClassification": (
-        "input_ids", ("labels",), TEXT, {"input_ids": (3, 8), "labels": (3, 8)}, 4,
+        "input_ids",
+        ("labels",),
+        TEXT,
+        {"input_ids": (3, 8), "labels": (3, 8)},
+        4,
     ),
     "BertForSequenceClassification": (
-        "input_ids", ("labels",), TEXT, {"input_ids": (3, 8), "labels": (3,)}, 4,
+        "input_ids",
+        ("labels",),
+        TEXT,
+        {"input_ids": (3, 8), "labels": (3,)},
+        4,
     ),
     "BertForMultipleChoice": (
-        "input_ids", ("labels",), TEXT, {"input_ids": (3, 2, 8), "labels": (3,)}, 2,
+        "input_ids",
+        ("labels",),
+        TEXT,
+        {"input_ids": (3, 2, 8), "labels": (3,)},
+        2,
     ),
     "BertForNextSentencePrediction": (
-        "input_ids", ("next_sentence_label",), TEXT,
-        {"input_ids": (3, 8), "next_sentence_label": (3,)}, 2,
+        "input_ids",
+        ("next_sentence_label",),
+        TEXT,
+        {"input_ids": (3, 8), "next_sentence_label": (3,)},
+        2,
     ),
     "BertForQuestionAnswering": (
-        "input_ids", ("start_positions", "end_positions"), TEXT,
-        {"input_ids": (3, 8), "start_positions": (3,), "end_positions": (3,)}, 8,
+        "input_ids",
+        ("start_positions", "end_positions"),
+        TEXT,
+        {"input_ids": (3, 8), "start_positions": (3,), "end_positions": (3,)},
+        8,
     ),
     "SegformerForSemanticSegmentation": (
-        "pixel_values", ("labels",), {"image_size": (32, 48), "num_channels": 3, "num_labels": 5},
-        {"pixel_values": (3, 3, 32, 48), "labels": (3, 32, 48)}, 5,
+        "pixel_values",
+        ("labels",),
+        {"image_size": (32, 48), "num_channels": 3, "num_labels": 5},
+        {"pixel_values": (3, 3, 32, 48), "labels": (3, 32, 48)},
+        5,
     ),
     "ViTForMaskedImageModeling": (
-        "pixel_values", ("bool_masked_pos",), {"image_size": 32, "patch_size": 8},
-        {"pixel_values": (3, 3, 32, 32), "bool_masked_pos": (3, 16)}, 2,
+        "pixel_values",
+        ("bool_masked_pos",),
+        {"image_size": 32, "patch_size": 8},
+        {"pixel_values": (3, 3, 32, 32), "bool_masked_pos": (3, 16)},
+        2,
     ),
     "WhisperForConditionalGeneration": (
-        "input_features", ("labels",),
+        "input_features",
+        ("labels",),
         {"max_source_positions": 20, "num_mel_bins": 6, "vocab_size": 50},
-        {"input_features": (3, 6, 40), "labels": (3, 8)}, 50,
+        {"input_features": (3, 6, 40), "labels": (3, 8)},
+        50,
     ),
     "ASTForAudioClassification": (
-        "input_values", ("labels",), {"max_length": 30, "num_mel_bins": 6, "num_labels": 3},
-        {"input_values": (3, 30, 6), "labels": (3,)}, 3,
+        "input_values",
+        ("labels",),
+        {"max_length": 30, "num_mel_bins": 6, "num_labels": 3},
+        {"input_values": (3, 30, 6), "labels": (3,)},
+        3,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,9 +117,13 @@ def test_inputs_and_labels_are_those_of_the_task(name: str) -> None:
 def test_a_wave_is_as_long_as_convolutions_need_for_a_frame_per_token() -> None:
     kernels, strides = (10, 3, 2), (5, 2, 2)
     made = wanted(
-        "Wav2Vec2ForCTC", "input_values", ("labels",), vocab_size=32, conv_kernel=kernels,
+        "Wav2Vec2ForCTC",
+        "input_values",
+        ("labels",),
+        vocab_size=32,
+        conv_kernel=kernels,
         conv_stride=strides,
-    )  # fmt: skip
+    )
     frames = make_batch(made, "here")["input_values"][:, None]
     for kernel, stride in zip(kernels, strides, strict=True):
         frames = nn.Conv1d(1, 1, kernel, stride)(frames)

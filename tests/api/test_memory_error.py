@@ -21,9 +21,21 @@ from autoparallel.training.memory_error import comparison, explained_memory_erro
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = (
-    "--set", "n_layer=2", "--set", "d_model=256", "--set", "n_head=4", "--seq", "64",
-    "--global-batch", "8", "--cluster", "cpu:2", "--profile", "analytic",
-)  # fmt: skip
+    "--set",
+    "n_layer=2",
+    "--set",
+    "d_model=256",
+    "--set",
+    "n_head=4",
+    "--seq",
+    "64",
+    "--global-batch",
+    "8",
+    "--cluster",
+    "cpu:2",
+    "--profile",
+    "analytic",
+)
 PIPELINE = "pp=2,microbatches=4,schedule=1f1b"
 STARVED = """
 import ctypes, os, resource
@@ -55,9 +67,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "gpt.py").write_text((ROOT / "examples" / "gpt.py").read_text())
     (path / "model.py").write_text(STARVED)
     planned = run_python(
-        "-m", "autoparallel", "plan", "model.py", *SIZES,
-        "--parallel", f"{PIPELINE},recompute=none", "-o", "plan.json", folder=path,
-    )  # fmt: skip
+        "-m",
+        "autoparallel",
+        "plan",
+        "model.py",
+        *SIZES,
+        "--parallel",
+        f"{PIPELINE},recompute=none",
+        "-o",
+        "plan.json",
+        folder=path,
+    )
     assert planned.returncode == 0, planned.stderr
     return path
 
@@ -69,9 +89,7 @@ def plan(folder: Path) -> Plan:
 
 @pytest.mark.slow
 def test_a_run_says_what_was_held_and_its_advice_gives_a_smaller_plan(folder: Path) -> None:
-    done = run_python(
-        "-m", "autoparallel", "run", "plan.json", "--steps", "4", folder=folder
-    )  # fmt: skip
+    done = run_python("-m", "autoparallel", "run", "plan.json", "--steps", "4", folder=folder)
     assert done.returncode == 22, done.stdout + done.stderr
     assert re.search(r"error\[AP803\]: rank 1 of 2 ran out of memory \(\d", done.stderr), (
         done.stderr
@@ -82,9 +100,19 @@ def test_a_run_says_what_was_held_and_its_advice_gives_a_smaller_plan(folder: Pa
     limit = re.search(r"--memory-limit (\d+MiB)", done.stderr)
     assert limit is not None, done.stderr
     again = run_python(
-        "-m", "autoparallel", "plan", "model.py", *SIZES, "--memory-limit", limit[1],
-        "--parallel", "pp=2,schedule=1f1b", "-o", "smaller.json", folder=folder,
-    )  # fmt: skip
+        "-m",
+        "autoparallel",
+        "plan",
+        "model.py",
+        *SIZES,
+        "--memory-limit",
+        limit[1],
+        "--parallel",
+        "pp=2,schedule=1f1b",
+        "-o",
+        "smaller.json",
+        folder=folder,
+    )
     assert again.returncode == 0, again.stderr
     smaller = load_plan(folder / "smaller.json")
     assert smaller.prediction.peak_memory_bytes <= parse_bytes(limit[1])

@@ -67,9 +67,19 @@ def callbacks():
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_python(
-        "-m", "autoparallel", "run", "model.py", "--cluster", "cpu:2", "--global-batch", "8",
-        "--profile", "analytic", *arguments, folder=folder,
-    )  # fmt: skip
+        "-m",
+        "autoparallel",
+        "run",
+        "model.py",
+        "--cluster",
+        "cpu:2",
+        "--global-batch",
+        "8",
+        "--profile",
+        "analytic",
+        *arguments,
+        folder=folder,
+    )
 
 
 @pytest.mark.slow
@@ -118,10 +128,16 @@ def test_a_figure_that_is_not_finite_is_null_in_a_line_of_json(tmp_path: Path) -
     line = json.loads((tmp_path / "new" / "metrics.jsonl").read_text())
     sink.close()
     assert line == {
-        "step": 3, "loss": None, "grad_norm": 1.5, "lr": 0.1, "tokens_per_second": 8.0,
-        "memory_bytes": 10, "seconds": 0.5, "skipped_steps": 0,
+        "step": 3,
+        "loss": None,
+        "grad_norm": 1.5,
+        "lr": 0.1,
+        "tokens_per_second": 8.0,
+        "memory_bytes": 10,
+        "seconds": 0.5,
+        "skipped_steps": 0,
         "loss_scale": None,
-    }  # fmt: skip
+    }
 
 
 def test_a_metrics_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

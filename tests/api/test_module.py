@@ -267,15 +267,25 @@ def own_forwards_and_modes(adopt: Adopt) -> Figures:
 
 
 SAME = (
-    several_backwards, heads_that_are_used_in_turn, evaluation_before_training_and_between,
-    hooks_and_attributes_of_parameters, errors_on_the_way, changing_buffers,
-    buffers_that_a_script_changes, averages_and_updates_by_hand, forms_of_outputs,
-    own_forwards_and_modes, two_forwards_of_a_norm_before_a_backward,
-)  # fmt: skip
+    several_backwards,
+    heads_that_are_used_in_turn,
+    evaluation_before_training_and_between,
+    hooks_and_attributes_of_parameters,
+    errors_on_the_way,
+    changing_buffers,
+    buffers_that_a_script_changes,
+    averages_and_updates_by_hand,
+    forms_of_outputs,
+    own_forwards_and_modes,
+    two_forwards_of_a_norm_before_a_backward,
+)
 WHOLE_BATCH = (
-    heads_that_are_used_in_turn, evaluation_before_training_and_between, changing_buffers,
-    forms_of_outputs, two_forwards_of_a_norm_before_a_backward,
-)  # fmt: skip
+    heads_that_are_used_in_turn,
+    evaluation_before_training_and_between,
+    changing_buffers,
+    forms_of_outputs,
+    two_forwards_of_a_norm_before_a_backward,
+)
 """What needs one micro-batch: logits, statistics of the batch."""
 
 
@@ -315,9 +325,12 @@ def test_a_parallel_model_does_what_the_model_alone_does(plan: str) -> None:
                     assert value == truth, where
                 else:
                     torch.testing.assert_close(
-                        torch.tensor(value), torch.tensor(truth),
-                        rtol=1e-5, atol=1e-5, msg=lambda text, where=where: f"{where}: {text}",
-                    )  # fmt: skip
+                        torch.tensor(value),
+                        torch.tensor(truth),
+                        rtol=1e-5,
+                        atol=1e-5,
+                        msg=lambda text, where=where: f"{where}: {text}",
+                    )
 
 
 def _refused(call: Callable[[], Any]) -> str:

@@ -46,7 +46,13 @@ def test_a_plan_that_is_nearest_is_named_though_the_changes_took_all_the_time(
 EVERYTHING = Request(
     global_batch=64,
     forced=Forced(
-        dp=2, tp=2, pp=2, zero=0, recompute="none", schedule="1f1b", num_microbatches=4,
+        dp=2,
+        tp=2,
+        pp=2,
+        zero=0,
+        recompute="none",
+        schedule="1f1b",
+        num_microbatches=4,
         allreduce="ring",
     ),
     microbatch_size=2,
@@ -55,18 +61,28 @@ EVERYTHING = Request(
     max_tp=2,
     memory_limit_bytes=10**9,
     features=Features(frozenset({"offload"})),
-)  # fmt: skip
+)
 
 
 def test_each_change_gives_up_one_thing() -> None:
     cluster = pipeline_plan().cluster
     found = {words: request for words, _, request in nearest_change.changes(cluster, EVERYTHING)}
     assert [*found] == [
-        "without a fixed micro-batch size", "without recompute=none", "without allreduce=ring",
-        "without zero=0", "without schedule=1f1b", "without dp=2", "without tp=2", "without pp=2",
-        f"without --pin {EVERYTHING.pins[0]}", "without --stage-at layers.3", "without --max-tp 2",
-        "with offload allowed", "without any --parallel", "without --memory-limit",
-    ]  # fmt: skip
+        "without a fixed micro-batch size",
+        "without recompute=none",
+        "without allreduce=ring",
+        "without zero=0",
+        "without schedule=1f1b",
+        "without dp=2",
+        "without tp=2",
+        "without pp=2",
+        f"without --pin {EVERYTHING.pins[0]}",
+        "without --stage-at layers.3",
+        "without --max-tp 2",
+        "with offload allowed",
+        "without any --parallel",
+        "without --memory-limit",
+    ]
     assert found["without dp=2"].forced == replace(EVERYTHING.forced, dp=None)
     assert found["with offload allowed"].features.denied == frozenset()
     assert found["without any --parallel"].forced == Forced()

@@ -62,9 +62,10 @@ def test_the_masks_allow_what_some_pipeline_does_and_nothing_else() -> None:
             ahead = {
                 other[index].stop
                 for other in every
-                if len(other) == len(stages) and other[:index] == stages[:index]
+                if len(other) == len(stages)
+                and other[:index] == stages[:index]
                 and other[index].num_devices == stage.num_devices
-            }  # fmt: skip
+            }
             assert set(np.flatnonzero(ways)) == ahead
 
 

@@ -61,8 +61,13 @@ peak_flops = { float32 = 5e10 }
 """
 
 FIXED = (
-    "--parallel", "dp=2,zero=0,recompute=none", "--micro-batch", "4", "--global-batch", "8",
-)  # fmt: skip
+    "--parallel",
+    "dp=2,zero=0,recompute=none",
+    "--micro-batch",
+    "4",
+    "--global-batch",
+    "8",
+)
 
 
 def run(*arguments: str) -> int:
@@ -76,18 +81,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "model.py").write_text(MODEL)
     (path / "cluster.toml").write_text(CLUSTER)
     code = run(
-        "profile", str(path / "model.py"), "--cluster", str(path / "cluster.toml"), *FIXED,
-        "--budget", "90", "--database", str(path / "profile.sqlite"),
-    )  # fmt: skip
+        "profile",
+        str(path / "model.py"),
+        "--cluster",
+        str(path / "cluster.toml"),
+        *FIXED,
+        "--budget",
+        "90",
+        "--database",
+        str(path / "profile.sqlite"),
+    )
     assert code == 0
     return path
 
 
 def plan(folder: Path, name: str, *options: str, database: str = "profile.sqlite") -> int:
     return run(
-        "plan", str(folder / "model.py"), "--cluster", str(folder / "cluster.toml"), *FIXED,
-        "--database", str(folder / database), "-o", str(folder / name), *options,
-    )  # fmt: skip
+        "plan",
+        str(folder / "model.py"),
+        "--cluster",
+        str(folder / "cluster.toml"),
+        *FIXED,
+        "--database",
+        str(folder / database),
+        "-o",
+        str(folder / name),
+        *options,
+    )
 
 
 def test_a_plan_uses_what_was_measured_and_says_so(
@@ -129,9 +149,14 @@ def test_blocks_are_sorted_by_how_wrong_their_prediction_was(
     (folder / "run.jsonl").write_text('{"step": 1, "seconds": 0.5}\n')
     capsys.readouterr()
     arguments = [
-        "explain", str(folder / "specified.json"), "--measured", str(folder / "run.jsonl"),
-        "--database", str(folder / "profile.sqlite"), "--trust",
-    ]  # fmt: skip
+        "explain",
+        str(folder / "specified.json"),
+        "--measured",
+        str(folder / "run.jsonl"),
+        "--database",
+        str(folder / "profile.sqlite"),
+        "--trust",
+    ]
     assert run(*arguments, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     with sqlite3.connect(folder / "profile.sqlite") as connection:
@@ -173,9 +198,17 @@ def test_measuring_again_finds_nothing_to_measure(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = run(
-        "profile", str(folder / "model.py"), "--cluster", str(folder / "cluster.toml"), *FIXED,
-        "--budget", "90", "--database", str(folder / "profile.sqlite"), "--json",
-    )  # fmt: skip
+        "profile",
+        str(folder / "model.py"),
+        "--cluster",
+        str(folder / "cluster.toml"),
+        *FIXED,
+        "--budget",
+        "90",
+        "--database",
+        str(folder / "profile.sqlite"),
+        "--json",
+    )
     assert code == 0
     outcome = json.loads(capsys.readouterr().out)
     assert (outcome["measured"], outcome["transfers"], outcome["left"]) == (0, 0, 0)
@@ -243,13 +276,22 @@ def test_the_users_own_database_is_where_the_system_keeps_data() -> None:
 def command(folder: Path, database: Path, *options: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [
-            sys.executable, "-m", "autoparallel", "profile", str(folder / "model.py"),
-            "--cluster", str(folder / "cluster.toml"), "--global-batch", "8",
-            "--database", str(database), *options,
+            sys.executable,
+            "-m",
+            "autoparallel",
+            "profile",
+            str(folder / "model.py"),
+            "--cluster",
+            str(folder / "cluster.toml"),
+            "--global-batch",
+            "8",
+            "--database",
+            str(database),
+            *options,
         ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow

@@ -91,10 +91,14 @@ def test_a_wrong_annotation_is_refused_with_the_layout_that_failed() -> None:
 @pytest.mark.parametrize(
     ("annotation", "why"),
     [
-        ("a b c", "exactly one"), ("a b -> a c", "in no input"), ("a a -> a", "twice"),
-        ("a *b -> a *b", "come first"), ("[a -> a", "brackets"), ("a, b -> a", "1 tensors"),
+        ("a b c", "exactly one"),
+        ("a b -> a c", "in no input"),
+        ("a a -> a", "twice"),
+        ("a *b -> a *b", "come first"),
+        ("[a -> a", "brackets"),
+        ("a, b -> a", "1 tensors"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_annotation_is_a_usage_error(annotation: str, why: str) -> None:
     def square(x: Tensor) -> Tensor:
         return x * x

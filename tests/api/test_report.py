@@ -107,12 +107,15 @@ def test_the_memory_of_a_rank_is_of_all_its_stages_with_what_is_transient_once()
 def with_two_stages_per_rank(plan: Plan) -> Plan:
     """Each stage cut in two halves on its devices, in the order of interleaved stages."""
     halves = tuple(
-        replace(stage, prediction=replace(
-            stage.prediction,
-            seconds={name: value / 2 for name, value in stage.prediction.seconds.items()},
-        ))
+        replace(
+            stage,
+            prediction=replace(
+                stage.prediction,
+                seconds={name: value / 2 for name, value in stage.prediction.seconds.items()},
+            ),
+        )
         for stage in plan.stages
-    )  # fmt: skip
+    )
     return replace(plan, stages=(*halves, *halves), schedule="interleaved")
 
 
@@ -153,8 +156,10 @@ def test_alternatives_that_read_the_same_are_listed_once() -> None:
     other = replace(base, summary="dp=2 pp=4 · ZeRO 1 · ZB-H1 · 1 × 32")
     found = merged_alternatives([base, twin, base, slower, other])
     assert [each.summary for each in found] == [
-        "dp=4 pp=2 · ZeRO 0 · ZB-H1/ZB-H2 · 1 × 32", slower.summary, other.summary,
-    ]  # fmt: skip
+        "dp=4 pp=2 · ZeRO 0 · ZB-H1/ZB-H2 · 1 × 32",
+        slower.summary,
+        other.summary,
+    ]
 
 
 def test_ops_without_a_rule_are_listed() -> None:
@@ -169,8 +174,9 @@ def test_ops_without_a_rule_are_listed() -> None:
 
 def test_the_objective_is_reported_with_what_was_tried() -> None:
     tried = (
-        Tried("1xH100", 1, 2.0, 5e6), Tried("2xH100", 2, 0.0, None, "the model does not fit"),
-    )  # fmt: skip
+        Tried("1xH100", 1, 2.0, 5e6),
+        Tried("2xH100", 2, 0.0, None, "the model does not fit"),
+    )
     goal = GoalReport("cost", "1xH100: 1 of 2 devices", 2.5, 5e6, 3.0, tried)
     text = describe(replace(flat_plan(), goal=goal))
     assert "Objective: most tokens per dollar" in text

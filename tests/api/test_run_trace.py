@@ -38,9 +38,14 @@ TARGET = str(Path(__file__).resolve().parents[1] / "models" / "regression.py")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("planned") / "plan.json"
     arguments = [
-        "--cluster", "2x1xcpu", "--global-batch", "8", "--no-cache",
-        "--parallel", "pp=2,microbatches=4,schedule=1f1b",
-    ]  # fmt: skip
+        "--cluster",
+        "2x1xcpu",
+        "--global-batch",
+        "8",
+        "--no-cache",
+        "--parallel",
+        "pp=2,microbatches=4,schedule=1f1b",
+    ]
     assert run_command(["plan", TARGET, *arguments, "-o", str(path)]) == 0
     return path
 
@@ -129,14 +134,16 @@ def test_a_slower_backward_shows_in_its_row_alone(planned: Path) -> None:
     own = as_recorded(predicted, 1, schedule)
     slow = tuple(
         replace(each, end_seconds=2 * each.end_seconds - each.ready_seconds)
-        if each.action.kind == "B" else each
+        if each.action.kind == "B"
+        else each
         for each in own.actions
-    )  # fmt: skip
+    )
     steps = [[as_recorded(predicted, 0, schedule)], [replace(own, actions=slow)]]
     ratios = {
         (each.stage, each.kind): each.measured_seconds / each.predicted_seconds
-        for each in differences(plan, schedule, steps, predicted) if each.kind in COMPUTE
-    }  # fmt: skip
+        for each in differences(plan, schedule, steps, predicted)
+        if each.kind in COMPUTE
+    }
     assert ratios == {key: pytest.approx(2.0 if key == (1, "B") else 1.0) for key in ratios}
     assert len(ratios) == 4
 

@@ -73,9 +73,11 @@ def exported(folder: Path, model: str, parallel: str, **options: Any) -> tuple[P
     """The folder of a plan's script, and the target."""
     target = target_of(model, folder)
     asked = PlanOptions(
-        global_batch=GLOBAL_BATCH, forced=parse_parallel(parallel),
-        seq=SEQ if target.takes_seq else None, **{"precision": "fp64", **options},
-    )  # fmt: skip
+        global_batch=GLOBAL_BATCH,
+        forced=parse_parallel(parallel),
+        seq=SEQ if target.takes_seq else None,
+        **{"precision": "fp64", **options},
+    )
     plan = make_plan(target, f"cpu:{num_devices(parallel)}", asked)
     save_plan(plan, folder / "plan.json")
     export_plan(folder / "plan.json", folder / "out", to="python", trust=True)
@@ -88,8 +90,11 @@ def check_text(folder: Path) -> str:
     assert compileall.compile_file(folder / "train.py", quiet=1)
     linted = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--isolated", "train.py"],
-        capture_output=True, text=True, check=False, cwd=folder,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+    )
     assert linted.returncode == 0, linted.stdout
     _, _, code = text.split('"""', 2)
     assert "autoparallel" not in code
@@ -100,9 +105,15 @@ def run(folder: Path, parallel: str, *arguments: str) -> tuple[list[float], dict
     """The losses and the weights of a script's steps."""
     saved = folder / "saved.pt"
     done = run_torchrun(
-        RUNNER, str(folder / "train.py"), "--steps", str(STEPS), "--save", str(saved), *arguments,
+        RUNNER,
+        str(folder / "train.py"),
+        "--steps",
+        str(STEPS),
+        "--save",
+        str(saved),
+        *arguments,
         num_processes=num_devices(parallel),
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
     return losses, torch.load(saved, weights_only=True)
@@ -123,9 +134,13 @@ def script_of(folder: Path) -> ModuleType:
 
 
 def one_device(
-    folder: Path, target: Target, dtype: torch.dtype, *, accumulate: int = 1,
+    folder: Path,
+    target: Target,
+    dtype: torch.dtype,
+    *,
+    accumulate: int = 1,
     max_norm: float | None = None,
-) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
+) -> tuple[list[float], dict[str, Tensor]]:
     """The same steps of the plain model, on the script's batches."""
     module = plain_build(target.build_model, 0).to(dtype)
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -260,17 +275,33 @@ def test_torchrun_starts_a_script_where_this_package_cannot_be_imported(tmp_path
         "from exported_script import Refusal\nsys.meta_path.insert(0, Refusal())\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-         str(out / "train.py"), "--steps", "2"],
-        env={**os.environ, "PYTHONPATH": str(blocked)}, cwd=tmp_path, capture_output=True,
-        text=True, check=False, timeout=240,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            str(out / "train.py"),
+            "--steps",
+            "2",
+        ],
+        env={**os.environ, "PYTHONPATH": str(blocked)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "step 2  loss" in done.stdout
     refused = subprocess.run(
-        [sys.executable, "-c", "import autoparallel"], cwd=tmp_path, capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(blocked)}, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", "import autoparallel"],
+        cwd=tmp_path,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(blocked)},
+        text=True,
+        check=False,
+    )
     assert "a script imports autoparallel" in refused.stderr
 
 
@@ -295,9 +326,13 @@ def runtime_losses(text: str, folder: str) -> list[float]:
     plan, target = loads(text, "test"), target_of("gpt", Path(folder).parent)
     deferred = record_target(target)
     program = capture_program(
-        target, deferred, global_batch=GLOBAL_BATCH, seq=SEQ, precision=plan.model.precision,
+        target,
+        deferred,
+        global_batch=GLOBAL_BATCH,
+        seq=SEQ,
+        precision=plan.model.precision,
         autocast=True,
-    )  # fmt: skip
+    )
     trainer = Trainer(
         program, plan, deferred, device=torch.device("cpu"), build=target.build_optimizer
     )
@@ -313,9 +348,15 @@ def test_a_script_goes_on_from_weights(tmp_path: Path) -> None:
     for ending in ("pt", "safetensors"):
         kept = tmp_path / f"kept.{ending}"
         done = run_torchrun(
-            RUNNER, str(out / "train.py"), "--steps", "0", "--weights", str(out / "saved.pt"),
-            "--save", str(kept),
-        )  # fmt: skip
+            RUNNER,
+            str(out / "train.py"),
+            "--steps",
+            "0",
+            "--weights",
+            str(out / "saved.pt"),
+            "--save",
+            str(kept),
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         found = torch.load(kept) if ending == "pt" else load_file(kept)
         assert found.keys() <= saved.keys()

@@ -33,8 +33,10 @@ def test_a_shown_plan_equals_the_planners_and_no_other() -> None:
 def test_a_changed_copied_or_pickled_plan_is_still_shown() -> None:
     plan = with_display(pipeline_plan())
     for other in (
-        replace(plan, num_microbatches=8), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan)),
-    ):  # fmt: skip
+        replace(plan, num_microbatches=8),
+        copy.deepcopy(plan),
+        pickle.loads(pickle.dumps(plan)),
+    ):
         assert type(other) is ShownPlan
 
 

@@ -54,9 +54,18 @@ def deep_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def simulate(target: str, parallel: str, *more: str) -> int:
     return run_command(
-        ["simulate", target, "--cluster", "8xA100-80GB", "--global-batch", "64",
-         "--parallel", parallel, *more]
-    )  # fmt: skip
+        [
+            "simulate",
+            target,
+            "--cluster",
+            "8xA100-80GB",
+            "--global-batch",
+            "64",
+            "--parallel",
+            parallel,
+            *more,
+        ]
+    )
 
 
 def figures(capsys: pytest.CaptureFixture[str], target: str, parallel: str, *more: str) -> dict:
@@ -185,9 +194,13 @@ def test_a_configuration_that_does_not_fit_is_priced_and_says_so(
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_words(
-    deep_file: str, parallel: str, more: tuple[str, ...], code: str, says: str,
+    deep_file: str,
+    parallel: str,
+    more: tuple[str, ...],
+    code: str,
+    says: str,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     assert simulate(deep_file, parallel, *more) == 2
     captured = capsys.readouterr()
     assert f"error[{code}]" in captured.err
@@ -346,8 +359,17 @@ def test_a_plan_of_the_same_degrees_has_the_same_price(
 ) -> None:
     parallel = "dp=8,tp=1,pp=1,zero=1,microbatches=4,recompute=full"
     step = figures(capsys, deep_file, parallel)["step_seconds"]
-    command = ["plan", deep_file, "--cluster", "8xA100-80GB", "--global-batch", "64",
-               "--parallel", parallel, "--json"]  # fmt: skip
+    command = [
+        "plan",
+        deep_file,
+        "--cluster",
+        "8xA100-80GB",
+        "--global-batch",
+        "64",
+        "--parallel",
+        parallel,
+        "--json",
+    ]
     assert run_command(command) == 0
     plan = json.loads(capsys.readouterr().out)
     assert {block["recompute"] for block in plan["stages"][0]["blocks"]} == {"full"}

@@ -129,10 +129,26 @@ def test_from_pretrained_is_called_once_by_each_process_and_verified(tmp_path: P
 
 def test_an_unknown_initialization_is_refused(tmp_path: Path) -> None:
     done = run_python(
-        "-m", "autoparallel", "run", str(ROOT / "examples/gpt.py"), "--cluster", "cpu:1",
-        "--init", "zero", "--parallel", "dp=1", "--global-batch", "2", "--seq", "16",
-        "--set", "n_layer=1", "--set", "seq=16", folder=tmp_path,
-    )  # fmt: skip
+        "-m",
+        "autoparallel",
+        "run",
+        str(ROOT / "examples/gpt.py"),
+        "--cluster",
+        "cpu:1",
+        "--init",
+        "zero",
+        "--parallel",
+        "dp=1",
+        "--global-batch",
+        "2",
+        "--seq",
+        "16",
+        "--set",
+        "n_layer=1",
+        "--set",
+        "seq=16",
+        folder=tmp_path,
+    )
     assert done.returncode == 2
     assert "error[AP850]" in done.stderr
     assert re.search(r"sharded.*exact", done.stderr, re.DOTALL)

@@ -18,9 +18,13 @@ from autoparallel.training.callbacks import StepRecord
 
 SCRIPT = Path(__file__).parents[1] / "support" / "steps_of_torchrun.py"
 PLANS = (
-    "dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2",
+    "dp=2",
+    "dp=2,zero=1",
+    "dp=2,zero=3",
+    "tp=2",
+    "pp=2,microbatches=2",
     "pp=2,microbatches=4,schedule=zb-h1",
-)  # fmt: skip
+)
 
 
 class Net(nn.Module):
@@ -103,10 +107,11 @@ def test_training_goes_on_from_a_state_dict_as_if_unbroken() -> None:
     def make() -> Any:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
         return autoparallel.Step(
-            Net(), scaler=scaler,
+            Net(),
+            scaler=scaler,
             build_optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
             build_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.1),
-        )  # fmt: skip
+        )
 
     whole, first, second = make(), make(), make()
     for _ in range(3):

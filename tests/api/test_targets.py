@@ -186,8 +186,9 @@ def test_a_hugging_face_folder_gives_a_model_with_its_own_loss(tmp_path: Path) -
     assert type(model).__name__ == "LlamaForCausalLM"
     assert len(model.model.layers) == 3
     assert {name: tuple(part.shape) for name, part in batch.items()} == {
-        "input_ids": (4, 16), "labels": (4, 16),
-    }  # fmt: skip
+        "input_ids": (4, 16),
+        "labels": (4, 16),
+    }
     assert int(batch["input_ids"].max()) < LLAMA["vocab_size"]
     assert target.build_model()(**batch).loss.shape == ()
 
@@ -204,10 +205,16 @@ def test_a_folder_without_architectures_falls_back_to_the_causal_language_model(
 def test_images_are_made_up_for_an_image_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     config = {
-        "model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 16,
-        "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "intermediate_size": 64, "num_labels": 5,
-    }  # fmt: skip
+        "model_type": "vit",
+        "architectures": ["ViTForImageClassification"],
+        "image_size": 16,
+        "patch_size": 8,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "num_labels": 5,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     target = load_target(f"hf:{tmp_path}")
     batch = target.example_batch(4, None)
@@ -235,7 +242,13 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
 
 
 LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
-    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}

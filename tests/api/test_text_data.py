@@ -72,8 +72,10 @@ def test_tokens_are_made_once_and_again_when_the_text_changes(
 def test_an_epoch_has_every_row_once_and_the_next_another_order() -> None:
     rows = PackedText(np.arange(70, dtype=np.uint32), seq=7, seed=1)
     batches = list(itertools.islice(rows.batches(0, 1, 5), 4))
-    order = [[int(row[0]) for batch in half for row in batch["input_ids"]]
-             for half in (batches[:2], batches[2:])]  # fmt: skip
+    order = [
+        [int(row[0]) for batch in half for row in batch["input_ids"]]
+        for half in (batches[:2], batches[2:])
+    ]
     assert sorted(order[0]) == sorted(order[1]) == list(range(0, 70, 7))
     assert order[0] != order[1]
     for batch in batches:

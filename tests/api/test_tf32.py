@@ -175,9 +175,15 @@ def test_the_command_line_takes_the_choice_and_refuses_others(
     model = tmp_path / "model.py"
     model.write_text(MODEL)
     common = [
-        str(model), "--cluster", "1xA100", "--profile", "analytic", "--json",
-        "--parallel", SETTLED,
-    ]  # fmt: skip
+        str(model),
+        "--cluster",
+        "1xA100",
+        "--profile",
+        "analytic",
+        "--json",
+        "--parallel",
+        SETTLED,
+    ]
     seconds = {}
     for choice in FAMILIES:
         assert run_command(["simulate", *common, "--tf32", choice]) == 0
@@ -193,9 +199,19 @@ def test_a_model_file_that_sets_torch_is_planned_as_it_sets_it(tmp_path: Path) -
     model = tmp_path / "model.py"
     model.write_text(MODEL + "\ntorch.set_float32_matmul_precision('high')\n")
     done = run_python(
-        "-m", "autoparallel", "plan", str(model), "--cluster", "1xA100",
-        "--profile", "analytic", "--json", "--no-cache", "--parallel", SETTLED,
-    )  # fmt: skip
+        "-m",
+        "autoparallel",
+        "plan",
+        str(model),
+        "--cluster",
+        "1xA100",
+        "--profile",
+        "analytic",
+        "--json",
+        "--no-cache",
+        "--parallel",
+        SETTLED,
+    )
     assert done.returncode == 0, done.stderr
     assert loads(done.stdout).tf32 == ("conv", "matmul")
 
@@ -249,9 +265,14 @@ def outputs_of(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def test_the_processes_of_a_run_are_set_as_planned(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(SMALL)
     common = (
-        "model.py", "--cluster", "cluster.toml", "--profile", "analytic",
-        "--parallel", f"dp=2,{SETTLED}",
-    )  # fmt: skip
+        "model.py",
+        "--cluster",
+        "cluster.toml",
+        "--profile",
+        "analytic",
+        "--parallel",
+        f"dp=2,{SETTLED}",
+    )
     done = outputs_of(tmp_path, "autoparallel", "run", *common, "--tf32", "all", "--steps", "1")
     said = "convolutions and matmuls in TF32, as planned; torch was set to convolutions"
     assert done.stderr.count(said) == 1

@@ -15,9 +15,20 @@ from small_gpt import save_gpt
 from autoparallel import load_plan, save_plan
 
 GPT = (
-    "brief_gpt.py", "--set", "n_layer=2", "--set", "d_model=32", "--set", "n_head=2",
-    "--seq", "16", "--global-batch", "8", "--cluster", "cpu:2",
-)  # fmt: skip
+    "brief_gpt.py",
+    "--set",
+    "n_layer=2",
+    "--set",
+    "d_model=32",
+    "--set",
+    "n_head=2",
+    "--seq",
+    "16",
+    "--global-batch",
+    "8",
+    "--cluster",
+    "cpu:2",
+)
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

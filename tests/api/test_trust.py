@@ -103,10 +103,15 @@ def test_what_lies_in_the_current_folder_is_trusted(plan: Plan, elsewhere: Path)
     for place in ("model_here.py", "package_here/model.py"):
         Path(place).write_text(MODEL)
     for target in (
-        "model_here.py", "package_here/model.py:build_model", Path("model_here.py").absolute(),
-        "package_here.model:build_model", "model_here:build_model", "hf:gpt2", "none.py",
+        "model_here.py",
+        "package_here/model.py:build_model",
+        Path("model_here.py").absolute(),
+        "package_here.model:build_model",
+        "model_here:build_model",
+        "hf:gpt2",
+        "none.py",
         "no_such_module:build",
-    ):  # fmt: skip
+    ):
         check_trusted(named(plan, target), "plan.json", trust=False)
     assert not Path("has_run").exists()
 
@@ -119,8 +124,12 @@ def test_no_command_runs_a_target_that_is_elsewhere(
     checkpoint.mkdir(parents=True)
     save_plan(named(plan, elsewhere), "run/plan.json")
     for command in (
-        ["run"], ["verify"], ["program", "-o", "x.lp"], ["explain", "zero"], ["compare", "fsdp"],
-    ):  # fmt: skip
+        ["run"],
+        ["verify"],
+        ["program", "-o", "x.lp"],
+        ["explain", "zero"],
+        ["compare", "fsdp"],
+    ):
         assert run_command([command[0], "plan.json", *command[1:]]) == 2
         assert f"--> {elsewhere}" in capfd.readouterr().err
     with pytest.raises(UsageError, match="AP155"):
@@ -139,8 +148,11 @@ def test_an_export_runs_a_plan_beside_the_checkpoint_only_if_trusted(
     import torch
     from torch.distributed.checkpoint import save
 
-    save({"up.weight": torch.zeros(8, 8), "up.bias": torch.zeros(8)},
-         checkpoint_id="run", no_dist=True)  # fmt: skip
+    save(
+        {"up.weight": torch.zeros(8, 8), "up.bias": torch.zeros(8)},
+        checkpoint_id="run",
+        no_dist=True,
+    )
     save_plan(named(plan, elsewhere), "run/plan.json")
     with pytest.raises(UsageError, match="AP155"):
         autoparallel.export("run", "out")

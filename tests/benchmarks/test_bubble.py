@@ -36,9 +36,20 @@ class ForkedRank(ForkedInterpreter):
 def found(tmp_path_factory):
     path, printed = tmp_path_factory.mktemp("bubble") / "found.json", io.StringIO()
     arguments = [
-        *COUNTS, "--bytes", "1024", "--microbatches", str(COUNT),
-        "--forward-ms", "1", "--backward-ms", "2", "--rounds", "2", "--json", str(path),
-    ]  # fmt: skip
+        *COUNTS,
+        "--bytes",
+        "1024",
+        "--microbatches",
+        str(COUNT),
+        "--forward-ms",
+        "1",
+        "--backward-ms",
+        "2",
+        "--rounds",
+        "2",
+        "--json",
+        str(path),
+    ]
     before = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         forking = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedRank})

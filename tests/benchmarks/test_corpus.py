@@ -43,12 +43,13 @@ def test_a_reference_is_a_plan_or_a_code() -> None:
 def answered(seconds: float = 1.0, other: float = 1.0, **found: Any) -> dict[str, Any]:
     """What a worker answers: a plan that takes ``seconds`` beside a reference's."""
     prices = [
-        {"step_seconds": each, "predicted_seconds": each, "peak_bytes": 8} for each in
-        (seconds, other)
-    ]  # fmt: skip
+        {"step_seconds": each, "predicted_seconds": each, "peak_bytes": 8}
+        for each in (seconds, other)
+    ]
     return {
-        "found": {"plan": "{}", "cpu_seconds": 2.0, "peak_bytes": 100, **found}, "priced": prices,
-    }  # fmt: skip
+        "found": {"plan": "{}", "cpu_seconds": 2.0, "peak_bytes": 100, **found},
+        "priced": prices,
+    }
 
 
 PLAN = {"plan": "{}"}

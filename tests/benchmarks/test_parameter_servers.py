@@ -48,10 +48,12 @@ def test_the_page_and_its_plot_are_those_of_the_results() -> None:
 def test_times_to_the_target_are_medians_of_seeds_without_the_one_that_chose_rates() -> None:
     """By hand: the target of 1.2 after 1, 2 and 3 seconds; 1.0 at the end in the median."""
     runs = [
-        run_of("asp", 0.1, 0, [2.0, 1.1, 1.0, 0.9]), run_of("asp", 0.1, 1, [2.0, 1.5, 1.2, 1.0]),
-        run_of("asp", 0.1, 2, [2.0, 1.5, 1.4, 1.1]), run_of("asp", 0.1, CHOOSING_SEED, [1.0] * 4),
+        run_of("asp", 0.1, 0, [2.0, 1.1, 1.0, 0.9]),
+        run_of("asp", 0.1, 1, [2.0, 1.5, 1.2, 1.0]),
+        run_of("asp", 0.1, 2, [2.0, 1.5, 1.4, 1.1]),
+        run_of("asp", 0.1, CHOOSING_SEED, [1.0] * 4),
         run_of("bsp", 0.1, 0, [2.0] * 4),
-    ]  # fmt: skip
+    ]
     page = "\n".join(tables([Throughput(500, "r", "bsp", 2.0, 1.9, [])], runs))
     assert "| 500 Mbit/s | r | bsp | 2.000 | 1.900 | -5.0% |" in page
     assert "| one slow | asp | 0.1 | 3, 1 | 2.0 s | 1.0 s to 3.0 s | 1.000 |" in page
@@ -61,9 +63,11 @@ def test_times_to_the_target_are_medians_of_seeds_without_the_one_that_chose_rat
 
 def test_the_rate_is_that_of_the_run_that_reached_the_target_first_or_ended_lowest() -> None:
     tried = [
-        run_of("bsp", 0.1, 9, [2.0, 1.9]), run_of("bsp", 0.2, 9, [2.0, 1.7]),
-        run_of("asp", 0.1, 9, [2.0, 1.1, 1.1]), run_of("asp", 0.2, 9, [2.0, 1.5, 1.0]),
-    ]  # fmt: skip
+        run_of("bsp", 0.1, 9, [2.0, 1.9]),
+        run_of("bsp", 0.2, 9, [2.0, 1.7]),
+        run_of("asp", 0.1, 9, [2.0, 1.1, 1.1]),
+        run_of("asp", 0.2, 9, [2.0, 1.5, 1.0]),
+    ]
     assert best_rates(tried) == {"bsp": 0.2, "asp": 0.1}
 
 
@@ -84,9 +88,11 @@ def on_rank(plan: str, seconds: float) -> Any:
 def test_only_asp_lets_the_fast_worker_make_more_iterations(consistency: str) -> None:
     program, target = classifier()
     options = PlanOptions(
-        global_batch=BATCH, profile="analytic", optimizer="sgd",
+        global_batch=BATCH,
+        profile="analytic",
+        optimizer="sgd",
         forced=parse_parallel(f"servers=1,microbatches=2,consistency={consistency}"),
-    )  # fmt: skip
+    )
     plan = plan_program(program, target, parse_cluster("cpu:3"), options)
     for seconds in (1.0, 4.0, 16.0):  # a busy machine may leave a worker without an iteration
         times, curve = run_processes(3, on_rank, dumps(plan), seconds, timeout_seconds=60)[0]

@@ -23,19 +23,33 @@ from benchmarks.planning.practice import (
 )
 
 SMALL = Setting(
-    "GPT on two CPUs", "examples/gpt.py", "cpu:2", 8, 16, "pp=2,recompute=none,schedule=1f1b",
-    "by hand", micro_batch=2, precision="fp32",
+    "GPT on two CPUs",
+    "examples/gpt.py",
+    "cpu:2",
+    8,
+    16,
+    "pp=2,recompute=none,schedule=1f1b",
+    "by hand",
+    micro_batch=2,
+    precision="fp32",
     settings={"n_layer": 2, "d_model": 32, "n_head": 2, "seq": 16},
-)  # fmt: skip
+)
 
 
 def row(name: str, practice_seconds: float | None, plan_seconds: float) -> dict[str, object]:
     terms = dict.fromkeys(practice.TERMS, 1.0)
     return {
-        "name": name, "practice": "dp=2", "practice_seconds": practice_seconds,
-        "measured_seconds": None, "plan": "tp=2", "plan_seconds": plan_seconds, "gap": 0.0,
-        "source": "by hand", "practice_terms": terms, "plan_terms": terms,
-    }  # fmt: skip
+        "name": name,
+        "practice": "dp=2",
+        "practice_seconds": practice_seconds,
+        "measured_seconds": None,
+        "plan": "tp=2",
+        "plan_seconds": plan_seconds,
+        "gap": 0.0,
+        "source": "by hand",
+        "practice_terms": terms,
+        "plan_terms": terms,
+    }
 
 
 def test_every_practice_can_be_asked_for() -> None:
@@ -60,8 +74,10 @@ def test_the_tables_hold_all_settings_and_reasons_for_much_faster_plans(
     assert " old " not in text
     lines = text.splitlines()
     assert [line.split(" | ")[0] for line in lines if "by hand" in line] == [
-        f"| {first}", f"| {second}", f"| {third}"
-    ]  # fmt: skip
+        f"| {first}",
+        f"| {second}",
+        f"| {third}",
+    ]
     assert "| 20.0% |" in text
     assert "does not fit" in text
     reasons = [line for line in lines if "→" in line and line.startswith("| ")]

@@ -30,8 +30,14 @@ BAD = {
 }
 RUNS_HEADER = (DATA / "published_runs.csv").read_text(encoding="utf-8").splitlines()[0]
 FIGURES = (
-    "n", "mean_abs_error", "median_abs_error", "mean_regret", "worst_regret", "oom_right", "rows",
-)  # fmt: skip
+    "n",
+    "mean_abs_error",
+    "median_abs_error",
+    "mean_regret",
+    "worst_regret",
+    "oom_right",
+    "rows",
+)
 
 
 def write(folder: Path, lines: tuple[str, ...], header: str = HEADER) -> Path:
@@ -59,8 +65,9 @@ def test_the_json_has_the_figures_and_every_row(
     assert set(FIGURES) <= set(own)
     assert (own["n"], own["skipped"], len(own["rows"])) == (3, len(BAD), 3 + len(BAD))
     assert [row["measured_seconds"] for row in own["rows"][:3]] == [0.03, 0.02, 0.04]
-    errors = [abs(row["predicted_seconds"] / row["measured_seconds"] - 1)
-              for row in own["rows"][:3]]  # fmt: skip
+    errors = [
+        abs(row["predicted_seconds"] / row["measured_seconds"] - 1) for row in own["rows"][:3]
+    ]
     assert own["mean_abs_error"] == pytest.approx(sum(errors) / 3)
     assert own["median_abs_error"] == pytest.approx(sorted(errors)[1])
     chosen = min(own["rows"][:3], key=lambda row: row["predicted_seconds"])
@@ -96,13 +103,31 @@ def test_order_and_verdicts_are_counted(tmp_path: Path) -> None:
 def test_a_published_run_out_of_memory_is_judged_by_whether_it_fits(tmp_path: Path) -> None:
     cells = dict.fromkeys(RUNS_HEADER.split(","), "")
     cells |= {
-        "source": "handmade", "model": "GPT", "layers": "4", "hidden": "256", "heads": "4",
-        "vocab": "1000", "seq_len": "128", "gpu_type": "A100-80GB-SXM4", "n_gpus": "2",
-        "gpus_per_node": "8", "interconnect": "NVLink3", "global_batch_seqs": "8",
-        "micro_batch": "2", "dp": "2", "tp": "1", "pp": "1", "cp": "1", "zero_stage/fsdp": "ZeRO-3",
-        "recompute": "full", "schedule": "no pipeline", "precision": "fp16",
-        "attention_impl": "unfused", "measured_metric": "iter_time_s", "quality": "A",
-    }  # fmt: skip
+        "source": "handmade",
+        "model": "GPT",
+        "layers": "4",
+        "hidden": "256",
+        "heads": "4",
+        "vocab": "1000",
+        "seq_len": "128",
+        "gpu_type": "A100-80GB-SXM4",
+        "n_gpus": "2",
+        "gpus_per_node": "8",
+        "interconnect": "NVLink3",
+        "global_batch_seqs": "8",
+        "micro_batch": "2",
+        "dp": "2",
+        "tp": "1",
+        "pp": "1",
+        "cp": "1",
+        "zero_stage/fsdp": "ZeRO-3",
+        "recompute": "full",
+        "schedule": "no pipeline",
+        "precision": "fp16",
+        "attention_impl": "unfused",
+        "measured_metric": "iter_time_s",
+        "quality": "A",
+    }
     rows = [
         {**cells, "row_id": "ran", "measured_value": "0.1", "derived_iter_time_s": "0.1"},
         {**cells, "row_id": "oom", "measured_value": "OOM"},
@@ -154,9 +179,10 @@ def test_gradients_are_accumulated_as_the_row_says() -> None:
 
 def test_gpus_without_bfloat16_compute_in_float16() -> None:
     runs = copied_runs()
-    found = {name: runs[name].configuration.precision for name in (
-        "alpa_megatron_350M_1", "bloom_12288x106_a96_d8t4p12m2_g2048_02-28"
-    )}  # fmt: skip
+    found = {
+        name: runs[name].configuration.precision
+        for name in ("alpa_megatron_350M_1", "bloom_12288x106_a96_d8t4p12m2_g2048_02-28")
+    }
     assert list(found.values()) == ["fp16", "bf16"]
 
 
@@ -194,8 +220,10 @@ def test_results_are_told_apart_by_zero_stage() -> None:
     names = ("zb_1.5B_1F1B-I_24mb", "titan_8B_8gpu_eager", "sc21_t2_zero3_175B_384")
     stages = by_zero([result(runs[name], 1.0) for name in names])
     assert {stage: len(found) for stage, found in stages.items()} == {
-        "0": 1, "3": 1, "3, DeepSpeed of 2021": 1
-    }  # fmt: skip
+        "0": 1,
+        "3": 1,
+        "3, DeepSpeed of 2021": 1,
+    }
 
 
 def test_the_gain_of_compiling_is_within_five_points_of_the_published_one(tmp_path: Path) -> None:

@@ -70,9 +70,7 @@ def link(alpha_seconds: float, bytes_per_second: float) -> Link:
 
 def latency(kind: CollectiveKind, name: str, hosts: tuple[int, ...]) -> Levels:
     """How often the formula of an algorithm counts each level's latency."""
-    group = Group(
-        sum(hosts), min(hosts), len(hosts), link(ALPHA1, 1e300), link(ALPHA2, 1e300)
-    )  # fmt: skip
+    group = Group(sum(hosts), min(hosts), len(hosts), link(ALPHA1, 1e300), link(ALPHA2, 1e300))
     seconds = algorithm_seconds(kind, 1.0, group)[name]
     if (kind, name) == ("all_to_all", "direct"):
         seconds -= (group.num_ranks - 2) * 0.5e-6  # what posting to many costs
@@ -93,8 +91,13 @@ def transfer(kind: CollectiveKind, name: str, hosts: tuple[int, ...]) -> Levels:
     return Levels(*found)
 
 
-FLAT_ONLY = ("recursive_doubling", "halving_doubling", "binomial_tree", "scatter_all_gather",
-             "bruck")  # fmt: skip
+FLAT_ONLY = (
+    "recursive_doubling",
+    "halving_doubling",
+    "binomial_tree",
+    "scatter_all_gather",
+    "bruck",
+)
 """Formulas that price every message on the slower link where ranks lie on several hosts."""
 
 
@@ -156,9 +159,13 @@ def test_a_trees_rounds_near_its_formula_with_more_pieces(hosts: tuple[int, ...]
 @pytest.mark.parametrize("hosts", UNEVEN)
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("all_reduce", "ring"), ("all_gather", "ring"), ("reduce_scatter", "ring"),
-     ("all_reduce", "tree")],
-)  # fmt: skip
+    [
+        ("all_reduce", "ring"),
+        ("all_gather", "ring"),
+        ("reduce_scatter", "ring"),
+        ("all_reduce", "tree"),
+    ],
+)
 def test_unequal_hosts_are_priced_at_no_less_than_their_table(
     kind: CollectiveKind, name: str, hosts: tuple[int, ...]
 ) -> None:

@@ -96,9 +96,12 @@ def test_slices_that_take_longer_hold_up_the_rest():
     schedule = build_schedule("terapipe", 2, 1, slices=(1, 1))
     shares = (Fraction(1, 4), Fraction(3, 4))
     costs = StageCosts(
-        (4, 4), (8, 8), activation_bytes=(7, 7),
-        slice_forward_shares=shares, slice_backward_shares=shares,
-    )  # fmt: skip
+        (4, 4),
+        (8, 8),
+        activation_bytes=(7, 7),
+        slice_forward_shares=shares,
+        slice_backward_shares=shares,
+    )
     timeline = simulate(schedule, costs)
     assert timeline.step_seconds == 1 + 3 + 3 + 6 + 6 + 2
     assert timeline.peak_activation_bytes == (7, 7)
@@ -132,29 +135,53 @@ def test_slice_lengths_are_the_best_of_all_cuts(context, num_stages):
 
 
 PROFILED = {
-    ("1.5B", 8): {24: (18.522, 18.086, 9.337, 0.601), 32: (18.513, 18.086, 9.331, 0.626),
-                  64: (18.546, 18.097, 9.321, 0.762)},
-    ("6.2B", 8): {24: (29.718, 29.444, 19.927, 0.527), 32: (29.802, 29.428, 19.530, 0.577),
-                  64: (29.935, 29.621, 19.388, 0.535)},
-    ("14.6B", 16): {48: (11.347, 11.248, 8.132, 0.377), 64: (11.307, 11.254, 8.101, 0.379),
-                    128: (11.325, 11.308, 8.109, 0.378)},
-    ("28.3B", 32): {96: (10.419, 10.207, 7.715, 0.408), 128: (10.408, 10.204, 7.703, 0.408),
-                    256: (10.402, 10.248, 7.698, 0.460)},
-}  # fmt: skip
+    ("1.5B", 8): {
+        24: (18.522, 18.086, 9.337, 0.601),
+        32: (18.513, 18.086, 9.331, 0.626),
+        64: (18.546, 18.097, 9.321, 0.762),
+    },
+    ("6.2B", 8): {
+        24: (29.718, 29.444, 19.927, 0.527),
+        32: (29.802, 29.428, 19.530, 0.577),
+        64: (29.935, 29.621, 19.388, 0.535),
+    },
+    ("14.6B", 16): {
+        48: (11.347, 11.248, 8.132, 0.377),
+        64: (11.307, 11.254, 8.101, 0.379),
+        128: (11.325, 11.308, 8.109, 0.378),
+    },
+    ("28.3B", 32): {
+        96: (10.419, 10.207, 7.715, 0.408),
+        128: (10.408, 10.204, 7.703, 0.408),
+        256: (10.402, 10.248, 7.698, 0.460),
+    },
+}
 """Milliseconds of F, I, W and a message by (model, stages) and micro-batches: what Qi et al. 2023
 (arXiv:2401.10241) profiled, as ``iclr_bubble_rates`` of their repository lists it
 (sail-sg/zero-bubble-pipeline-parallelism, commit f68d387, pipeline_parallel/efficiency.py)."""
 
 PUBLISHED = {
-    "1.5B": {24: (0.2431, 0.1585, 0.1083, 0.1055), 32: (0.1985, 0.1242, 0.0837, 0.0818),
-             64: (0.1240, 0.0674, 0.0444, 0.0443)},
-    "6.2B": {24: (0.2347, 0.1323, 0.0698, 0.0808), 32: (0.1898, 0.1045, 0.0559, 0.0628),
-             64: (0.1091, 0.0554, 0.0294, 0.0320)},
-    "14.6B": {48: (0.2552, 0.1397, 0.0672, 0.1104), 64: (0.2082, 0.1088, 0.0516, 0.0852),
-              128: (0.1251, 0.0576, 0.0266, 0.0445)},
-    "28.3B": {96: (0.2646, 0.1421, 0.0641, 0.1493), 128: (0.2168, 0.1106, 0.0490, 0.1164),
-              256: (0.1352, 0.0594, 0.0257, 0.0624)},
-}  # fmt: skip
+    "1.5B": {
+        24: (0.2431, 0.1585, 0.1083, 0.1055),
+        32: (0.1985, 0.1242, 0.0837, 0.0818),
+        64: (0.1240, 0.0674, 0.0444, 0.0443),
+    },
+    "6.2B": {
+        24: (0.2347, 0.1323, 0.0698, 0.0808),
+        32: (0.1898, 0.1045, 0.0559, 0.0628),
+        64: (0.1091, 0.0554, 0.0294, 0.0320),
+    },
+    "14.6B": {
+        48: (0.2552, 0.1397, 0.0672, 0.1104),
+        64: (0.2082, 0.1088, 0.0516, 0.0852),
+        128: (0.1251, 0.0576, 0.0266, 0.0445),
+    },
+    "28.3B": {
+        96: (0.2646, 0.1421, 0.0641, 0.1493),
+        128: (0.2168, 0.1106, 0.0490, 0.1164),
+        256: (0.1352, 0.0594, 0.0257, 0.0624),
+    },
+}
 """Bubble rates of 1F1B, ZB-H1, ZB-H2 and interleaved 1F1B: the paper's table 5. ZB-1p has the
 rates of ZB-H1."""
 
@@ -186,9 +213,11 @@ def rate(schedule, model) -> float:
     stages = schedule.num_stages
     chunks = stages // d
     costs = StageCosts(
-        [f / chunks] * stages, [(i + w) / chunks] * stages, send_seconds=[send] * (stages - 1),
+        [f / chunks] * stages,
+        [(i + w) / chunks] * stages,
+        send_seconds=[send] * (stages - 1),
         weight_backward_seconds=[w / chunks] * stages,
-    )  # fmt: skip
+    )
     return 1 - n * (f + i + w) / simulate(schedule, costs).longest_span_seconds
 
 

@@ -67,8 +67,13 @@ def test_measured_figures_are_those_of_a_cpu(cpu: Cluster) -> None:
     assert 1e8 < device.memory_bytes_per_second < 1e13
     assert 1e-8 < device.launch_seconds < 1e-3
     assert set(device.efficiency) == {
-        "matmul", "attention", "conv", "norm", "elementwise", "copy",
-    }  # fmt: skip
+        "matmul",
+        "attention",
+        "conv",
+        "norm",
+        "elementwise",
+        "copy",
+    }
     assert all(share > 0 for share in device.efficiency.values())
 
 

@@ -133,9 +133,11 @@ def test_shares_outside_of_one_and_no_buckets_are_refused():
 
 def test_gathering_and_collectives_inside_are_exposed():
     costs = StageCosts(
-        [2.0] * 2, [3.0] * 2,
-        forward_communication_seconds=[0.5] * 2, backward_communication_seconds=[1.0, 0.75],
-    )  # fmt: skip
+        [2.0] * 2,
+        [3.0] * 2,
+        forward_communication_seconds=[0.5] * 2,
+        backward_communication_seconds=[1.0, 0.75],
+    )
     timeline = simulate(build_schedule("1f1b", 2, 4), costs)
     assert [each.inside for each in timeline.exposed] == [4 * 1.5, 4 * 1.25]
 
@@ -209,9 +211,7 @@ def test_work_done_is_time_times_rate(run, slowdown):
     """Of all compute but forwards that may wait for parameters within."""
     schedule, costs, buckets = run
     timeline = simulate(schedule, beside_compute(costs, slowdown, buckets))
-    seconds = {
-        "F": costs.forward_seconds, "B": costs.backward_seconds, "STEP": costs.step_seconds
-    }  # fmt: skip
+    seconds = {"F": costs.forward_seconds, "B": costs.backward_seconds, "STEP": costs.step_seconds}
     for events in timeline.events:
         beside = [e for e in events if e.stream in ("gradient sync", "parameter gather")]
         gathered = {e.action.stage for e in events if e.stream == "parameter gather"}

@@ -36,7 +36,7 @@ def job(
         bytes_per_second=(RATE,) * (workers + servers),
         latency_seconds=0.0,
         bound=bound_of(consistency, staleness),
-    )  # fmt: skip
+    )
 
 
 def seconds(each: ServerJob, iterations: int = 12) -> float:

@@ -141,13 +141,20 @@ def test_accelerators_wired_in_pairs_reach_a_link_of_seven_between_two() -> None
 @pytest.mark.parametrize(
     ("shorthand", "name", "link"),
     [
-        ("8xRTX4090", "RTX4090", "pcie4"), ("4xT4", "T4", "pcie3"), ("2x4xL4", "L4", "pcie4"),
-        ("8x3090", "RTX3090", "pcie4"), ("8x5090", "RTX5090", "pcie5"), ("8xH20", "H20", "nvlink4"),
-        ("8xH800", "H800", "nvlink4-h800"), ("8xB300", "B300", "nvlink5"),
-        ("8xMI250X", "MI250X", "infinity-fabric-2"), ("8xMI325X", "MI325X", "infinity-fabric-3"),
-        ("4xRTX-A6000", "A6000", "pcie4"), ("2xA30", "A30", "pcie4"),
+        ("8xRTX4090", "RTX4090", "pcie4"),
+        ("4xT4", "T4", "pcie3"),
+        ("2x4xL4", "L4", "pcie4"),
+        ("8x3090", "RTX3090", "pcie4"),
+        ("8x5090", "RTX5090", "pcie5"),
+        ("8xH20", "H20", "nvlink4"),
+        ("8xH800", "H800", "nvlink4-h800"),
+        ("8xB300", "B300", "nvlink5"),
+        ("8xMI250X", "MI250X", "infinity-fabric-2"),
+        ("8xMI325X", "MI325X", "infinity-fabric-3"),
+        ("4xRTX-A6000", "A6000", "pcie4"),
+        ("2xA30", "A30", "pcie4"),
     ],
-)  # fmt: skip
+)
 def test_a_word_gives_devices_and_the_link_between_them(
     shorthand: str, name: str, link: str
 ) -> None:

@@ -59,8 +59,12 @@ def test_the_bubble_is_exactly_that_of_the_closed_form(
 
 @given(
     st.sampled_from(["interleaved-1f1b", "bfs"]),
-    st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), fractions, fractions,
-)  # fmt: skip
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    fractions,
+    fractions,
+)
 def test_chunks_divide_the_bubble_exactly(name, ranks, rounds, chunks, forward, backward):
     """(D-1)/(D-1+KN) for N a multiple of D: Narayanan et al. 2021, section 2.2."""
     num_microbatches, num_stages = ranks * rounds, ranks * chunks
@@ -151,9 +155,7 @@ def test_a_channel_carries_one_message_at_a_time():
 def test_a_ranks_messages_to_all_others_share_its_port():
     """Stage 0 sends 3 s to both others at 1: both are there at 7."""
     table = parse_table("0F0 0SEND_F0\n1RECV_F0 1F0\n2RECV_F0 2F0")
-    costs = StageCosts(
-        [1.0] * 3, [1.0] * 3, send_seconds=[3.0, 3.0], edges=((0, 1), (0, 2))
-    )  # fmt: skip
+    costs = StageCosts([1.0] * 3, [1.0] * 3, send_seconds=[3.0, 3.0], edges=((0, 1), (0, 2)))
     timeline = simulate(Schedule("fan", 1, (0, 1, 2), table, edges=((0, 1), (0, 2))), costs)
     assert [row[-1].end_seconds for row in timeline.events[1:]] == [1 + 6 + 1] * 2
 
@@ -171,9 +173,13 @@ def test_calls_take_their_ranks_time_and_the_message_leaves_at_once():
     """Sends at 1 and 2.5, posts before each forward; 2 s on the way: 1 + 2, then 2.5 + 2."""
     table = parse_table("0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1RECV_F1 1F0 1F1")
     costs = StageCosts(
-        [1.0] * 2, [1.0] * 2, send_seconds=[2.0], send_latency_seconds=[2.0],
-        send_call_seconds=[0.5], receive_call_seconds=[0.25],
-    )  # fmt: skip
+        [1.0] * 2,
+        [1.0] * 2,
+        send_seconds=[2.0],
+        send_latency_seconds=[2.0],
+        send_call_seconds=[0.5],
+        receive_call_seconds=[0.25],
+    )
     timeline = simulate(Schedule("calls", 2, (0, 1), table), costs)
     starts = [[e.start_seconds for e in row if e.stream == "compute"] for row in timeline.events]
     assert starts == [[0.0, 1.5], [3.0, 4.5]]
@@ -295,9 +301,11 @@ def test_a_stage_waits_for_the_last_of_its_messages_which_share_its_port():
     costs = StageCosts((2.0, 2.0, 1.0), (4.0, 4.0, 2.0), send_seconds=(0.5, 3.0), edges=FORK)
     timeline = simulate(build_schedule("1f1b", 3, 1, edges=FORK), costs)
     begins = {
-        str(e.action): e.start_seconds for row in timeline.events for e in row
+        str(e.action): e.start_seconds
+        for row in timeline.events
+        for e in row
         if e.stream == "compute"
-    }  # fmt: skip
+    }
     assert begins["2F0"] == 5.5
     assert (begins["0B0"], begins["1B0"]) == (9.5, 12)
     assert timeline.step_seconds == 16
@@ -334,11 +342,14 @@ def test_the_seconds_of_a_step_are_those_of_its_timeline(name: str, chunks: int)
     draw = [[1.0 + (7 * stage + way) % 5 for stage in range(number)] for way in range(4)]
     for messages in (1.0, 0.0):
         costs = StageCosts(
-            draw[0], draw[1],
+            draw[0],
+            draw[1],
             send_seconds=[messages * each for each in draw[2][1:]],
             send_backward_seconds=[messages * each for each in draw[3][1:]],
-            step_seconds=draw[3], gradient_sync_seconds=draw[2], gather_seconds=draw[0],
+            step_seconds=draw[3],
+            gradient_sync_seconds=draw[2],
+            gather_seconds=draw[0],
             send_latency_seconds=(0.5,) * (number - 1),
-        )  # fmt: skip
+        )
         table = build_schedule(name, number, 8, num_chunks=chunks)
         assert step_seconds(table, costs) == simulate(table, costs).step_seconds

@@ -64,8 +64,14 @@ def test_no_preset_is_faster_in_tf32_than_half_of_its_bfloat16() -> None:
     devices = [preset.device for preset in device_presets().values()]
     known = {device.name for device in devices if has_tf32(device)}
     assert known == {each.name for each in devices if each.kind == "cuda"} - {
-        "V100-16GB", "V100-32GB", "T4", "MI250X", "MI300X", "MI325X", "MI355X",
-    }  # fmt: skip
+        "V100-16GB",
+        "V100-32GB",
+        "T4",
+        "MI250X",
+        "MI300X",
+        "MI325X",
+        "MI355X",
+    }
     for device in devices:
         if device.name in known:
             peaks = device.peak_flops

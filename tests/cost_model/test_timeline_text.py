@@ -28,8 +28,12 @@ def test_every_second_chunk_is_in_small_letters():
 def test_only_what_no_compute_hides_of_a_collective_is_drawn():
     """Buckets at ½ and 1, forward ½–1½, backward to 3½, sums 2½–3½–4½, optimizer to 5½."""
     costs = StageCosts(
-        [1.0], [2.0], step_seconds=[1.0], gradient_sync_seconds=[2.0], gather_seconds=[1.0],
-    )  # fmt: skip
+        [1.0],
+        [2.0],
+        step_seconds=[1.0],
+        gradient_sync_seconds=[2.0],
+        gather_seconds=[1.0],
+    )
     schedule = build_schedule("1f1b", 1, 1)
     beside = simulate(schedule, beside_compute(costs, 1, [Buckets.equal(2)]))
     assert draw(beside, 11) == ("rank 0  gFFBBBBrrss",)

@@ -19,10 +19,15 @@ CASES = [("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2), ("bfs", 3), ("infer
 def timeline_of(name: str, chunks: int):
     stages = 3 * chunks
     costs = StageCosts(
-        [1.0] * stages, [2.0] * stages, send_seconds=[0.25] * (stages - 1),
-        activation_bytes=[100] * stages, static_bytes=[7] * stages, step_seconds=[0.5] * stages,
-        gradient_sync_seconds=[3.0] * stages, gather_seconds=[1.0] * stages,
-    )  # fmt: skip
+        [1.0] * stages,
+        [2.0] * stages,
+        send_seconds=[0.25] * (stages - 1),
+        activation_bytes=[100] * stages,
+        static_bytes=[7] * stages,
+        step_seconds=[0.5] * stages,
+        gradient_sync_seconds=[3.0] * stages,
+        gather_seconds=[1.0] * stages,
+    )
     schedule = build_schedule(name, stages, 6, num_chunks=chunks)
     return simulate(
         schedule, beside_compute(costs, 1.25, [Buckets.equal(4)] * stages), replicas=[8] * 3
@@ -38,9 +43,12 @@ def traced(request):
 def test_every_event_has_the_keys_of_its_phase(traced):
     """M, X, s, f and C, as the Trace Event Format has them."""
     needed = {
-        "M": {"name", "args"}, "X": {"name", "cat", "ts", "dur"}, "C": {"name", "ts", "args"},
-        "s": {"name", "cat", "id", "ts"}, "f": {"name", "cat", "id", "ts", "bp"},
-    }  # fmt: skip
+        "M": {"name", "args"},
+        "X": {"name", "cat", "ts", "dur"},
+        "C": {"name", "ts", "args"},
+        "s": {"name", "cat", "id", "ts"},
+        "f": {"name", "cat", "id", "ts", "bp"},
+    }
     for event in traced[1]:
         assert needed[event["ph"]] | {"pid", "tid"} <= event.keys()
         assert event.get("ts", 0) >= 0
@@ -97,9 +105,7 @@ def test_the_memory_counter_peaks_where_the_timeline_does(traced):
 
 
 def test_processes_and_threads_have_names(traced):
-    names = {
-        (e["name"], e["pid"], e["tid"]): e["args"] for e in traced[1] if e["ph"] == "M"
-    }  # fmt: skip
+    names = {(e["name"], e["pid"], e["tid"]): e["args"] for e in traced[1] if e["ph"] == "M"}
     assert names["process_name", 2, 0] == {"name": "pipeline rank 2 (8 devices)"}
     used = {(e["pid"], e["tid"]) for e in traced[1] if e["ph"] == "X"}
     for rank, thread in used:

@@ -46,9 +46,12 @@ class MaskedLM(nn.Module):
         shifted = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:].reshape(-1)
         if self.loss in ("mean", "weighted", "sum"):
             return functional.cross_entropy(
-                logits, shifted, self.class_weight if self.loss == "weighted" else None,
-                reduction="sum" if self.loss == "sum" else "mean", label_smoothing=self.smoothing,
-            )  # fmt: skip
+                logits,
+                shifted,
+                self.class_weight if self.loss == "weighted" else None,
+                reduction="sum" if self.loss == "sum" else "mean",
+                label_smoothing=self.smoothing,
+            )
         if self.loss == "nll":
             scores = functional.log_softmax(logits, -1)
             return functional.nll_loss(scores, shifted, self.class_weight)

@@ -39,84 +39,126 @@ def mean(of: str) -> Node:
 
 
 def test_the_batch_is_followed_through_views_and_products_to_a_mean() -> None:
-    found = find_batch_dims(graph(
-        data("x", 2, 3, 4), weight("w", 6, 4),
-        op("y", "linear.default", (Ref("x"), Ref("w")), spec(2, 3, 6)),
-        op("flat", "view.default", (Ref("y"), [6, 6]), spec(6, 6)),
-        op("turned", "t.default", (Ref("flat"),), spec(6, 6)),
-        mean("turned"),
-    ))  # fmt: skip
+    found = find_batch_dims(
+        graph(
+            data("x", 2, 3, 4),
+            weight("w", 6, 4),
+            op("y", "linear.default", (Ref("x"), Ref("w")), spec(2, 3, 6)),
+            op("flat", "view.default", (Ref("y"), [6, 6]), spec(6, 6)),
+            op("turned", "t.default", (Ref("flat"),), spec(6, 6)),
+            mean("turned"),
+        )
+    )
     assert found == {
-        "x": (0,), "w": (None,), "y": (0,), "flat": (0,), "turned": (1,), "loss": (None,),
-    }  # fmt: skip
+        "x": (0,),
+        "w": (None,),
+        "y": (0,),
+        "flat": (0,),
+        "turned": (1,),
+        "loss": (None,),
+    }
 
 
 def test_a_model_that_mixes_rows_has_no_batch() -> None:
-    assert find_batch_dims(graph(
-        data("x", 2, 4), weight("w", 4),
-        op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)),
-        op("mixed", "softmax.int", (Ref("y"), 0), spec(2, 4)),
-        mean("mixed"),
-    )) is None  # fmt: skip
+    assert (
+        find_batch_dims(
+            graph(
+                data("x", 2, 4),
+                weight("w", 4),
+                op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)),
+                op("mixed", "softmax.int", (Ref("y"), 0), spec(2, 4)),
+                mean("mixed"),
+            )
+        )
+        is None
+    )
 
 
 def test_the_batch_is_followed_up_to_where_rows_meet() -> None:
     """Two towers and a product of all rows with all: what comes after it may be split freely."""
-    found = rows_apart(graph(
-        data("x", 2, 4), data("y", 2, 4), weight("w", 4, 4),
-        op("left", "linear.default", (Ref("x"), Ref("w")), spec(2, 4)),
-        op("right", "t.default", (Ref("y"),), spec(4, 2)),
-        op("logits", "matmul.default", (Ref("left"), Ref("right")), spec(2, 2)),
-        op("more", "relu.default", (Ref("logits"),), spec(2, 2)),
-        mean("more"),
-    ))  # fmt: skip
+    found = rows_apart(
+        graph(
+            data("x", 2, 4),
+            data("y", 2, 4),
+            weight("w", 4, 4),
+            op("left", "linear.default", (Ref("x"), Ref("w")), spec(2, 4)),
+            op("right", "t.default", (Ref("y"),), spec(4, 2)),
+            op("logits", "matmul.default", (Ref("left"), Ref("right")), spec(2, 2)),
+            op("more", "relu.default", (Ref("logits"),), spec(2, 2)),
+            mean("more"),
+        )
+    )
     assert found == {"x": (0,), "y": (0,), "w": (None,), "left": (0,), "right": (1,)}
 
 
 def test_a_loss_that_is_no_sum_over_rows_has_no_batch() -> None:
-    assert find_batch_dims(graph(
-        data("x", 2, 4), weight("w", 4),
-        op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)), mean("y"),
-        op("root", "sqrt.default", (Ref("loss"),), spec()),
-    )) is None  # fmt: skip
+    assert (
+        find_batch_dims(
+            graph(
+                data("x", 2, 4),
+                weight("w", 4),
+                op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)),
+                mean("y"),
+                op("root", "sqrt.default", (Ref("loss"),), spec()),
+            )
+        )
+        is None
+    )
 
 
 def test_a_scaled_sum_of_two_losses_is_followed() -> None:
-    found = find_batch_dims(graph(
-        data("x", 2, 4), weight("w", 4),
-        op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)), mean("y"),
-        op("scaled", "mul.Tensor", (Ref("loss"), 0.5), spec()),
-        op("total", "add.Tensor", (Ref("scaled"), Ref("loss")), spec()),
-    ))  # fmt: skip
+    found = find_batch_dims(
+        graph(
+            data("x", 2, 4),
+            weight("w", 4),
+            op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)),
+            mean("y"),
+            op("scaled", "mul.Tensor", (Ref("loss"), 0.5), spec()),
+            op("total", "add.Tensor", (Ref("scaled"), Ref("loss")), spec()),
+        )
+    )
     assert found is not None
 
 
 def test_a_parameter_expanded_over_the_batch_follows_it() -> None:
     """A class token (1, 1, 4) is expanded to (2, 1, 4) and joined to the rows."""
-    found = find_batch_dims(graph(
-        data("x", 2, 3, 4), weight("token", 1, 1, 4),
-        op("tokens", "expand.default", (Ref("token"), [2, -1, -1]), spec(2, 1, 4)),
-        op("all", "cat.default", ([Ref("tokens"), Ref("x")], 1), spec(2, 4, 4)),
-        mean("all"),
-    ))  # fmt: skip
+    found = find_batch_dims(
+        graph(
+            data("x", 2, 3, 4),
+            weight("token", 1, 1, 4),
+            op("tokens", "expand.default", (Ref("token"), [2, -1, -1]), spec(2, 1, 4)),
+            op("all", "cat.default", ([Ref("tokens"), Ref("x")], 1), spec(2, 4, 4)),
+            mean("all"),
+        )
+    )
     assert found is not None
     assert (found["token"], found["tokens"], found["all"]) == ((None,), (0,), (0,))
 
 
 def test_a_parameter_of_the_batch_size_is_no_batch() -> None:
-    assert find_batch_dims(graph(
-        data("x", 2, 4), weight("w", 2, 4),
-        op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)), mean("y"),
-    )) is None  # fmt: skip
+    assert (
+        find_batch_dims(
+            graph(
+                data("x", 2, 4),
+                weight("w", 2, 4),
+                op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)),
+                mean("y"),
+            )
+        )
+        is None
+    )
 
 
 def masked(*recipe: Node) -> Graph:
     """x (2, 4) + the last of the recipe (2, 4)."""
     return graph(
-        data("x", 2, 4), weight("w", 4),
-        op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)), *recipe,
-        op("z", "add.Tensor", (Ref("y"), Ref(recipe[-1].name)), spec(2, 4)), mean("z"),
-    )  # fmt: skip
+        data("x", 2, 4),
+        weight("w", 4),
+        op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)),
+        *recipe,
+        op("z", "add.Tensor", (Ref("y"), Ref(recipe[-1].name)), spec(2, 4)),
+        mean("z"),
+    )
 
 
 def test_a_constant_of_equal_rows_follows_the_batch() -> None:
@@ -145,10 +187,12 @@ def test_a_constant_of_different_rows_has_no_batch() -> None:
 
 def test_the_graph_is_rescaled_by_what_was_found() -> None:
     found = graph(
-        data("x", 2, 3, 4), weight("w", 6, 4),
+        data("x", 2, 3, 4),
+        weight("w", 6, 4),
         op("y", "linear.default", (Ref("x"), Ref("w")), spec(2, 3, 6)),
-        op("flat", "view.default", (Ref("y"), [6, 6]), spec(6, 6)), mean("flat"),
-    )  # fmt: skip
+        op("flat", "view.default", (Ref("y"), [6, 6]), spec(6, 6)),
+        mean("flat"),
+    )
     dims = find_batch_dims(found)
     assert dims is not None
     larger = Graph(found.nodes, found.loss, 2, dims).with_batch_size(10)

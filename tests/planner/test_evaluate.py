@@ -65,9 +65,16 @@ def random_stage(
     )
     count = setting.num_microbatches
     whole = Candidate(
-        graph.batch_size, count, "1f1b", (StageChoice(0, len(blocks.blocks), 0, mesh.size),),
-        ((model, answer),), (answer.cost,), 1.0, 0.0, 0.0,
-    )  # fmt: skip
+        graph.batch_size,
+        count,
+        "1f1b",
+        (StageChoice(0, len(blocks.blocks), 0, mesh.size),),
+        ((model, answer),),
+        (answer.cost,),
+        1.0,
+        0.0,
+        0.0,
+    )
     request = Request(graph.batch_size * count)
     found = make_plan(structure, on, request, whole, [], (0, {}))
     return found, answer.objective, memory_bytes(problem.memory, choices)
@@ -154,9 +161,10 @@ def test_blocks_that_are_walked_once_cost_what_each_costs_alone(seed: int) -> No
     """One that records its questions walks every block; one evaluator has many plans."""
     graph, blocks, first = random_pipeline(seed)
     shared = Evaluator(graph, blocks)
-    bare = replace(first.stages[1], blocks=tuple(
-        replace(block, recompute="none") for block in first.stages[1].blocks
-    ))  # fmt: skip
+    bare = replace(
+        first.stages[1],
+        blocks=tuple(replace(block, recompute="none") for block in first.stages[1].blocks),
+    )
     for each in (first, replace(first, stages=(first.stages[0], bare)), first):
         alone = evaluate(graph, blocks, each, cluster(8), basis=Basis(asked=CostQueries()))
         found = shared.evaluation(each, cluster(8))

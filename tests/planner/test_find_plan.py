@@ -59,12 +59,16 @@ def layers(number: int, rows: int) -> tuple[Graph, Blocks]:
     first, *own, last = blocks.blocks
     return graph, Blocks(
         (
-            replace(own[0], kind="first", nodes=(*first.nodes, *own[0].nodes),
-                    parameters=(*first.parameters, *own[0].parameters)),
+            replace(
+                own[0],
+                kind="first",
+                nodes=(*first.nodes, *own[0].nodes),
+                parameters=(*first.parameters, *own[0].parameters),
+            ),
             *own[1:-1],
             replace(own[-1], kind="last", nodes=(*own[-1].nodes, *last.nodes)),
         )
-    )  # fmt: skip
+    )
 
 
 def job_of(model: tuple[Graph, Blocks], on: Cluster, request: Request) -> SearchContext:

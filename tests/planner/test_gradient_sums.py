@@ -52,13 +52,21 @@ def test_buckets_are_filled_as_the_backward_goes_and_shared_gradients_come_last(
     other = HeldGradient("other", 2, (0, 1), False, 1)
     found = make_buckets([shared, *small, large, other])
     assert [bucket.names for bucket in found] == [
-        ("other",), ("large",), ("3", "2", "1", "0"), ("shared",),
-    ]  # fmt: skip
+        ("other",),
+        ("large",),
+        ("3", "2", "1", "0"),
+        ("shared",),
+    ]
     assert [bucket.block for bucket in found] == [2, 4, 0, -1]
     by_block = make_buckets([shared, *small, large], by_block=True)
     assert [bucket.names for bucket in by_block] == [
-        ("large",), ("3",), ("2",), ("1",), ("0",), ("shared",),
-    ]  # fmt: skip
+        ("large",),
+        ("3",),
+        ("2",),
+        ("1",),
+        ("0",),
+        ("shared",),
+    ]
 
 
 def test_no_gradient_is_left_out_and_none_is_summed_twice() -> None:

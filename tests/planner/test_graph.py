@@ -18,13 +18,18 @@ def _graph(dtype: str = "float32", batch: int = 2) -> Graph:
             Node("x", "input", outputs=(x,)),
             Node("fc.weight", "parameter", outputs=(w,)),
             Node("linear", "op", "aten.linear.default", (Ref("x"), Ref("fc.weight")), outputs=(y,)),
-            Node("sum", "op", "aten.sum.default", (Ref("linear"),),
-                 outputs=(TensorSpec((), dtype, True),)),
+            Node(
+                "sum",
+                "op",
+                "aten.sum.default",
+                (Ref("linear"),),
+                outputs=(TensorSpec((), dtype, True),),
+            ),
         ),
         loss=Ref("sum"),
         batch_size=batch,
         batch_dims={"x": (0,), "fc.weight": (None,), "linear": (0,), "sum": (None,)},
-    )  # fmt: skip
+    )
 
 
 def test_rescaling_changes_batch_dimensions_alone() -> None:
@@ -71,7 +76,12 @@ def test_blocks_of_one_kind_correspond_by_position() -> None:
         )
     )
     assert blocks.template == {
-        "a0": "a0", "b0": "b0", "w0": "w0", "a1": "a0", "b1": "b0", "w1": "w0",
-    }  # fmt: skip
+        "a0": "a0",
+        "b0": "b0",
+        "w0": "w0",
+        "a1": "a0",
+        "b1": "b0",
+        "w1": "w0",
+    }
     assert blocks.of_node["w1"] == 1
     assert blocks.kinds["layers"].name == "layers.0"

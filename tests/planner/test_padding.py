@@ -69,8 +69,10 @@ EXACT = (mean, other_index, transposed, summed, shifted, shifted_as_hugging_face
 def captured(model: Callable[[], nn.Module]) -> Program:
     with torch.device("meta"):
         made = model()
-    batch = {name: torch.empty(ROWS, SEQ, dtype=torch.int64, device="meta")
-             for name in ("words", "labels")}  # fmt: skip
+    batch = {
+        name: torch.empty(ROWS, SEQ, dtype=torch.int64, device="meta")
+        for name in ("words", "labels")
+    }
     return capture(made, batch, dtype="float64")
 
 
@@ -101,9 +103,7 @@ def test_a_padded_batch_has_the_loss_and_gradients_of_the_shorter_one(loss, leng
 
 def test_words_are_padded_with_one_that_exists_and_labels_with_what_the_loss_ignores() -> None:
     graph = captured(lambda: Net(mean)).graph
-    assert find_padding(graph) == (
-        SEQ, {"words": Padding((1,), 0), "labels": Padding((1,), -100)}
-    )  # fmt: skip
+    assert find_padding(graph) == (SEQ, {"words": Padding((1,), 0), "labels": Padding((1,), -100)})
     assert find_padding(captured(lambda: Net(other_index)).graph)[1]["labels"].value == 3
 
 
@@ -116,9 +116,7 @@ def counting_labels(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def mean_of_all(scores: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(
-        scores.flatten(0, 1), labels.flatten(), reduction="none"
-    ).mean()  # fmt: skip
+    return cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none").mean()
 
 
 def sum_of_squares(scores: Tensor, labels: Tensor) -> Tensor:
@@ -173,8 +171,10 @@ def test_batches_of_the_planned_length_and_of_longer_ones_are_left_as_they_are()
 
 def test_inputs_of_several_lengths_are_refused() -> None:
     pad = SequencePadding(captured(lambda: Net(mean)).graph)
-    batch = {"words": torch.zeros(ROWS, 5, dtype=torch.int64),
-             "labels": torch.zeros(ROWS, 6, dtype=torch.int64)}  # fmt: skip
+    batch = {
+        "words": torch.zeros(ROWS, 5, dtype=torch.int64),
+        "labels": torch.zeros(ROWS, 6, dtype=torch.int64),
+    }
     with pytest.raises(UsageError, match="several lengths") as caught:
         pad(batch)
     assert "labels 6, words 5" in caught.value.why

@@ -100,9 +100,11 @@ def with_slow_device() -> Cluster:
     (host,) = cluster.hosts
     device = host.device
     slow = replace(
-        device, name="slow", peak_flops={k: v / 4 for k, v in device.peak_flops.items()},
+        device,
+        name="slow",
+        peak_flops={k: v / 4 for k, v in device.peak_flops.items()},
         memory_bytes_per_second=device.memory_bytes_per_second / 4,
-    )  # fmt: skip
+    )
     return replace(cluster, hosts=(host, host, replace(host, device=slow)), inter_link=host.link)
 
 

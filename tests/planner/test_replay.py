@@ -139,9 +139,13 @@ def test_attention_with_a_learned_mask_makes_its_scores_again_with_it() -> None:
         op("heads", "mul.Tensor", (Ref("start"), Ref("start")), *shape),
         op("bias", "mul.Tensor", (Ref("start"), Ref("start")), ROWS, 2, 3, 3),
         op("mask", "add.Tensor", (Ref("bias"), Ref("bias")), ROWS, 2, 3, 3),
-        op("attention", "scaled_dot_product_attention.default",
-           (Ref("heads"), Ref("heads"), Ref("heads"), Ref("mask")), *shape),
-    ]  # fmt: skip
+        op(
+            "attention",
+            "scaled_dot_product_attention.default",
+            (Ref("heads"), Ref("heads"), Ref("heads"), Ref("mask")),
+            *shape,
+        ),
+    ]
     found = replay_of(nodes, "mask")
     assert found.kept == {"attention"}
     assert found.skipped["selective"] == {"attention"}

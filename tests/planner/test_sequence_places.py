@@ -40,9 +40,14 @@ def heads(source: str = "embedded", length: int = LENGTH) -> Node:
 def attention(*options: Any, key: str = "heads_of_embedded") -> Node:
     query = Ref("heads_of_embedded")
     return op(
-        "attention", "scaled_dot_product_attention.default", (query, Ref(key), query, *options),
-        ROWS, 1, LENGTH, WIDTH,
-    )  # fmt: skip
+        "attention",
+        "scaled_dot_product_attention.default",
+        (query, Ref(key), query, *options),
+        ROWS,
+        1,
+        LENGTH,
+        WIDTH,
+    )
 
 
 def test_positions_are_followed_through_views_slices_and_causal_attention() -> None:
@@ -65,17 +70,22 @@ LATER = op("later", "slice.Tensor", (Ref("embedded"), 1, 3, 6), ROWS, 3, WIDTH)
 
 REFUSED: dict[str, tuple[Graph, str]] = {
     "softmax over positions": (
-        tokens(after("softmax.int", (1,), ROWS, LENGTH, WIDTH)), "depends on others",
+        tokens(after("softmax.int", (1,), ROWS, LENGTH, WIDTH)),
+        "depends on others",
     ),
     "attention that sees later positions": (
-        tokens(heads(), attention(None, 0.0, False)), "not causal",
+        tokens(heads(), attention(None, 0.0, False)),
+        "not causal",
     ),
     "dropout in attention": (
-        tokens(heads(), attention(None, 0.1, True)), "random numbers are not counted",
+        tokens(heads(), attention(None, 0.1, True)),
+        "random numbers are not counted",
     ),
     "keys of fewer positions": (
         tokens(
-            heads(), SHORTER, heads("after", 3),
+            heads(),
+            SHORTER,
+            heads("after", 3),
             attention(None, 0.0, True, key="heads_of_after"),
         ),
         "not along the same positions",
@@ -92,7 +102,8 @@ REFUSED: dict[str, tuple[Graph, str]] = {
         "rows are not counted",
     ),
     "every second position": (
-        tokens(after("slice.Tensor", (1, 0, 6, 2), ROWS, 3, WIDTH)), "not consecutive",
+        tokens(after("slice.Tensor", (1, 0, 6, 2), ROWS, 3, WIDTH)),
+        "not consecutive",
     ),
     "a view through positions": (
         tokens(after("view.default", ([ROWS, 4, WIDTH * LENGTH // 4],), ROWS, 4, 6)),
@@ -100,7 +111,8 @@ REFUSED: dict[str, tuple[Graph, str]] = {
     ),
     "early positions meet late ones": (
         tokens(
-            SHORTER, LATER,
+            SHORTER,
+            LATER,
             op("sum", "add.Tensor", (Ref("after"), Ref("later")), ROWS, 3, WIDTH),
         ),
         "different positions",
@@ -112,7 +124,7 @@ REFUSED: dict[str, tuple[Graph, str]] = {
         ),
         "not linear in a sum",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -25,9 +25,14 @@ WIRE = Link("wire", alpha_seconds=1e-9, bytes_per_second=1e15)
 def host(speed: float, *, memory_bytes: int = 10**12) -> Host:
     """A device of ``speed`` GFLOP/s that moves bytes for nothing."""
     device = Device(
-        f"toy{speed:g}", "cpu", memory_bytes, memory_bytes, 1e18, {"float32": speed * 1e9},
+        f"toy{speed:g}",
+        "cpu",
+        memory_bytes,
+        memory_bytes,
+        1e18,
+        {"float32": speed * 1e9},
         launch_seconds=0.0,
-    )  # fmt: skip
+    )
     return Host(device, 1, WIRE)
 
 
@@ -62,9 +67,10 @@ def test_no_division_of_the_rows_has_a_faster_slowest_rank(seed: int) -> None:
 def planned(cluster: Cluster, rows: int, *, deny: tuple[str, ...] = ()) -> Plan:
     graph, blocks = mlp(3, inner=256)
     request = Request(
-        rows, forced=Forced(dp=cluster.num_devices, pp=1),
+        rows,
+        forced=Forced(dp=cluster.num_devices, pp=1),
         features=features_of((), deny, SCHEDULES),
-    )  # fmt: skip
+    )
     return plan(graph, blocks, cluster, request)
 
 
@@ -108,9 +114,10 @@ def test_no_shares_zero_stage_or_micro_batch_is_faster(seed: int) -> None:
         for shares in divisions(total, len(speeds)):
             for zero in range(4):
                 other = replace(
-                    found, num_microbatches=rows // total,
+                    found,
+                    num_microbatches=rows // total,
                     stages=(replace(stage, shares=shares, zero=zero),),
-                )  # fmt: skip
+                )
                 seconds = evaluate(graph, blocks, other, cluster).step_seconds
                 assert seconds >= found.prediction.step_seconds * (1 - 1e-9), (shares, zero)
 

@@ -52,9 +52,15 @@ def _transfers(found: ProfilingTargets) -> Iterator[Transfer]:
         for size in (1, 1 << 10, 1 << 24):
             seconds = 1e-6 + size * 1e-9
             yield Transfer(
-                level_of(group), group.library, each.kind, group.num_ranks, group.num_hosts, size,
-                seconds, 9,
-            )  # fmt: skip
+                level_of(group),
+                group.library,
+                each.kind,
+                group.num_ranks,
+                group.num_hosts,
+                size,
+                seconds,
+                9,
+            )
     for size in (1 << 10, 1 << 20):
         yield Transfer(LEVEL, LIBRARY, update_kind("adamw"), 1, 1, size, size * 1e-9, 9)
 

@@ -80,8 +80,11 @@ def test_sums_run_in_the_order_in_which_they_are_started_over_the_axes_of_the_me
     for rank, found in enumerate(run_processes(4, _in_turn)):
         across, along = (0 + 2, 1 + 3), (0 + 1, 2 + 3)
         assert found == [
-            across[rank % 2], 6 + 40, along[rank // 2] + 40, 6 + 120,
-        ]  # fmt: skip
+            across[rank % 2],
+            6 + 40,
+            along[rank // 2] + 40,
+            6 + 120,
+        ]
 
 
 def _over_hosts() -> list[float]:

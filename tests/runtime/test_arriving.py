@@ -38,8 +38,9 @@ class Untied(Model):
 def program() -> Program:
     with torch.device("meta"):
         model = Untied()
-    batch = {key: torch.empty(2, 8, dtype=torch.int64, device="meta")
-             for key in ("tokens", "labels")}  # fmt: skip
+    batch = {
+        key: torch.empty(2, 8, dtype=torch.int64, device="meta") for key in ("tokens", "labels")
+    }
     return replace(capture(model, batch, dtype="float64"), model=nn.Module())
 
 
@@ -74,9 +75,12 @@ def first_rank_waits_for_the_others_to_end_their_step(
 def test_no_rank_waits_in_a_step_for_the_first_one_to_end_it(program: Program) -> None:
     expected = truth(program)
     found = run_processes(
-        RANKS, first_rank_waits_for_the_others_to_end_their_step,
-        program.with_batch_size(ROWS), expected, backend="gloo",
-    )  # fmt: skip
+        RANKS,
+        first_rank_waits_for_the_others_to_end_their_step,
+        program.with_batch_size(ROWS),
+        expected,
+        backend="gloo",
+    )
     assert found[0] == found[1] == found[2]
     assert found[0][0] == pytest.approx(float(expected.loss), rel=1e-12)
     assert found[0][1] < found[0][0]
@@ -88,8 +92,16 @@ def collectives_of_a_step(program: Program, expected: Truth) -> dict[str, int]:
     for _ in range(2):  # Batches are compared at steps 1, 2, 4 and so on.
         trainer.step(expected.batch)
     counts: collections.Counter[str] = collections.Counter()
-    names = ("broadcast", "all_reduce", "barrier", "all_gather", "all_gather_object",
-             "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single")  # fmt: skip
+    names = (
+        "broadcast",
+        "all_reduce",
+        "barrier",
+        "all_gather",
+        "all_gather_object",
+        "reduce_scatter_tensor",
+        "all_gather_into_tensor",
+        "all_to_all_single",
+    )
 
     def counting(name, call):
         def counted(*args, **kwargs):
@@ -144,8 +156,9 @@ READS = {
 def test_a_loss_is_waited_for_when_it_is_used_and_only_once(read) -> None:
     tensor, told = torch.zeros((), dtype=torch.float64), []
     work = Counted(tensor, 3.5)
-    arrival = Arrival(tensor, work, tell=lambda: told.append("waits"),
-                      told=lambda: told.append("goes on"))  # fmt: skip
+    arrival = Arrival(
+        tensor, work, tell=lambda: told.append("waits"), told=lambda: told.append("goes on")
+    )
     loss = arriving_tensor(arrival, tensor)
     assert isinstance(loss, Tensor)
     assert (work.waits, told) == (0, [])

@@ -48,8 +48,11 @@ SPLIT, REPLICAS = "pp=2,microbatches=4,schedule=zb-h1", "pp=2,microbatches=4,sch
 PARTS = "dp=2,pp=1,microbatches=2,zero=3"
 QUICK = {
     2: (
-        Case("masked", PP), Case("masked", DP, shares=(3, 1)), Case("dropout", DP, (PLANNED, 3)),
-        Case("sum", DP, (PLANNED, 7), is_share=False), Case("masked", PARTS, (PLANNED, 1)),
+        Case("masked", PP),
+        Case("masked", DP, shares=(3, 1)),
+        Case("dropout", DP, (PLANNED, 3)),
+        Case("sum", DP, (PLANNED, 7), is_share=False),
+        Case("masked", PARTS, (PLANNED, 1)),
         Case("dropout", PP, (PLANNED, 5), is_share=False),
         Case("masked", SPLIT, (6, 4), is_share=False),
         Case("masked", REPLICAS, (PLANNED, 4), is_share=False),
@@ -58,16 +61,26 @@ QUICK = {
         Case("masked", BOTH, (PLANNED, 6)),
         Case("masked", "dp=4,pp=1,microbatches=2", (PLANNED, 5)),
     ),
-}  # fmt: skip
+}
 MORE = {
     2: (
-        Case("gpt", DP), Case("mean", DP), Case("gpt", PARTS), Case("masked", DP),
-        Case("dropout", DP), Case("masked", DP, (PLANNED, 1)), Case("masked", PARTS, (PLANNED, 3)),
-        Case("gpt", "tp=2,pp=1,microbatches=2"), Case("dropout", PP),
-        Case("masked", DP, (PLANNED, 6)), Case("masked", DP, (PLANNED, 7), is_share=False),
-        Case("mean", DP, (PLANNED, 5)), Case("sum", DP, (PLANNED, 3)),
-        Case("normalized", DP, (PLANNED, 1), is_share=False), Case("nll", DP, (PLANNED, 3)),
-        Case("dropout", DP, (PLANNED, 6), is_share=False), Case("dropout", DP, (PLANNED, 1)),
+        Case("gpt", DP),
+        Case("mean", DP),
+        Case("gpt", PARTS),
+        Case("masked", DP),
+        Case("dropout", DP),
+        Case("masked", DP, (PLANNED, 1)),
+        Case("masked", PARTS, (PLANNED, 3)),
+        Case("gpt", "tp=2,pp=1,microbatches=2"),
+        Case("dropout", PP),
+        Case("masked", DP, (PLANNED, 6)),
+        Case("masked", DP, (PLANNED, 7), is_share=False),
+        Case("mean", DP, (PLANNED, 5)),
+        Case("sum", DP, (PLANNED, 3)),
+        Case("normalized", DP, (PLANNED, 1), is_share=False),
+        Case("nll", DP, (PLANNED, 3)),
+        Case("dropout", DP, (PLANNED, 6), is_share=False),
+        Case("dropout", DP, (PLANNED, 1)),
         Case("square", DP, (PLANNED, 5)),
         Case("masked", "dp=2,microbatches=1,pp=1", (PLANNED, 5)),
         Case("mean", "dp=2,microbatches=1,pp=1", (1, PLANNED)),
@@ -75,13 +88,15 @@ MORE = {
         Case("masked", PP, (PLANNED, 6)),
     ),
     4: (
-        Case("masked", BOTH), Case("dropout", BOTH), Case("masked", "dp=4,pp=1,microbatches=2"),
+        Case("masked", BOTH),
+        Case("dropout", BOTH),
+        Case("masked", "dp=4,pp=1,microbatches=2"),
         Case("dropout", BOTH, (PLANNED, 2), is_share=False),
         Case("gpt", "dp=2,tp=2,pp=1,microbatches=2", (PLANNED, 6)),
         Case("gpt", "dp=2,tp=2,pp=1,microbatches=2"),
         Case("masked", "pp=4,microbatches=2", (PLANNED, 6)),
     ),
-}  # fmt: skip
+}
 """By number of ranks."""
 
 

@@ -91,9 +91,11 @@ def why_it_hung(folder: Path, monkeypatch: Any, parallel: str, at: str) -> str:
     with pytest.raises(HangError) as caught:
         launch(
             "test_block_failures:hangs",
-            {"plan_path": str(plan_file(folder, parallel)), "at": at}, num_processes=2,
-            timeout_seconds=START_SECONDS, environment=ALONE,
-        )  # fmt: skip
+            {"plan_path": str(plan_file(folder, parallel)), "at": at},
+            num_processes=2,
+            timeout_seconds=START_SECONDS,
+            environment=ALONE,
+        )
     assert caught.value.exit_code == 21
     return caught.value.why
 
@@ -118,11 +120,13 @@ def test_a_rank_whose_data_never_comes_says_so(tmp_path, monkeypatch):
             "tp=2", "layers.1'", "in the backward of block layers.1, all_", marks=pytest.mark.slow
         ),
         pytest.param(
-            "dp=2,zero=3", "head'", "in the backward of block head, all-gather",
+            "dp=2,zero=3",
+            "head'",
+            "in the backward of block head, all-gather",
             marks=pytest.mark.slow,
         ),
     ],
-)  # fmt: skip
+)
 def test_the_block_and_the_collective_are_named(tmp_path, monkeypatch, parallel, at, words):
     why = why_it_hung(tmp_path, monkeypatch, parallel, at)
     assert words in why

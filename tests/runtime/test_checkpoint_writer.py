@@ -28,10 +28,16 @@ from autoparallel.runtime.checkpoint.writer import CheckpointWriter
 
 STEP = 4
 KILLS = [
-    ("new", 1, 2), ("new", 0, 7),
-    ("again", 1, 2), ("again", 0, 9), ("again", 0, 11), ("again", 0, 14),
-    ("asynchronous", 1, 2), ("asynchronous", 0, 6), ("asynchronous", 0, 11),
-]  # fmt: skip
+    ("new", 1, 2),
+    ("new", 0, 7),
+    ("again", 1, 2),
+    ("again", 0, 9),
+    ("again", 0, 11),
+    ("again", 0, 14),
+    ("asynchronous", 1, 2),
+    ("asynchronous", 0, 6),
+    ("asynchronous", 0, 11),
+]
 """Kinds of saves, the rank that is killed, and at which of the things it does with files.
 
 Rank 0 makes folders at 1 to 3 and writes its shard at 4, the index at 5 and 6, and our JSON at 7.

@@ -74,16 +74,20 @@ def train(program: Program, expected: Truth) -> None:
             expected.check(stage.by_name, (case, index))
         own = {id(parameter) for parameter in trainer.model.own_parameters()}
         first = min(trainer.model.stages)
-        assert {id(p) for n, p in trainer.model.stages[first].by_name.items()
-                if (first, n) not in trainer.model.tied.elsewhere} == own  # fmt: skip
+        assert {
+            id(p)
+            for n, p in trainer.model.stages[first].by_name.items()
+            if (first, n) not in trainer.model.tied.elsewhere
+        } == own
 
 
 @pytest.fixture(scope="module")
 def program() -> Program:
     with torch.device("meta"):
         model = Transformer()
-    batch = {key: torch.empty(2, 8, dtype=torch.int64, device="meta")
-             for key in ("tokens", "labels")}  # fmt: skip
+    batch = {
+        key: torch.empty(2, 8, dtype=torch.int64, device="meta") for key in ("tokens", "labels")
+    }
     return replace(capture(model, batch, dtype="float64"), model=nn.Module())
 
 

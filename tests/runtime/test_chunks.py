@@ -65,10 +65,13 @@ def plan_for(case: Case, program: Program) -> Plan:
 def make_stage(program: Program, plan: Plan, index: int, splits: bool, meshes) -> StageModule:
     own = plan.stages[index]
     stage_program = build_stage(
-        program.graph, program.blocks, plan, stage_index=index,
+        program.graph,
+        program.blocks,
+        plan,
+        stage_index=index,
         coordinates=own.mesh.coordinates(own.devices.index(dist.get_rank())),
         communicator=ProcessCommunicator(meshes[index]),
-    )  # fmt: skip
+    )
     return StageModule(
         stage_program, meshes[index], zero=own.zero, precision="fp64", splits_backward=splits
     )
@@ -100,7 +103,7 @@ def train_step(case: Case, program: Program, expected: Truth) -> None:
         Exchange([sent], schedule=schedule, stages=plan.stages, rank=rank, device=device),
         handover=LocalTransfer(handed, stages=plan.stages, rank=rank, device=device),
         hooks=Hooks(lambda: tied.sum(parameters)),
-    )  # fmt: skip
+    )
     for _ in range(2):
         assert relative_error(runner.step(expected.batch), expected.loss) < TOLERANCE
         for held in parameters.values():
@@ -118,7 +121,8 @@ def run_cases(program: Program, expected: Truth) -> None:
 def test_stages_of_different_meshes_share_ranks_and_have_the_gradients_of_one_process() -> None:
     with torch.device("meta"):
         model = Transformer()
-    batch = {key: torch.empty(2, 8, dtype=torch.int64, device="meta")
-             for key in ("tokens", "labels")}  # fmt: skip
+    batch = {
+        key: torch.empty(2, 8, dtype=torch.int64, device="meta") for key in ("tokens", "labels")
+    }
     program = replace(capture(model, batch, dtype="float64"), model=nn.Module())
     run_processes(4, run_cases, program.with_batch_size(ROWS), truth(program))

@@ -70,9 +70,13 @@ def stage_program(mode: Recompute) -> StageProgram:
     request = Request(ROWS, forced=forced, precision="fp64")
     found = plan(captured.graph, captured.blocks, parse_cluster("cpu:1"), request)
     built = build_stage(
-        at_microbatch(captured.graph, found), captured.blocks, found,
-        stage_index=0, coordinates=(0,), communicator=Alone(),
-    )  # fmt: skip
+        at_microbatch(captured.graph, found),
+        captured.blocks,
+        found,
+        stage_index=0,
+        coordinates=(0,),
+        communicator=Alone(),
+    )
     generator = torch.Generator().manual_seed(0)
     for block in built.blocks:
         module = block.module.to_empty(device="cpu")

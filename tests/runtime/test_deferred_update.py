@@ -39,10 +39,12 @@ def _weights(
     )
     assert (trainer.runner._deferred is not None) == overlaps
     data = [
-        {name: value if value.dtype == torch.int64 else value.float()
-         for name, value in batch.items()}
+        {
+            name: value if value.dtype == torch.int64 else value.float()
+            for name, value in batch.items()
+        }
         for batch in batches(model)
-    ]  # fmt: skip
+    ]
     results = [trainer.step(*data[:per_update])]
     read = float(results[0].gradient_norm)  # completes the update
     results += [trainer.step(*data[:per_update]) for _ in range(STEPS - 1)]
@@ -61,12 +63,18 @@ def test_weights_are_equal_bit_for_bit_to_those_of_updates_at_the_end_of_steps()
     """With a scheduler that halves the learning rate; of the second model the embedding is tied."""
     text = {m: planned(m, "dp=2,gradients=priority,microbatches=2") for m in ("gpt", "gpt-tied")}
     cases: list[dict[str, Any]] = [
-        {"model": model, "text": text[model], "precision": precision, "build": build,
-         "per_update": per_update}
+        {
+            "model": model,
+            "text": text[model],
+            "precision": precision,
+            "build": build,
+            "per_update": per_update,
+        }
         for model, precision, build, per_update in (
-            ("gpt", "fp32", "adam", 1), ("gpt-tied", "bf16", "momentum", 2),
+            ("gpt", "fp32", "adam", 1),
+            ("gpt-tied", "bf16", "momentum", 2),
         )
-    ]  # fmt: skip
+    ]
     by_rank = run_processes(2, _both, cases)
     for found in by_rank:
         for at_end, in_forward in found:

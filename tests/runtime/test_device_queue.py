@@ -83,8 +83,13 @@ def test_the_time_counts_from_when_the_device_has_come_to_an_action(
 
 def test_a_device_that_hangs_ends_the_process_though_its_host_is_between_steps() -> None:
     queue, reports, ended = SlowQueue(), [], threading.Event()
-    with Watchdog(0.3, name="rank 3 of 4", resting=(BETWEEN_STEPS,), report=reports.append,
-                  end=lambda code: ended.set()) as watchdog:  # fmt: skip
+    with Watchdog(
+        0.3,
+        name="rank 3 of 4",
+        resting=(BETWEEN_STEPS,),
+        report=reports.append,
+        end=lambda code: ended.set(),
+    ) as watchdog:
         watchdog.follow(queue)
         watchdog.progress("0RECV_B0: waiting")
         watchdog.progress(BETWEEN_STEPS)

@@ -25,9 +25,11 @@ from autoparallel.runtime.verify.verify import Verification, verify
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 PLANS = (
-    "dp=1", "dp=1,microbatches=4,recompute=full", "dp=1,zero=3,microbatches=2",
+    "dp=1",
+    "dp=1,microbatches=4,recompute=full",
+    "dp=1,zero=3,microbatches=2",
     "dp=1,microbatches=2,offload=optimizer",
-)  # fmt: skip
+)
 
 
 def verify_steps(device_type: str, model: str, texts: list[str]) -> list[Verification]:
@@ -55,8 +57,10 @@ def test_steps_equal_those_of_the_plain_model_on_a_cpu(model: str, device: str) 
     for parallel, verification in zip(PLANS, found, strict=True):
         assert verification.passed, (parallel, verification.failures[:3])
         assert {each.quantity for each in verification.differences} == {
-            "loss", "gradient", "weight",
-        }  # fmt: skip
+            "loss",
+            "gradient",
+            "weight",
+        }
 
 
 def talk_alone(device_type: str) -> dict[str, object]:
@@ -65,11 +69,12 @@ def talk_alone(device_type: str) -> dict[str, object]:
     communicator = ProcessCommunicator(DeviceMesh(device.type, [[0]], mesh_dim_names=("a", "b")))
     x = torch.arange(8.0, device=device).reshape(2, 4)
     own = {
-        "all_reduce": communicator.all_reduce(x, 0), "max": communicator.all_reduce(x, 1, "max"),
+        "all_reduce": communicator.all_reduce(x, 0),
+        "max": communicator.all_reduce(x, 1, "max"),
         "all_gather": communicator.all_gather(x, 1, 0),
         "reduce_scatter": communicator.reduce_scatter(x, 0, 1),
         "all_to_all": communicator.all_to_all(x, 1, 0, 1),
-    }  # fmt: skip
+    }
     total = x.clone()
     dist.all_reduce(total)
     dist.broadcast(total, 0)
@@ -78,10 +83,13 @@ def talk_alone(device_type: str) -> dict[str, object]:
         each.seconds
         for kind in ("all_reduce", "broadcast", "zero_gather", "zero_scatter")
         for each in measure_links(
-            Links(kind, ((0,),), (1 << 12, 1 << 16)), device=device, case_seconds=0.01,
-            until=lambda: False, meshes=meshes,
+            Links(kind, ((0,),), (1 << 12, 1 << 16)),
+            device=device,
+            case_seconds=0.01,
+            until=lambda: False,
+            meshes=meshes,
         )
-    ]  # fmt: skip
+    ]
     meshes.close()
     updates = measure_updates(
         "adamw", (1 << 10, 1 << 16), device=device, case_seconds=0.01, until=lambda: False

@@ -39,9 +39,12 @@ START_SECONDS, TIMEOUT_SECONDS = 90.0, 5.0
 def plan_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     options = PlanOptions(
-        global_batch=4, seq=16, micro_batch=1, profile="analytic",
+        global_batch=4,
+        seq=16,
+        micro_batch=1,
+        profile="analytic",
         forced=Forced(pp=4, schedule="1f1b"),
-    )  # fmt: skip
+    )
     target = load_target(str(GPT), parse_settings(TINY))
     save_plan(make_plan(target, "cpu:4", options), path)
     return path
@@ -76,8 +79,10 @@ def run_until_failure(plan_path: Path, folder: Path, monkeypatch, **fault):
     launch(
         "test_failures:fails",
         {"plan_path": str(plan_path), "pids": str(folder), **fault},
-        num_processes=4, timeout_seconds=START_SECONDS, environment=ALONE,
-    )  # fmt: skip
+        num_processes=4,
+        timeout_seconds=START_SECONDS,
+        environment=ALONE,
+    )
 
 
 def alive(pid: int) -> bool:
@@ -112,9 +117,13 @@ def check_waits(found: dict[int, str], culprit: int) -> None:
 def test_a_stopped_rank_is_named_by_every_other_one(plan_path, tmp_path, monkeypatch, capfd):
     with pytest.raises(HangError) as caught:
         run_until_failure(
-            plan_path, tmp_path / "pids", monkeypatch,
-            rank=1, at="1F2: computing", sign=signal.SIGSTOP,
-        )  # fmt: skip
+            plan_path,
+            tmp_path / "pids",
+            monkeypatch,
+            rank=1,
+            at="1F2: computing",
+            sign=signal.SIGSTOP,
+        )
     found = messages(capfd.readouterr().err)
     check_waits(found, culprit=1)
     assert all("rank 1 failed to come: it does not answer" in text for text in found.values())
@@ -130,9 +139,13 @@ def test_a_stopped_rank_is_named_by_every_other_one(plan_path, tmp_path, monkeyp
 def test_a_killed_rank_is_named_by_every_other_one(plan_path, tmp_path, monkeypatch, capfd):
     with pytest.raises(WorkerError, match="rank 2 of 4 died") as caught:
         run_until_failure(
-            plan_path, tmp_path / "pids", monkeypatch,
-            rank=2, at="2B0: computing", sign=signal.SIGKILL,
-        )  # fmt: skip
+            plan_path,
+            tmp_path / "pids",
+            monkeypatch,
+            rank=2,
+            at="2B0: computing",
+            sign=signal.SIGKILL,
+        )
     found = messages(capfd.readouterr().err)
     check_waits(found, culprit=2)
     assert all("rank 2 failed: SIGKILL ended it" in text for text in found.values())
@@ -174,8 +187,9 @@ def test_sequences_of_another_length_are_refused_on_all_ranks_before_any_message
     launch(
         "test_failures:is_fed_longer_sequences",
         {"plan_path": str(plan_path), "folder": str(tmp_path)},
-        num_processes=4, environment=ALONE,
-    )  # fmt: skip
+        num_processes=4,
+        environment=ALONE,
+    )
     for rank in range(4):
         text = (tmp_path / str(rank)).read_text()
         assert "batch input 'tokens' has shape (4, 20)" in text
@@ -186,9 +200,16 @@ def test_sequences_of_another_length_are_refused_on_all_ranks_before_any_message
 def test_the_command_ends_with_the_code_of_a_hang(plan_path):
     """A rank of ``autoparallel run`` is stopped from outside; nothing is left behind."""
     command = [
-        sys.executable, "-m", "autoparallel", "run", str(plan_path), "--steps", "100000",
-        "--timeout", "20",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "autoparallel",
+        "run",
+        str(plan_path),
+        "--steps",
+        "100000",
+        "--timeout",
+        "20",
+    ]
     process = subprocess.Popen(
         command, env=ALONE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -231,7 +252,7 @@ def test_where_all_answer_the_one_that_waits_for_nobody_is_blamed():
 def test_several_silent_ranks_are_all_blamed():
     assert blame({0: FailureReport(0, "0B0", (1,))}, 3) == (
         "ranks 1, 2 failed to come: they do not answer"
-    )  # fmt: skip
+    )
 
 
 def test_reports_pass_through_a_folder(tmp_path):

@@ -108,9 +108,12 @@ def trainer_of(
     found = replace(found, model=model, compiled=compiled)
     weights = {name: each.detach() for name, each in net().named_parameters()}
     trainer = Trainer(
-        program(), found, weights, device=torch.device("cpu"),
+        program(),
+        found,
+        weights,
+        device=torch.device("cpu"),
         build=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-    )  # fmt: skip
+    )
     values = batch()
     inputs = {name: place.read(values) for name, place in program().inputs.items()}
     return trainer, inputs
@@ -120,9 +123,10 @@ def converted(training: Any) -> tuple[float, dict[str, np.ndarray]]:
     """The loss and the gradients of the model that torchao converts."""
     model, parts = net().to(torch.bfloat16), batch()
     training.convert_to_float8_training(
-        model, config=training.Float8LinearConfig(emulate=True),
+        model,
+        config=training.Float8LinearConfig(emulate=True),
         module_filter_fn=lambda module, name: name != "head",
-    )  # fmt: skip
+    )
     loss = model(parts["x"].to(torch.bfloat16), parts["y"])
     loss.backward()
     return float(loss.detach()), {n: p.grad.float().numpy() for n, p in model.named_parameters()}
@@ -147,9 +151,7 @@ def test_one_device_computes_what_torchaos_model_does() -> None:
 def losses_of(
     parallel: str, precision: Precision, num_ranks: int, compiled: bool = False
 ) -> list[float]:
-    found = run_processes(
-        num_ranks, trained, parallel, precision, compiled, timeout_seconds=100
-    )  # fmt: skip
+    found = run_processes(num_ranks, trained, parallel, precision, compiled, timeout_seconds=100)
     losses: list[float] = found[0][0]
     return losses
 

@@ -45,8 +45,9 @@ def test_hosts_whose_network_is_cut_end_and_say_what_they_waited_for(tmp_path: P
     planned(tmp_path, "2x1xcpu", Forced(dp=2))
     with host_spaces(2) as spaces, agents(tmp_path, spaces) as hosts:
         for host in range(2):
-            hosts.start(host, *ENDLESS, "--nnodes", "2", "--timeout", str(TIMEOUT_SECONDS),
-                        port=PORT)  # fmt: skip
+            hosts.start(
+                host, *ENDLESS, "--nnodes", "2", "--timeout", str(TIMEOUT_SECONDS), port=PORT
+            )
         hosts.wait_for_step(20)
         spaces[1].unplug()
         codes = hosts.codes(120.0)

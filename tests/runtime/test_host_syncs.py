@@ -47,9 +47,18 @@ CASES = (
 )
 
 WAITING = {
-    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.nonzero, torch.nonzero,
-    Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.masked_select, torch.equal,
-}  # fmt: skip
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.cpu,
+    Tensor.nonzero,
+    torch.nonzero,
+    Tensor.__bool__,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.masked_select,
+    torch.equal,
+}
 """What gives Python a value of a GPU's tensor, or a tensor whose shape depends on one."""
 
 

@@ -72,16 +72,25 @@ class Agents:
         self.processes: list[Any] = []
 
     def start(self, host: int, *arguments: str, port: int = PORT) -> None:
-        command = [sys.executable, "-m", "autoparallel", *arguments,
-                   "--rdzv-endpoint", f"{self.address}:{port}"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "autoparallel",
+            *arguments,
+            "--rdzv-endpoint",
+            f"{self.address}:{port}",
+        ]
         number = len(self.processes)
         with (
             (self.folder / f"{number}.out").open("wb") as out,
             (self.folder / f"{number}.err").open("wb") as err,
         ):
             how: Mapping[str, Any] = {
-                "env": ALONE, "cwd": str(self.folder), "stdout": out, "stderr": err
-            }  # fmt: skip
+                "env": ALONE,
+                "cwd": str(self.folder),
+                "stdout": out,
+                "stderr": err,
+            }
             if self.spaces:
                 process: Any = subprocess.Popen([*self.spaces[host].prefix, *command], **how)
             else:
@@ -188,9 +197,12 @@ def run_hosts(folder: Path, entry: str, port: int) -> tuple[list[int], Agents]:
             hosts.processes.append(
                 ForkedInterpreter(
                     [sys.executable, str(folder / "host.py"), entry, str(port)],
-                    env=environment, cwd=str(folder), stdout=out, stderr=err,
+                    env=environment,
+                    cwd=str(folder),
+                    stdout=out,
+                    stderr=err,
                 )
-            )  # fmt: skip
+            )
     try:
         return hosts.codes(), hosts
     finally:
@@ -235,15 +247,26 @@ def test_two_hosts_start_their_ranks_again_and_go_on_together(tmp_path: Path) ->
     planned(tmp_path, "2x1xcpu", Forced(dp=2, zero=1))
     with agents(tmp_path) as hosts:
         for host in range(2):
-            hosts.start(host, "run", "killed_model.json", *SAVING, "--nnodes", "2",
-                        "--max-restarts", "1", "--metrics", "metrics.jsonl")  # fmt: skip
+            hosts.start(
+                host,
+                "run",
+                "killed_model.json",
+                *SAVING,
+                "--nnodes",
+                "2",
+                "--max-restarts",
+                "1",
+                "--metrics",
+                "metrics.jsonl",
+            )
         assert hosts.codes() == [0, 0], hosts.all_said()
         err = hosts.all_said()
     assert "rank 1 of 2 died" in err
     assert "autoparallel: restart 1 of 1" in err
     assert err.count("autoparallel: the run goes on after step 2, from ") == 1
-    done = run_command_in(tmp_path, "run", "dropout_model.json", *SAVING[:4],
-                          "--metrics", "unbroken.jsonl")  # fmt: skip
+    done = run_command_in(
+        tmp_path, "run", "dropout_model.json", *SAVING[:4], "--metrics", "unbroken.jsonl"
+    )
     assert done == 0
     assert losses(tmp_path / "metrics.jsonl") == losses(tmp_path / "unbroken.jsonl")
 
@@ -281,14 +304,23 @@ def test_the_store_listens_at_the_endpoint_alone() -> None:
         (["--nnodes", "1:2", "--rdzv-endpoint", "127.0.0.1:9"], 2, "without --elastic"),
         (["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1"], 2, "is not HOST:PORT"),
         (["--nnodes", "2", "--rdzv-endpoint", "0.0.0.0:9"], 2, "is no address of a host"),
-        (["--nnodes", "3", "--rdzv-endpoint", "127.0.0.1:9"], 2,
-         "the plan is for 2 hosts with 2 devices, and --nnodes says 3"),
-        (["--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:9", "--join-timeout", "1"], 5,
-         "error[AP414]: the rendezvous endpoint 192.0.2.1:9 cannot be reached"),
-        (["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{PORT + 2}", "--join-timeout", "2"], 5,
-         f"error[AP415]: fewer than 2 hosts came to 127.0.0.1:{PORT + 2}"),
+        (
+            ["--nnodes", "3", "--rdzv-endpoint", "127.0.0.1:9"],
+            2,
+            "the plan is for 2 hosts with 2 devices, and --nnodes says 3",
+        ),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:9", "--join-timeout", "1"],
+            5,
+            "error[AP414]: the rendezvous endpoint 192.0.2.1:9 cannot be reached",
+        ),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{PORT + 2}", "--join-timeout", "2"],
+            5,
+            f"error[AP415]: fewer than 2 hosts came to 127.0.0.1:{PORT + 2}",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_hosts_cannot_do_is_told(
     arguments: list[str],
     code: int,
@@ -344,14 +376,26 @@ def test_hosts_with_addresses_of_their_own_train_and_verify(tmp_path: Path) -> N
     planned(tmp_path, "2x2xcpu", Forced(dp=2, tp=2, zero=1))
     with host_spaces(2) as spaces, agents(tmp_path, spaces) as hosts:
         for host in range(2):
-            hosts.start(host, "run", "killed_model.json", *SAVING, "--nnodes", "2",
-                        "--max-restarts", "1", "--metrics", "metrics.jsonl")  # fmt: skip
+            hosts.start(
+                host,
+                "run",
+                "killed_model.json",
+                *SAVING,
+                "--nnodes",
+                "2",
+                "--max-restarts",
+                "1",
+                "--metrics",
+                "metrics.jsonl",
+            )
         hosts.wait_for_step(1)
         for space in spaces:
             found = subprocess.run(
-                [*space.prefix, sys.executable, "-c", LISTENING], capture_output=True, text=True,
+                [*space.prefix, sys.executable, "-c", LISTENING],
+                capture_output=True,
+                text=True,
                 check=True,
-            )  # fmt: skip
+            )
             heard = set(json.loads(found.stdout))
             assert space.address in heard
             assert heard <= {space.address, "127.0.0.1"}
@@ -401,9 +445,24 @@ def test_a_run_goes_on_without_a_lost_host_and_with_it_when_it_comes_back(
     planned(tmp_path, f"{num_hosts}x{per_host}xcpu", Forced(dp=num_hosts * per_host, zero=1))
     (tmp_path / "killed_model.py").write_text(SLOW)
     steps = ("--steps", "30", "--seed", "3")
-    common = ("run", "killed_model.json", *steps, "--save", "run", "--save-every", "3", "--keep",
-              "2", "--metrics", "metrics.jsonl", "--nnodes", f"{num_hosts - 1}:{num_hosts}",
-              "--elastic", "--max-restarts", "1")  # fmt: skip
+    common = (
+        "run",
+        "killed_model.json",
+        *steps,
+        "--save",
+        "run",
+        "--save-every",
+        "3",
+        "--keep",
+        "2",
+        "--metrics",
+        "metrics.jsonl",
+        "--nnodes",
+        f"{num_hosts - 1}:{num_hosts}",
+        "--elastic",
+        "--max-restarts",
+        "1",
+    )
     with host_spaces(num_hosts) as spaces, agents(tmp_path, spaces) as hosts:
         for host in range(num_hosts):
             hosts.start(host, *common)

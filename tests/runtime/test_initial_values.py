@@ -78,9 +78,12 @@ def _trained(texts: list[str], init: Init) -> list[int]:
 
         deferred_init.cpu_seed = counted  # type: ignore[assignment]
         trainer = Trainer(
-            program, loads(text, "test"), deferred, device=torch.device("cpu"),
+            program,
+            loads(text, "test"),
+            deferred,
+            device=torch.device("cpu"),
             progress=lambda what, *_, told=told: told.append(what),
-        )  # fmt: skip
+        )
         deferred_init.cpu_seed = real
         replays.append(count)
         assert told.count("making initial values") >= 4

@@ -25,8 +25,10 @@ def run_until_failure(folder: Path, culprit: int, parallel: str) -> dict[int, st
         assert not re.search(rf"rank {rank} has read \S+ of step 2", err)
     found = messages(err.partition("torch.distributed.elastic.multiprocessing.errors")[0])
     assert sorted(found) == [0, 1, 2, 3]
-    assert all(f"rank {culprit} failed to come: it was at between steps" in found[rank]
-               for rank in range(4))  # fmt: skip
+    assert all(
+        f"rank {culprit} failed to come: it was at between steps" in found[rank]
+        for rank in range(4)
+    )
     assert all(text.count("failed to come") == 1 for text in found.values())
     return found
 

@@ -38,9 +38,12 @@ def start(function: str, num_processes: int = 2, **options):
     arguments = options.pop("arguments", {})
     environment = options.pop("environment", ALONE)
     return launch(
-        f"{HERE}:{function}", arguments, num_processes=num_processes, environment=environment,
+        f"{HERE}:{function}",
+        arguments,
+        num_processes=num_processes,
+        environment=environment,
         **options,
-    )  # fmt: skip
+    )
 
 
 def tells(worker: Worker, text: str) -> dict[str, object]:

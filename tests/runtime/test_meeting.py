@@ -43,8 +43,13 @@ def uses_groups(worker: Worker) -> dict[str, Any]:
     while not isinstance(store, dist.FileStore):
         store = store.underlying_store
     path = store.path
-    own = {"sum": value.item(), "half": half, "listening": listening, "store": type(store).__name__,
-           "mode": Path(path).parent.stat().st_mode & 0o777}  # fmt: skip
+    own = {
+        "sum": value.item(),
+        "half": half,
+        "listening": listening,
+        "store": type(store).__name__,
+        "mode": Path(path).parent.stat().st_mode & 0o777,
+    }
     ranks = gather_values(own)
     return {"ranks": ranks}
 

@@ -38,8 +38,12 @@ def test_a_step_is_counted_by_category() -> None:
     def held() -> dict[str, list[torch.Tensor]]:
         states = [s for own in optimizer.state.values() for s in own.values()]
         gradients = [p.grad for p in layer.parameters() if p.grad is not None]
-        return {"parameters": list(layer.parameters()), "optimizer": states,
-                "gradients": gradients, "batch": [x]}  # fmt: skip
+        return {
+            "parameters": list(layer.parameters()),
+            "optimizer": states,
+            "gradients": gradients,
+            "batch": [x],
+        }
 
     step()
     report = measure_peak(step, held)
@@ -76,9 +80,13 @@ def train(cases: list[tuple[str, int | None, str]]) -> list[int]:
         plan, target = loads(text, "test"), load_target(f"examples/{model}.py", {})
         deferred = record(target, 0)
         program = capture_program(
-            target, deferred, global_batch=plan.model.global_batch, seq=seq,
-            precision=plan.model.precision, autocast=plan.model.float32_ops == "autocast",
-        )  # fmt: skip
+            target,
+            deferred,
+            global_batch=plan.model.global_batch,
+            seq=seq,
+            precision=plan.model.precision,
+            autocast=plan.model.float32_ops == "autocast",
+        )
         trainer = Trainer(program, plan, deferred, device=torch.device("cpu"))
         batch = random_batch(program.graph.with_batch_size(plan.model.global_batch), seed=0)
         trainer.step(batch)

@@ -88,8 +88,12 @@ def count_deferred(graph: torch.fx.GraphModule) -> int:
 def check_buckets(trainer: Trainer) -> None:
     """A batch runs at the shortest bucket that it fits; what crosses stages is of its length."""
     for batch, wanted in zip(batches("gpt"), (12, None, 6), strict=True):
-        trainer.runner.fit({name: batch[key] for name, key in zip(
-            trainer.program.inputs, ("tokens", "targets"), strict=True)})  # fmt: skip
+        trainer.runner.fit(
+            {
+                name: batch[key]
+                for name, key in zip(trainer.program.inputs, ("tokens", "targets"), strict=True)
+            }
+        )
         assert trainer.runner.shape.length == wanted
     for stage in trainer.model.stages.values():
         for block in stage.blocks:
@@ -131,9 +135,12 @@ def refusals(text: str) -> str:
     told: list[str] = []
     deferred, program = captured("bidirectional", "fp32")
     trainer = Trainer(
-        program, loads(text, "test"), deferred, device=torch.device("cpu"),
+        program,
+        loads(text, "test"),
+        deferred,
+        device=torch.device("cpu"),
         progress=lambda what, waits_for=(): told.append(what),
-    )  # fmt: skip
+    )
     told.clear()  # What making the trainer told.
     batch = {n: torch.zeros(GLOBAL_BATCH, 9, dtype=torch.int64) for n in program.inputs}
     with pytest.raises(PlanError) as caught:

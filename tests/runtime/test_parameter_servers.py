@@ -84,18 +84,23 @@ def reference(case: Case) -> Reference:
     model = plain_build(target(case.model).build_model, 0).double()
     with promote_to_float64():
         return run_reference(
-            model, given, loss=loss_of(target(case.model), program),
+            model,
+            given,
+            loss=loss_of(target(case.model), program),
             build_optimizer=OPTIMIZERS[case.optimizer],
             random_dims=batch_dims(program.graph),
-        )  # fmt: skip
+        )
 
 
 def trainer_of(case: Case, text: str) -> ServerTrainer:
     deferred, program = captured(case.model, "fp64")
     return ServerTrainer(
-        program, double(loads(text)), deferred, device=torch.device("cpu"),
+        program,
+        double(loads(text)),
+        deferred,
+        device=torch.device("cpu"),
         build=OPTIMIZERS[case.optimizer],
-    )  # fmt: skip
+    )
 
 
 def verified(cases: tuple[tuple[Case, str], ...]) -> list[dict[str, float]]:

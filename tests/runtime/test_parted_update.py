@@ -45,12 +45,15 @@ def captured(precision: Precision) -> tuple[Deferred, Program]:
 def planned(parallel: str, precision: Precision, states: StateOptions = DEFAULT) -> str:
     """The plan's text, for two devices."""
     options = PlanOptions(
-        global_batch=BATCH, seq=SEQ, precision=precision, gradient_dtype=states.gradient_dtype,
+        global_batch=BATCH,
+        seq=SEQ,
+        precision=precision,
+        gradient_dtype=states.gradient_dtype,
         forced=replace(
             parse_parallel(f"microbatches=4,{parallel}"),
             offload="optimizer" if states.offload else "none",
         ),
-    )  # fmt: skip
+    )
     target = load_target(str(ROOT / "examples/gpt.py"), SETTINGS)
     _, program = captured(precision)
     return dumps(plan_program(program, target, parse_cluster("cpu:2"), options))
@@ -176,10 +179,8 @@ def test_gradients_in_half_precision_train_as_those_in_float32_do() -> None:
     """The losses of three steps on one batch agree to bf16's precision, and fall."""
     texts = [
         planned(f"dp=2,zero={zero}", "bf16", states)
-        for zero, states in (
-            (0, StateOptions()), (1, HALF), (3, HALF), (2, OFFLOADED)
-        )
-    ]  # fmt: skip
+        for zero, states in ((0, StateOptions()), (1, HALF), (3, HALF), (2, OFFLOADED))
+    ]
     for found in run_processes(2, losses, texts):
         for of_text in found:
             assert of_text == pytest.approx(found[0], rel=0.01)

@@ -144,16 +144,22 @@ def run_chain(name: str, places: tuple[Place, ...], num_microbatches: int, pair_
     stage = next((s for s, p in enumerate(places) if rank in p.devices), None)
     schedule = build_schedule(name, len(places), num_microbatches)
     exchange = Exchange(
-        [boundaries_of(places)], schedule=schedule, stages=places, rank=rank, device=CPU,
+        [boundaries_of(places)],
+        schedule=schedule,
+        stages=places,
+        rank=rank,
+        device=CPU,
         lanes=Lanes(CPU, pair_groups),
-    )  # fmt: skip
+    )
     executor = None if stage is None else ToyExecutor(stage, places, rank, num_microbatches)
     executors = {} if stage is None else {stage: executor}
     updates: list[int] = []
     runner = PipelineRunner(
-        schedule, executors, exchange,
+        schedule,
+        executors,
+        exchange,
         hooks=Hooks(update=lambda: updates.append(1), clock=perf_counter),
-    )  # fmt: skip
+    )
     batch = full_batch(num_microbatches)
     losses = [runner.step(batch).item() for _ in range(2)]
     if executor is None:
@@ -251,12 +257,19 @@ CROSSING = {
     "dp to tp": (place(0, 2, 1), place(2, 1, 2), (shard(0), INVARIANT), (INVARIANT, shard(1))),
     "tp to dp": (place(0, 1, 2), place(2, 2, 1), (INVARIANT, shard(1)), (shard(0), INVARIANT)),
     "whole to split": (
-        place(0, 1, 2), place(2, 2, 1), (INVARIANT, INVARIANT), (shard(0), INVARIANT)),
+        place(0, 1, 2),
+        place(2, 2, 1),
+        (INVARIANT, INVARIANT),
+        (shard(0), INVARIANT),
+    ),
     "split to whole": (
-        place(0, 2, 1), place(2, 1, 2), (shard(1), INVARIANT), (INVARIANT, INVARIANT)),
-    "one to three": (
-        place(0, 1, 1), place(1, 3, 1), (INVARIANT, INVARIANT), (shard(1), INVARIANT)),
-}  # fmt: skip
+        place(0, 2, 1),
+        place(2, 1, 2),
+        (shard(1), INVARIANT),
+        (INVARIANT, INVARIANT),
+    ),
+    "one to three": (place(0, 1, 1), place(1, 3, 1), (INVARIANT, INVARIANT), (shard(1), INVARIANT)),
+}
 
 
 def cross(case: str, pair_groups: bool) -> None:
@@ -275,16 +288,25 @@ def cross(case: str, pair_groups: bool) -> None:
         "1RECV_F0 1RECV_F1 1RECV_F2 1SEND_B2 1SEND_B0 1SEND_B1"
     )
     exchange = Exchange(
-        [crossing], schedule=Schedule("crossing", 3, (0, 1), table), stages=(source, target),
-        rank=rank, device=CPU, lanes=Lanes(CPU, pair_groups),
-    )  # fmt: skip
+        [crossing],
+        schedule=Schedule("crossing", 3, (0, 1), table),
+        stages=(source, target),
+        rank=rank,
+        device=CPU,
+        lanes=Lanes(CPU, pair_groups),
+    )
     order = [2, 0, 1]
     if rank in source.devices:
         for m in order:
-            exchange.send("forward", 0, m, {
-                b.key: part(whole(b.key, m, b.spec), b.source_layout, source, rank)
-                for b in crossing
-            })  # fmt: skip
+            exchange.send(
+                "forward",
+                0,
+                m,
+                {
+                    b.key: part(whole(b.key, m, b.spec), b.source_layout, source, rank)
+                    for b in crossing
+                },
+            )
         for m in range(3):
             exchange.post("backward", 0, m)
         for m in order:
@@ -322,9 +344,12 @@ def sum_of_consumers() -> None:
     layout = (INVARIANT, INVARIANT)
     crossing = [Boundary(k, 0, t, F64, layout, layout) for k in ("a", "b") for t in (1, 2)]
     exchange = Exchange(
-        [crossing], schedule=build_schedule("gpipe", 3, 1, edges=((0, 1), (0, 2))),
-        stages=places, rank=rank, device=CPU,
-    )  # fmt: skip
+        [crossing],
+        schedule=build_schedule("gpipe", 3, 1, edges=((0, 1), (0, 2))),
+        stages=places,
+        rank=rank,
+        device=CPU,
+    )
     if rank:
         exchange.send("backward", rank, 0, {"a": torch.full((4, 6), float(rank)).double()})
     else:

@@ -95,10 +95,13 @@ def stored(**changes: Tensor) -> dict[str, Tensor]:
     """What a file of ``Small`` holds, with one name of the tied weights."""
     torch.manual_seed(1)
     return {
-        "first.weight": torch.randn(4, 3), "norm.weight": torch.randn(4),
-        "norm.bias": torch.randn(4), "norm.running_mean": torch.randn(4),
-        "norm.running_var": torch.rand(4), "norm.num_batches_tracked": torch.tensor(9),
-    } | changes  # fmt: skip
+        "first.weight": torch.randn(4, 3),
+        "norm.weight": torch.randn(4),
+        "norm.bias": torch.randn(4),
+        "norm.running_mean": torch.randn(4),
+        "norm.running_var": torch.rand(4),
+        "norm.num_batches_tracked": torch.tensor(9),
+    } | changes
 
 
 def test_parameters_and_buffers_are_taken_and_cast(tmp_path: Path) -> None:

@@ -34,9 +34,12 @@ def links_of_all_kinds() -> list[tuple[str, list[tuple[int, float, int]]]]:
     for kind in (*COLLECTIVES, *STATES, *OVERLAPPED, "p2p"):
         for partition in (((0, 1), (2, 3)), ((0, 2), (1, 3))):
             own = measure_links(
-                Links(kind, partition, SIZES), device=CPU, case_seconds=0.005,
-                until=lambda: False, meshes=meshes,
-            )  # fmt: skip
+                Links(kind, partition, SIZES),
+                device=CPU,
+                case_seconds=0.005,
+                until=lambda: False,
+                meshes=meshes,
+            )
             found.append((kind, [(t.num_bytes, t.seconds, t.repeats) for t in own]))
     made = len(_world.pg_map) - before
     meshes.close()

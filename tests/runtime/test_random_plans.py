@@ -119,8 +119,9 @@ class Truth:
 def program() -> Program:
     with torch.device("meta"):
         model = Model()
-    batch = {key: torch.empty(2, SEQ, dtype=torch.int64, device="meta") for key in
-             ("tokens", "labels")}  # fmt: skip
+    batch = {
+        key: torch.empty(2, SEQ, dtype=torch.int64, device="meta") for key in ("tokens", "labels")
+    }
     return replace(capture(model, batch, dtype="float64"), model=nn.Module())
 
 

@@ -74,9 +74,13 @@ def last_layer(mode: Recompute) -> tuple[BlockProgram, tuple[Tensor, ...]]:
     own = replace(own, stages=(replace(stage, blocks=blocks),))
     coordinates = (0,) * len(stage.mesh.shape)
     built = build_stage(
-        graph, program().blocks, own, stage_index=0, coordinates=coordinates,
+        graph,
+        program().blocks,
+        own,
+        stage_index=0,
+        coordinates=coordinates,
         communicator=Echo(stage.mesh),
-    )  # fmt: skip
+    )
     block = next(b for b in reversed(built.blocks) if any("up" in name for name in b.parameters))
     block.module.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
@@ -112,8 +116,9 @@ def test_products_inside_of_experts_are_not_kept() -> None:
     with forward:
         block.module(*inputs)
     assert sorted(each.numel() for each in forward.kept) == [
-        ROWS * SEQ * EXPERTS, ROWS * SEQ * WIDTH
-    ]  # fmt: skip
+        ROWS * SEQ * EXPERTS,
+        ROWS * SEQ * WIDTH,
+    ]
 
 
 def test_a_recomputed_layer_of_experts_has_the_gradients_of_one_that_is_not() -> None:

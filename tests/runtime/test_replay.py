@@ -37,11 +37,13 @@ def replayed(weights: str, num_updates: int) -> tuple[float, float]:
     batch = {"x": torch.tensor(ROWS, dtype=torch.float64)}
     parts = len(ROWS) // num_updates
     found = run_replay(
-        Product(), [batch], rule,
+        Product(),
+        [batch],
+        rule,
         loss=lambda model, part: model(part["x"]).mean(),
         build_optimizer=lambda params: torch.optim.SGD(params, lr=LEARNING_RATE),
         split=lambda whole: [{"x": x} for x in whole["x"].split(parts)],
-    )  # fmt: skip
+    )
     return float(found.weights["a"]), float(found.weights["b"])
 
 
@@ -79,11 +81,13 @@ def test_a_newest_backward_differs_where_it_reads_the_weights() -> None:
     def run(weights: str) -> float:
         batch = {"x": torch.tensor(ROWS, dtype=torch.float64)}
         found = run_replay(
-            Square(), [batch], UpdateRule(weights, 4, 2, {"a": 0}),
+            Square(),
+            [batch],
+            UpdateRule(weights, 4, 2, {"a": 0}),
             loss=lambda model, part: model(part["x"]).mean(),
             build_optimizer=lambda params: torch.optim.SGD(params, lr=LEARNING_RATE),
             split=lambda whole: [{"x": x} for x in whole["x"].split(1)],
-        )  # fmt: skip
+        )
         return float(found.weights["a"])
 
     newest, stashed = 2.0, [2.0, 2.0]

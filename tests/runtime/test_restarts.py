@@ -93,11 +93,19 @@ def trained(
     saving = more.pop("saving", Saving(str(folder), every=SAVE_EVERY, keep=2))
     outcome = launch(
         f"{Path(__file__).stem}:dies_and_trains",
-        {"kills": kills, "plan_path": str(plan), "steps": STEPS, "seed": 3,
-         "saving": None if saving is None else asdict(saving),
-         "options": {"metrics": str(metrics)}, **more},
-        num_processes=2, environment=ALONE, max_restarts=len(kills),
-    )  # fmt: skip
+        {
+            "kills": kills,
+            "plan_path": str(plan),
+            "steps": STEPS,
+            "seed": 3,
+            "saving": None if saving is None else asdict(saving),
+            "options": {"metrics": str(metrics)},
+            **more,
+        },
+        num_processes=2,
+        environment=ALONE,
+        max_restarts=len(kills),
+    )
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     names = ("step", "loss", "grad_norm", "lr", "skipped_steps")
     return [{name: line[name] for name in names} for line in lines], outcome
@@ -163,10 +171,16 @@ def test_a_rank_lost_while_a_checkpoint_is_written_is_no_full_disk(
 ) -> None:
     launch(
         f"{Path(__file__).stem}:dies_in_its_second_save",
-        {"plan_path": str(plan_for(tmp_path, EXECUTORS["dp"])), "steps": 3, "seed": 3,
-         "saving": asdict(Saving(str(tmp_path / "run"), every=1))},
-        num_processes=2, environment=ALONE, max_restarts=1,
-    )  # fmt: skip
+        {
+            "plan_path": str(plan_for(tmp_path, EXECUTORS["dp"])),
+            "steps": 3,
+            "seed": 3,
+            "saving": asdict(Saving(str(tmp_path / "run"), every=1)),
+        },
+        num_processes=2,
+        environment=ALONE,
+        max_restarts=1,
+    )
     err = capfd.readouterr().err
     assert "error[AP801]: rank 1 of 2 died" in err
     assert "AP886" not in err
@@ -224,11 +238,13 @@ def test_attempts_follow_one_another(tmp_path: Path, capfd: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("error", "starts"),
     [
-        (UsageError("AP118", ""), 1), (MachineError("AP886", ""), 1),
-        (WorkerError("AP910", ""), 1), (DeviceMemoryError("AP803", ""), 1),
+        (UsageError("AP118", ""), 1),
+        (MachineError("AP886", ""), 1),
+        (WorkerError("AP910", ""), 1),
+        (DeviceMemoryError("AP803", ""), 1),
         (WorkerError("AP801", ""), 2),
     ],
-)  # fmt: skip
+)
 def test_only_what_a_restart_can_mend_is_started_again(
     error: AutoparallelError, starts: int, tmp_path: Path
 ) -> None:
@@ -237,9 +253,12 @@ def test_only_what_a_restart_can_mend_is_started_again(
     environment = {**ALONE, "ATTEMPTS": str(tmp_path)}
     with pytest.raises(type(error), match=error.code):
         launch(
-            f"{Path(__file__).stem}:exits_with", arguments, num_processes=1,
-            environment=environment, max_restarts=1,
-        )  # fmt: skip
+            f"{Path(__file__).stem}:exits_with",
+            arguments,
+            num_processes=1,
+            environment=environment,
+            max_restarts=1,
+        )
     assert len(list(tmp_path.iterdir())) == starts
 
 
@@ -284,12 +303,28 @@ def test_torchrun_starts_the_ranks_again_and_the_run_goes_on(tmp_path: Path) -> 
     save_plan(replace(document, model=replace(document.model, target=target)), plan)
     assert plan.read_text() != text
     done = run_python(
-        "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--max-restarts=1",
-        "-m", "autoparallel", "run", "plan.json", "--steps", str(STEPS), "--seed", "3",
-        "--save", "run", "--save-every", str(SAVE_EVERY), "--metrics", "metrics.jsonl",
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+        "--max-restarts=1",
+        "-m",
+        "autoparallel",
+        "run",
+        "plan.json",
+        "--steps",
+        str(STEPS),
+        "--seed",
+        "3",
+        "--save",
+        "run",
+        "--save-every",
+        str(SAVE_EVERY),
+        "--metrics",
+        "metrics.jsonl",
         folder=tmp_path,
         environment={**ALONE, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert "autoparallel: the run goes on after step 2, from run/step-00000002" in (
         done.stderr.replace(f"{tmp_path}/", "")

@@ -101,9 +101,13 @@ def test_a_script_may_end_while_a_thread_is_at_work(tmp_path, text):
     script = tmp_path / "ending.py"
     script.write_text(text)
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
         str(script),
-    ]  # fmt: skip
+    ]
     env = {**ALONE, "GLOO_SOCKET_IFNAME": "lo"}
     for _ in range(2):
         ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

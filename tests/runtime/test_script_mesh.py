@@ -136,9 +136,13 @@ def test_the_collectives_of_a_process_group_give_new_tensors() -> None:
         mesh = Mesh((0,), {"dp": 1, "tp": 1}, "cpu")
         assert (mesh.size("tp"), mesh.coordinate("dp")) == (1, 0)
         results = [
-            mesh.all_reduce(x, "tp"), mesh.all_reduce(x, "tp", "max"), mesh.all_gather(x, "dp", 1),
-            mesh.reduce_scatter(x, "dp", 0), mesh.all_to_all(x, "tp", 0, 1), mesh.swap(x, "dp"),
-        ]  # fmt: skip
+            mesh.all_reduce(x, "tp"),
+            mesh.all_reduce(x, "tp", "max"),
+            mesh.all_gather(x, "dp", 1),
+            mesh.reduce_scatter(x, "dp", 0),
+            mesh.all_to_all(x, "tp", 0, 1),
+            mesh.swap(x, "dp"),
+        ]
     for result in results:
         assert torch.equal(result, x)
         assert result.is_contiguous()

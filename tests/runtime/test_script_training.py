@@ -77,8 +77,7 @@ MESH = {"dp": 1}
 FIRST, LAST = ({"first.weight": {}, "first.bias": {}}, {"first.weight": {}, "last.bias": {}})
 """A tied weight has one name in all stages."""
 SEEN = {"buffers": {"seen": {}}, "updates": {"seen": "seen.new"}}
-ONE_STAGE = [Stage(whole, (0,), MESH, {**FIRST, **LAST}, {"x": {}, "y": {}},
-                   loss="loss", **SEEN)]  # fmt: skip
+ONE_STAGE = [Stage(whole, (0,), MESH, {**FIRST, **LAST}, {"x": {}, "y": {}}, loss="loss", **SEEN)]
 TWO_STAGES = [
     Stage(first, (0,), MESH, FIRST, {"x": {}}, **SEEN),
     Stage(last, (0,), MESH, LAST, {"y": {}}, loss="loss"),
@@ -155,8 +154,9 @@ def test_a_loss_scale_is_halved_by_an_overflow_and_doubled_after_finite_steps(
         norm = trainer.update(optimizer)
         if torch.isfinite(torch.tensor(norm)):
             plain(**batch).backward()
-            assert norm == pytest.approx(float(nn.utils.get_total_norm(
-                [each.grad for each in plain.parameters()])), rel=1e-5)  # fmt: skip
+            assert norm == pytest.approx(
+                float(nn.utils.get_total_norm([each.grad for each in plain.parameters()])), rel=1e-5
+            )
             torch.optim.SGD(plain.parameters(), lr=0.5).step()
     state = trainer.whole_state(model)
     assert state is not None
@@ -198,8 +198,11 @@ def test_messages_cover_what_each_rank_needs_and_ranks_with_the_same_box_share_t
     sender = Stage(first, (0, 1, 2, 3), {"dp": 2, "tp": 2}, {})
     receiver = Stage(last, (4, 5), {"tp": 2}, {})
     assert boxes(sender, (4, 6), {"dp": 0}) == {
-        0: ((0, 2), (0, 6)), 1: ((0, 2), (0, 6)), 2: ((2, 4), (0, 6)), 3: ((2, 4), (0, 6)),
-    }  # fmt: skip
+        0: ((0, 2), (0, 6)),
+        1: ((0, 2), (0, 6)),
+        2: ((2, 4), (0, 6)),
+        3: ((2, 4), (0, 6)),
+    }
     crossing = Crossing("h", 0, 1, (4, 6), torch.float32, {"dp": 0}, {"tp": 1})
     forward = transfer_of(crossing, "forward", [sender, receiver])
     assert forward.shape == (4, 3)

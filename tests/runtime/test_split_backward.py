@@ -58,18 +58,22 @@ class Op(nn.Module):
     def graph(self) -> fx.GraphModule:
         body, weights = fx.Graph(), iter(range(len(self.weights)))
         arguments = [
-            body.get_attr(f"weight_{next(weights)}") if isinstance(a, nn.Parameter)
-            else body.placeholder("x") if isinstance(a, Tensor) else a
+            body.get_attr(f"weight_{next(weights)}")
+            if isinstance(a, nn.Parameter)
+            else body.placeholder("x")
+            if isinstance(a, Tensor)
+            else a
             for a in self.arguments
-        ]  # fmt: skip
+        ]
         body.output(body.call_function(self.op, tuple(arguments)))
         held = {f"weight_{i}": weight for i, weight in enumerate(self.weights)}
         return fx.GraphModule(held, body)
 
     @property
     def data(self) -> Tensor:
-        (found,) = (a for a in self.arguments
-                    if isinstance(a, Tensor) and not isinstance(a, nn.Parameter))  # fmt: skip
+        (found,) = (
+            a for a in self.arguments if isinstance(a, Tensor) and not isinstance(a, nn.Parameter)
+        )
         return found
 
 
@@ -222,31 +226,40 @@ def train_step(delayed: Delayed, program: Program, expected: Truth) -> None:
     (index,) = stages_of_rank(plan, rank)
     own, device_mesh = plan.stages[index], build_meshes(plan)[index]
     stage_program = build_stage(
-        program.graph, program.blocks, plan, stage_index=index,
+        program.graph,
+        program.blocks,
+        plan,
+        stage_index=index,
         coordinates=own.mesh.coordinates(own.devices.index(rank)),
         communicator=ProcessCommunicator(device_mesh),
-    )  # fmt: skip
+    )
     stage = StageModule(
         stage_program, device_mesh, zero=own.zero, precision="fp64", splits_backward=True
     )
     assert len(stage.deferred) > 8
     materialize(stage, {**expected.weights, **program.literals})
     executor = StageExecutor(
-        stage, StageVariant(NUM_MICROBATCHES),
+        stage,
+        StageVariant(NUM_MICROBATCHES),
         given_constants(evaluate(program, stage_program.constants)),
-    )  # fmt: skip
+    )
     whole = build_schedule(case.schedule, len(plan.stages), NUM_MICROBATCHES)
     schedule = split(whole, delayed.delay)
     exchange = Exchange(
-        [(*stage_program.receives, *stage_program.sends)], schedule=schedule, stages=plan.stages,
-        rank=rank, device=stage.device,
-    )  # fmt: skip
+        [(*stage_program.receives, *stage_program.sends)],
+        schedule=schedule,
+        stages=plan.stages,
+        rank=rank,
+        device=stage.device,
+    )
     parameters = {index: stage.by_name}
     tied = find_tied(parameters)
     runner = PipelineRunner(
-        schedule, {index: executor}, exchange,
+        schedule,
+        {index: executor},
+        exchange,
         hooks=Hooks(lambda: tied.sum(parameters)),
-    )  # fmt: skip
+    )
     for _ in range(2):
         loss = runner.step(expected.batch)
         assert relative_error(loss, expected.loss) < TOLERANCE
@@ -265,7 +278,8 @@ def run_cases(cases: tuple[Delayed, ...], program: Program, expected: Truth) -> 
 def test_split_backwards_under_random_plans_have_the_gradients_of_one_process() -> None:
     with torch.device("meta"):
         model = Transformer()
-    batch = {key: torch.empty(2, 8, dtype=torch.int64, device="meta")
-             for key in ("tokens", "labels")}  # fmt: skip
+    batch = {
+        key: torch.empty(2, 8, dtype=torch.int64, device="meta") for key in ("tokens", "labels")
+    }
     program = replace(capture(model, batch, dtype="float64"), model=nn.Module())
     run_processes(4, run_cases, CASES, program.with_batch_size(ROWS), truth(program))

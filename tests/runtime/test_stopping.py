@@ -69,9 +69,11 @@ def is_asked(worker: Worker, **arguments: Any) -> dict[str, Any]:
 
 def losses(plan_path: Path, entry: str, **arguments: Any) -> list[float]:
     found: dict[str, Any] = launch(
-        entry, {"plan_path": str(plan_path), "seed": 0, **arguments}, num_processes=2,
+        entry,
+        {"plan_path": str(plan_path), "seed": 0, **arguments},
+        num_processes=2,
         environment=ALONE,
-    )  # fmt: skip
+    )
     values: list[float] = found["losses"]
     return values
 

@@ -31,11 +31,13 @@ ALONE = {key: value for key, value in os.environ.items() if key not in ("RANK", 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 TINY = ("n_layer=4", "d_model=64", "n_head=2", "seq=64")
 PLANS = {
-    "data": "dp=4,zero=0", "zero3": "dp=4,zero=3", "tensor": "tp=4",
+    "data": "dp=4,zero=0",
+    "zero3": "dp=4,zero=3",
+    "tensor": "tp=4",
     "pipeline": "pp=4,microbatches=4,schedule=1f1b",
     "both": "dp=2,pp=2,microbatches=4,schedule=1f1b",
     "chimera": "pp=4,microbatches=4,schedule=chimera",
-}  # fmt: skip
+}
 SLOW = 1
 SLOW_CASES = [(plan, kind) for plan in PLANS for kind in ("data", "ops", "stops")]
 WINDOW_SECONDS = 0.5
@@ -142,10 +144,16 @@ def run(
     (folder / "pids").mkdir()
     found: list[int] = launch(
         "test_stragglers:trains_with_a_slow_rank",
-        {"plan_path": str(plan_file(folder, plan, num_ranks)), "folder": str(folder / "pids"),
-         "kind": kind, "windows": windows},
-        num_processes=num_ranks, environment=ALONE, timeout_seconds=120.0,
-    )  # fmt: skip
+        {
+            "plan_path": str(plan_file(folder, plan, num_ranks)),
+            "folder": str(folder / "pids"),
+            "kind": kind,
+            "windows": windows,
+        },
+        num_processes=num_ranks,
+        environment=ALONE,
+        timeout_seconds=120.0,
+    )
     return found
 
 

@@ -36,9 +36,13 @@ def reference(name: str, device: torch.device | None, told: list[str]) -> Refere
 
     with promote_to_float64():
         return run_reference(
-            model, batches, loss=loss, seed=0, random_dims=batch_dims(program.graph),
+            model,
+            batches,
+            loss=loss,
+            seed=0,
+            random_dims=batch_dims(program.graph),
             build_optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-        ).on_cpu()  # fmt: skip
+        ).on_cpu()
 
 
 @pytest.mark.parametrize("device", DEVICES)

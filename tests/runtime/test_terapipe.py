@@ -92,8 +92,9 @@ class Chain(Transformer):
 def program() -> Program:
     with torch.device("meta"):
         model = Chain()
-    batch = {key: torch.empty(2, 8, dtype=torch.int64, device="meta")
-             for key in ("tokens", "labels")}  # fmt: skip
+    batch = {
+        key: torch.empty(2, 8, dtype=torch.int64, device="meta") for key in ("tokens", "labels")
+    }
     return replace(capture(model, batch, dtype="float64"), model=nn.Module())
 
 

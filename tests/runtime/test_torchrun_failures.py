@@ -31,8 +31,14 @@ def run_until_failure(
     plan: Path, folder: Path, *, rank: int, at: str, sign: int, **options: Any
 ) -> str:
     """What the ranks and torchrun wrote to stderr; every process has ended."""
-    arguments = {"plan_path": str(plan), "pids": str(folder), "rank": rank, "at": at,
-                 "sign": int(sign), **options}  # fmt: skip
+    arguments = {
+        "plan_path": str(plan),
+        "pids": str(folder),
+        "rank": rank,
+        "at": at,
+        "sign": int(sign),
+        **options,
+    }
     script = Path(__file__).parents[1] / "support" / "rank_of_torchrun.py"
     return torchrun_words(
         folder, script, "test_failures:fails", json.dumps(arguments), str(START_SECONDS)
@@ -43,10 +49,15 @@ def torchrun_words(folder: Path, script: Path, *arguments: str) -> str:
     """What four ranks of a script and torchrun wrote to stderr; every process has ended."""
     folder.mkdir()
     done = run_python(
-        "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone", str(script),
-        *arguments, environment={**ALONE, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=4",
+        "--standalone",
+        str(script),
+        *arguments,
+        environment={**ALONE, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         timeout_seconds=400.0,
-    )  # fmt: skip
+    )
     assert done.returncode != 0, done.stderr
     pids = [int(path.read_text()) for path in folder.iterdir()]
     assert len(pids) == 4, done.stderr
@@ -90,9 +101,13 @@ def test_of_a_run_that_saves_a_killed_rank_ends_the_others_at_torchrun_s_signal(
     """They get SIGTERM from torchrun, and do not wait for the end of a step that never ends."""
     saves = tmp_path / "run"
     err = run_until_failure(
-        plan_path, tmp_path / "pids", rank=2, at="2B0: computing", sign=signal.SIGKILL,
+        plan_path,
+        tmp_path / "pids",
+        rank=2,
+        at="2B0: computing",
+        sign=signal.SIGKILL,
         saving={"folder": str(saves), "every": 1000},
-    )  # fmt: skip
+    )
     check_waits(said(err), culprit=2)
     assert "ended by SIGTERM after step" not in err
     assert not list(saves.glob("step-*"))

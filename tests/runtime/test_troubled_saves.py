@@ -80,8 +80,10 @@ def protect(folder: Path, fails: bool) -> None:
 
 
 TROUBLES: dict[str, Callable[[Path, bool], None]] = {
-    "limit": limit, "full": fill, "read-only": protect
-}  # fmt: skip
+    "limit": limit,
+    "full": fill,
+    "read-only": protect,
+}
 
 
 def trains_in_trouble(
@@ -113,10 +115,19 @@ def run(plan_path: Path, disk: Path, trouble: str, *, lasts: bool, asynchronous:
     saving = {"folder": str(disk / "run"), "every": 2, "asynchronous": asynchronous}
     return launch(
         "test_troubled_saves:trains_in_trouble",
-        {"trouble": trouble, "disk": str(disk), "lasts": lasts, "plan_path": str(plan_path),
-         "steps": STEPS, "seed": 0, "saving": saving},
-        num_processes=2, environment=ALONE, timeout_seconds=60.0,
-    )  # fmt: skip
+        {
+            "trouble": trouble,
+            "disk": str(disk),
+            "lasts": lasts,
+            "plan_path": str(plan_path),
+            "steps": STEPS,
+            "seed": 0,
+            "saving": saving,
+        },
+        num_processes=2,
+        environment=ALONE,
+        timeout_seconds=60.0,
+    )
 
 
 def saved(disk: Path) -> list[int]:

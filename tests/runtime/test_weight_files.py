@@ -76,9 +76,15 @@ def training_checkpoints(folder: Path) -> Path:
 
 
 FORMATS = (
-    safetensors_file, safetensors_folder, safetensors_shards, torch_file, torch_container,
-    torch_old_format, dcp_folder, training_checkpoints,
-)  # fmt: skip
+    safetensors_file,
+    safetensors_folder,
+    safetensors_shards,
+    torch_file,
+    torch_container,
+    torch_old_format,
+    dcp_folder,
+    training_checkpoints,
+)
 
 
 @pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)

@@ -53,8 +53,10 @@ def test_either_name_of_a_tied_tensor_serves_both() -> None:
 
 def test_names_of_one_side_alone_are_told() -> None:
     found = match_names(
-        NAMES, [*NAMES[:3], "rope.freqs", "old.mask", "extra.weight"],
-        optional=("rope.freqs",), ignored=(r"\.mask$",),
-    )  # fmt: skip
+        NAMES,
+        [*NAMES[:3], "rope.freqs", "old.mask", "extra.weight"],
+        optional=("rope.freqs",),
+        ignored=(r"\.mask$",),
+    )
     assert found.missing == ("head.weight",)
     assert found.unexpected == ("extra.weight",)

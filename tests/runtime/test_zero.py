@@ -54,21 +54,25 @@ TWO_RANKS = {
     "dp=2, zero=3, 4 micro-batches, 1F1B": Case(DP2, 3, 4, schedule="1f1b"),
     "dp=2, zero=2, recompute=selective": Case(DP2, 2, 2, "selective"),
     "dp=2, zero=3, a parameter split on dp": Case(
-        DP2, 3, 2, layouts={"layers.0.up.weight": (shard(0),), "first.weight": (shard(0),)}),
+        DP2, 3, 2, layouts={"layers.0.up.weight": (shard(0),), "first.weight": (shard(0),)}
+    ),
     "tp=2, recompute=full": Case(TP2, 0, 2, "full", "1f1b"),
-}  # fmt: skip
+}
 MORE_ON_TWO_RANKS = {
     **{f"dp=2, zero={zero}": Case(DP2, zero) for zero in (0, 2, 3)},
     **{f"dp=2, zero={zero}, 4 micro-batches": Case(DP2, zero, 4) for zero in (1, 3)},
-    **{f"dp=2, zero={zero}, 4 micro-batches, 1F1B": Case(DP2, zero, 4, schedule="1f1b")
-       for zero in range(3)},
+    **{
+        f"dp=2, zero={zero}, 4 micro-batches, 1F1B": Case(DP2, zero, 4, schedule="1f1b")
+        for zero in range(3)
+    },
     "dp=2, zero=3, recompute=full": Case(DP2, 3, 2, "full", "1f1b"),
     "dp=2, zero=0, recompute=full": Case(DP2, 0, 2, "full"),
     "dp=2, zero=0, a parameter split on dp": Case(
-        DP2, 0, 2, layouts={"layers.1.down.weight": (shard(1),)}),
+        DP2, 0, 2, layouts={"layers.1.down.weight": (shard(1),)}
+    ),
     "tp=2": Case(TP2, 0),
     "tp=2, recompute=selective": Case(TP2, 0, 2, "selective"),
-}  # fmt: skip
+}
 FOUR_RANKS = {
     "dp=2, tp=2, zero=1": Case(DP2_TP2, 1, 2),
     "dp=2, tp=2, zero=3, recompute=full": Case(DP2_TP2, 3, 2, "full"),
@@ -303,9 +307,11 @@ def looked_at(zero: int) -> tuple[float, float]:
     x, plain = torch.randn(4, 8), Squared()
     set_torchrun_variables()
     model = autoparallel.parallelize(
-        copy.deepcopy(plain), example_batch=(x,), parallel=settled(f"dp=2,zero={zero}"),
+        copy.deepcopy(plain),
+        example_batch=(x,),
+        parallel=settled(f"dp=2,zero={zero}"),
         profile="analytic",
-    )  # fmt: skip
+    )
     losses = []
     for each in (model, plain):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)

@@ -69,8 +69,10 @@ class GPT(nn.Module):
         parameters = [p for _, p in self.named_parameters() if p.requires_grad]
         matrices = [p for p in parameters if p.dim() >= 2]
         vectors = [p for p in parameters if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": decay},
-                  {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
+        groups = [
+            {"params": matrices, "weight_decay": decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         return torch.optim.AdamW(groups, lr=rate)
 
     @torch.no_grad()
@@ -242,8 +244,11 @@ def resnet(adopt: Adopt) -> Figures:
     state = model.state_dict()
     mean: Any = state["layers.0.bn1.running_mean"]
     mean = mean.full_tensor() if hasattr(mean, "full_tensor") else mean
-    return [*found, ("statistics", float(mean.sum())),
-            ("batches", float(state["layers.0.bn1.num_batches_tracked"]))]  # fmt: skip
+    return [
+        *found,
+        ("statistics", float(mean.sum())),
+        ("batches", float(state["layers.0.bn1.num_batches_tracked"])),
+    ]
 
 
 def _llama() -> nn.Module:
@@ -251,9 +256,16 @@ def _llama() -> nn.Module:
 
     torch.manual_seed(0)
     model: nn.Module = LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
-    )  # fmt: skip
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+        )
+    )
     return model
 
 
@@ -262,10 +274,18 @@ def _bert() -> nn.Module:
 
     torch.manual_seed(0)
     model: nn.Module = BertForSequenceClassification(
-        BertConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                   num_attention_heads=4, max_position_embeddings=64, num_labels=3,
-                   hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    )  # fmt: skip
+        BertConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            num_labels=3,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
     return model
 
 
@@ -310,13 +330,17 @@ def _huggingface(model: nn.Module, adopt: Adopt, *, is_causal: bool) -> Figures:
 def causal_lm(adopt: Adopt) -> Figures:
     """A Hugging Face Llama in a plain loop, with masked labels, and greedy generation."""
     kept: list[Any] = []
-    found = _huggingface(_llama(), lambda *given: kept.append(adopt(*given)) or kept[0],
-                         is_causal=True)  # fmt: skip
+    found = _huggingface(
+        _llama(), lambda *given: kept.append(adopt(*given)) or kept[0], is_causal=True
+    )
     with torch.no_grad():
         text = kept[0].generate(
-            torch.zeros(2, 3, dtype=torch.long), attention_mask=torch.ones(2, 3, dtype=torch.long),
-            max_new_tokens=4, do_sample=False, pad_token_id=0,
-        )  # fmt: skip
+            torch.zeros(2, 3, dtype=torch.long),
+            attention_mask=torch.ones(2, 3, dtype=torch.long),
+            max_new_tokens=4,
+            do_sample=False,
+            pad_token_id=0,
+        )
     return [*found, ("text", float((text * torch.arange(text.shape[1])).sum()))]
 
 
@@ -337,12 +361,23 @@ def trainer(
     model = adopt(_llama(), example)
     with alone or nullcontext():
         arguments = TrainingArguments(
-            output_dir=autoparallel.own_folder(folder), max_steps=2,
-            per_device_train_batch_size=8, per_device_eval_batch_size=5,
-            gradient_accumulation_steps=2, learning_rate=1e-3, warmup_steps=2,
-            weight_decay=0.1, logging_steps=1, eval_strategy="steps", eval_steps=1,
-            save_strategy="steps", save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
-        )  # fmt: skip
+            output_dir=autoparallel.own_folder(folder),
+            max_steps=2,
+            per_device_train_batch_size=8,
+            per_device_eval_batch_size=5,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-3,
+            warmup_steps=2,
+            weight_decay=0.1,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
         training = Trainer(
             model=model, args=arguments, train_dataset=rows[:32], eval_dataset=rows[32:]
         )

@@ -42,9 +42,13 @@ def _where_forced(propose: Proposer, schedule: str) -> Proposer:
 
 
 BRIEF: tuple[Proposer, ...] = (
-    dynamic_program, parallel_branches, uneven_shares, interleaved,
-    _where_forced(replicated, "chimera"), _where_forced(sliced, "terapipe"),
-)  # fmt: skip
+    dynamic_program,
+    parallel_branches,
+    uneven_shares,
+    interleaved,
+    _where_forced(replicated, "chimera"),
+    _where_forced(sliced, "terapipe"),
+)
 
 
 @contextmanager

@@ -66,10 +66,17 @@ def probed(page: str, what: str, folder: Path, scheme: int = LIGHT) -> list[dict
     path.write_text(f"<!doctype html><body>{frames}<script>{script}</script></body>")
     assert BROWSER is not None
     command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
-        f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=5000",
-        f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom", path.as_uri(),
-    ]  # fmt: skip
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        f"--user-data-dir={folder / 'profile'}",
+        "--virtual-time-budget=5000",
+        f"--blink-settings=preferredColorScheme={scheme}",
+        "--dump-dom",
+        path.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     match = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
     assert match is not None, done.stderr

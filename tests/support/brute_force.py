@@ -137,9 +137,15 @@ class Best:
             "", {}, "", 0, request.global_batch, None, request.precision, request.optimizer
         )
         return Plan(
-            info, cluster, self.num_microbatches, self.schedule, stages,
-            Prediction(0.0, 0.0, 0.0, 0.0, 0, {}), (), SolverInfo(0.0, 0, {}),
-        )  # fmt: skip
+            info,
+            cluster,
+            self.num_microbatches,
+            self.schedule,
+            stages,
+            Prediction(0.0, 0.0, 0.0, 0.0, 0, {}),
+            (),
+            SolverInfo(0.0, 0, {}),
+        )
 
 
 @dataclass
@@ -237,9 +243,12 @@ class BruteForce:
         return best
 
     def simulate(
-        self, schedule: str, count: int, figures: list[tuple[float, ...]],
+        self,
+        schedule: str,
+        count: int,
+        figures: list[tuple[float, ...]],
         beside: Sequence[tuple[float, ...]] = (),
-    ) -> float:  # fmt: skip
+    ) -> float:
         """The step. ``beside``: of each stage what of its end runs beside its first forward and
         its last backward (``Stage.of_step``); without it all of the end comes after that, which
         takes as long for one stage, and never longer for several."""
@@ -253,19 +262,26 @@ class BruteForce:
         forward, backward, receive, receive_backward, end, *late = zip(*figures, strict=True)
         message = message_seconds(self.cluster)
         costs = StageCosts(
-            forward, backward, send_seconds=receive[1:],
-            send_backward_seconds=receive_backward[1:], step_seconds=end,
+            forward,
+            backward,
+            send_seconds=receive[1:],
+            send_backward_seconds=receive_backward[1:],
+            step_seconds=end,
             send_latency_seconds=[message.latency] * (len(figures) - 1),
             send_call_seconds=[message.call] * (len(figures) - 1),
             receive_call_seconds=[message.call] * (len(figures) - 1),
             weight_backward_seconds=late[0] if late else (),
-        )  # fmt: skip
+        )
         if beside:
             gather, sync, share, groups, end = zip(*beside, strict=True)
             costs = replace(
-                costs, gather_seconds=gather, gradient_sync_seconds=sync, step_seconds=end,
-                slowed_share=share, buckets=groups,
-            )  # fmt: skip
+                costs,
+                gather_seconds=gather,
+                gradient_sync_seconds=sync,
+                step_seconds=end,
+                slowed_share=share,
+                buckets=groups,
+            )
         return simulate(self.tables[key], costs).step_seconds
 
     def _ways(self, rows: int, stage: tuple[int, int, int, int], in_flight: Held) -> list[Way]:

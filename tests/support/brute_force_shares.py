@@ -99,9 +99,15 @@ class SharedSpace:
         if (coordinate, rows) not in self.stages:
             force, request = self.force, self.force.request
             prices = Prices(
-                self.mesh, force.cluster, tuple(range(self.mesh.size)), request.precision,
-                request.optimizer, rules, force.cache, own=self.ranks(coordinate),
-            )  # fmt: skip
+                self.mesh,
+                force.cluster,
+                tuple(range(self.mesh.size)),
+                request.precision,
+                request.optimizer,
+                rules,
+                force.cache,
+                own=self.ranks(coordinate),
+            )
             graph = with_precision(force.graph, request.precision)
             graph = graph.with_batch_size(rows * self.mesh.shape[0])
             span = (0, len(force.blocks.blocks))

@@ -41,16 +41,27 @@ from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.seconds import Seconds
 
 OF_STATES = (
-    "forward_states", "backward_states", "forward_slowed", "backward_slowed", "parameter_gather",
-    "gradient_sync", "gather_slowed", "sync_slowed", "optimizer",
-)  # fmt: skip
+    "forward_states",
+    "backward_states",
+    "forward_slowed",
+    "backward_slowed",
+    "parameter_gather",
+    "gradient_sync",
+    "gather_slowed",
+    "sync_slowed",
+    "optimizer",
+)
 """What gathering parameters, summing gradients and the optimizer take."""
 
 LEAVES = ("input", "constant", "buffer")
 PASSES = (
-    "forward_compute", "backward_compute", "forward_communication", "backward_communication",
-    "forward_issue", "backward_issue",
-)  # fmt: skip
+    "forward_compute",
+    "backward_compute",
+    "forward_communication",
+    "backward_communication",
+    "forward_issue",
+    "backward_issue",
+)
 """What a pass takes: compute while the host issues it, then communication."""
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -398,9 +409,11 @@ class Stage(Choices):
         own = [dict(zip(OF_STATES, each[:, which], strict=True)) for each in self.states[zero]]
         ways = self._ways(modes, halved=halved)
         parts = [
-            [each[0][0, which] for each in ways], [each["parameter_gather"] for each in own],
-            [each[0][1, which] for each in ways], [each["gradient_sync"] for each in own],
-        ]  # fmt: skip
+            [each[0][0, which] for each in ways],
+            [each["parameter_gather"] for each in own],
+            [each[0][1, which] for each in ways],
+            [each["gradient_sync"] for each in own],
+        ]
         gather, sync = sum(parts[1]), sum(parts[3])
         slowed = sum(each["gather_slowed"] + each["sync_slowed"] for each in own)
         share = min(1.0, slowed / (gather + sync)) if gather + sync else 0.0

@@ -74,10 +74,16 @@ def small_llama(**settings: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     defaults: dict[str, Any] = {
-        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
-        "use_cache": False, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "use_cache": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(**{**defaults, **settings}))
 
 
@@ -86,10 +92,18 @@ def small_gpt2() -> nn.Module:
 
     return GPT2LMHeadModel(
         GPT2Config(
-            n_layer=2, n_embd=32, n_head=4, vocab_size=96, use_cache=False,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+            n_layer=2,
+            n_embd=32,
+            n_head=4,
+            vocab_size=96,
+            use_cache=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=1,
+            eos_token_id=2,
         )
-    )  # fmt: skip
+    )
 
 
 def tokens(*shape: int, vocab: int = 64, seed: int = 0) -> Tensor:

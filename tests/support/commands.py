@@ -39,14 +39,22 @@ def run_torchrun(
     import torch.distributed as dist
 
     store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False,
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
         timeout=timedelta(seconds=timeout_seconds),
-    )  # fmt: skip
+    )
     shared = {
-        "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes, "GROUP_RANK": 0,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_RUN_ID": "tests",
-        "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True,
-    }  # fmt: skip
+        "WORLD_SIZE": num_processes,
+        "LOCAL_WORLD_SIZE": num_processes,
+        "GROUP_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
     environments = []
     for rank in range(num_processes):
         own = {**shared, "RANK": rank, "LOCAL_RANK": rank}

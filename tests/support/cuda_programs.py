@@ -49,9 +49,20 @@ def load_guard() -> None:
         paths = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
         linked = [f"-L{home / 'lib'}", f"-Wl,-rpath,{home / 'lib'}", "-lc10", "-ltorch_cpu"]
         subprocess.run(
-            ["g++", "-std=c++20", "-shared", "-fPIC", "-w", *paths, str(source), *linked,
-             "-o", str(library)], check=True,
-        )  # fmt: skip
+            [
+                "g++",
+                "-std=c++20",
+                "-shared",
+                "-fPIC",
+                "-w",
+                *paths,
+                str(source),
+                *linked,
+                "-o",
+                str(library),
+            ],
+            check=True,
+        )
         ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
 
 
@@ -94,10 +105,21 @@ from autoparallel.target.load import load_target  # noqa: E402
 CUDA = torch.device("cuda", 0)
 FUNCTIONS, MISTAKES = "functions", "mistakes"
 GLOBAL_BATCH, SEQ = 4, 16
-WAITING = frozenset({
-    "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "bincount",
-    "_unique", "_unique2", "unique_dim", "unique_consecutive",
-})  # fmt: skip
+WAITING = frozenset(
+    {
+        "_local_scalar_dense",
+        "item",
+        "is_nonzero",
+        "equal",
+        "nonzero",
+        "masked_select",
+        "bincount",
+        "_unique",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+    }
+)
 """Ops for whose result, or its shape, CUDA makes the host wait."""
 
 
@@ -203,9 +225,13 @@ def watch_plan(program: Program, plan: Plan) -> tuple[int, list[str]]:
         first = (0,) * len(stage.mesh.shape)
         with FakeTensorMode(allow_non_fake_inputs=True):
             own = build_stage(
-                graph, program.blocks, plan, stage_index=index, coordinates=first,
+                graph,
+                program.blocks,
+                plan,
+                stage_index=index,
+                coordinates=first,
                 communicator=FakeRanks(stage.mesh, first, "nccl"),
-            )  # fmt: skip
+            )
             modules = [block.module for block in own.blocks]
             if own.counting is not None and own.counting.program is not None:
                 modules.append(own.counting.program)
@@ -225,8 +251,11 @@ def watch_plan(program: Program, plan: Plan) -> tuple[int, list[str]]:
 def _constants(program: Program, stage: StageProgram) -> dict[str, Tensor]:
     """The constants' whole values, on fake tensors, as the runtime makes them on the device."""
     leaves = stage.counting.leaves if stage.counting is not None else ()
-    names = [n for n in {**stage.constants, **dict.fromkeys(leaves)}
-             if program.graph[n].kind == "constant"]  # fmt: skip
+    names = [
+        n
+        for n in {**stage.constants, **dict.fromkeys(leaves)}
+        if program.graph[n].kind == "constant"
+    ]
     held = {name: value.to(CUDA) for name, value in program.literals.items()}
     for node in program.graph:
         if node.kind == "buffer" and node.name not in held:
@@ -272,25 +301,47 @@ def watch_functions() -> dict[str, Any]:
         silu = '[["functional.silu", [{"at": 0}], {}]]'
         calls = {
             "experts in float32": lambda: run_experts(
-                made(8, 16), ids, made(8, 2), made(4, 32, 16), made(4, 16, 32),
-                made(4, 32), made(4, 16), activation=silu, transposed=False,
+                made(8, 16),
+                ids,
+                made(8, 2),
+                made(4, 32, 16),
+                made(4, 16, 32),
+                made(4, 32),
+                made(4, 16),
+                activation=silu,
+                transposed=False,
             ),
             "cross entropy of soft targets": lambda: cross_entropy(
-                rank, made(8, 4), made(8, 4), reduction=1, ignore_index=-100,
-                label_smoothing=0.1, axes=((0,), ()),
+                rank,
+                made(8, 4),
+                made(8, 4),
+                reduction=1,
+                ignore_index=-100,
+                label_smoothing=0.1,
+                axes=((0,), ()),
             ),
-            "random bits": lambda: random_bits(
-                (4, 8, 16), (0, 8, 0), number=1, key=7, device=CUDA
-            ),
+            "random bits": lambda: random_bits((4, 8, 16), (0, 8, 0), number=1, key=7, device=CUDA),
             "causal attention of split positions": lambda: split_causal_attention(
-                rank, made(2, 4, 8, 16), made(2, 2, 16, 16), made(2, 2, 16, 16),
-                axes=(0,), dropout_p=0.0, scale=None, enable_gqa=True,
+                rank,
+                made(2, 4, 8, 16),
+                made(2, 2, 16, 16),
+                made(2, 2, 16, 16),
+                axes=(0,),
+                dropout_p=0.0,
+                scale=None,
+                enable_gqa=True,
             ),
             "balanced causal attention": lambda: balanced_causal_attention(
-                rank, made(2, 4, 8, 16), made(2, 2, 16, 16), made(2, 2, 16, 16),
-                axes=(0,), balanced=(0,), scale=None, enable_gqa=True,
+                rank,
+                made(2, 4, 8, 16),
+                made(2, 2, 16, 16),
+                made(2, 2, 16, 16),
+                axes=(0,),
+                balanced=(0,),
+                scale=None,
+                enable_gqa=True,
             ),
-        }  # fmt: skip
+        }
         for name, call in calls.items():
             with Watch() as watch:
                 result = call()

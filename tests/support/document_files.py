@@ -11,8 +11,9 @@ NET, LLAMA = "model.py", "llama"
 """Made by blocks of the tutorial: a model file, and a folder ``llama`` with ``novel.txt``."""
 
 TWO_RANKS = (
-    NET, "autoparallel plan model.py --cluster cpu:2 --parallel dp=2 --global-batch 16 -o plan.json"
-)  # fmt: skip
+    NET,
+    "autoparallel plan model.py --cluster cpu:2 --parallel dp=2 --global-batch 16 -o plan.json",
+)
 SETUP: dict[str, tuple[str, ...]] = {
     "README.md": (LLAMA,),
     "docs/checkpoints.md": (
@@ -24,11 +25,12 @@ SETUP: dict[str, tuple[str, ...]] = {
     ),
     "docs/failures.md": TWO_RANKS,
     "docs/launching.md": (
-        NET, "autoparallel plan model.py --cluster 2x8xH100 --global-batch 64 -o plan.json"
+        NET,
+        "autoparallel plan model.py --cluster 2x8xH100 --global-batch 64 -o plan.json",
     ),
     "docs/extensions.md": (NET,),
     "docs/training.md": (NET,),
-}  # fmt: skip
+}
 
 _TORCH = "import torch, autoparallel\ntorch.manual_seed(0)\n"
 """The seed is for batches that are the same on every rank: torch begins with a random one."""
@@ -93,9 +95,12 @@ PRELUDES: dict[tuple[str, str], str] = {
     ("README.md", "def build_model(depth=6):  # --set depth=12 sets it"): (
         "import torch\nMyNet = torch.nn.Embedding\n"
     ),
-    ("README.md", "model = autoparallel.parallelize(GPT(config), example_batch=(x, y))  "
-                  "# the one line"): _GPT,
-    ("docs/checkpoints.md", "step = autoparallel.Step(model)"): _MODEL + (
+    (
+        "README.md",
+        "model = autoparallel.parallelize(GPT(config), example_batch=(x, y))  # the one line",
+    ): _GPT,
+    ("docs/checkpoints.md", "step = autoparallel.Step(model)"): _MODEL
+    + (
         "import shutil\n"
         "from torch.utils.data import DataLoader\n"
         "shutil.rmtree('run1')\n"
@@ -106,8 +111,11 @@ PRELUDES: dict[tuple[str, str], str] = {
         "first_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(first.optimizer, 1000)\n"
         "autoparallel.save('run1', first, step=1, scheduler=first_scheduler, data=loader)\n"
     ),
-    ("docs/training.md", "loader = DataLoader(dataset, batch_size=256, shuffle=True, "
-                         "num_workers=4)"): _TORCH + (
+    (
+        "docs/training.md",
+        "loader = DataLoader(dataset, batch_size=256, shuffle=True, num_workers=4)",
+    ): _TORCH
+    + (
         "from torch.utils.data import DataLoader\n"
         "dataset = [(torch.randn(16), torch.randn(1)) for _ in range(512)]\n"
         "class Model(torch.nn.Linear):\n"
@@ -118,24 +126,29 @@ PRELUDES: dict[tuple[str, str], str] = {
         "    model, example_batch=[torch.empty(256, 16), torch.empty(256, 1)])\n"
         "loss_fn = lambda out, batch: torch.nn.functional.mse_loss(out, batch[1])\n"
     ),
-    ("docs/checkpoints.md", "model = autoparallel.parallelize(Net(), example_batch=batch, "
-                            'weights="weights.pt")'): (
-        _NET + 'torch.save(Net().state_dict(), "weights.pt")\n'
-    ),
-    ("docs/checkpoints.md",
-     'model = transformers.AutoModelForCausalLM.from_pretrained("tuned")'): (
+    (
+        "docs/checkpoints.md",
+        'model = autoparallel.parallelize(Net(), example_batch=batch, weights="weights.pt")',
+    ): (_NET + 'torch.save(Net().state_dict(), "weights.pt")\n'),
+    ("docs/checkpoints.md", 'model = transformers.AutoModelForCausalLM.from_pretrained("tuned")'): (
         "import transformers\n"
     ),
-    ("docs/reports.md", 'plan = autoparallel.plan("examples/gpt.py", cluster="8xH100", '
-                        "global_batch=64)"): "import autoparallel\n",
+    (
+        "docs/reports.md",
+        'plan = autoparallel.plan("examples/gpt.py", cluster="8xH100", global_batch=64)',
+    ): "import autoparallel\n",
     ("docs/scripts.md", "model = GPT(config)"): _GPT,
-    ("docs/scripts.md", "with model.unsharded():  # whole weights on every rank"): _GPT + (
+    ("docs/scripts.md", "with model.unsharded():  # whole weights on every rank"): _GPT
+    + (
         "import os\n"
         "rank, prompt = int(os.environ.get('RANK', 0)), x[:1]\n"
         "model = autoparallel.parallelize(GPT(config), example_batch=(x, y))\n"
     ),
-    ("docs/scripts.md", "discriminator = autoparallel.parallelize(discriminator, "
-                        "example_batch=(images,))"): _TORCH + (
+    (
+        "docs/scripts.md",
+        "discriminator = autoparallel.parallelize(discriminator, example_batch=(images,))",
+    ): _TORCH
+    + (
         "images, observations = torch.randn(8, 16), torch.randn(8, 16)\n"
         "actions = torch.randint(4, (8,))\n"
         "discriminator = torch.nn.Linear(16, 1)\n"
@@ -146,10 +159,10 @@ PRELUDES: dict[tuple[str, str], str] = {
         "        return self(observations).mean(1)\n"
         "agent = Agent(16, 4)\n"
     ),
-    ("docs/scripts.md", "from autoparallel import whole"): _LLAMA + (
-        "batch = {'input_ids': rows[:8], 'labels': rows[:8]}\n"
-    ),
-    ("docs/scripts.md", "model = autoparallel.parallelize(model, example_batch=batch)"): _LLAMA + (
+    ("docs/scripts.md", "from autoparallel import whole"): _LLAMA
+    + ("batch = {'input_ids': rows[:8], 'labels': rows[:8]}\n"),
+    ("docs/scripts.md", "model = autoparallel.parallelize(model, example_batch=batch)"): _LLAMA
+    + (
         "data = [{'input_ids': row, 'labels': row} for row in rows]\n"
         "resume = None\n"
         "batch = {'input_ids': rows[:8], 'labels': rows[:8],\n"
@@ -157,6 +170,9 @@ PRELUDES: dict[tuple[str, str], str] = {
     ),
     ("docs/training.md", "class Report(autoparallel.Callback):"): _TORCH,
     ("docs/training.md", "import torch, autoparallel"): _NET,
-    ("docs/training.md", "step = autoparallel.Step(model, callbacks=lambda: "
-                         '[autoparallel.JsonLines("metrics.jsonl")])'): _MODEL,
-}  # fmt: skip
+    (
+        "docs/training.md",
+        "step = autoparallel.Step(model, callbacks=lambda: "
+        '[autoparallel.JsonLines("metrics.jsonl")])',
+    ): _MODEL,
+}

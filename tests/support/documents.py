@@ -22,9 +22,11 @@ from commands import run_python
 from document_files import LLAMA, NET, PRELUDES, SETUP
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", *(
-    str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))
-))  # fmt: skip
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))),
+)
 SHOWN = ("text", "toml", "json")
 """Languages of blocks that show something, and are neither commands nor snippets."""
 
@@ -71,17 +73,23 @@ def blocks(document: str) -> Iterator[Block]:
     for match in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         mark = re.search(r"<!-- run(?:: ([^>]*?))? -->\n$", text[: match.start()])
         if match.group(1) not in SHOWN:
-            yield Block(document, match.group(1), match.group(2),
-                        None if mark is None else mark.group(1) or "")  # fmt: skip
+            yield Block(
+                document,
+                match.group(1),
+                match.group(2),
+                None if mark is None else mark.group(1) or "",
+            )
 
 
 def left_out() -> set[tuple[str, str]]:
     """Every command and snippet in the documents that is in no block that is run."""
     return {
         (block.document, part)
-        for document in DOCUMENTS for block in blocks(document) if block.mark is None
+        for document in DOCUMENTS
+        for block in blocks(document)
+        if block.mark is None
         for part in block.parts
-    }  # fmt: skip
+    }
 
 
 def run_document(document: str, folder: Path, *, with_slow: bool) -> int:
@@ -137,9 +145,14 @@ def _run(command: str, folder: Path) -> None:
         done = run_python(*arguments, folder=folder, environment=environment, timeout_seconds=900.0)
     else:
         done = subprocess.run(
-            ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True,
-            check=False, timeout=240,
-        )  # fmt: skip
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
     assert done.returncode in EXIT_CODES.get(" ".join(words[:2]), (0,)), (
         f"{command}\n{done.stdout}\n{done.stderr}"
     )
@@ -155,35 +168,62 @@ CLUSTER = "needs hosts, a scheduler or a registry"
 
 TESTED = "tests/api and tests/runtime run the same commands on small models"
 NOT_RUN: dict[tuple[str, str], str] = {
-    **dict.fromkeys([
-        ("docs/failures.md", "autoparallel run plan.json --steps 1000 --save run1 --save-every 100 "
-                             "--nnodes 2 --rdzv-endpoint 10.0.0.1:29400 --max-restarts 3"),
-        ("docs/failures.md", "autoparallel run plan.json --steps 1000 --save run1 --save-every 50 "
-                             "--nnodes 3:4 --elastic --rdzv-endpoint 10.0.0.1:29400"),
-        ("docs/failures.md", "torchrun --nproc-per-node 8 --max-restarts 3 -m autoparallel run "
-                             "plan.json --steps 1000 --save run1 --save-every 100"),
-    ], TESTED),
-    **dict.fromkeys([
-        ("CONTRIBUTING.md", "pip install -c constraints.txt -e '.[dev]'"),
-        ("README.md", "pip install -c constraints.txt -e '.[dev]' && pytest -n 3"),
-        ("README.md", "pip install -c constraints.txt -e . && autoparallel run examples/gpt.py "
-                      "--steps 20"),
-        ("docs/planning.md", "pip install 'torch-autoparallel[solvers]'"),
-    ], INSTALLS),
-    **dict.fromkeys([
-        ("CONTRIBUTING.md", "make check"),
-        ("CONTRIBUTING.md", "python benchmarks/gpu/run.py --device cpu --small"),
-        ("README.md", "autoparallel profile examples/gpt.py --cluster local"),
-    ], LONG),
-    **dict.fromkeys([
-        ("CONTRIBUTING.md", "make gpu"),
-        ("CONTRIBUTING.md", "make gpu PARTS=tests,step"),
-        ("README.md", "autoparallel run plan.json --steps 100"),
-        ("docs/training.md", "autoparallel run plan.json"),
-        ("docs/training.md", "autoparallel verify plan.json"),
-    ], GPUS),
-    ("docs/launching.md", "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
-                          "--rdzv-endpoint node1:29400 -m autoparallel doctor "
-                          "--plan plan.json"): CLUSTER,
-}  # fmt: skip
+    **dict.fromkeys(
+        [
+            (
+                "docs/failures.md",
+                "autoparallel run plan.json --steps 1000 --save run1 --save-every 100 "
+                "--nnodes 2 --rdzv-endpoint 10.0.0.1:29400 --max-restarts 3",
+            ),
+            (
+                "docs/failures.md",
+                "autoparallel run plan.json --steps 1000 --save run1 --save-every 50 "
+                "--nnodes 3:4 --elastic --rdzv-endpoint 10.0.0.1:29400",
+            ),
+            (
+                "docs/failures.md",
+                "torchrun --nproc-per-node 8 --max-restarts 3 -m autoparallel run "
+                "plan.json --steps 1000 --save run1 --save-every 100",
+            ),
+        ],
+        TESTED,
+    ),
+    **dict.fromkeys(
+        [
+            ("CONTRIBUTING.md", "pip install -c constraints.txt -e '.[dev]'"),
+            ("README.md", "pip install -c constraints.txt -e '.[dev]' && pytest -n 3"),
+            (
+                "README.md",
+                "pip install -c constraints.txt -e . && autoparallel run examples/gpt.py "
+                "--steps 20",
+            ),
+            ("docs/planning.md", "pip install 'torch-autoparallel[solvers]'"),
+        ],
+        INSTALLS,
+    ),
+    **dict.fromkeys(
+        [
+            ("CONTRIBUTING.md", "make check"),
+            ("CONTRIBUTING.md", "python benchmarks/gpu/run.py --device cpu --small"),
+            ("README.md", "autoparallel profile examples/gpt.py --cluster local"),
+        ],
+        LONG,
+    ),
+    **dict.fromkeys(
+        [
+            ("CONTRIBUTING.md", "make gpu"),
+            ("CONTRIBUTING.md", "make gpu PARTS=tests,step"),
+            ("README.md", "autoparallel run plan.json --steps 100"),
+            ("docs/training.md", "autoparallel run plan.json"),
+            ("docs/training.md", "autoparallel verify plan.json"),
+        ],
+        GPUS,
+    ),
+    (
+        "docs/launching.md",
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
+        "--rdzv-endpoint node1:29400 -m autoparallel doctor "
+        "--plan plan.json",
+    ): CLUSTER,
+}
 """By document and command, or the first line of a snippet, why no test runs it as it stands."""

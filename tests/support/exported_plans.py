@@ -25,10 +25,15 @@ BATCH, SEQ, NUM_DEVICES, NUM_LAYERS = 16, 64, 8, 8
 def save_decoder(folder: Path, kind: str) -> Path:
     """A configuration of eight small layers: "llama" or "mixtral" with four experts."""
     sizes = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 256,
-        "max_position_embeddings": 128, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 256,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+    }
     if kind == "mixtral":
         config = transformers.MixtralConfig(**sizes, num_local_experts=4, sliding_window=None)
         config.architectures = ["MixtralForCausalLM"]
@@ -44,9 +49,13 @@ def plans(kind: str = "llama") -> PlanModel:
     """What prices configurations of a decoder on 8 H100s."""
     folder = save_decoder(Path(tempfile.mkdtemp()) / kind, kind)
     like = autoparallel.plan(
-        f"hf:{folder}", cluster="8xH100", global_batch=BATCH, seq=SEQ, precision="bf16",
+        f"hf:{folder}",
+        cluster="8xH100",
+        global_batch=BATCH,
+        seq=SEQ,
+        precision="bf16",
         parallel="dp=8,zero=1,recompute=none,microbatches=2",
-    )  # fmt: skip
+    )
     return load_plan_model(like, str(folder / "plan.json"))
 
 
@@ -55,9 +64,12 @@ def configured(kind: str = "llama", **choices: Any) -> Configuration:
     rows = choices.pop("rows", 1)
     size = rows * choices.get("dp", 1)
     fields = {
-        "precision": "bf16", "microbatch_size": size, "num_microbatches": BATCH // size,
-        "recomputes_ends": False, **choices,
-    }  # fmt: skip
+        "precision": "bf16",
+        "microbatch_size": size,
+        "num_microbatches": BATCH // size,
+        "recomputes_ends": False,
+        **choices,
+    }
     return Configuration(**fields)
 
 
@@ -101,7 +113,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "selective": ("llama", {"dp": 8, "recompute": "selective", "zero": 2}),
     "offload": ("llama", {"dp": 8, "zero": 1, "offload": "optimizer"}),
     "half gradients": ("llama", {"dp": 8, "zero": 1, "gradient_dtype": "compute"}),
-}  # fmt: skip
+}
 """Configurations by name, on eight devices with sixteen samples."""
 
 

@@ -15,10 +15,15 @@ def save_llama(folder: Path, *, tie: bool = False, vocabulary: int = 256) -> Pat
     """Two layers, 32 wide."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=vocabulary, max_position_embeddings=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=vocabulary,
+        max_position_embeddings=64,
         tie_word_embeddings=tie,
-    )  # fmt: skip
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -27,9 +32,15 @@ def save_gpt2(folder: Path) -> Path:
     """Two layers, 32 wide, tied, without dropout; its linear layers are ``Conv1D``."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=2, vocab_size=256, n_positions=64,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        vocab_size=256,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
 

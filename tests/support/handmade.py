@@ -79,15 +79,25 @@ def stage(names: list[tuple[str, str]], ranks: range, layouts: dict[str, NodeLay
         layouts=layouts,
         prediction=StagePrediction(
             seconds={
-                "forward": 0.0381, "backward": 0.0822, "compute": 0.101, "communication": 0.0193,
-                "gradient_sync": 0.021, "optimizer": 0.008, "send": 0.0004,
+                "forward": 0.0381,
+                "backward": 0.0822,
+                "compute": 0.101,
+                "communication": 0.0193,
+                "gradient_sync": 0.021,
+                "optimizer": 0.008,
+                "send": 0.0004,
             },
             memory_bytes={
-                "parameters": 8 * GIB, "gradients": 8 * GIB, "optimizer": 16 * GIB,
-                "activations": 21 * GIB, "transient": GIB, "buffers": GIB // 2, "reserve": GIB,
+                "parameters": 8 * GIB,
+                "gradients": 8 * GIB,
+                "optimizer": 16 * GIB,
+                "activations": 21 * GIB,
+                "transient": GIB,
+                "buffers": GIB // 2,
+                "reserve": GIB,
             },
         ),
-    )  # fmt: skip
+    )
 
 
 def pipeline_plan() -> Plan:

@@ -48,8 +48,20 @@ def host_spaces(number: int) -> Iterator[list[HostSpace]]:
         for n, host in enumerate(hosts):
             _ip("netns", "add", host.space)
             _names(host, hosts)
-            _ip("link", "add", "e0", "netns", host.space, "type", "veth",
-                "peer", "name", f"h{n}", "netns", name)  # fmt: skip
+            _ip(
+                "link",
+                "add",
+                "e0",
+                "netns",
+                host.space,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"h{n}",
+                "netns",
+                name,
+            )
             _ip("-n", name, "link", "set", f"h{n}", "master", "br0", "up")
             _ip("-n", host.space, "addr", "add", f"{host.address}/24", "dev", "e0")
             _ip("-n", host.space, "link", "set", "e0", "up")

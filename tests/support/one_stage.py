@@ -16,9 +16,14 @@ from autoparallel.planner.search.context import SearchContext
 
 
 def plan(
-    graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, *, is_bounded: bool = False,
+    graph: Graph,
+    blocks: Blocks,
+    cluster: Cluster,
+    request: Request,
+    *,
+    is_bounded: bool = False,
     **options: Any,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """``find_plan.plan`` with these pipelines.
 
     ``is_bounded``: the plan says how far from the best it can be, which takes about as long again.

@@ -17,27 +17,44 @@ from autoparallel.planner.plan import Plan
 from autoparallel.report.drawing import timeline_of
 
 SECTIONS = (
-    "cluster", "model", "schedule", "communication", "memory", "time", "roofline", "candidates",
-    "measured", "sources",
-)  # fmt: skip
+    "cluster",
+    "model",
+    "schedule",
+    "communication",
+    "memory",
+    "time",
+    "roofline",
+    "candidates",
+    "measured",
+    "sources",
+)
 
 
 def drawn_plan() -> Plan:
     """Two stages under 1F1B, four micro-batches: forward 1 s, backward 2 s, a step of 15 s."""
     plan = pipeline_plan()
     seconds = {
-        "forward": 1.0, "backward": 2.0, "compute": 2.9, "communication": 0.1,
-        "states": 0.2, "hidden_states": 0.15,
-    }  # fmt: skip
+        "forward": 1.0,
+        "backward": 2.0,
+        "compute": 2.9,
+        "communication": 0.1,
+        "states": 0.2,
+        "hidden_states": 0.15,
+    }
     stages = tuple(
         replace(stage, prediction=replace(stage.prediction, seconds=seconds))
         for stage in plan.stages
     )
     prediction = replace(plan.prediction, step_seconds=15.0)
     return replace(
-        plan, stages=stages, prediction=prediction, num_microbatches=4, schedule="1f1b",
-        version="0.1.0", torch_version="2.13.0",
-    )  # fmt: skip
+        plan,
+        stages=stages,
+        prediction=prediction,
+        num_microbatches=4,
+        schedule="1f1b",
+        version="0.1.0",
+        torch_version="2.13.0",
+    )
 
 
 BASELINES = (
@@ -68,9 +85,17 @@ def full_sources(plan: Plan) -> Sources:
     shapes = {"layers.0.attn.qkv.weight": (3072, 1024), "embed.weight": (50000, 1024)}
     priced = PricedAgain(plan.prediction.step_seconds, timeline, 0, memory, ops, shapes, BASELINES)
     measured = Measurement(
-        checksum(plan), 16.0, 50 * GIB, (17.0, 16.0, 15.9), 3, 1, "H100",
-        "2026-01-02T03:04:05+00:00", "0.1.0", "2.13.0",
-    )  # fmt: skip
+        checksum(plan),
+        16.0,
+        50 * GIB,
+        (17.0, 16.0, 15.9),
+        3,
+        1,
+        "H100",
+        "2026-01-02T03:04:05+00:00",
+        "0.1.0",
+        "2.13.0",
+    )
     return Sources(priced, "", measured)
 
 
@@ -88,9 +113,10 @@ def compared_items() -> tuple[Item, ...]:
     other = replace(plan, prediction=more, num_microbatches=8, schedule="gpipe")
     run = MeasuredRun(12, 12.5, 640.0, 40 * GIB, 2.5)
     return (
-        Item("runs/plan.json", plan, None, measured), Item("<fsdp>", other),
+        Item("runs/plan.json", plan, None, measured),
+        Item("<fsdp>", other),
         Item("run.jsonl", None, run),
-    )  # fmt: skip
+    )
 
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "col"}

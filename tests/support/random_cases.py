@@ -186,9 +186,14 @@ def random_cluster(rng: random.Random, *, mixed: bool) -> Cluster:
     for number, size in enumerate(sizes):
         faster = rng.choice((0.3, 2.0, 5.0)) if mixed and number else 1.0
         device = Device(
-            names[number], "cpu", 10**12, 10**12, memory * faster,
-            {"float32": flops * faster, "float64": flops * faster}, launch_seconds=0.0,
-        )  # fmt: skip
+            names[number],
+            "cpu",
+            10**12,
+            10**12,
+            memory * faster,
+            {"float32": flops * faster, "float64": flops * faster},
+            launch_seconds=0.0,
+        )
         wire = Link("wire", rng.choice((1e-7, 1e-6, 1e-5)), rng.choice((1e6, 1e7, 1e8, 1e9)))
         if number and not mixed:
             wire = hosts[0].link

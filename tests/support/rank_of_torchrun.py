@@ -18,9 +18,11 @@ if __name__ == "__main__":
     entry, arguments, timeout = sys.argv[1:]
     try:
         launch(
-            entry, json.loads(arguments),
-            num_processes=int(os.environ["WORLD_SIZE"]), timeout_seconds=float(timeout),
-        )  # fmt: skip
+            entry,
+            json.loads(arguments),
+            num_processes=int(os.environ["WORLD_SIZE"]),
+            timeout_seconds=float(timeout),
+        )
     except AutoparallelError as error:
         sys.stderr.write(f"{error}\n")
         sys.stderr.flush()

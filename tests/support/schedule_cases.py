@@ -26,10 +26,20 @@ from autoparallel.target.load import load_target
 from autoparallel.target.target import Target
 
 SCHEDULES = (
-    "gpipe", "1f1b", "eager-1f1b", "interleaved,chunks=2", "interleaved,chunks=4",
-    "bfs,chunks=2", "zb-h1", "zb-h1,chunks=2", "zb-h2", "zbv", "dualpipev", "chimera",
+    "gpipe",
+    "1f1b",
+    "eager-1f1b",
+    "interleaved,chunks=2",
+    "interleaved,chunks=4",
+    "bfs,chunks=2",
+    "zb-h1",
+    "zb-h1,chunks=2",
+    "zb-h2",
+    "zbv",
+    "dualpipev",
+    "chimera",
     "terapipe,slices=2",
-)  # fmt: skip
+)
 """Those that compute what one device would."""
 
 

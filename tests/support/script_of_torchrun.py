@@ -49,9 +49,11 @@ def main(pids: str, rank: str, at: str, what: str, loop: str = "") -> None:
     torch.manual_seed(0)
     batch = {name: torch.randint(0, 64, (4, 16)) for name in ("tokens", "targets")}
     model = autoparallel.parallelize(
-        target.build_model(), example_batch=batch, profile="analytic",
+        target.build_model(),
+        example_batch=batch,
+        profile="analytic",
         parallel="dp=4" if loop else "pp=4,schedule=1f1b,microbatches=4",
-    )  # fmt: skip
+    )
     if not loop:
         step = autoparallel.Step(model, timeout_seconds=START_SECONDS)
         step(batch)

@@ -21,9 +21,14 @@ def cluster(
 ) -> Cluster:
     """Equal devices; the network between hosts is ten times slower than within."""
     device = Device(
-        "toy", "cpu", memory_bytes, memory_bytes, 1e11, {"float32": flops, "float64": flops},
+        "toy",
+        "cpu",
+        memory_bytes,
+        memory_bytes,
+        1e11,
+        {"float32": flops, "float64": flops},
         launch_seconds=0.0,
-    )  # fmt: skip
+    )
     link = Link("wire", 1e-6, bytes_per_second)
     hosts = (Host(device, num_devices, link),) * num_hosts
     return Cluster("toys", hosts, Link("slow wire", 1e-5, bytes_per_second / 10))

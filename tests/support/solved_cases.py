@@ -112,8 +112,10 @@ def splits_batch(case: Case, layouts: Mapping[str, NodeLayout]) -> bool:
         if case.graph[name].kind == "op"
         for pair in (
             *zip(dims[name], layout.outputs, strict=True),
-            *((dims[ref.name][ref.index], held)
-              for ref, held in zip(case.graph[name].inputs, layout.inputs, strict=True)),
+            *(
+                (dims[ref.name][ref.index], held)
+                for ref, held in zip(case.graph[name].inputs, layout.inputs, strict=True)
+            ),
         )
-    ]  # fmt: skip
+    ]
     return all(dim is None or str(held[0]) == f"S({dim})" for dim, held in pairs)

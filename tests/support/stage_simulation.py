@@ -34,38 +34,54 @@ from autoparallel.planner.rules import axis_strategies
 
 
 def plan_of(
-    blocks: Blocks, cuts: Sequence[int], meshes: Sequence[Mesh],
+    blocks: Blocks,
+    cuts: Sequence[int],
+    meshes: Sequence[Mesh],
     layouts: Sequence[Mapping[str, NodeLayout]],
-) -> Plan:  # fmt: skip
+) -> Plan:
     """A plan whose stages end before the blocks ``cuts``; everything else is made up."""
     edges = [0, *cuts, len(blocks.blocks)]
     stages, device = [], 0
     for index, mesh in enumerate(meshes):
-        stages.append(StagePlan(
-            blocks=tuple(BlockPlan(b.name, b.kind, "none")
-                         for b in blocks.blocks[edges[index] : edges[index + 1]]),
-            devices=tuple(range(device, device + mesh.size)), mesh=mesh, zero=0,
-            layouts=layouts[index], prediction=StagePrediction({}, {}),
-        ))  # fmt: skip
+        stages.append(
+            StagePlan(
+                blocks=tuple(
+                    BlockPlan(b.name, b.kind, "none")
+                    for b in blocks.blocks[edges[index] : edges[index + 1]]
+                ),
+                devices=tuple(range(device, device + mesh.size)),
+                mesh=mesh,
+                zero=0,
+                layouts=layouts[index],
+                prediction=StagePrediction({}, {}),
+            )
+        )
         device += mesh.size
     return Plan(
         model=ModelInfo("", {}, "", 0, 1, None, "fp64", "adamw"),
         cluster=Cluster("none", (), Link("none", 0.0, 1.0)),
-        num_microbatches=1, schedule="gpipe", stages=tuple(stages),
-        prediction=Prediction(0.0, 0.0, 0.0, 0.0, 0, {}), alternatives=(),
+        num_microbatches=1,
+        schedule="gpipe",
+        stages=tuple(stages),
+        prediction=Prediction(0.0, 0.0, 0.0, 0.0, 0, {}),
+        alternatives=(),
         solver=SolverInfo(0.0, 0, {}),
-    )  # fmt: skip
+    )
 
 
 def with_states(plan: Plan, *, zero: int, recompute: Recompute = "none") -> Plan:
     """``plan`` with a ZeRO stage and a recomputation in all its stages."""
-    return replace(plan, stages=tuple(
-        replace(
-            stage, zero=zero,
-            blocks=tuple(replace(block, recompute=recompute) for block in stage.blocks),
-        )
-        for stage in plan.stages
-    ))  # fmt: skip
+    return replace(
+        plan,
+        stages=tuple(
+            replace(
+                stage,
+                zero=zero,
+                blocks=tuple(replace(block, recompute=recompute) for block in stage.blocks),
+            )
+            for stage in plan.stages
+        ),
+    )
 
 
 def random_layouts(
@@ -122,9 +138,14 @@ def simulate(
 
 
 def _forward(
-    graph: Graph, blocks: Blocks, plan: Plan, index: int, *, leaves: Mapping[str, Tensor],
+    graph: Graph,
+    blocks: Blocks,
+    plan: Plan,
+    index: int,
+    *,
+    leaves: Mapping[str, Tensor],
     crossing: dict[str, Tensor],
-) -> _Stage:  # fmt: skip
+) -> _Stage:
     """Runs a stage; reads what it receives from ``crossing`` and adds what it sends."""
     mesh = plan.stages[index].mesh
     communicators = make_communicators(mesh)
@@ -133,9 +154,13 @@ def _forward(
         communicator: ThreadCommunicator,
     ) -> tuple[StageProgram, dict[str, Tensor], dict[str, Tensor]]:
         program = build_stage(
-            graph, blocks, plan, stage_index=index, coordinates=communicator.coordinates,
+            graph,
+            blocks,
+            plan,
+            stage_index=index,
+            coordinates=communicator.coordinates,
             communicator=communicator,
-        )  # fmt: skip
+        )
         return program, *run_stage(program, leaves, crossing)
 
     ranks = run_ranks(mesh, work, communicators)

@@ -63,12 +63,20 @@ def given_constants(values: Mapping[str, Tensor]) -> ReadConstants:
 WEIGHTS: dict[str, tuple[int, ...]] = {
     "scale": (6,),
     "first.weight": (6, 5),
-    **{f"layers.{i}.{name}": shape for i in range(2) for name, shape in {
-        "gain": (6,), "up.weight": (10, 6), "up.bias": (10,),
-        "down.weight": (6, 10), "down.bias": (6,)}.items()},
+    **{
+        f"layers.{i}.{name}": shape
+        for i in range(2)
+        for name, shape in {
+            "gain": (6,),
+            "up.weight": (10, 6),
+            "up.bias": (10,),
+            "down.weight": (6, 10),
+            "down.bias": (6,),
+        }.items()
+    },
     "head.weight": (3, 6),
     "temperature": (),
-}  # fmt: skip
+}
 
 MICROBATCH = 4
 

@@ -99,9 +99,12 @@ def check_equal(net: nn.Module, parallelized: Callable[[nn.Module], nn.Module]) 
     scheduler = build_scheduler(optimizer)
     model = parallelized(copy.deepcopy(net))
     step = autoparallel.Step(
-        model, build_optimizer=build_optimizer, build_scheduler=build_scheduler,
-        max_norm=MAX_NORM, accumulate=ACCUMULATE,
-    )  # fmt: skip
+        model,
+        build_optimizer=build_optimizer,
+        build_scheduler=build_scheduler,
+        max_norm=MAX_NORM,
+        accumulate=ACCUMULATE,
+    )
     assert step.gradient_norm is None
     for index in range(STEPS):
         optimizer.zero_grad()
@@ -127,10 +130,11 @@ def check_guarded(net: nn.Module, parallelized: Callable[[nn.Module], nn.Module]
         (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), "skip", None),
         (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), "skip", None),
         (
-            lambda p: torch.optim.AdamW(p, lr=1e-2), "ignore",
+            lambda p: torch.optim.AdamW(p, lr=1e-2),
+            "ignore",
             torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2),
         ),
-    ]  # fmt: skip
+    ]
     for build, on_nan, scaler in cases:
         plain, model = copy.deepcopy(net), parallelized(copy.deepcopy(net))
         optimizer = build(plain.parameters())

@@ -12,14 +12,18 @@ from collections import defaultdict
 from typing import Any
 
 KEYS = {
-    "M": {"name", "pid", "args"}, "X": {"name", "cat", "pid", "tid", "ts", "dur"},
-    "C": {"name", "pid", "ts", "args"}, "s": {"name", "cat", "id", "pid", "tid", "ts"},
+    "M": {"name", "pid", "args"},
+    "X": {"name", "cat", "pid", "tid", "ts", "dur"},
+    "C": {"name", "pid", "ts", "args"},
+    "s": {"name", "cat", "id", "pid", "tid", "ts"},
     "f": {"name", "cat", "id", "pid", "tid", "ts"},
-}  # fmt: skip
+}
 METADATA = {
-    "process_name": "name", "thread_name": "name", "process_sort_index": "sort_index",
+    "process_name": "name",
+    "thread_name": "name",
+    "process_sort_index": "sort_index",
     "thread_sort_index": "sort_index",
-}  # fmt: skip
+}
 ROUNDING = 1e-3
 """Microseconds."""
 

@@ -38,10 +38,13 @@ class Adapted(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
         self.layers = nn.ModuleList(
             nn.Sequential(
-                nn.LayerNorm(WIDTH), LoraLinear(WIDTH, 4 * WIDTH), nn.GELU(),
+                nn.LayerNorm(WIDTH),
+                LoraLinear(WIDTH, 4 * WIDTH),
+                nn.GELU(),
                 LoraLinear(4 * WIDTH, WIDTH),
-            ) for _ in range(num_layers)
-        )  # fmt: skip
+            )
+            for _ in range(num_layers)
+        )
         self.layers[0].requires_grad_(False)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False).requires_grad_(False)
 
@@ -117,9 +120,11 @@ class Layer(nn.Module):
         self.cross_norm = nn.RMSNorm(WIDTH) if decodes else None
         self.cross = Attention(causal=False, biased=False) if decodes else None
         self.mlp = nn.Sequential(
-            nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.ReLU(),
+            nn.RMSNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
+            nn.ReLU(),
             nn.Linear(4 * WIDTH, WIDTH, bias=False),
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         own = self.norm(x)
@@ -230,8 +235,9 @@ class Routed(nn.Module):
         self.layers = nn.ModuleList(
             nn.Sequential(
                 nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), router()
-            ) for _ in range(4)
-        )  # fmt: skip
+            )
+            for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -245,10 +251,12 @@ def tokens(*names: str) -> Any:
 
 def several_batch(rows: int) -> dict[str, Tensor]:
     return {
-        "dense": torch.randn(rows, 6), "wide": torch.randn(rows, 4),
-        "item": torch.randint(0, VOCABULARY, (rows,)), "clicked": torch.rand(rows),
+        "dense": torch.randn(rows, 6),
+        "wide": torch.randn(rows, 4),
+        "item": torch.randint(0, VOCABULARY, (rows,)),
+        "clicked": torch.rand(rows),
         "paid": torch.randn(rows),
-    }  # fmt: skip
+    }
 
 
 def target(name: str) -> Target:

@@ -16,19 +16,41 @@ from autoparallel.doctor.known import SUPPORTED_EXTRAS, SUPPORTED_TORCH
 
 GIB = 2**30
 GPU = Gpu(
-    index=0, name="NVIDIA H100 80GB HBM3", driver="580.65.06", memory_bytes=80 * GIB, used_bytes=0,
-    is_mig=False, uncorrected_errors=0, clock_mhz=345, most_clock_mhz=1980, throttle=1,
-    pcie_width=16, most_pcie_width=16,
-)  # fmt: skip
+    index=0,
+    name="NVIDIA H100 80GB HBM3",
+    driver="580.65.06",
+    memory_bytes=80 * GIB,
+    used_bytes=0,
+    is_mig=False,
+    uncorrected_errors=0,
+    clock_mhz=345,
+    most_clock_mhz=1980,
+    throttle=1,
+    pcie_width=16,
+    most_pcie_width=16,
+)
 NIC = Interface("eth0", has_ipv4=True, has_ipv6=True)
 HEALTHY = Facts(
-    host="node1", kernel="6.8.0-1", python="3.11.7", torch="2.13.0+cu130", torch_cuda="13.0",
-    nccl="2.28.9", has_cuda=True, architectures=("sm_80", "sm_90"), capabilities=((9, 0),) * 2,
-    gpus=(GPU, replace(GPU, index=1)), open_files=65536, locked_bytes=-1, shared_bytes=64 * GIB,
-    memory_bytes=512 * GIB, free_bytes=500 * GIB, num_cores=64,
-    interfaces=(Interface("lo", True, True, is_loopback=True), NIC), addresses=("10.0.0.1",),
+    host="node1",
+    kernel="6.8.0-1",
+    python="3.11.7",
+    torch="2.13.0+cu130",
+    torch_cuda="13.0",
+    nccl="2.28.9",
+    has_cuda=True,
+    architectures=("sm_80", "sm_90"),
+    capabilities=((9, 0),) * 2,
+    gpus=(GPU, replace(GPU, index=1)),
+    open_files=65536,
+    locked_bytes=-1,
+    shared_bytes=64 * GIB,
+    memory_bytes=512 * GIB,
+    free_bytes=500 * GIB,
+    num_cores=64,
+    interfaces=(Interface("lo", True, True, is_loopback=True), NIC),
+    addresses=("10.0.0.1",),
     infiniband=(("mlx5_0:1", "ACTIVE"),),
-)  # fmt: skip
+)
 WANTED = DoctorRequest(parse_cluster("2x2xH100"), memory_bytes=70 * GIB)
 
 
@@ -88,11 +110,15 @@ def gpu(**changes: Any) -> dict[str, Any]:
         ({"environment": {"NCCL_SOCKET_IFNAME": "=eth"}}, "FAIL", "NCCL_SOCKET_IFNAME", "=eth"),
         ({"environment": {"NCCL_P2P_DISABLE": "1"}}, "WARN", "NCCL_P2P_DISABLE", "NVLink"),
         ({"environment": {"NCCL_IB_DISABLE": "1"}}, "WARN", "NCCL_IB_DISABLE", "TCP"),
-        ({"environment": {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}}, "WARN",
-         "TORCH_NCCL_USE_COMM_NONBLOCKING", "2.26"),
+        (
+            {"environment": {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}},
+            "WARN",
+            "TORCH_NCCL_USE_COMM_NONBLOCKING",
+            "2.26",
+        ),
         ({"environment": {"MALLOC_PERTURB_": "7"}}, "WARN", "MALLOC_PERTURB_", "filled"),
     ],
-)  # fmt: skip
+)
 def test_each_fault_is_named_with_its_fix(
     changes: dict[str, Any], level: str, name: str, words: str
 ) -> None:
@@ -106,10 +132,20 @@ def test_each_fault_is_named_with_its_fix(
     ("changes", "wanted"),
     [
         ({"interfaces": (NIC, Interface("docker0", True, False, is_virtual=True))}, WANTED),
-        ({"interfaces": (NIC, replace(NIC, name="eth1")),
-          "environment": {"GLOO_SOCKET_IFNAME": "eth1"}}, WANTED),
-        ({"interfaces": (replace(NIC, has_ipv4=False),),
-          "environment": {"NCCL_SOCKET_FAMILY": "AF_INET6"}}, WANTED),
+        (
+            {
+                "interfaces": (NIC, replace(NIC, name="eth1")),
+                "environment": {"GLOO_SOCKET_IFNAME": "eth1"},
+            },
+            WANTED,
+        ),
+        (
+            {
+                "interfaces": (replace(NIC, has_ipv4=False),),
+                "environment": {"NCCL_SOCKET_FAMILY": "AF_INET6"},
+            },
+            WANTED,
+        ),
         ({"environment": {"NCCL_SOCKET_IFNAME": "^docker"}}, WANTED),
         ({"environment": {"NCCL_SOCKET_IFNAME": "eth"}}, WANTED),
         ({"environment": {"NCCL_IB_DISABLE": "1"}, "infiniband": ()}, WANTED),
@@ -122,10 +158,12 @@ def test_each_fault_is_named_with_its_fix(
         ({"nccl": ""}, WANTED),
         ({"addresses": ("127.0.1.1",)}, DoctorRequest(parse_cluster("2xH100"))),
         ({"locked_bytes": 65536, "infiniband": ()}, WANTED),
-        ({"gpus": (), "has_cuda": False, "torch_cuda": None, "torch": "2.13.0+cpu"},
-         DoctorRequest()),
+        (
+            {"gpus": (), "has_cuda": False, "torch_cuda": None, "torch": "2.13.0+cpu"},
+            DoctorRequest(),
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_no_harm_is_no_fault(changes: dict[str, Any], wanted: DoctorRequest) -> None:
     assert bad(replace(HEALTHY, **changes), wanted) == []
 
@@ -139,15 +177,20 @@ def test_gpus_are_read_from_nvidia_smi() -> None:
     )
     first, second = parse_gpus(text)
     assert (first.name, first.memory_bytes, first.used_bytes) == (
-        "NVIDIA A100-SXM4-80GB", 80 * GIB, GIB // 2,
-    )  # fmt: skip
+        "NVIDIA A100-SXM4-80GB",
+        80 * GIB,
+        GIB // 2,
+    )
     assert (second.is_mig, second.uncorrected_errors, second.throttle) == (False, 0, 0x20)
     assert (second.pcie_width, second.most_pcie_width) == (8, 16)
 
 
 def test_the_triton_that_torch_asks_for_is_read_from_its_requirements() -> None:
-    wheel = ["sympy>=1.13.3", "nvidia-nccl-cu13==2.28.9; platform_system == 'Linux'",
-             "triton==3.6.0; platform_system == 'Linux'"]  # fmt: skip
+    wheel = [
+        "sympy>=1.13.3",
+        "nvidia-nccl-cu13==2.28.9; platform_system == 'Linux'",
+        "triton==3.6.0; platform_system == 'Linux'",
+    ]
     assert parse_triton(wheel) == "3.6.0"
     assert parse_triton(["sympy>=1.13.3", "tritonclient==2.0"]) == ""
 

@@ -77,9 +77,11 @@ def test_rounds_cover_every_host_and_rank(text: str) -> None:
         frozenset(cluster.host_of[rank] for rank in pair) for pairs in rounds for pair in pairs
     }
     count = len(cluster.hosts)
-    expected = {frozenset((host, (host + 1) % count)) for host in range(count)} if count > 1 else {
-        frozenset((0,))
-    }  # fmt: skip
+    expected = (
+        {frozenset((host, (host + 1) % count)) for host in range(count)}
+        if count > 1
+        else {frozenset((0,))}
+    )
     assert expected <= crossing
 
 
@@ -89,10 +91,10 @@ def test_a_cluster_as_described_has_nothing_to_mend() -> None:
 
 def test_a_slow_level_is_compared_with_its_description() -> None:
     inter = CLUSTER.inter_link.name
-    (level, what), = named(times=times_of(CLUSTER, {inter: 1.5}))  # fmt: skip
+    ((level, what),) = named(times=times_of(CLUSTER, {inter: 1.5}))
     assert level == "WARN"
     assert "(67%)" in what
-    (level, what), = named(times=times_of(CLUSTER, {inter: 2.5}))  # fmt: skip
+    ((level, what),) = named(times=times_of(CLUSTER, {inter: 2.5}))
     assert level == "FAIL"
     assert "between hosts" in what
 
@@ -113,9 +115,10 @@ def test_a_slow_host_is_named_and_its_neighbours_are_not(num_hosts: int) -> None
     inter = cluster.inter_link
     times = [
         replace(each, seconds=6 * each.seconds)
-        if cluster.link(*each.pair) == inter and {4, 5} & set(each.pair) else each
+        if cluster.link(*each.pair) == inter and {4, 5} & set(each.pair)
+        else each
         for each in times_of(cluster)
-    ]  # fmt: skip
+    ]
     found = [each.what for each in check_cluster(cluster, ranks, times) if each.level == "WARN"]
     assert found[-1:] == ["host node2 (ranks 4–5) is slow to every host that it was measured with"]
     assert not any("node0" in what or "node1" in what for what in found)
@@ -133,7 +136,7 @@ def test_ranks_elsewhere_than_described_are_named() -> None:
     swapped = [*ranks[:1], ranks[2], ranks[1], *ranks[3:]]
     assert [level for level, _ in named(swapped)] == ["FAIL", "FAIL"]
     other = [replace(each, device="NVIDIA A100-SXM4-80GB") for each in ranks[:2]]
-    (level, what), = named([*other, *ranks[2:]])  # fmt: skip
+    ((level, what),) = named([*other, *ranks[2:]])
     assert level == "FAIL"
     assert "node0 has NVIDIA A100-SXM4-80GB, described is H100" in what
     assert named([replace(each, host="one") for each in ranks])[0][0] == "WARN"
@@ -141,10 +144,10 @@ def test_ranks_elsewhere_than_described_are_named() -> None:
 
 def test_other_versions_and_slow_devices_are_named() -> None:
     ranks = ranks_of(CLUSTER)
-    (level, what), = named([replace(ranks[0], torch="2.12.0"), *ranks[1:]])  # fmt: skip
+    ((level, what),) = named([replace(ranks[0], torch="2.12.0"), *ranks[1:]])
     assert level == "FAIL"
     assert "2.12.0 on ranks 0" in what
-    (level, what), = named([*ranks[:5], replace(ranks[5], product_seconds=2e-3)])  # fmt: skip
+    ((level, what),) = named([*ranks[:5], replace(ranks[5], product_seconds=2e-3)])
     assert "rank 5 on node2 takes 2.0 times" in what
 
 
@@ -218,15 +221,26 @@ def test_links_of_a_known_rate_are_measured(
         processes = []
         for rank, place in enumerate(places):
             environment = {
-                **os.environ, "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": "0",
-                "MASTER_ADDR": places[0].address, "MASTER_PORT": "29610",
-                "GLOO_SOCKET_IFNAME": place.interface, "OMP_NUM_THREADS": "1",
-            }  # fmt: skip
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": places[0].address,
+                "MASTER_PORT": "29610",
+                "GLOO_SOCKET_IFNAME": place.interface,
+                "OMP_NUM_THREADS": "1",
+            }
             command = [*place.prefix, sys.executable, "-m", "autoparallel", "doctor"]
             command += ["--cluster", str(path), "--json"]
-            processes.append(subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            ))  # fmt: skip
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
         try:
             said = [process.communicate(timeout=240) for process in processes]
         finally:

@@ -16,12 +16,24 @@ from exported_plans import BATCH, CASES, NUM_DEVICES, case, configured, written
 from autoparallel.systems.accelerate import backend_of, to_supported
 
 KINDS = {
-    "one dp axis": "MULTI_GPU", "zero 1": "DEEPSPEED", "fsdp": "FSDP", "tp": "MULTI_GPU",
-    "sp": "FSDP", "1f1b": "FSDP", "interleaved": "FSDP", "zero bubble": "FSDP", "zbv": "FSDP",
-    "3d": "FSDP", "experts": "FSDP", "cp": "FSDP", "uneven stages": "FSDP",
-    "some layers": "DEEPSPEED", "selective": "DEEPSPEED", "offload": "DEEPSPEED",
+    "one dp axis": "MULTI_GPU",
+    "zero 1": "DEEPSPEED",
+    "fsdp": "FSDP",
+    "tp": "MULTI_GPU",
+    "sp": "FSDP",
+    "1f1b": "FSDP",
+    "interleaved": "FSDP",
+    "zero bubble": "FSDP",
+    "zbv": "FSDP",
+    "3d": "FSDP",
+    "experts": "FSDP",
+    "cp": "FSDP",
+    "uneven stages": "FSDP",
+    "some layers": "DEEPSPEED",
+    "selective": "DEEPSPEED",
+    "offload": "DEEPSPEED",
     "half gradients": "DEEPSPEED",
-}  # fmt: skip
+}
 """What trains each case; a pipeline becomes FSDP."""
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name == "experts" else ()) for name in CASES]
 """Experts need another model."""
@@ -31,9 +43,10 @@ NAMES = [pytest.param(name, marks=pytest.mark.slow if name == "experts" else ())
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment of its own, without settings of Accelerate."""
     kept = {
-        name: value for name, value in os.environ.items()
+        name: value
+        for name, value in os.environ.items()
         if not name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))
-    }  # fmt: skip
+    }
     monkeypatch.setattr(os, "environ", kept)
 
 
@@ -85,11 +98,15 @@ def test_fsdp_sums_gradients_after_every_micro_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choices", "backend"),
     [
-        ({"dp": 8}, "ddp"), ({"dp": 8, "zero": 2}, "deepspeed"), ({"dp": 8, "zero": 3}, "fsdp"),
+        ({"dp": 8}, "ddp"),
+        ({"dp": 8, "zero": 2}, "deepspeed"),
+        ({"dp": 8, "zero": 3}, "fsdp"),
         ({"dp": 8, "zero": 3, "offload": "optimizer"}, "deepspeed"),
-        ({"dp": 4, "tp": 2}, "fsdp"), ({"tp": 8}, "tp"), ({}, "none"),
+        ({"dp": 4, "tp": 2}, "fsdp"),
+        ({"tp": 8}, "tp"),
+        ({}, "none"),
     ],
-)  # fmt: skip
+)
 def test_what_trains_a_configuration(choices: dict[str, object], backend: str) -> None:
     assert backend_of(configured(**choices)) == backend
     assert backend_of(to_supported(configured(**choices))) == backend

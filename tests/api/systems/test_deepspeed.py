@@ -13,10 +13,19 @@ from exported_plans import BATCH, CASES, NUM_DEVICES, case, configured, written
 from autoparallel.systems.deepspeed import config, to_supported
 
 NAMES = {
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-    "optimizer", "zero_optimization", "bf16", "fp16", "communication_data_type", "data_types",
-    "tensor_parallel", "expert_parallel", "zero_allow_untested_optimizer",
-}  # fmt: skip
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "optimizer",
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "communication_data_type",
+    "data_types",
+    "tensor_parallel",
+    "expert_parallel",
+    "zero_allow_untested_optimizer",
+}
 """Sections of DeepSpeed 0.19, of those that may be written."""
 
 
@@ -64,8 +73,11 @@ def test_deepspeed_reads_it(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     ("choices", "section", "value"),
     [
         ({"zero": 1}, "zero_optimization", {"stage": 1}),
-        ({"zero": 0, "offload": "optimizer"}, "zero_optimization",
-         {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": True}}),
+        (
+            {"zero": 0, "offload": "optimizer"},
+            "zero_optimization",
+            {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        ),
         ({"precision": "fp16"}, "fp16", {"enabled": True, "loss_scale": 0}),
         ({"gradient_dtype": "compute"}, "data_types", {"grad_accum_dtype": "bf16"}),
         ({}, "data_types", {"grad_accum_dtype": "fp32"}),
@@ -73,7 +85,7 @@ def test_deepspeed_reads_it(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         ({"optimizer": "sgd", "zero": 1}, "zero_allow_untested_optimizer", True),
         ({"optimizer": "adam"}, "optimizer", {"type": "Adam", "params": {"adam_w_mode": False}}),
     ],
-)  # fmt: skip
+)
 def test_sections(choices: dict[str, Any], section: str, value: object) -> None:
     assert config(to_supported(configured(dp=8, **choices)), BATCH)[section] == value
 

@@ -51,9 +51,7 @@ def changes() -> dict[str, Plan]:
 
     return {
         "mixed-zero": replace(staged, stages=(replace(first, zero=0), *rest)),
-        "mixed-stages": replace(
-            staged, stages=(replace(first, mesh=Mesh(("tp",), (2,))), *rest)
-        ),
+        "mixed-stages": replace(staged, stages=(replace(first, mesh=Mesh(("tp",), (2,))), *rest)),
         "branches": replace(staged, stages=(replace(first, devices=(0, 1, 2)), *rest)),
         "device-order": replace(
             staged, stages=(replace(first, devices=first.devices[::-1]), *rest)
@@ -72,21 +70,49 @@ def changes() -> dict[str, Plan]:
         "sgd-momentum": with_model(optimizer="sgd-momentum"),
         **{
             schedule: replace(staged, schedule=schedule)
-            for schedule in ("gpipe", "eager-1f1b", "zb-h1", "chimera", "terapipe", "pipedream",
-                             "pipedream-2bw", "ampnet")
+            for schedule in (
+                "gpipe",
+                "eager-1f1b",
+                "zb-h1",
+                "chimera",
+                "terapipe",
+                "pipedream",
+                "pipedream-2bw",
+                "ampnet",
+            )
         },
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "mixed-zero", "mixed-stages", "branches", "device-order", "uneven-shares",
-        "gradient-sums", "gradient-order", "servers", "compile", "lora", "fp16", "fp8", "fp64",
-        "adam", "sgd", "sgd-momentum", "gpipe", "eager-1f1b", "zb-h1", "chimera", "terapipe",
-        "pipedream", "pipedream-2bw", "ampnet",
+        "mixed-zero",
+        "mixed-stages",
+        "branches",
+        "device-order",
+        "uneven-shares",
+        "gradient-sums",
+        "gradient-order",
+        "servers",
+        "compile",
+        "lora",
+        "fp16",
+        "fp8",
+        "fp64",
+        "adam",
+        "sgd",
+        "sgd-momentum",
+        "gpipe",
+        "eager-1f1b",
+        "zb-h1",
+        "chimera",
+        "terapipe",
+        "pipedream",
+        "pipedream-2bw",
+        "ampnet",
     ],
-)  # fmt: skip
+)
 def test_what_a_configuration_does_not_have_is_found_too(name: str) -> None:
     plan = changes()[name]
     assert name in names(plan)
@@ -108,10 +134,13 @@ def test_a_weight_that_is_split_otherwise_is_named_with_its_axis() -> None:
 @pytest.mark.parametrize(
     ("weight", "placement", "is_odd"),
     [
-        ("q_proj", shard(0), False), ("q_proj", shard(1), True), ("q_proj", REPLICATE, True),
-        ("o_proj", shard(1), False), ("o_proj", shard(0), True),
+        ("q_proj", shard(0), False),
+        ("q_proj", shard(1), True),
+        ("q_proj", REPLICATE, True),
+        ("o_proj", shard(1), False),
+        ("o_proj", shard(0), True),
     ],
-)  # fmt: skip
+)
 def test_column_and_row_splits_over_tp_are_usual(
     weight: str, placement: object, is_odd: bool
 ) -> None:
@@ -121,9 +150,10 @@ def test_column_and_row_splits_over_tp_are_usual(
     stage = plan.stages[0]
     name = f"model.layers.0.self_attn.{weight}.weight"
     kept = {
-        other: layout for other, layout in stage.layouts.items()
+        other: layout
+        for other, layout in stage.layouts.items()
         if "." not in other or other.endswith("norm.weight")
-    }  # fmt: skip
+    }
     usual = {"model.layers.0.mlp.up_proj.weight": NodeLayout((), ((shard(0),),))}
     layouts = {**kept, **usual, name: NodeLayout((), ((placement,),))}
     found = names(replace(plan, stages=(replace(stage, layouts=layouts),)))

@@ -14,23 +14,55 @@ from exported_plans import BATCH, CASES, NUM_DEVICES, case, configured, plans, w
 from autoparallel.systems.megatron import layout_text, to_supported
 
 FLAGS = (
-    "sequence-parallel", "overlap-grad-reduce", "use-distributed-optimizer",
-    "overlap-param-gather", "use-megatron-fsdp", "no-gradient-accumulation-fusion",
-    "optimizer-cpu-offload", "use-precision-aware-optimizer", "bf16", "fp16",
-    "grad-reduce-in-bf16", "group-query-attention", "swiglu", "disable-bias-linear",
-    "use-rope-scaling", "add-qkv-bias", "untie-embeddings-and-output-weights", "moe-grouped-gemm",
-)  # fmt: skip
+    "sequence-parallel",
+    "overlap-grad-reduce",
+    "use-distributed-optimizer",
+    "overlap-param-gather",
+    "use-megatron-fsdp",
+    "no-gradient-accumulation-fusion",
+    "optimizer-cpu-offload",
+    "use-precision-aware-optimizer",
+    "bf16",
+    "fp16",
+    "grad-reduce-in-bf16",
+    "group-query-attention",
+    "swiglu",
+    "disable-bias-linear",
+    "use-rope-scaling",
+    "add-qkv-bias",
+    "untie-embeddings-and-output-weights",
+    "moe-grouped-gemm",
+)
 INTEGERS = (
-    "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size",
-    "expert-model-parallel-size", "micro-batch-size", "global-batch-size", "seq-length",
-    "max-position-embeddings", "recompute-num-layers", "num-layers", "hidden-size",
-    "ffn-hidden-size", "num-attention-heads", "kv-channels", "vocab-size", "num-query-groups",
-    "rotary-base", "num-experts", "moe-router-topk", "moe-ffn-hidden-size",
-)  # fmt: skip
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "context-parallel-size",
+    "expert-model-parallel-size",
+    "micro-batch-size",
+    "global-batch-size",
+    "seq-length",
+    "max-position-embeddings",
+    "recompute-num-layers",
+    "num-layers",
+    "hidden-size",
+    "ffn-hidden-size",
+    "num-attention-heads",
+    "kv-channels",
+    "vocab-size",
+    "num-query-groups",
+    "rotary-base",
+    "num-experts",
+    "moe-router-topk",
+    "moe-ffn-hidden-size",
+)
 FLOATS = (
-    "norm-epsilon", "attention-dropout", "hidden-dropout", "sgd-momentum",
-    "optimizer-offload-fraction", "rope-scaling-factor",
-)  # fmt: skip
+    "norm-epsilon",
+    "attention-dropout",
+    "hidden-dropout",
+    "sgd-momentum",
+    "optimizer-offload-fraction",
+    "rope-scaling-factor",
+)
 CHOICES = {
     "data-parallel-sharding-strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
     "ckpt-format": ("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
@@ -73,9 +105,10 @@ def lines(name: str, folder: Path, *, with_model: bool = False) -> list[str]:
 def test_the_arguments_are_megatrons_and_degrees_multiply(name: str, tmp_path: Path) -> None:
     own = parser().parse_args(lines(name, tmp_path))
     model = (
-        own.tensor_model_parallel_size * own.pipeline_model_parallel_size
+        own.tensor_model_parallel_size
+        * own.pipeline_model_parallel_size
         * own.context_parallel_size
-    )  # fmt: skip
+    )
     dp = NUM_DEVICES // model
     assert dp * model == NUM_DEVICES
     assert own.global_batch_size == BATCH
@@ -106,8 +139,15 @@ def test_megatrons_own_parser_reads_it(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ("one dp axis", ["--bf16"], ["--use-distributed-optimizer"]),
         ("zero 1", ["--use-distributed-optimizer", "--overlap-param-gather"], []),
-        ("fsdp", ["--data-parallel-sharding-strategy=optim_grads_params",
-                  "--recompute-num-layers=8", "--recompute-granularity=full"], []),
+        (
+            "fsdp",
+            [
+                "--data-parallel-sharding-strategy=optim_grads_params",
+                "--recompute-num-layers=8",
+                "--recompute-granularity=full",
+            ],
+            [],
+        ),
         ("selective", ["--data-parallel-sharding-strategy=optim_grads"], []),
         ("tp", ["--tensor-model-parallel-size=8"], ["--sequence-parallel"]),
         ("sp", ["--tensor-model-parallel-size=4", "--sequence-parallel"], []),
@@ -119,7 +159,7 @@ def test_megatrons_own_parser_reads_it(tmp_path: Path, monkeypatch: pytest.Monke
         ("offload", ["--optimizer-cpu-offload"], []),
         ("half gradients", ["--grad-reduce-in-bf16"], []),
     ],
-)  # fmt: skip
+)
 def test_arguments(name: str, wanted: list[str], unwanted: list[str], tmp_path: Path) -> None:
     found = lines(name, tmp_path)
     assert set(wanted) <= set(found)
@@ -149,9 +189,12 @@ def test_positions_that_megatron_scales_otherwise_are_said(
     kind: str, is_written: bool, note: str, tmp_path: Path
 ) -> None:
     scaling = {
-        "rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0,
+        "rope_type": kind,
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 2.0,
         "original_max_position_embeddings": 4096,
-    }  # fmt: skip
+    }
     config = transformers.LlamaConfig(rope_scaling=scaling, max_position_embeddings=8192)
     config.save_pretrained(tmp_path / "llama")
     model = replace(plans().plan.model, target=f"hf:{tmp_path / 'llama'}")
@@ -184,8 +227,15 @@ def test_the_script_passes_on_each_argument(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", str(tmp_path / "out" / "train.sh"), "--lr", "1e-4"],
         env={"PATH": f"{fake.parent}:/usr/bin:/bin", "MEGATRON": "/megatron"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.splitlines() == [
-        "--nproc-per-node", "8", "/megatron/pretrain_gpt.py", *expected, "--lr", "1e-4",
-    ]  # fmt: skip
+        "--nproc-per-node",
+        "8",
+        "/megatron/pretrain_gpt.py",
+        *expected,
+        "--lr",
+        "1e-4",
+    ]

@@ -163,8 +163,10 @@ def test_the_command_prints_what_it_wrote(
     text = capsys.readouterr().out
     assert text.startswith("out: args.txt, train.sh, differences.txt\nstart: ")
     assert "- plan: the schedule ZB-H2\n  here: 1F1B" in text
-    assert run_command(["export", "plan.json", "--to", "megatron", "-o", "out", "--force",
-                        "--json"]) == 0  # fmt: skip
+    assert (
+        run_command(["export", "plan.json", "--to", "megatron", "-o", "out", "--force", "--json"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["degrees"] == {"dp": 2, "tp": 1, "cp": 1, "ep": 1, "pp": 4}
 

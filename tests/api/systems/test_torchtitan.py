@@ -25,20 +25,30 @@ NAMES = {
     "model": {"name", "flavor", "converters"},
     "optimizer": {"name"},
     "training": {
-        "local_batch_size", "global_batch_size", "seq_len", "mixed_precision_param",
-        "mixed_precision_reduce", "enable_cpu_offload",
+        "local_batch_size",
+        "global_batch_size",
+        "seq_len",
+        "mixed_precision_param",
+        "mixed_precision_reduce",
+        "enable_cpu_offload",
     },
     "parallelism": {
-        "data_parallel_replicate_degree", "data_parallel_shard_degree",
-        "fsdp_reshard_after_forward", "tensor_parallel_degree", "context_parallel_degree",
-        "expert_parallel_degree", "pipeline_parallel_degree", "pipeline_parallel_schedule",
-        "pipeline_parallel_schedule_csv", "pipeline_parallel_microbatch_size",
+        "data_parallel_replicate_degree",
+        "data_parallel_shard_degree",
+        "fsdp_reshard_after_forward",
+        "tensor_parallel_degree",
+        "context_parallel_degree",
+        "expert_parallel_degree",
+        "pipeline_parallel_degree",
+        "pipeline_parallel_schedule",
+        "pipeline_parallel_schedule_csv",
+        "pipeline_parallel_microbatch_size",
         "module_fqns_per_model_part",
     },
     "activation_checkpoint": {"mode", "selective_ac_option"},
     "compile": {"enable"},
     "experimental": {"custom_import"},
-}  # fmt: skip
+}
 """Sections and fields of ``JobConfig`` in torchtitan 0.2.2, of those that may be written."""
 
 
@@ -92,11 +102,14 @@ def test_torchtitan_reads_it(name: str, tmp_path: Path) -> None:
     own = read.parallelism
     dims.ParallelDims(
         dp_replicate=own.data_parallel_replicate_degree,
-        dp_shard=own.data_parallel_shard_degree, cp=own.context_parallel_degree,
-        tp=own.tensor_parallel_degree, pp=own.pipeline_parallel_degree,
-        ep=own.expert_parallel_degree, etp=own.expert_tensor_parallel_degree,
+        dp_shard=own.data_parallel_shard_degree,
+        cp=own.context_parallel_degree,
+        tp=own.tensor_parallel_degree,
+        pp=own.pipeline_parallel_degree,
+        ep=own.expert_parallel_degree,
+        etp=own.expert_tensor_parallel_degree,
         world_size=NUM_DEVICES,
-    )  # fmt: skip
+    )
 
 
 def test_unequal_stages_are_kept(tmp_path: Path) -> None:
@@ -169,14 +182,23 @@ def test_a_llama_of_another_size_comes_with_its_sizes(tmp_path: Path) -> None:
 
 
 LLAMA_8B = {
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
-    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+}
 LLAMA_31_ROPE = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 
 
 @pytest.mark.usefixtures("unpriced")

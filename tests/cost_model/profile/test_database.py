@@ -137,10 +137,11 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     writers = [
         subprocess.Popen(
             [sys.executable, "-c", WRITER, str(path), str(SUPPORT), str(number)],
-            stderr=subprocess.PIPE, text=True,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for number in range(6)
-    ]  # fmt: skip
+    ]
     for writer in writers:
         _, errors = writer.communicate(timeout=120)
         assert writer.returncode == 0, errors

@@ -88,8 +88,13 @@ class Mixed(nn.Module):
 def test_layers_of_different_structure_get_numbered_kinds_and_ops_between_join_them():
     program = captured(Mixed, (torch.randn(2, 8),))
     assert [block.name for block in program.blocks.blocks] == [
-        "stem", "layers.0", "layers.1", "layers.2", "layers.3", "head",
-    ]  # fmt: skip
+        "stem",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "layers.3",
+        "head",
+    ]
     assert kinds(program) == ["stem", "layers", "layers.1", "layers", "layers.1", "head"]
     assert_blocks_are_sound(program)
 
@@ -119,8 +124,13 @@ class Towers(nn.Module):
 def test_two_stacks_have_kinds_by_their_whole_paths_and_the_bridge_is_a_block():
     program = captured(Towers, (torch.randn(2, 8),))
     assert kinds(program) == [
-        "encoder.layers", "encoder.layers.1", "bridge", "decoder.layers", "decoder.layers", "head",
-    ]  # fmt: skip
+        "encoder.layers",
+        "encoder.layers.1",
+        "bridge",
+        "decoder.layers",
+        "decoder.layers",
+        "head",
+    ]
     assert_blocks_are_sound(program)
 
 
@@ -184,10 +194,12 @@ class Stages(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages = nn.ModuleList([
-            nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
-            nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16)),
-        ])  # fmt: skip
+        self.stages = nn.ModuleList(
+            [
+                nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
+                nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16)),
+            ]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for stage in self.stages:
@@ -198,8 +210,12 @@ class Stages(nn.Module):
 def test_a_stage_without_equal_layers_is_not_left_to_the_head():
     program = captured(Stages, (torch.randn(2, 8),))
     assert [block.name for block in program.blocks.blocks] == [
-        "stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "head",
-    ]  # fmt: skip
+        "stages.0.0",
+        "stages.0.1",
+        "stages.1.0",
+        "stages.1.1",
+        "head",
+    ]
     assert_blocks_are_sound(program)
 
 

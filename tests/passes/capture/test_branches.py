@@ -23,8 +23,9 @@ def test_the_end_of_a_tower_and_the_beginning_of_the_next_are_blocks_apart() -> 
     program = captured("examples/two_towers.py", 4, None)
     owner = {
         name: position
-        for position, block in enumerate(program.blocks.blocks) for name in block.parameters
-    }  # fmt: skip
+        for position, block in enumerate(program.blocks.blocks)
+        for name in block.parameters
+    }
     found = find_sections(Structure(program.graph, program.blocks))
     assert len(found) == 1
     (start, middle), (also_middle, stop) = found[0].branches

@@ -362,8 +362,11 @@ def test_devices_that_a_forward_names_are_ignored() -> None:
     with torch.device("meta"):
         model = NamesDevices()
     graph = capture(model, {"x": torch.randn(2, 4)}).graph
-    assert not any("device" in str(value) and "cuda" in str(value) for node in graph
-                   for value in (node.args, node.kwargs))  # fmt: skip
+    assert not any(
+        "device" in str(value) and "cuda" in str(value)
+        for node in graph
+        for value in (node.args, node.kwargs)
+    )
     assert graph.spec(graph.loss).shape == ()
 
 

@@ -36,7 +36,8 @@ DRAWS: dict[str, tuple[Callable[[], Tensor], float, float]] = {
     "exponential_": (lambda: torch.empty(N).exponential_(2.0), 0.5, 0.25),
     "log_normal_": (
         lambda: torch.empty(N).log_normal_(0, 0.5),
-        math.exp(1 / 8), (math.exp(1 / 4) - 1) * math.exp(1 / 4),
+        math.exp(1 / 8),
+        (math.exp(1 / 4) - 1) * math.exp(1 / 4),
     ),
     "geometric_": (lambda: torch.empty(N).geometric_(0.25), 4.0, 12.0),
     "cauchy_": (lambda: torch.empty(N).cauchy_().atan(), 0.0, math.pi**2 / 12),
@@ -44,7 +45,7 @@ DRAWS: dict[str, tuple[Callable[[], Tensor], float, float]] = {
     "multinomial": (lambda: torch.multinomial(WEIGHTS, 1), 1.5, 0.75),
     "multinomial, replacing": (lambda: torch.multinomial(WEIGHTS[0], N, True), 1.5, 0.75),
     "first of two": (lambda: torch.multinomial(WEIGHTS + 1, 2)[:, 0], 9 / 7, 38 / 49),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DRAWS)

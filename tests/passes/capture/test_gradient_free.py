@@ -111,11 +111,20 @@ def gaussian_loss(model: Model, z: Tensor) -> Tensor:
 REGIONS = {
     each.__name__: each
     for each in (
-        no_grad, inference, switched, switched_context, two_regions, enabled_inside,
-        written_inside, viewed, the_same_object, of_trained_weights, Model.decorated,
+        no_grad,
+        inference,
+        switched,
+        switched_context,
+        two_regions,
+        enabled_inside,
+        written_inside,
+        viewed,
+        the_same_object,
+        of_trained_weights,
+        Model.decorated,
         gaussian_loss,
     )
-}  # fmt: skip
+}
 REGIONS["inferred"] = lambda model, z: model.inferred(z).clone()
 
 

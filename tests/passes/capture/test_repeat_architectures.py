@@ -14,9 +14,13 @@ from autoparallel.target.load import load_target
 
 ZOO = Path(__file__).parents[2] / "zoo"
 DEPTH_KEYS = (
-    "num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "decoder_layers",
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "num_decoder_layers",
+    "decoder_layers",
     "encoder_layers",
-)  # fmt: skip
+)
 
 
 def deepened(config: dict[str, Any], depth: int) -> dict[str, Any]:

@@ -462,10 +462,16 @@ def with_a_hook(layer: Layer) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        with_another_module, with_another_type, without_a_parameter, with_another_parameter,
-        with_another_width, with_an_unsaved_buffer, with_another_setting, with_a_hook,
+        with_another_module,
+        with_another_type,
+        without_a_parameter,
+        with_another_parameter,
+        with_another_width,
+        with_an_unsaved_buffer,
+        with_another_setting,
+        with_a_hook,
     ],
-)  # fmt: skip
+)
 def test_a_layer_with_another_structure_is_in_no_group(change: Callable[[Layer], None]) -> None:
     model = Stack()
     change(model.layers[3])  # type: ignore[arg-type]

@@ -98,10 +98,21 @@ LOSSES: dict[str, Loss] = {
 LOSSES |= {
     each.__name__: each
     for each in (
-        rooted, one_less, by_branch, by_longer_branch, linspaced, mean_of_linspace,
-        numbered_tensor, limited_index, shifted, whole_slice, masked, masked_by_many, expanded,
+        rooted,
+        one_less,
+        by_branch,
+        by_longer_branch,
+        linspaced,
+        mean_of_linspace,
+        numbered_tensor,
+        limited_index,
+        shifted,
+        whole_slice,
+        masked,
+        masked_by_many,
+        expanded,
     )
-}  # fmt: skip
+}
 
 
 class Model(nn.Module):
@@ -152,23 +163,38 @@ def test_micro_batches_divide_by_the_rows_of_the_whole_batch(name: str) -> None:
 
 
 def lowered(
-    rows: int, *, path: str = "div.Tensor", args: tuple[Any, ...] = (Ref("x"), 1.0),
-    kwargs: dict[str, Any] | None = None, made: tuple[int, ...] | None = None,
-    literal: tuple[float, ...] = (1.0, 2.0), buffer: Tensor | None = None,
-) -> Lowered:  # fmt: skip
+    rows: int,
+    *,
+    path: str = "div.Tensor",
+    args: tuple[Any, ...] = (Ref("x"), 1.0),
+    kwargs: dict[str, Any] | None = None,
+    made: tuple[int, ...] | None = None,
+    literal: tuple[float, ...] = (1.0, 2.0),
+    buffer: Tensor | None = None,
+) -> Lowered:
     """Return a graph of an input, a literal, and an op with these arguments."""
     held = torch.ones(2) if buffer is None else buffer
     nodes = (
         Node("x", "input", outputs=(TensorSpec((rows, 4), "float32"),)),
         Node(
-            "few", "constant", LITERAL, (list(literal),), {"dtype": torch.float32},
+            "few",
+            "constant",
+            LITERAL,
+            (list(literal),),
+            {"dtype": torch.float32},
             (TensorSpec((len(literal),), "float32"),),
         ),
         Node("held", "buffer", outputs=(TensorSpec(tuple(held.shape), "float32"),)),
-        Node("op", "op", f"aten.{path}", args, kwargs or {},
-             (TensorSpec(made or (rows, 4), "float32"),)),
+        Node(
+            "op",
+            "op",
+            f"aten.{path}",
+            args,
+            kwargs or {},
+            (TensorSpec(made or (rows, 4), "float32"),),
+        ),
         Node("loss", "op", "aten.mean.default", (Ref("op"),), outputs=(TensorSpec((), "float32"),)),
-    )  # fmt: skip
+    )
     return Lowered(Graph(nodes, Ref("loss"), rows), {"held": held}, {})
 
 
@@ -190,10 +216,12 @@ TWO = {
     "a literal that grows with the rows": (lowered(2), lowered(8, literal=(1.0,) * 8)),
     "one argument more": (lowered(2), lowered(8, args=(Ref("x"), 1.0, 2.0))),
     "another keyword": (
-        lowered(2, kwargs={"rounding_mode": "floor"}), lowered(8, kwargs={"mode": "floor"}),
+        lowered(2, kwargs={"rounding_mode": "floor"}),
+        lowered(8, kwargs={"mode": "floor"}),
     ),
     "a number of another type": (
-        lowered(2, args=(Ref("x"), 2)), lowered(8, args=(Ref("x"), 2.5)),
+        lowered(2, args=(Ref("x"), 2)),
+        lowered(8, args=(Ref("x"), 2.5)),
     ),
     "a text": (
         lowered(2, kwargs={"rounding_mode": "floor"}),
@@ -207,7 +235,7 @@ TWO = {
         lowered(2, path="roll.default", args=(Ref("x"), [1], [0])),
         lowered(8, path="roll.default", args=(Ref("x"), [1, 1], [0, 1])),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("difference", TWO)

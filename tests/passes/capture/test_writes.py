@@ -90,10 +90,18 @@ def normalized_in_evaluation(model: Model, z: Tensor) -> Tensor:
 
 
 BUFFERS = [
-    instance_normalized, normalized_in_evaluation,
-    overwritten, spectral, spectral_by_hook, buffer_data, buffer_data_assigned, buffer_detached,
-    buffer_part, slices, broadcast_slice,
-]  # fmt: skip
+    instance_normalized,
+    normalized_in_evaluation,
+    overwritten,
+    spectral,
+    spectral_by_hook,
+    buffer_data,
+    buffer_data_assigned,
+    buffer_detached,
+    buffer_part,
+    slices,
+    broadcast_slice,
+]
 
 
 @pytest.mark.parametrize("write", BUFFERS)
@@ -161,10 +169,15 @@ def renormalized(model: Model, z: Tensor) -> Tensor:
 
 
 REFUSED = {
-    clamped: "layer.weight", clamped_data: "layer.weight", assigned_data: "layer.weight",
-    clamped_detached: "layer.weight", zeroed_row: "layer.weight",
-    scaled_frozen: "frozen.weight", momentum: "frozen.weight", renormalized: "table.weight",
-}  # fmt: skip
+    clamped: "layer.weight",
+    clamped_data: "layer.weight",
+    assigned_data: "layer.weight",
+    clamped_detached: "layer.weight",
+    zeroed_row: "layer.weight",
+    scaled_frozen: "frozen.weight",
+    momentum: "frozen.weight",
+    renormalized: "table.weight",
+}
 
 
 @pytest.mark.parametrize("write", REFUSED)

@@ -11,16 +11,31 @@ from autoparallel.passes.initialization.deferred_init import record_build
 from autoparallel.passes.programs.interpret import run, run_nodes
 
 PROMOTED = {
-    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put",
-    "scatter_add", "tensordot", "vdot",
-}  # fmt: skip
+    "addcdiv",
+    "addcmul",
+    "atan2",
+    "bilinear",
+    "cross",
+    "dot",
+    "grid_sampler",
+    "index_put",
+    "scatter_add",
+    "tensordot",
+    "vdot",
+}
 """What torch computes in the widest of its inputs."""
 PARTS = {"cross_entropy_loss", "nll_loss_nd", "square", "linalg_norm"}
 """What torch casts where its parts are called."""
 OTHERS = {
-    "ctc_loss", "_safe_softmax", "_softmax", "native_group_norm", "gru", "lstm", "rnn_relu",
+    "ctc_loss",
+    "_safe_softmax",
+    "_softmax",
+    "native_group_norm",
+    "gru",
+    "lstm",
+    "rnn_relu",
     "rnn_tanh",
-}  # fmt: skip
+}
 """Composites whose parts torch casts, and what softmax and norms become."""
 NEWER = {"linalg_matrix_sqrth", "rms_norm"}
 """Not in the lists of the oldest torch that is supported."""

@@ -56,9 +56,15 @@ def test_a_mask_too_large_to_evaluate_becomes_the_causal_flag(monkeypatch):
 def test_a_sliding_window_too_large_to_evaluate_stays_a_mask(monkeypatch):
     def mistral():
         config = MistralConfig(
-            num_hidden_layers=1, hidden_size=64, intermediate_size=96, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=128, use_cache=False, sliding_window=4,
-        )  # fmt: skip
+            num_hidden_layers=1,
+            hidden_size=64,
+            intermediate_size=96,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=128,
+            use_cache=False,
+            sliding_window=4,
+        )
         return MistralForCausalLM(config)
 
     monkeypatch.setattr(masks, "LIMIT_ELEMENTS", 12 * 12 - 1)

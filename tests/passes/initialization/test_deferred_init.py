@@ -43,10 +43,15 @@ def quickly_made() -> list[Tensor]:
 
 def form(tensor: Tensor) -> tuple[object, ...]:
     return (
-        tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device,
-        tensor.requires_grad, isinstance(tensor, nn.Parameter),
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        isinstance(tensor, nn.Parameter),
         getattr(tensor, "constant", None) is not None,
-    )  # fmt: skip
+    )
 
 
 def shared(tensors: list[Tensor]) -> list[list[bool]]:
@@ -114,9 +119,11 @@ def test_ties_survive_on_meta():
 def test_a_dtype_is_applied_to_floating_tensors_only():
     made: dict[str, Tensor] = {}
     materialize(
-        record_build(Inits), ["linear.weight", "norm.num_batches_tracked"], made.__setitem__,
+        record_build(Inits),
+        ["linear.weight", "norm.num_batches_tracked"],
+        made.__setitem__,
         dtype=torch.float64,
-    )  # fmt: skip
+    )
     assert made["linear.weight"].dtype == torch.float64
     assert made["norm.num_batches_tracked"].dtype == torch.int64
 

@@ -54,9 +54,12 @@ class Chains(nn.Module):
 
 
 BUILDS: dict[str, Callable[[], nn.Module]] = {
-    "chains": Chains, "gpt": small_gpt, "gpt-tied": lambda: small_gpt(tied=True),
-    "gpt2": small_gpt2, "llama": small_llama,
-}  # fmt: skip
+    "chains": Chains,
+    "gpt": small_gpt,
+    "gpt-tied": lambda: small_gpt(tied=True),
+    "gpt2": small_gpt2,
+    "llama": small_llama,
+}
 
 
 def whole_values(deferred: Deferred, names: list[str]) -> dict[str, Tensor]:
@@ -80,8 +83,13 @@ def grids(shape: torch.Size) -> list[list[Region]]:
         for count in (2, 3, 8)
     ]
     if len(shape) > 1:
-        found.append([(rows, columns, *full[2:]) for rows in parts(shape[0], 2)
-                      for columns in parts(shape[1], 3)])  # fmt: skip
+        found.append(
+            [
+                (rows, columns, *full[2:])
+                for rows in parts(shape[0], 2)
+                for columns in parts(shape[1], 3)
+            ]
+        )
     return found
 
 
@@ -170,9 +178,7 @@ def test_other_seeds_and_other_draws_have_other_values() -> None:
         for seed in (1, 2)
     )
     values = [*one.values(), *other.values()]
-    assert all(
-        not torch.equal(values[i], values[j]) for i in range(4) for j in range(i)
-    )  # fmt: skip
+    assert all(not torch.equal(values[i], values[j]) for i in range(4) for j in range(i))
     state = torch.Generator().manual_seed(1).get_state()
     again = whole_values(record_build(build, state, "sharded"), ["0.weight"])
     assert torch.equal(again["0.weight"], one["0.weight"])

@@ -46,8 +46,10 @@ def layouts_of(texts: Mapping[str, str]) -> dict[str, NodeLayout]:
     found = {}
     for name, text in texts.items():
         inputs, _, outputs = text.rpartition("->")
-        sides = [tuple(parse_layout(part) for part in side.split(",") if part.strip())
-                 for side in (inputs, outputs)]  # fmt: skip
+        sides = [
+            tuple(parse_layout(part) for part in side.split(",") if part.strip())
+            for side in (inputs, outputs)
+        ]
         found[name] = NodeLayout(*sides)
     return found
 
@@ -106,38 +108,60 @@ def check(
 
 def random_values(graph: Graph) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    return {node.name: torch.randn(node.spec.shape, dtype=torch.float64)
-            for node in (*graph.parameters, *graph.inputs)}  # fmt: skip
+    return {
+        node.name: torch.randn(node.spec.shape, dtype=torch.float64)
+        for node in (*graph.parameters, *graph.inputs)
+    }
 
 
 def mlp() -> Graph:
     nodes = (
-        given("x", 4, 6), given("y", 4, 6), parameter("norm", 6),
-        parameter("mlp.up.weight", 8, 6), parameter("mlp.up.bias", 8),
-        parameter("mlp.down.weight", 6, 8), parameter("mlp.down.bias", 6),
+        given("x", 4, 6),
+        given("y", 4, 6),
+        parameter("norm", 6),
+        parameter("mlp.up.weight", 8, 6),
+        parameter("mlp.up.bias", 8),
+        parameter("mlp.down.weight", 6, 8),
+        parameter("mlp.down.bias", 6),
         op("scaled", "mul.Tensor", Ref("x"), Ref("norm"), shape=(4, 6)),
-        op("up", "linear.default", Ref("scaled"), Ref("mlp.up.weight"), Ref("mlp.up.bias"),
-           shape=(4, 8)),
+        op(
+            "up",
+            "linear.default",
+            Ref("scaled"),
+            Ref("mlp.up.weight"),
+            Ref("mlp.up.bias"),
+            shape=(4, 8),
+        ),
         op("act", "gelu.default", Ref("up"), shape=(4, 8)),
-        op("down", "linear.default", Ref("act"), Ref("mlp.down.weight"), Ref("mlp.down.bias"),
-           shape=(4, 6)),
+        op(
+            "down",
+            "linear.default",
+            Ref("act"),
+            Ref("mlp.down.weight"),
+            Ref("mlp.down.bias"),
+            shape=(4, 6),
+        ),
         op("residual", "add.Tensor", Ref("down"), Ref("scaled"), shape=(4, 6)),
         op("loss", "mse_loss.default", Ref("residual"), Ref("y"), shape=()),
-    )  # fmt: skip
+    )
     return Graph(nodes, Ref("loss"), 4)
 
 
 MEGATRON = {
-    "x": "-> I", "y": "-> I", "norm": "-> R",
-    "mlp.up.weight": "-> S(0)", "mlp.up.bias": "-> S(0)",
-    "mlp.down.weight": "-> S(1)", "mlp.down.bias": "-> R",
+    "x": "-> I",
+    "y": "-> I",
+    "norm": "-> R",
+    "mlp.up.weight": "-> S(0)",
+    "mlp.up.bias": "-> S(0)",
+    "mlp.down.weight": "-> S(1)",
+    "mlp.down.bias": "-> R",
     "scaled": "I, I -> I",
     "up": "R, S(0), S(0) -> S(1)",
     "act": "S(1) -> S(1)",
     "down": "S(1), S(1), P -> P",
     "residual": "I, I -> I",
     "loss": "I, I -> I",
-}  # fmt: skip
+}
 
 
 def test_megatron_mlp_equals_one_device_with_one_all_reduce_each_way() -> None:
@@ -149,9 +173,12 @@ def test_megatron_mlp_equals_one_device_with_one_all_reduce_each_way() -> None:
 def test_sequence_parallel_mlp_gathers_and_scatters_instead() -> None:
     """Between the products rows are split: all-gather before, reduce-scatter after."""
     split = MEGATRON | {
-        "x": "-> S(0)", "y": "-> S(0)", "scaled": "S(0), R -> S(0)",
-        "residual": "S(0), S(0) -> S(0)", "loss": "S(0), S(0) -> P",
-    }  # fmt: skip
+        "x": "-> S(0)",
+        "y": "-> S(0)",
+        "scaled": "S(0), R -> S(0)",
+        "residual": "S(0), S(0) -> S(0)",
+        "loss": "S(0), S(0) -> P",
+    }
     for calls in check(mlp(), split, TP, random_values(mlp())):
         forward = [("all_gather", 0, 0), ("reduce_scatter", 0, 0), ("all_reduce", 0, "sum")]
         assert calls == [*forward, ("all_gather", 0, 0), ("reduce_scatter", 0, 0)]
@@ -182,40 +209,73 @@ def attention() -> Graph:
     """Query, key and value products, heads, causal attention, output product."""
     heads = op("heads", "transpose.int", Ref("split"), 1, 2, shape=(2, 4, 6, 2))
     nodes = [
-        given("x", 2, 6, 8), given("y", 2, 6, 8),
-        parameter("norm", 8), op("h", "mul.Tensor", Ref("x"), Ref("norm"), shape=(2, 6, 8)),
-    ]  # fmt: skip
+        given("x", 2, 6, 8),
+        given("y", 2, 6, 8),
+        parameter("norm", 8),
+        op("h", "mul.Tensor", Ref("x"), Ref("norm"), shape=(2, 6, 8)),
+    ]
     for which in "qkv":
         nodes += [
-            parameter(f"{which}.weight", 8, 8), parameter(f"{which}.bias", 8),
-            op(which, "linear.default", Ref("h"), Ref(f"{which}.weight"), Ref(f"{which}.bias"),
-               shape=(2, 6, 8)),
+            parameter(f"{which}.weight", 8, 8),
+            parameter(f"{which}.bias", 8),
+            op(
+                which,
+                "linear.default",
+                Ref("h"),
+                Ref(f"{which}.weight"),
+                Ref(f"{which}.bias"),
+                shape=(2, 6, 8),
+            ),
             op(f"{which}_split", "view.default", Ref(which), [2, 6, 4, 2], shape=(2, 6, 4, 2)),
             replace(heads, name=f"{which}_heads", args=(Ref(f"{which}_split"), 1, 2)),
-        ]  # fmt: skip
+        ]
     nodes += [
-        op("attention", "scaled_dot_product_attention.default", Ref("q_heads"), Ref("k_heads"),
-           Ref("v_heads"), None, 0.0, True, shape=(2, 4, 6, 2)),
+        op(
+            "attention",
+            "scaled_dot_product_attention.default",
+            Ref("q_heads"),
+            Ref("k_heads"),
+            Ref("v_heads"),
+            None,
+            0.0,
+            True,
+            shape=(2, 4, 6, 2),
+        ),
         op("joined", "transpose.int", Ref("attention"), 1, 2, shape=(2, 6, 4, 2)),
         op("merged", "view.default", Ref("joined"), [2, 6, 8], shape=(2, 6, 8)),
-        parameter("out.weight", 8, 8), parameter("out.bias", 8),
-        op("out", "linear.default", Ref("merged"), Ref("out.weight"), Ref("out.bias"),
-           shape=(2, 6, 8)),
+        parameter("out.weight", 8, 8),
+        parameter("out.bias", 8),
+        op(
+            "out",
+            "linear.default",
+            Ref("merged"),
+            Ref("out.weight"),
+            Ref("out.bias"),
+            shape=(2, 6, 8),
+        ),
         op("loss", "mse_loss.default", Ref("out"), Ref("y"), shape=()),
-    ]  # fmt: skip
+    ]
     return Graph(tuple(nodes), Ref("loss"), 2)
 
 
 HEADS_SPLIT = {
-    "x": "-> I", "y": "-> I", "norm": "-> R", "h": "I, I -> I",
-    **{f"{w}.weight": "-> S(0)" for w in "qkv"}, **{f"{w}.bias": "-> S(0)" for w in "qkv"},
+    "x": "-> I",
+    "y": "-> I",
+    "norm": "-> R",
+    "h": "I, I -> I",
+    **{f"{w}.weight": "-> S(0)" for w in "qkv"},
+    **{f"{w}.bias": "-> S(0)" for w in "qkv"},
     **dict.fromkeys("qkv", "R, S(0), S(0) -> S(2)"),
     **{f"{w}_split": "S(2) -> S(2)" for w in "qkv"},
     **{f"{w}_heads": "S(2) -> S(1)" for w in "qkv"},
-    "attention": "S(1), S(1), S(1) -> S(1)", "joined": "S(1) -> S(2)", "merged": "S(2) -> S(2)",
-    "out.weight": "-> S(1)", "out.bias": "-> R", "out": "S(2), S(1), P -> P",
+    "attention": "S(1), S(1), S(1) -> S(1)",
+    "joined": "S(1) -> S(2)",
+    "merged": "S(2) -> S(2)",
+    "out.weight": "-> S(1)",
+    "out.bias": "-> R",
+    "out": "S(2), S(1), P -> P",
     "loss": "I, I -> I",
-}  # fmt: skip
+}
 
 
 def test_attention_split_by_heads_converts_its_input_once_for_three_products() -> None:
@@ -227,24 +287,43 @@ def test_attention_split_by_query_positions_keeps_the_causal_mask() -> None:
     """Each rank's queries see keys up to their own position in the whole sequence."""
     held = {f"{n}.{p}": "-> R" for n in ("q", "k", "v", "out") for p in ("weight", "bias")}
     whole = held | dict.fromkeys("qkv", "R, R, R -> R")
-    split = HEADS_SPLIT | whole | {
-        **{f"{w}_split": "R -> R" for w in "qkv"}, **{f"{w}_heads": "R -> R" for w in "qkv"},
-        "attention": "S(2), R, R -> S(2)", "joined": "S(2) -> S(1)", "merged": "S(1) -> S(1)",
-        "out": "S(1), R, R -> S(1)", "loss": "S(1), S(1) -> P",
-    }  # fmt: skip
+    split = (
+        HEADS_SPLIT
+        | whole
+        | {
+            **{f"{w}_split": "R -> R" for w in "qkv"},
+            **{f"{w}_heads": "R -> R" for w in "qkv"},
+            "attention": "S(2), R, R -> S(2)",
+            "joined": "S(2) -> S(1)",
+            "merged": "S(1) -> S(1)",
+            "out": "S(1), R, R -> S(1)",
+            "loss": "S(1), S(1) -> P",
+        }
+    )
     check(attention(), split, TP, random_values(attention()))
 
 
 def language_model() -> Graph:
     labels = TensorSpec((12,), "int64")
     nodes = (
-        given("tokens", 12, dtype="int64"), Node("labels", "input", outputs=(labels,)),
-        parameter("embedding", 8, 6), parameter("head", 8, 6),
+        given("tokens", 12, dtype="int64"),
+        Node("labels", "input", outputs=(labels,)),
+        parameter("embedding", 8, 6),
+        parameter("head", 8, 6),
         op("h", "embedding.default", Ref("embedding"), Ref("tokens"), 5, shape=(12, 6)),
         op("logits", "linear.default", Ref("h"), Ref("head"), shape=(12, 8)),
-        op("loss", "cross_entropy_loss.default", Ref("logits"), Ref("labels"), None, 1, -1, 0.1,
-           shape=()),
-    )  # fmt: skip
+        op(
+            "loss",
+            "cross_entropy_loss.default",
+            Ref("logits"),
+            Ref("labels"),
+            None,
+            1,
+            -1,
+            0.1,
+            shape=(),
+        ),
+    )
     return Graph(nodes, Ref("loss"), 12)
 
 
@@ -259,9 +338,14 @@ def token_values() -> dict[str, Tensor]:
 def test_vocabulary_split_embedding_and_loss_with_ignored_labels_equal_one_device() -> None:
     """The loss exchanges one number per row and reduction, never the logits."""
     split = {
-        "tokens": "-> I", "labels": "-> I", "embedding": "-> S(0)", "head": "-> S(0)",
-        "h": "S(0), I -> P", "logits": "R, S(0) -> S(1)", "loss": "S(1), I -> I",
-    }  # fmt: skip
+        "tokens": "-> I",
+        "labels": "-> I",
+        "embedding": "-> S(0)",
+        "head": "-> S(0)",
+        "h": "S(0), I -> P",
+        "logits": "R, S(0) -> S(1)",
+        "loss": "S(1), I -> I",
+    }
     for calls in check(language_model(), split, TP, token_values()):
         kinds = [call[0] for call in calls]
         assert calls.count(("all_reduce", 0, "max")) == 1
@@ -271,10 +355,14 @@ def test_vocabulary_split_embedding_and_loss_with_ignored_labels_equal_one_devic
 def test_rows_and_vocabulary_split_at_once_count_all_ranks_labels() -> None:
     """The ignored labels are all on the first rank of dp."""
     split = {
-        "tokens": "-> S(0) I", "labels": "-> S(0) I", "embedding": "-> R S(0)",
-        "head": "-> R S(0)", "h": "R S(0), S(0) I -> S(0) P",
-        "logits": "S(0) R, R S(0) -> S(0) S(1)", "loss": "S(0) S(1), S(0) I -> P I",
-    }  # fmt: skip
+        "tokens": "-> S(0) I",
+        "labels": "-> S(0) I",
+        "embedding": "-> R S(0)",
+        "head": "-> R S(0)",
+        "h": "R S(0), S(0) I -> S(0) P",
+        "logits": "S(0) R, R S(0) -> S(0) S(1)",
+        "loss": "S(0) S(1), S(0) I -> P I",
+    }
     check(language_model(), split, DP_TP, token_values())
 
 
@@ -294,9 +382,11 @@ def test_size_arguments_follow_a_rescaled_batch() -> None:
         for node in graph
     }
     check(
-        rescaled := replace(graph, batch_dims=dims).with_batch_size(4), HEADS_SPLIT, TP,
+        rescaled := replace(graph, batch_dims=dims).with_batch_size(4),
+        HEADS_SPLIT,
+        TP,
         random_values(rescaled),
-    )  # fmt: skip
+    )
 
 
 def test_a_split_that_does_not_divide_is_a_plan_error_that_names_the_node() -> None:

@@ -71,8 +71,9 @@ class Model(nn.Module):
 def program() -> Program:
     with torch.device("meta"):
         model = Model()
-    batch = {key: torch.empty(2, SEQ, dtype=torch.int64, device="meta") for key in
-             ("tokens", "labels")}  # fmt: skip
+    batch = {
+        key: torch.empty(2, SEQ, dtype=torch.int64, device="meta") for key in ("tokens", "labels")
+    }
     return capture(model, batch, dtype="float64").with_batch_size(ROWS)
 
 
@@ -108,10 +109,16 @@ def compare(program: Program, cuts: list[int], meshes: list[Mesh], seed: int) ->
 
 
 @pytest.mark.parametrize("seed", seeds(1))
-@pytest.mark.parametrize("mesh", [
-    Mesh(("tp",), (2,)), Mesh(("tp",), (4,)), Mesh(("dp", "tp"), (2, 2)),
-    Mesh(("dp", "sp", "tp"), (2, 2, 2)),
-], ids=lambda mesh: str(mesh.shape))  # fmt: skip
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(("tp",), (2,)),
+        Mesh(("tp",), (4,)),
+        Mesh(("dp", "tp"), (2, 2)),
+        Mesh(("dp", "sp", "tp"), (2, 2, 2)),
+    ],
+    ids=lambda mesh: str(mesh.shape),
+)
 def test_one_stage_under_a_random_plan_equals_one_device(
     program: Program, mesh: Mesh, seed: int
 ) -> None:
@@ -119,8 +126,9 @@ def test_one_stage_under_a_random_plan_equals_one_device(
 
 
 @pytest.mark.parametrize("seed", seeds(1))
-@pytest.mark.parametrize("shapes", [((1,), (1,)), ((2,), (2,)), ((2, 1), (1, 2)), ((4,), (2, 2))],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "shapes", [((1,), (1,)), ((2,), (2,)), ((2, 1), (1, 2)), ((4,), (2, 2))], ids=str
+)
 def test_two_stages_on_meshes_of_any_shape_equal_one_device(
     program: Program, shapes: tuple[tuple[int, ...], ...], seed: int
 ) -> None:

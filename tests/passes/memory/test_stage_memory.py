@@ -46,9 +46,14 @@ from autoparallel.target.load import load_target
 from autoparallel.target.target import Target
 
 EXAMPLES = (
-    ("gpt", 32), ("mlp_mixer", None), ("wide_resnet", None), ("gshard_moe", 32), ("unet", None),
-    ("alexnet", None), ("two_towers", None),
-)  # fmt: skip
+    ("gpt", 32),
+    ("mlp_mixer", None),
+    ("wide_resnet", None),
+    ("gshard_moe", 32),
+    ("unet", None),
+    ("alexnet", None),
+    ("two_towers", None),
+)
 ZOO = ("gpt2", "bert", "convnext", "gemma2", "bloom")
 
 
@@ -230,8 +235,10 @@ def test_a_mixed_precision_names_its_master_copy() -> None:
     numel = sum(p.spec.numel for p in program.graph.parameters)
     assert found is not None
     assert (found["parameters"], found["master"], found["optimizer"]) == (
-        2 * numel, 4 * numel, 8 * numel
-    )  # fmt: skip
+        2 * numel,
+        4 * numel,
+        8 * numel,
+    )
 
 
 def test_a_finished_plan_takes_the_exact_figures() -> None:
@@ -305,7 +312,8 @@ def test_a_program_with_an_op_that_takes_no_fake_tensors_has_the_figures_of_the_
 @pytest.mark.parametrize(
     "case",
     [
-        slow(Case("gpt", "terapipe,slices=2", 4)), Case("gpt", "1f1b", 4, "pp=2,dp=2,zero=3"),
+        slow(Case("gpt", "terapipe,slices=2", 4)),
+        Case("gpt", "1f1b", 4, "pp=2,dp=2,zero=3"),
         *(slow(Case("gpt", schedule, 4)) for schedule in ("chimera", "1f1b", "zbv")),
         *(slow(Case("gpt", "1f1b", 4, f"pp=2,dp=2,zero={zero}")) for zero in (0, 1, 2)),
         *(slow(Case("gpt", "zbv", 4, f"pp=2,dp=2,zero={zero}")) for zero in (1, 3)),
@@ -313,7 +321,7 @@ def test_a_program_with_an_op_that_takes_no_fake_tensors_has_the_figures_of_the_
         slow(Case("skip", "zbv", 4, "pp=2,tp=2,recompute=full")),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_the_rules_of_ops_give_nearly_the_memory_that_running_the_stages_gives(case: Case) -> None:
     """Plans of many ops have the former, so that small and large plans count alike. Where gradients
     of weights are a half of their own, the rules take another moment of ZeRO 3 for the fullest."""

@@ -31,8 +31,11 @@ from autoparallel.planner.layout import (
 )
 
 PLACEMENTS = (shard(0), shard(1), REPLICATE, INVARIANT, PARTIAL)
-PAIRS = [(a, b) for a, b in itertools.product(PLACEMENTS, PLACEMENTS)
-         if a != b and (a.kind, b.kind) in CONVERSIONS]  # fmt: skip
+PAIRS = [
+    (a, b)
+    for a, b in itertools.product(PLACEMENTS, PLACEMENTS)
+    if a != b and (a.kind, b.kind) in CONVERSIONS
+]
 
 
 def check(mesh: Mesh, source: Layout, target: Layout) -> list[list[tuple[object, ...]]]:
@@ -148,9 +151,13 @@ def test_a_rank_alone_has_every_result_as_a_new_tensor() -> None:
     alone = Alone()
     x = torch.arange(6.0).view(2, 3)
     results = [
-        alone.all_reduce(x, 0), alone.all_reduce(x, 0, "max"), alone.all_gather(x, 0, 1),
-        alone.reduce_scatter(x, 0, 0), alone.all_to_all(x, 0, 0, 1), alone.swap(x, 0),
-    ]  # fmt: skip
+        alone.all_reduce(x, 0),
+        alone.all_reduce(x, 0, "max"),
+        alone.all_gather(x, 0, 1),
+        alone.reduce_scatter(x, 0, 0),
+        alone.all_to_all(x, 0, 0, 1),
+        alone.swap(x, 0),
+    ]
     assert (alone.size(0), alone.coordinate(0)) == (1, 0)
     for result in results:
         assert torch.equal(result, x)

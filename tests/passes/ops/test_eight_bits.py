@@ -44,8 +44,13 @@ def test_a_linear_layer_and_the_halves_of_its_backward_are_torchaos(device: str)
     if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no units for 8-bit products")
     data, layer, gradient = operands(16, 48, device)
-    own = run(lambda x: eight_bit_linear(x, layer.weight, layer.bias), data, gradient,
-              layer.weight, layer.bias)  # fmt: skip
+    own = run(
+        lambda x: eight_bit_linear(x, layer.weight, layer.bias),
+        data,
+        gradient,
+        layer.weight,
+        layer.bias,
+    )
     plain = run(layer, data, gradient, layer.weight, layer.bias)
     config = training.Float8LinearConfig(emulate=device == "cpu")
     (converted,) = training.convert_to_float8_training(nn.Sequential(layer), config=config)

@@ -18,10 +18,15 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.rules import axis_strategies
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "vocab_size": 32, "intermediate_size": 24,
-    "num_experts_per_tok": 2, "use_cache": False,
-}  # fmt: skip
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "use_cache": False,
+}
 
 
 def gated(rows: Tensor) -> Tensor:
@@ -90,11 +95,14 @@ def program_of(name: str, **settings: Any) -> Program:
     return capture(model, hf_batch(2, 8), dtype="float64")
 
 
-@pytest.mark.parametrize(("name", "settings"), [
-    ("Mixtral", {"num_local_experts": 4}),
-    ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8}),
-    ("GptOss", {"num_local_experts": 4, "head_dim": 8}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Mixtral", {"num_local_experts": 4}),
+        ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8}),
+        ("GptOss", {"num_local_experts": 4, "head_dim": 8}),
+    ],
+)
 def test_experts_of_transformers_are_captured_as_one_op(
     name: str, settings: dict[str, Any]
 ) -> None:

@@ -10,8 +10,17 @@ import sys
 
 import pytest
 
-CASES = ((), (1,), (7,), (1025,), (5, 3), (4, 5, 33), (3, 1, 5, 7), (2, 3, 2, 3, 5),
-         (2, 1, 3, 2, 2, 9))  # fmt: skip
+CASES = (
+    (),
+    (1,),
+    (7,),
+    (1025,),
+    (5, 3),
+    (4, 5, 33),
+    (3, 1, 5, 7),
+    (2, 3, 2, 3, 5),
+    (2, 1, 3, 2, 2, 9),
+)
 STARTS = (0, 3, 5_000_000_000)
 DTYPES = ("float32", "float16")
 """Not bfloat16: the interpreter cuts floats off where a GPU, as PyTorch, rounds them."""
@@ -62,9 +71,12 @@ def _same(found: object, expected: object) -> bool:
 def test_the_kernel_draws_the_same_bits() -> None:
     pytest.importorskip("triton")
     found = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, check=False,
+        [sys.executable, __file__],
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+    )
     assert found.returncode == 0, found.stderr[-2000:]
     assert int(found.stdout) == len(CASES) * len(STARTS) * len(DTYPES) * 3
 

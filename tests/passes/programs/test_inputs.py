@@ -18,11 +18,14 @@ def graph_of(path: str, args: tuple[Any, ...], made: tuple[int, ...]) -> Graph:
         Node("table", "input", outputs=(TensorSpec((7, 3), "float32"),)),
         Node("given", "input", outputs=(TensorSpec((4,), "int64"),)),
         Node(
-            "at", "op", "aten.view.default", (Ref("given"), [-1]),
+            "at",
+            "op",
+            "aten.view.default",
+            (Ref("given"), [-1]),
             outputs=(TensorSpec((4,), "int64"),),
         ),
         Node("op", "op", f"aten.{path}", args, outputs=(TensorSpec(made, "float32"),)),
-    )  # fmt: skip
+    )
     return Graph(nodes, Ref("op"), 4)
 
 

@@ -76,9 +76,11 @@ def test_a_configuration_costs_what_the_search_says(forced: dict[str, Any]) -> N
     own = program(4)
     forced = {"zero": 0, "recompute": "none", **forced}
     request = Request(
-        16, precision="bf16", microbatch_size=ROWS // forced["dp"],
+        16,
+        precision="bf16",
+        microbatch_size=ROWS // forced["dp"],
         forced=Forced(**forced, schedule="1f1b"),
-    )  # fmt: skip
+    )
     found = plan(own.graph, own.blocks, cluster(4), request)
     layers = tuple(sum(b.kind == "layers" for b in stage.blocks) for stage in found.stages)
     step = priced(4, 4, **forced, num_microbatches=4, layers=layers)
@@ -154,8 +156,9 @@ def test_recomputing_the_core_of_attention_keeps_all_but_what_the_core_makes() -
     (attention,) = (n for n in layer.nodes if "scaled_dot_product_attention" in graph[n].op)
     more = again.stages[0].seconds.backward_compute - none.stages[0].seconds.backward_compute
     device = cluster(1).hosts[0].device
-    work = default_rules.work(graph[attention], input_specs(graph[attention], graph),
-                              graph[attention].outputs)  # fmt: skip
+    work = default_rules.work(
+        graph[attention], input_specs(graph[attention], graph), graph[attention].outputs
+    )
     forward, _ = work_seconds(device, work, "bfloat16")
     assert more == pytest.approx(4 * forward)
     less = none.stages[0].activation_bytes - again.stages[0].activation_bytes
@@ -171,10 +174,13 @@ def test_attention_takes_the_time_of_the_kernel_that_a_program_runs() -> None:
     seconds = {
         (device, kernel): ConfigurationPricer(
             own.graph, own.blocks, Basis(assumptions=CostAssumptions(attention=kernel))
-        ).price(parse_cluster(f"1x{device}"), asked).stages[0].seconds.forward_compute
+        )
+        .price(parse_cluster(f"1x{device}"), asked)
+        .stages[0]
+        .seconds.forward_compute
         for device in ("H100", "A100-80GB")
         for kernel in ("flash", "cudnn")
-    }  # fmt: skip
+    }
     assert seconds["A100-80GB", "flash"] == seconds["A100-80GB", "cudnn"]
     assert seconds["H100", "cudnn"] < seconds["H100", "flash"]
 
@@ -223,11 +229,12 @@ def test_context_parallel_ranks_share_the_pairs_of_causal_attention() -> None:
         model = GPT(n_layer=4, d_model=1024, n_head=16, seq=8192, vocab=128, tied=False)
     own = capture(model, example_batch(2, 8192), dtype="bfloat16")
     one, two = (
-        ConfigurationPricer(own.graph, own.blocks).price(
-            cluster(cp), Configuration(cp=cp, precision="bf16", microbatch_size=ROWS)
-        ).stages[0].seconds.forward_compute
+        ConfigurationPricer(own.graph, own.blocks)
+        .price(cluster(cp), Configuration(cp=cp, precision="bf16", microbatch_size=ROWS))
+        .stages[0]
+        .seconds.forward_compute
         for cp in (1, 2)
-    )  # fmt: skip
+    )
     assert one / 2 <= two < 0.6 * one
 
 

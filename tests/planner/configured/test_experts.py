@@ -198,7 +198,7 @@ def test_tokens_are_sent_over_all_folded_axes_at_once(fold: dict[str, Any]) -> N
         layout = pricer.plan(cluster, own).stages[0].layouts[node.name]
         prices = Prices(
             own.mesh, cluster, tuple(range(4)), "fp32", "adamw", rules, assumptions=SENT
-        )  # fmt: skip
+        )
         inner = inner_collectives(node, graph, prices, layout)
         seconds = prices.op(node, input_specs(node, graph), layout, inner)
         sent.append((seconds.forward_communication, seconds.backward_communication))

@@ -36,11 +36,12 @@ def attention(positions: int) -> tuple[Graph, Blocks]:
     shape = (2, 2, positions, 8)
     value = Ref("y")
     nodes = (
-        leaf("x", *shape), weight("w", 8, 8),
+        leaf("x", *shape),
+        weight("w", 8, 8),
         op("y", "linear.default", (Ref("x"), Ref("w")), *shape),
         op("a", "scaled_dot_product_attention.default", (value, value, value), *shape),
         op("loss", "mean.default", (Ref("a"),)),
-    )  # fmt: skip
+    )
     graph = with_batch(Graph(nodes, Ref("loss"), 2))
     return graph, Blocks((Block("all", "all", ("y", "a", "loss"), ("w",)),))
 

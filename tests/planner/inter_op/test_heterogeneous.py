@@ -31,9 +31,14 @@ SLOW = Link("slow wire", alpha_seconds=1e-3, bytes_per_second=1e6)
 def host(speed: float, *, num_devices: int = 1, memory_bytes: int = 10**12, rack: str = "") -> Host:
     """Devices of ``speed`` GFLOP/s that move bytes for nothing."""
     device = Device(
-        f"toy{speed:g}", "cpu", memory_bytes, memory_bytes, 1e18, {"float32": speed * 1e9},
+        f"toy{speed:g}",
+        "cpu",
+        memory_bytes,
+        memory_bytes,
+        1e18,
+        {"float32": speed * 1e9},
         launch_seconds=0.0,
-    )  # fmt: skip
+    )
     return Host(device, num_devices, WIRE, rack)
 
 

@@ -176,8 +176,9 @@ def proposed(program: Program, where: Cluster, rows: int, batch: int) -> list[di
 def test_rows_are_split_as_far_as_they_go_before_positions_are() -> None:
     program = attention(1 << 15)
     assert proposed(program, HOSTS, 2, 64) == [
-        {"dp": 2, "cp": 4}, {"dp": 2, "cp": 2, "tp": 2},
-    ]  # fmt: skip
+        {"dp": 2, "cp": 4},
+        {"dp": 2, "cp": 2, "tp": 2},
+    ]
     assert proposed(program, HOSTS, 8, 64) == []
     assert proposed(program, HOSTS, 4, 64) == [{"dp": 4, "cp": 2}]
     assert proposed(program, HOSTS, 1, 64) == [{"cp": 8}, {"cp": 4, "tp": 2}]

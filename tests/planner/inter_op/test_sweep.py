@@ -56,9 +56,12 @@ def random_case(seed: int) -> Case:
     # runs of as many blocks are of one class, but for some
     numbers = np.where(lengths > 0, lengths - 1, 0)
     lengths_of = np.arange(int(at[-1])) + 1
-    numbers = np.where((lengths > 0) & (np.array(
-        [[rng.random() < 0.9 for _ in range(size)] for _ in range(size)]
-    )), numbers, len(lengths_of))  # fmt: skip
+    numbers = np.where(
+        (lengths > 0)
+        & (np.array([[rng.random() < 0.9 for _ in range(size)] for _ in range(size)])),
+        numbers,
+        len(lengths_of),
+    )
     made = {}
     for left in range(1, end + 1):
         for place in range(max(end, 2)):

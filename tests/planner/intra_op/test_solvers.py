@@ -171,12 +171,14 @@ ENDS: dict[str, tuple[Callable[[], Program], Status]] = {
     ("name", "solver"),
     [
         pytest.param(
-            name, solver, id=f"{name}-{solver.name}",
+            name,
+            solver,
+            id=f"{name}-{solver.name}",
         )
         for name in ENDS
         for solver in (HIGHS, CBC)
     ],
-)  # fmt: skip
+)
 def test_solvers_end_with_the_same_status(name: str, solver: Solver) -> None:
     make, status = ENDS[name]
     seconds = 0.1 if status == "time_limit" else 0.4

@@ -93,9 +93,16 @@ def causal(length: int = LENGTH) -> list[Node]:
         *positions(length=length),
         made("le", "le.Tensor", Ref("columns"), Ref("rows"), shape=square),
         made("zero", "zeros.default", [], shape=(), dtype="bfloat16"),
-        made("mask", "where.ScalarOther", Ref("le"), Ref("zero"), LEAST, shape=square,
-             dtype="bfloat16"),
-    ]  # fmt: skip
+        made(
+            "mask",
+            "where.ScalarOther",
+            Ref("le"),
+            Ref("zero"),
+            LEAST,
+            shape=square,
+            dtype="bfloat16",
+        ),
+    ]
 
 
 def window(width: int, length: int = LENGTH) -> list[Node]:
@@ -111,11 +118,19 @@ def window(width: int, length: int = LENGTH) -> list[Node]:
         made("both", "__and__.Tensor", Ref("and"), Ref("le"), shape=square),
         made("wide", "expand.default", Ref("both"), [BATCH, 1, *square], shape=(BATCH, 1, *square)),
         made("zero", "zeros.default", [], shape=(), dtype="bfloat16"),
-        made("every", "where.ScalarOther", Ref("wide"), Ref("zero"), LEAST,
-             shape=(BATCH, 1, *square), dtype="bfloat16"),
-        made("mask", "slice.Tensor", Ref("every"), 0, 0, 1, shape=(1, 1, *square),
-             dtype="bfloat16"),
-    ]  # fmt: skip
+        made(
+            "every",
+            "where.ScalarOther",
+            Ref("wide"),
+            Ref("zero"),
+            LEAST,
+            shape=(BATCH, 1, *square),
+            dtype="bfloat16",
+        ),
+        made(
+            "mask", "slice.Tensor", Ref("every"), 0, 0, 1, shape=(1, 1, *square), dtype="bfloat16"
+        ),
+    ]
 
 
 def repeated(name: str) -> list[Node]:
@@ -313,13 +328,19 @@ def scan() -> list[Node]:
         node("filled", "masked_fill.Scalar", Ref("wide"), Ref("lower"), 0, shape=pairs),
         node("sums", "cumsum.default", Ref("filled"), -2, shape=pairs),
         node("decay", "exp.default", Ref("sums"), shape=pairs),
-        node("both", "einsum.default", "bclhn,bcshn->bclsh", [Ref("c_all"), Ref("b_all")],
-             shape=moved),
+        node(
+            "both",
+            "einsum.default",
+            "bclhn,bcshn->bclsh",
+            [Ref("c_all"), Ref("b_all")],
+            shape=moved,
+        ),
         node("placed", "permute.default", Ref("decay"), [0, 2, 3, 4, 1], shape=moved),
         node("weights", "mul.Tensor", Ref("both"), Ref("placed"), shape=moved),
-        node("out", "einsum.default", "bclsh,bcshp->bclhp", [Ref("weights"), Ref("x")],
-             shape=values),
-    ]  # fmt: skip
+        node(
+            "out", "einsum.default", "bclsh,bcshp->bclhp", [Ref("weights"), Ref("x")], shape=values
+        ),
+    ]
 
 
 def test_a_scan_reads_its_inputs_and_writes_its_output() -> None:
@@ -374,13 +395,14 @@ def test_states_that_pass_between_chunks_are_weighted_in_one_kernel() -> None:
     """A chunk's new state is a sum of all states. Their weights are computed in the kernel."""
     states, decays = (BATCH, CHUNKS, HEADS, SIZE, STATE), (BATCH, CHUNKS, CHUNKS, HEADS)
     graph, blocks = fused(
-        leaf("s", *states), leaf("a", BATCH, CHUNKS, HEADS),
+        leaf("s", *states),
+        leaf("a", BATCH, CHUNKS, HEADS),
         node("one", "unsqueeze.default", Ref("a"), 1, shape=(BATCH, 1, CHUNKS, HEADS)),
         node("wide", "expand.default", Ref("one"), list(decays), shape=decays),
         node("sums", "cumsum.default", Ref("wide"), 1, shape=decays),
         node("decay", "exp.default", Ref("sums"), shape=decays),
         node("out", "einsum.default", "bzch,bchpn->bzhpn", [Ref("decay"), Ref("s")], shape=states),
-    )  # fmt: skip
+    )
     own = total(graph, blocks)
     inputs, output = (sum(graph[n].spec.num_bytes for n in names) for names in ("sa", ["out"]))
     assert own["bytes forward"] == inputs + output
@@ -393,10 +415,15 @@ def test_heads_that_two_products_repeat_are_read_by_each() -> None:
     graph, blocks = fused(
         leaf("s", *states),
         *scan(),
-        node("from_state", "einsum.default", "bclhn,bchpn->bclhp", [Ref("c_all"), Ref("s")],
-             shape=values),
+        node(
+            "from_state",
+            "einsum.default",
+            "bclhn,bchpn->bclhp",
+            [Ref("c_all"), Ref("s")],
+            shape=values,
+        ),
         node("sum", "add.Tensor", Ref("out"), Ref("from_state"), shape=values),
-    )  # fmt: skip
+    )
     inputs = sum(graph[name].spec.num_bytes for name in "bcxas")
     c, value = graph["c"].spec.num_bytes, graph["out"].spec.num_bytes
     own = total(graph, blocks)

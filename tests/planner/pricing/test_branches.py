@@ -92,8 +92,11 @@ def test_what_has_few_ops_beside_the_rest_is_no_branch() -> None:
 def test_stages_cut_at_branches_do_not_need_each_other() -> None:
     structure = fork(lengths=(2, 2))
     assert stage_edges(structure, [0, 1, 3, 5]) == (
-        (0, 1, 1.0), (0, 2, 1.0), (1, 3, 0.5), (2, 3, 0.5),
-    )  # fmt: skip
+        (0, 1, 1.0),
+        (0, 2, 1.0),
+        (1, 3, 0.5),
+        (2, 3, 0.5),
+    )
     assert stage_edges(structure, [0, 2, 4]) is None
 
 
@@ -102,15 +105,21 @@ def test_an_edge_over_a_slower_link_than_the_one_before_takes_longer() -> None:
     on = cluster(2, num_hosts=2, bytes_per_second=1e9)
     places = StagePlacement(on, tuple((rank, rank) for rank in range(4)))
     assert stage_edges(fork(lengths=(2, 2)), [0, 1, 3, 5], places) == (
-        (0, 1, 1.0), (0, 2, 1.0), (1, 3, 0.5 * 10), (2, 3, 0.5),
-    )  # fmt: skip
+        (0, 1, 1.0),
+        (0, 2, 1.0),
+        (1, 3, 0.5 * 10),
+        (2, 3, 0.5),
+    )
 
 
 def test_an_edge_that_others_imply_is_none() -> None:
     """Stage 3 reads of the stem too: by way of the arms it waits for it anyway."""
     assert reduce_edges([(0, 1), (0, 2), (1, 3), (2, 3), (0, 3)], 4) == (
-        (0, 1), (0, 2), (1, 3), (2, 3),
-    )  # fmt: skip
+        (0, 1),
+        (0, 2),
+        (1, 3),
+        (2, 3),
+    )
 
 
 def test_depth_is_the_longest_way_to_the_end() -> None:
@@ -123,8 +132,9 @@ def random_table(rng: random.Random, num_blocks: int, num_devices: int) -> Table
     """Costs that grow with the stages to come, as those that memory binds do."""
     base = {
         (first, size): rng.uniform(0.5, 2.0) / size
-        for first in range(num_devices) for size in range(1, num_devices + 1)
-    }  # fmt: skip
+        for first in range(num_devices)
+        for size in range(1, num_devices + 1)
+    }
     blocks = [rng.uniform(0.2, 2.0) for _ in range(num_blocks)]
 
     def costs(left: int, first: int, size: int) -> Floats:
@@ -151,9 +161,7 @@ def every_seconds(table: Table, section: Section, count: int) -> Iterator[float]
     ranges = [(0, section.start), *section.branches, (section.stop, table.num_blocks)]
     for cuts in combinations(range(table.num_devices + 1), len(ranges) - 1):
         devices = list(zip((0, *cuts), (*cuts, table.num_devices), strict=True))
-        ways = [
-            list(runs(*blocks, *own)) for blocks, own in zip(ranges, devices, strict=True)
-        ]  # fmt: skip
+        ways = [list(runs(*blocks, *own)) for blocks, own in zip(ranges, devices, strict=True)]
         for lead, *branches, last in product(*ways):
             if all(branches) and last:
                 yield seconds_of(table, lead, branches, last, count)

@@ -53,16 +53,23 @@ def test_a_profile_says_how_much_compute_is_lost_beside_collectives(zero: int) -
     alone = {"zero_gather": 1.0, "zero_scatter": 1.0, **dict.fromkeys(kinds, 2.0)}
     seconds = {**alone, **{overlapped(kind): 0.5 for kind in kinds}}
     measured = Profile(
-        Environment("toy", "", "2.13.0", 4), {},
+        Environment("toy", "", "2.13.0", 4),
+        {},
         tuple(Transfer(link, "gloo", kind, 4, 1, 1 << 20, each) for kind, each in seconds.items()),
-    )  # fmt: skip
+    )
     spec, mesh = TensorSpec((NUMEL,), "float32", True), Mesh(("dp",), (4,))
 
     def share(cluster: Cluster, profile: Profile | None) -> float:
         prices = Prices(
-            mesh, cluster, tuple(range(4)), "fp32", "adamw", rules, profile=profile,
+            mesh,
+            cluster,
+            tuple(range(4)),
+            "fp32",
+            "adamw",
+            rules,
+            profile=profile,
             assumptions=CostAssumptions(copies_states=False),
-        )  # fmt: skip
+        )
         found, _ = prices.parameter(spec, (INVARIANT,), zero)
         slowed = found.forward_slowed + found.backward_slowed + found.sync_slowed
         return slowed / (found.forward_states + found.backward_states + found.gradient_sync)

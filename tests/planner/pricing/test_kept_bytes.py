@@ -91,6 +91,4 @@ def test_what_shares_memory_is_known_for_each_micro_batch_size() -> None:
     prices = Prices(Mesh(("dp",), (1,)), parse_cluster("cpu:1"), (0,), "fp32", "adamw", rules)
     by_size = {size: storages(graph.with_batch_size(size), prices) for size in (1, 2, 4)}
     assert by_size[1] != by_size[2] == by_size[4]
-    assert by_size == {
-        size: rules.storage_of(graph.with_batch_size(size)) for size in (1, 2, 4)
-    }  # fmt: skip
+    assert by_size == {size: rules.storage_of(graph.with_batch_size(size)) for size in (1, 2, 4)}

@@ -27,16 +27,41 @@ FAST = ("bart", "swin")
 """Encoder output and masks that every layer reads; a batch of pictures, masks with gradients."""
 
 ZOO = (
-    "bert", "bert_dropout", "bloom", "clip", "codegen", "cohere", "convnext", "exaone4", "gemma2",
-    "glm", "gpt2", "gpt_neox", "llama", "llama4_text", "mamba", "mpt", "olmo2", "phi3", "resnet",
-    "roberta", "t5", "vit", "whisper",
-)  # fmt: skip
+    "bert",
+    "bert_dropout",
+    "bloom",
+    "clip",
+    "codegen",
+    "cohere",
+    "convnext",
+    "exaone4",
+    "gemma2",
+    "glm",
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "llama4_text",
+    "mamba",
+    "mpt",
+    "olmo2",
+    "phi3",
+    "resnet",
+    "roberta",
+    "t5",
+    "vit",
+    "whisper",
+)
 
 NEAR = 0.005
 TWICE = {
-    "bart": 0.02, "clip": 0.015, "cohere": 0.03, "exaone4": 0.03, "swin": 0.05, "t5": 0.02,
+    "bart": 0.02,
+    "clip": 0.015,
+    "cohere": 0.03,
+    "exaone4": 0.03,
+    "swin": 0.05,
+    "t5": 0.02,
     "whisper": 0.02,
-}  # fmt: skip
+}
 """Where more is left: without recomputation each block that reads a value is priced to keep it;
 so is each that reads one part of the batch. Cohere, Swin: no op keeps what the second stage
 receives, which the stage holds all the same."""

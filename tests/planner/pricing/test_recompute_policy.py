@@ -90,10 +90,14 @@ def test_for_every_limit_the_best_policy_is_left(seed: int, modes: tuple[str, ..
     for on in (every, some):
         seconds, kept, transient = figures(on, given)
         allowed = on.within(modes)
-        best.append([
-            np.where((held + in_flight * kept <= limit) & allowed, seconds, np.inf).min()
-            for held in transient for in_flight in (1, 3) for limit in limits
-        ])  # fmt: skip
+        best.append(
+            [
+                np.where((held + in_flight * kept <= limit) & allowed, seconds, np.inf).min()
+                for held in transient
+                for in_flight in (1, 3)
+                for limit in limits
+            ]
+        )
     assert best[1] == pytest.approx(best[0])
     assert np.isfinite(best[0]).any()
 

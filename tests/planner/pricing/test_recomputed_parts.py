@@ -34,12 +34,27 @@ NOTHING: tuple[RecomputedPart, ...] = ("ssm",)
 @cache
 def program() -> Program:
     config = DeepseekV3Config(
-        hidden_size=HIDDEN, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=4,
-        first_k_dense_replace=1, num_attention_heads=HEADS, num_key_value_heads=HEADS,
-        n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2, n_shared_experts=1,
-        q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
-        v_head_dim=VALUE, vocab_size=128, max_position_embeddings=SEQ, use_cache=False,
-    )  # fmt: skip
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        first_k_dense_replace=1,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=1,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=NOPE,
+        qk_rope_head_dim=ROPE,
+        v_head_dim=VALUE,
+        vocab_size=128,
+        max_position_embeddings=SEQ,
+        use_cache=False,
+    )
     with torch.device("meta"):
         model: nn.Module = DeepseekV3ForCausalLM(config)
     tokens = torch.zeros(2, SEQ, dtype=torch.long)
@@ -53,9 +68,14 @@ def graph() -> Graph:
 def priced(*parts: RecomputedPart, dp: int = 1, ep: int = 1) -> PricedStep:
     own = replace(assumptions_of("megatron", "bf16"), recomputed=parts)
     asked = Configuration(
-        dp=dp, ep=ep, precision="bf16", microbatch_size=ROWS * dp,
-        recompute="selective" if parts else "none", compiled=True, fuses_products=True,
-    )  # fmt: skip
+        dp=dp,
+        ep=ep,
+        precision="bf16",
+        microbatch_size=ROWS * dp,
+        recompute="selective" if parts else "none",
+        compiled=True,
+        fuses_products=True,
+    )
     pricer = ConfigurationPricer(program().graph, program().blocks, Basis(assumptions=own))
     return pricer.price(parse_cluster(f"{dp}xH100"), asked)
 

@@ -22,10 +22,15 @@ def test_the_priced_seconds_are_those_of_the_bytes_sent(
     zero: int, gradients: GradientDtype
 ) -> None:
     prices = Prices(
-        Mesh(("dp",), (4,)), cluster(4, bytes_per_second=RATE), (0, 1, 2, 3), "bf16", "adamw",
-        rules, assumptions=CostAssumptions(copies_states=False),
+        Mesh(("dp",), (4,)),
+        cluster(4, bytes_per_second=RATE),
+        (0, 1, 2, 3),
+        "bf16",
+        "adamw",
+        rules,
+        assumptions=CostAssumptions(copies_states=False),
         states=StateOptions(gradients),
-    )  # fmt: skip
+    )
     found, _ = prices.parameter(SPEC, (REPLICATE,), zero)
     once = found.parameter_gather + found.gradient_sync
     each = found.forward_states + found.backward_states

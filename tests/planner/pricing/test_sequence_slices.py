@@ -87,8 +87,10 @@ class MergedDropout(nn.Module):
 def captured(**settings: object) -> Program:
     with torch.device("meta"):
         model = Model(**settings)  # type: ignore[arg-type]
-    batch = {name: torch.empty(ROWS, SEQ, dtype=torch.int64, device="meta")
-             for name in ("words", "labels")}  # fmt: skip
+    batch = {
+        name: torch.empty(ROWS, SEQ, dtype=torch.int64, device="meta")
+        for name in ("words", "labels")
+    }
     return replace(capture(model, batch, dtype="float64"), model=nn.Module())
 
 

@@ -36,14 +36,19 @@ def pair(slowed: float, num_blocks: int = 1) -> list[StageCost]:
     return [
         in_blocks(
             stage(
-                forward_compute=1.0, forward_communication=0.5, backward_compute=2.0,
-                backward_communication=1.0, gradient_sync=4.0, sync_slowed=slowed,
-                optimizer=0.25, receive=receive,
+                forward_compute=1.0,
+                forward_communication=0.5,
+                backward_compute=2.0,
+                backward_communication=1.0,
+                gradient_sync=4.0,
+                sync_slowed=slowed,
+                optimizer=0.25,
+                receive=receive,
             ),
             num_blocks,
         )
         for receive in (0.0, 0.125)
-    ]  # fmt: skip
+    ]
 
 
 PAIR = pair(slowed=4.0)
@@ -73,9 +78,13 @@ def test_gradients_are_summed_block_by_block_beside_the_last_backward():
 def test_what_collectives_of_states_add_to_a_pass() -> None:
     """Of 4 blocks, 4 s in all: 1 s is waited for; 3 s run beside 3/4 of 12 or of 2 s of compute."""
     own = stage(
-        forward_compute=12.0, forward_communication=1.0, forward_states=4.0, forward_slowed=1.0,
-        backward_states=4.0, backward_slowed=1.0,
-    )  # fmt: skip
+        forward_compute=12.0,
+        forward_communication=1.0,
+        forward_states=4.0,
+        forward_slowed=1.0,
+        backward_states=4.0,
+        backward_slowed=1.0,
+    )
     assert in_blocks(own, 4).forward_seconds == 12 + 1 + 1 + 0.75
     short = replace(own, seconds=own.seconds._replace(forward_compute=2.0))
     four = in_blocks(short, 4)
@@ -128,11 +137,15 @@ def test_what_gathering_and_summing_once_adds_as_simulated() -> None:
             gather, sync = (rng.choice((0.0, rng.uniform(0, 4))) for _ in range(2))
             blocks.append(
                 Seconds(
-                    forward_compute=rng.uniform(0.1, 3), backward_compute=rng.uniform(0.1, 3),
-                    parameter_gather=gather, gather_slowed=share * gather,
-                    gradient_sync=sync, sync_slowed=share * sync, optimizer=0.5,
+                    forward_compute=rng.uniform(0.1, 3),
+                    backward_compute=rng.uniform(0.1, 3),
+                    parameter_gather=gather,
+                    gather_slowed=share * gather,
+                    gradient_sync=sync,
+                    sync_slowed=share * sync,
+                    optimizer=0.5,
                 )
-            )  # fmt: skip
+            )
         cost = in_unlike_blocks(*blocks)
         step = simulate_stages(Pipeline("1f1b", 1), [cost]).step_seconds
         assert step == pytest.approx(cost.objective(1))
@@ -180,13 +193,17 @@ def test_a_step_without_its_timeline_is_the_same(seed: int) -> None:
     number = rng.randint(1, 5)
     costs = [
         stage(
-            forward_compute=rng.uniform(0.5, 2), forward_communication=rng.choice([0.0, 0.25]),
-            backward_compute=rng.uniform(1, 4), gradient_sync=rng.choice([0.0, 1.5]),
-            sync_slowed=rng.choice([0.0, 0.3]), parameter_gather=rng.choice([0.0, 0.7]),
-            optimizer=rng.uniform(0, 1), receive=rng.choice([0.0, 0.3, 2.0]),
+            forward_compute=rng.uniform(0.5, 2),
+            forward_communication=rng.choice([0.0, 0.25]),
+            backward_compute=rng.uniform(1, 4),
+            gradient_sync=rng.choice([0.0, 1.5]),
+            sync_slowed=rng.choice([0.0, 0.3]),
+            parameter_gather=rng.choice([0.0, 0.7]),
+            optimizer=rng.uniform(0, 1),
+            receive=rng.choice([0.0, 0.3, 2.0]),
         )
         for _ in range(number)
-    ]  # fmt: skip
+    ]
     edges = None
     if number > 2 and rng.random() < 0.5:  # the first stage feeds all between, these the last
         inner = range(1, number - 1)

@@ -77,8 +77,9 @@ def six() -> tuple[Graph, Blocks]:
 def causal() -> tuple[Graph, Blocks]:
     with torch.device("meta"):
         model = Causal()
-    batch = {name: torch.empty(2, SEQ, dtype=torch.int64, device="meta")
-             for name in ("words", "labels")}  # fmt: skip
+    batch = {
+        name: torch.empty(2, SEQ, dtype=torch.int64, device="meta") for name in ("words", "labels")
+    }
     program = capture(model, batch)
     return program.graph, program.blocks
 
@@ -116,8 +117,10 @@ def test_two_ways_fill_the_pipeline_faster_than_one() -> None:
 
 @pytest.mark.slow
 def test_slices_fill_the_pipeline_faster_than_whole_sequences() -> None:
-    own, plain = found(causal(), "1f1b", "terapipe", request=FEW), found(causal(), "1f1b",
-                                                                        request=FEW)  # fmt: skip
+    own, plain = (
+        found(causal(), "1f1b", "terapipe", request=FEW),
+        found(causal(), "1f1b", request=FEW),
+    )
     assert (own.schedule, plain.schedule) == ("terapipe", "1f1b")
     assert sum(own.slices) == SEQ
     assert len(own.slices) > 1
@@ -141,14 +144,12 @@ def test_what_does_not_fit_is_not_chosen() -> None:
     free, plain = found(deep(), "1f1b", "chimera"), found(deep(), "1f1b")
     limit = free.prediction.peak_memory_bytes - 1
     assert plain.prediction.peak_memory_bytes <= limit
-    tight = found(deep(), "1f1b", "chimera",
-                  request=replace(PIPELINE, memory_limit_bytes=limit))  # fmt: skip
+    tight = found(deep(), "1f1b", "chimera", request=replace(PIPELINE, memory_limit_bytes=limit))
     assert tight.schedule == "1f1b" or tight.prediction.peak_memory_bytes <= limit
     sliced = found(causal(), "1f1b", "terapipe", request=FEW)
     limit = found(causal(), "1f1b", request=FEW).prediction.peak_memory_bytes
     assert sliced.prediction.peak_memory_bytes > limit
-    own = found(causal(), "1f1b", "terapipe",
-                request=replace(FEW, memory_limit_bytes=limit))  # fmt: skip
+    own = found(causal(), "1f1b", "terapipe", request=replace(FEW, memory_limit_bytes=limit))
     assert own.prediction.peak_memory_bytes <= limit
 
 
@@ -156,8 +157,9 @@ def test_models_that_slices_or_replicas_would_change_keep_their_schedule() -> No
     """An MLP without positions has no slices; a single rank or an odd number has no two ways."""
     assert found(deep(), "1f1b", "terapipe").schedule == "1f1b"
     three = Request(6, forced=Forced(pp=3, num_microbatches=3))
-    own = found(six(), "1f1b", "chimera", on=cluster(3, bytes_per_second=1e6, flops=1e6),
-                request=three)  # fmt: skip
+    own = found(
+        six(), "1f1b", "chimera", on=cluster(3, bytes_per_second=1e6, flops=1e6), request=three
+    )
     assert own.schedule == "1f1b"
 
 

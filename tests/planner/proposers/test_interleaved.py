@@ -287,9 +287,13 @@ def even_layers(number: int, rows: int) -> tuple[Graph, Blocks]:
     one, *others, end = layers
     return graph, Blocks(
         (
-            replace(one, kind="first", nodes=(*first.nodes, *one.nodes),
-                    parameters=(*first.parameters, *one.parameters)),
+            replace(
+                one,
+                kind="first",
+                nodes=(*first.nodes, *one.nodes),
+                parameters=(*first.parameters, *one.parameters),
+            ),
             *others,
             replace(end, kind="last", nodes=(*end.nodes, *last.nodes)),
         )
-    )  # fmt: skip
+    )

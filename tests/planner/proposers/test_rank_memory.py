@@ -41,9 +41,10 @@ def ranks_of(schedule: str, chunks: int = 2) -> list[list[RankStage]]:
     job = SearchContext.of(*mlp(8, rows=COUNT), slow, request, rules=rules, basis=DEFAULT)
     pool = run_proposers(job, ONE_STAGE_PER_RANK)
     option = next(
-        each for each in _options(job, alike_pipelines(job, pool))
+        each
+        for each in _options(job, alike_pipelines(job, pool))
         if each.schedule == schedule and each.chunks == chunks
-    )  # fmt: skip
+    )
     held = stage_half_pairs(schedule, len(option.stages), COUNT, chunks)
     stages = [
         replace(stage, held=halves, splits=splits(schedule))

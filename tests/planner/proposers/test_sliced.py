@@ -63,9 +63,14 @@ def test_slices_of_one_position_take_layouts_that_split_none() -> None:
 def test_slices_that_the_layouts_do_not_divide_are_refused() -> None:
     pricer = ConfigurationPricer(program().graph, program().blocks)
     own = Configuration(
-        tp=2, pp=2, microbatch_size=2, num_microbatches=4, schedule="terapipe", num_slices=16,
+        tp=2,
+        pp=2,
+        microbatch_size=2,
+        num_microbatches=4,
+        schedule="terapipe",
+        num_slices=16,
         sequence_parallel=True,
-    )  # fmt: skip
+    )
     with pytest.raises(UsageError, match="cannot be divided over tp=2") as raised:
         pricer.price(parse_cluster("cpu:4"), own)
     assert raised.value.code == "AP549"

@@ -21,14 +21,21 @@ from autoparallel.planner.rules import axis_strategies
 
 @cache
 def planned(
-    *, allow: tuple[str, ...] = (), deny: tuple[str, ...] = (), memory: int | None = None,
-    max_tp: int | None = None, forced: Forced | None = None,
-) -> Plan:  # fmt: skip
+    *,
+    allow: tuple[str, ...] = (),
+    deny: tuple[str, ...] = (),
+    memory: int | None = None,
+    max_tp: int | None = None,
+    forced: Forced | None = None,
+) -> Plan:
     graph, blocks = mlp(2, rows=4, width=64, inner=256)
     request = Request(
-        4, features=features_of(allow, deny, SCHEDULES), memory_limit_bytes=memory,
-        max_tp=max_tp, forced=forced or Forced(),
-    )  # fmt: skip
+        4,
+        features=features_of(allow, deny, SCHEDULES),
+        memory_limit_bytes=memory,
+        max_tp=max_tp,
+        forced=forced or Forced(),
+    )
     return plan(graph, blocks, cluster(4, bytes_per_second=1e11), request)
 
 
@@ -103,9 +110,11 @@ def test_recomputation_is_of_the_allowed_way_only(mode: str) -> None:
     ways = {}
     for deny in ((), (mode,)):
         request = Request(
-            4096, forced=forced, features=features_of((), deny, SCHEDULES),
+            4096,
+            forced=forced,
+            features=features_of((), deny, SCHEDULES),
             memory_limit_bytes=4_000_000,
-        )  # fmt: skip
+        )
         ways[deny] = plan(graph, blocks, cluster(4), request)
     less = {block.recompute for stage in ways[mode,].stages for block in stage.blocks}
     assert mode not in less
@@ -178,10 +187,12 @@ def left(graph: Graph, *denied: str) -> set[AxisStrategy]:
     """Return the strategies of the product that are left where features are denied."""
     node = graph["product"]
     found = allowed(
-        node, graph, axis_strategies(node, graph, 2),
+        node,
+        graph,
+        axis_strategies(node, graph, 2),
         lambda: dict.fromkeys((Ref("x"), Ref("product")), frozenset({0, 1})),
         features_of((), denied, SCHEDULES),
-    )  # fmt: skip
+    )
     return set(found)
 
 

@@ -107,8 +107,10 @@ def layout_of(*strategies: AxisStrategy) -> NodeLayout:
 
 def pairs_of(graph: Graph, layout: NodeLayout, sizes: tuple[int, ...], prices: Prices) -> float:
     """The pairs of a query and a key that the busiest rank is priced for."""
-    inputs = [prices.local(s, held) for s, held in zip(
-        input_specs(graph["op"], graph), layout.inputs, strict=True)]  # fmt: skip
+    inputs = [
+        prices.local(s, held)
+        for s, held in zip(input_specs(graph["op"], graph), layout.inputs, strict=True)
+    ]
     outputs = [prices.local(graph["op"].spec, layout.outputs[0])]
     found = work(as_run(graph["op"], layout, sizes), inputs, outputs)
     assert found.flops_backward == 2.5 * found.flops_forward
@@ -198,8 +200,10 @@ def test_a_gpu_launches_and_fills_two_kernels_of_attention() -> None:
     layout, prices = layout_of(strategy(graph, 2, BALANCED)), prices_on((2,))
     node = as_run(graph["op"], layout, (2,))
     assert node.args[3] == [32, 128]
-    inputs = [prices.local(s, held) for s, held in zip(
-        input_specs(graph["op"], graph), layout.inputs, strict=True)]  # fmt: skip
+    inputs = [
+        prices.local(s, held)
+        for s, held in zip(input_specs(graph["op"], graph), layout.inputs, strict=True)
+    ]
     found = work(node, inputs, inputs[:1])
     assert found.products_forward == ((HEADS, 32, 32, SIZE), (HEADS, 32, 128, SIZE))
     plain = work(graph["op"], inputs, inputs[:1])
@@ -232,8 +236,10 @@ def test_attention_of_a_later_slice_is_not_taken_for_balanced() -> None:
 def test_it_is_measured_as_the_call_of_the_first_rank() -> None:
     graph, prices = attention(*CAUSAL), prices_on((2,))
     layout = layout_of(strategy(graph, 2, BALANCED))
-    inputs = [prices.local(s, held) for s, held in zip(
-        input_specs(graph["op"], graph), layout.inputs, strict=True)]  # fmt: skip
+    inputs = [
+        prices.local(s, held)
+        for s, held in zip(input_specs(graph["op"], graph), layout.inputs, strict=True)
+    ]
     node = as_run(graph["op"], layout, (2,))
     case = op_case(node, inputs, inputs[:1], work(node, inputs, inputs[:1]))
     assert case is not None

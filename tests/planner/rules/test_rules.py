@@ -26,14 +26,23 @@ def spec(*shape: int, dtype: str = F, grad: bool | None = None) -> TensorSpec:
 
 
 def single(
-    op: str, args: tuple[Any, ...], inputs: list[TensorSpec], *outputs: TensorSpec,
-    kinds: str = "", **kwargs: Any,
-) -> Graph:  # fmt: skip
+    op: str,
+    args: tuple[Any, ...],
+    inputs: list[TensorSpec],
+    *outputs: TensorSpec,
+    kinds: str = "",
+    **kwargs: Any,
+) -> Graph:
     """A graph of one op on ``x0, x1, …``; ``kinds`` marks parameters by ``p``."""
     nodes = [
-        Node(f"x{i}", "parameter" if kinds[i : i + 1] == "p" else "op", "aten.clone.default",
-             outputs=(each,)) for i, each in enumerate(inputs)
-    ]  # fmt: skip
+        Node(
+            f"x{i}",
+            "parameter" if kinds[i : i + 1] == "p" else "op",
+            "aten.clone.default",
+            outputs=(each,),
+        )
+        for i, each in enumerate(inputs)
+    ]
     node = Node("op", "op", f"aten.{op}", args, kwargs, outputs)
     return Graph((*nodes, node), Ref("op"), 2)
 
@@ -44,9 +53,13 @@ def text(strategy: AxisStrategy) -> str:
 
 
 def offered(
-    op: str, args: tuple[Any, ...], inputs: list[TensorSpec], *outputs: TensorSpec,
-    size: int = 2, **rest: Any,
-) -> set[str]:  # fmt: skip
+    op: str,
+    args: tuple[Any, ...],
+    inputs: list[TensorSpec],
+    *outputs: TensorSpec,
+    size: int = 2,
+    **rest: Any,
+) -> set[str]:
     graph = single(op, args, inputs, *outputs, **rest)
     return {text(strategy) for strategy in axis_strategies(graph["op"], graph, size)}
 
@@ -62,12 +75,20 @@ def test_linear_is_split_by_rows_of_the_batch_by_columns_and_by_rows_of_megatron
     Row-parallel: x split on its last dim, w on i; the output and the bias are partial.
     """
     assert offered(
-        "linear.default", (X, Ref("x1"), Ref("x2")),
-        [spec(2, 4, 8), spec(6, 8), spec(6)], spec(2, 4, 6), kinds="opp",
+        "linear.default",
+        (X, Ref("x1"), Ref("x2")),
+        [spec(2, 4, 8), spec(6, 8), spec(6)],
+        spec(2, 4, 6),
+        kinds="opp",
     ) == {
-        "S(0) R R -> S(0)", "S(1) R R -> S(1)", "R S(0) S(0) -> S(2)", "S(2) S(1) P -> P",
-        "P R P -> P", "R R R -> R", "I I I -> I",
-    }  # fmt: skip
+        "S(0) R R -> S(0)",
+        "S(1) R R -> S(1)",
+        "R S(0) S(0) -> S(2)",
+        "S(2) S(1) P -> P",
+        "P R P -> P",
+        "R R R -> R",
+        "I I I -> I",
+    }
 
 
 def test_only_dims_that_the_axis_divides_are_split() -> None:
@@ -85,12 +106,20 @@ def test_a_frozen_weight_is_invariant_instead_of_replicated() -> None:
 
 def test_a_vocabulary_split_embedding_is_partial() -> None:
     found = offered(
-        "embedding.default", (X, Ref("x1")), [spec(16, 8), spec(2, 4, dtype=INT)], spec(2, 4, 8),
+        "embedding.default",
+        (X, Ref("x1")),
+        [spec(16, 8), spec(2, 4, dtype=INT)],
+        spec(2, 4, 8),
         kinds="po",
-    )  # fmt: skip
+    )
     assert found == {
-        "S(0) I -> P", "S(1) I -> S(2)", "R S(0) -> S(0)", "R S(1) -> S(1)", "R I -> R", "I I -> I",
-    }  # fmt: skip
+        "S(0) I -> P",
+        "S(1) I -> S(2)",
+        "R S(0) -> S(0)",
+        "R S(1) -> S(1)",
+        "R I -> R",
+        "I I -> I",
+    }
 
 
 def test_addition_passes_partial_sums_of_both_and_a_number_of_none() -> None:
@@ -131,13 +160,16 @@ def test_integers_are_never_asked_to_be_partial() -> None:
         ("cumsum.default", (X, 0), (4, 6, 8), {"S(1) -> S(1)", "S(2) -> S(2)"}),
         ("select.int", (X, 1, 0), (4, 8), {"S(0) -> S(0)", "S(2) -> S(1)"}),
         ("slice.Tensor", (X, 1, 0, 3), (4, 3, 8), {"S(0) -> S(0)", "S(2) -> S(2)"}),
-        ("transpose.int", (X, 0, -1), (8, 6, 4),
-         {"S(0) -> S(2)", "S(1) -> S(1)", "S(2) -> S(0)"}),
-        ("permute.default", (X, [2, 0, 1]), (8, 4, 6),
-         {"S(0) -> S(1)", "S(1) -> S(2)", "S(2) -> S(0)"}),
+        ("transpose.int", (X, 0, -1), (8, 6, 4), {"S(0) -> S(2)", "S(1) -> S(1)", "S(2) -> S(0)"}),
+        (
+            "permute.default",
+            (X, [2, 0, 1]),
+            (8, 4, 6),
+            {"S(0) -> S(1)", "S(1) -> S(2)", "S(2) -> S(0)"},
+        ),
         ("tril.default", (X,), (4, 6, 8), {"S(0) -> S(0)"}),
     ],
-)  # fmt: skip
+)
 def test_what_is_worked_along_stays_whole(
     op: str, args: tuple[Any, ...], shape: tuple[int, ...], split: set[str]
 ) -> None:
@@ -183,31 +215,43 @@ def test_an_expanded_dim_is_split_from_a_whole_input_with_a_partial_gradient() -
 
 def test_attention_splits_batch_heads_and_queries_with_grouped_keys_along() -> None:
     found = offered(
-        "scaled_dot_product_attention.default", (X, Ref("x1"), Ref("x2"), None, 0.0, True),
-        [spec(2, 8, 6, 4), spec(2, 2, 6, 4), spec(2, 2, 6, 4)], spec(2, 8, 6, 4), enable_gqa=True,
-    )  # fmt: skip
+        "scaled_dot_product_attention.default",
+        (X, Ref("x1"), Ref("x2"), None, 0.0, True),
+        [spec(2, 8, 6, 4), spec(2, 2, 6, 4), spec(2, 2, 6, 4)],
+        spec(2, 8, 6, 4),
+        enable_gqa=True,
+    )
     assert splits(found) == {
-        "S(0) S(0) S(0) -> S(0)", "S(1) S(1) S(1) -> S(1)", "S(2) R R -> S(2)",
-    }  # fmt: skip
+        "S(0) S(0) S(0) -> S(0)",
+        "S(1) S(1) S(1) -> S(1)",
+        "S(2) R R -> S(2)",
+    }
 
 
 def test_one_key_head_is_shared_by_all_query_heads() -> None:
     found = offered(
-        "scaled_dot_product_attention.default", (X, Ref("x1"), Ref("x2")),
-        [spec(2, 8, 6, 4), spec(2, 1, 6, 4), spec(2, 1, 6, 4)], spec(2, 8, 6, 4), enable_gqa=True,
-    )  # fmt: skip
+        "scaled_dot_product_attention.default",
+        (X, Ref("x1"), Ref("x2")),
+        [spec(2, 8, 6, 4), spec(2, 1, 6, 4), spec(2, 1, 6, 4)],
+        spec(2, 8, 6, 4),
+        enable_gqa=True,
+    )
     assert "S(1) R R -> S(1)" in found
 
 
 def test_a_mask_of_attention_is_split_only_where_it_has_the_dim() -> None:
     query = spec(2, 4, 6, 8)
     found = offered(
-        "scaled_dot_product_attention.default", (X, Ref("x1"), Ref("x2"), Ref("x3")),
-        [query, query, query, spec(2, 1, 6, 6, dtype=BOOL)], query,
-    )  # fmt: skip
+        "scaled_dot_product_attention.default",
+        (X, Ref("x1"), Ref("x2"), Ref("x3")),
+        [query, query, query, spec(2, 1, 6, 6, dtype=BOOL)],
+        query,
+    )
     assert splits(found) == {
-        "S(0) S(0) S(0) S(0) -> S(0)", "S(1) S(1) S(1) I -> S(1)", "S(2) R R S(2) -> S(2)",
-    }  # fmt: skip
+        "S(0) S(0) S(0) S(0) -> S(0)",
+        "S(1) S(1) S(1) I -> S(1)",
+        "S(2) R R S(2) -> S(2)",
+    }
 
 
 def test_random_dropout_is_whole_and_no_dropout_is_the_identity() -> None:
@@ -237,9 +281,11 @@ def test_cross_entropy_of_split_rows_is_partial_and_of_a_split_vocabulary_whole(
 
 def test_a_summed_cross_entropy_needs_no_count() -> None:
     graph = single(
-        "cross_entropy_loss.default", (X, Ref("x1"), None, 2),
-        [spec(12, 8), spec(12, dtype=INT)], spec(),
-    )  # fmt: skip
+        "cross_entropy_loss.default",
+        (X, Ref("x1"), None, 2),
+        [spec(12, 8), spec(12, dtype=INT)],
+        spec(),
+    )
     strategies = {text(each): each for each in axis_strategies(graph["op"], graph, 2)}
     assert strategies["S(0) S(0) -> P"].collectives == ()
 
@@ -262,8 +308,11 @@ def test_an_empty_tensor_joins_any_others() -> None:
 def test_every_output_of_a_split_is_listed() -> None:
     found = offered("split.Tensor", (X, 2, 1), [spec(4, 6)], spec(4, 2), spec(4, 2), spec(4, 2))
     assert found == {
-        "S(0) -> S(0) S(0) S(0)", "P -> P P P", "R -> R R R", "I -> I I I",
-    }  # fmt: skip
+        "S(0) -> S(0) S(0) S(0)",
+        "P -> P P P",
+        "R -> R R R",
+        "I -> I I I",
+    }
 
 
 def test_padding_with_zeros_is_linear_and_with_other_numbers_is_not() -> None:
@@ -275,26 +324,37 @@ def test_padding_with_zeros_is_linear_and_with_other_numbers_is_not() -> None:
 
 def test_convolution_is_split_by_batch_and_by_channels_of_both_kinds() -> None:
     found = offered(
-        "conv2d.default", (X, Ref("x1"), Ref("x2")),
-        [spec(2, 4, 8, 8), spec(6, 4, 3, 3), spec(6)], spec(2, 6, 6, 6), kinds="opp",
-    )  # fmt: skip
+        "conv2d.default",
+        (X, Ref("x1"), Ref("x2")),
+        [spec(2, 4, 8, 8), spec(6, 4, 3, 3), spec(6)],
+        spec(2, 6, 6, 6),
+        kinds="opp",
+    )
     assert splits(found) == {"S(0) R R -> S(0)", "S(1) S(1) P -> P", "R S(0) S(0) -> S(1)"}
 
 
 def test_matrix_products_of_any_ranks_are_split_by_every_letter() -> None:
     found = offered("matmul.default", (X, Ref("x1")), [spec(2, 4, 6), spec(6, 8)], spec(2, 4, 8))
     assert splits(found) == {
-        "S(0) R -> S(0)", "S(1) R -> S(1)", "S(2) S(0) -> P", "R S(1) -> S(2)",
-    }  # fmt: skip
+        "S(0) R -> S(0)",
+        "S(1) R -> S(1)",
+        "S(2) S(0) -> P",
+        "R S(1) -> S(2)",
+    }
     vector = offered("matmul.default", (X, Ref("x1")), [spec(4, 6), spec(6)], spec(4))
     assert splits(vector) == {"S(0) R -> S(0)", "S(1) S(0) -> P"}
     einsum = offered(
-        "einsum.default", ("bij,bjk->bki", [X, Ref("x1")]),
-        [spec(2, 4, 6), spec(2, 6, 8)], spec(2, 8, 4),
-    )  # fmt: skip
+        "einsum.default",
+        ("bij,bjk->bki", [X, Ref("x1")]),
+        [spec(2, 4, 6), spec(2, 6, 8)],
+        spec(2, 8, 4),
+    )
     assert splits(einsum) == {
-        "S(0) S(0) -> S(0)", "S(1) R -> S(2)", "S(2) S(1) -> P", "R S(2) -> S(1)",
-    }  # fmt: skip
+        "S(0) S(0) -> S(0)",
+        "S(1) R -> S(2)",
+        "S(2) S(1) -> P",
+        "R S(2) -> S(1)",
+    }
 
 
 def test_indices_are_split_from_a_whole_source_or_read_whole_from_a_split_one() -> None:
@@ -322,8 +382,10 @@ def test_a_parameter_is_held_split_or_replicated() -> None:
     node = Node("w", "parameter", outputs=(spec(6, 9),))
     graph = Graph((node,), Ref("w"), 2)
     assert [text(each) for each in axis_strategies(node, graph, 3)] == [
-        " -> S(0)", " -> S(1)", " -> R",
-    ]  # fmt: skip
+        " -> S(0)",
+        " -> S(1)",
+        " -> R",
+    ]
 
 
 def test_every_listed_op_has_an_annotation() -> None:
@@ -340,9 +402,11 @@ def test_annotations_that_do_not_fit_the_shapes_bind_to_nothing() -> None:
 def test_strategies_of_a_node_take_few_calls() -> None:
     """There are thousands of nodes: of 400 calls each, they take less than a second."""
     graph = single(
-        "linear.default", (X, Ref("x1"), Ref("x2")),
-        [spec(2, 4, 8), spec(6, 8), spec(6)], spec(2, 4, 6),
-    )  # fmt: skip
+        "linear.default",
+        (X, Ref("x1"), Ref("x2")),
+        [spec(2, 4, 8), spec(6, 8), spec(6)],
+        spec(2, 4, 6),
+    )
     axis_strategies(graph["op"], graph, 2)  # what a rule says is read once
     assert num_calls(lambda: axis_strategies(graph["op"], graph, 2)) < 400
 

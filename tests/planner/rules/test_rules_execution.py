@@ -109,9 +109,14 @@ def gradients(
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     if not made or not wanted:
         return [None] * len(inputs)
-    found = iter(torch.autograd.grad(
-        [outputs[i] for i in made], wanted, [cotangents[i] for i in made], materialize_grads=True
-    ))  # fmt: skip
+    found = iter(
+        torch.autograd.grad(
+            [outputs[i] for i in made],
+            wanted,
+            [cotangents[i] for i in made],
+            materialize_grads=True,
+        )
+    )
     return [next(found) if tensor.requires_grad else None for tensor in inputs]
 
 

@@ -148,8 +148,9 @@ def test_attention_whose_mask_has_a_gradient_keeps_its_scores(dtype: str, rows: 
     inputs = (*(spec(2, 3, 5, 4, dtype=dtype),) * 3, spec(rows, 3, 5, 5, dtype=dtype))
     names = [Ref(name) for name in "qkvm"]
     found = node("scaled_dot_product_attention.default", tuple(names), inputs[0])
-    leaves = [Node(ref.name, "input", "", (), {}, (own,))
-              for ref, own in zip(names, inputs, strict=True)]  # fmt: skip
+    leaves = [
+        Node(ref.name, "input", "", (), {}, (own,)) for ref, own in zip(names, inputs, strict=True)
+    ]
     assert saved(found, Graph((*leaves, found), Ref("y"), 2)) == ()
     own = sum(each.untyped_storage().nbytes() for each in kept.values())
     assert saved_extra_bytes(found, inputs, found.outputs) == own == 4 * (3 * 120 + 2 * 3 * 5 * 5)
@@ -166,15 +167,29 @@ def test_attention_lays_its_result_out_as_its_queries(contiguous: bool) -> None:
     nodes = [Node("x", "input", "", (), {}, (spec(2, 5, 12),))]
     for path, shape in shapes:
         more: tuple[Any, ...] = {"view": (shape,), "transpose": (1, 2)}.get(path.split(".")[0], ())
-        nodes.append(Node(f"n{len(nodes)}", "op", f"aten.{path}", (Ref(nodes[-1].name), *more),
-                          {}, (spec(*shape),)))  # fmt: skip
+        nodes.append(
+            Node(
+                f"n{len(nodes)}",
+                "op",
+                f"aten.{path}",
+                (Ref(nodes[-1].name), *more),
+                {},
+                (spec(*shape),),
+            )
+        )
     heads = Ref(nodes[-1].name)
     nodes += [
-        Node("a", "op", "aten.scaled_dot_product_attention.default", (heads,) * 3, {},
-             (spec(2, 3, 5, 4),)),
+        Node(
+            "a",
+            "op",
+            "aten.scaled_dot_product_attention.default",
+            (heads,) * 3,
+            {},
+            (spec(2, 3, 5, 4),),
+        ),
         Node("t", "op", "aten.transpose.int", (Ref("a"), 1, 2), {}, (spec(2, 5, 3, 4),)),
         Node("y", "op", "aten.reshape.default", (Ref("t"), (2, 5, 12)), {}, (spec(2, 5, 12),)),
-    ]  # fmt: skip
+    ]
     own = first.view(2, 5, 3, 4).transpose(1, 2)
     own = own.contiguous() if contiguous else own
     attention = torch.nn.functional.scaled_dot_product_attention(own, own, own)
@@ -187,11 +202,14 @@ def test_attention_lays_its_result_out_as_its_queries(contiguous: bool) -> None:
 @pytest.mark.parametrize(
     ("op", "left", "right", "turned"),
     [
-        ("linear", (2, 5, 4), (6, 4), False), ("linear", (2, 4, 5), (6, 4), True),
-        ("linear", (1, 4, 5), (6, 4), True), ("matmul", (2, 5, 4), (2, 4, 6), False),
-        ("matmul", (2, 3, 5, 4), (2, 3, 4, 6), False), ("matmul", (2, 5, 3, 4), (2, 3, 4, 6), True),
+        ("linear", (2, 5, 4), (6, 4), False),
+        ("linear", (2, 4, 5), (6, 4), True),
+        ("linear", (1, 4, 5), (6, 4), True),
+        ("matmul", (2, 5, 4), (2, 4, 6), False),
+        ("matmul", (2, 3, 5, 4), (2, 3, 4, 6), False),
+        ("matmul", (2, 5, 3, 4), (2, 3, 4, 6), True),
     ],
-)  # fmt: skip
+)
 def test_a_product_copies_what_it_cannot_read_as_rows(
     op: str, left: tuple[int, ...], right: tuple[int, ...], turned: bool
 ) -> None:
@@ -208,11 +226,11 @@ def test_a_product_copies_what_it_cannot_read_as_rows(
         Node("d", "op", "aten.mul.Scalar", (Ref("x"), 1), {}, (spec(*left),)),
     ]
     if turned:
-        nodes.append(Node("t", "op", "aten.transpose.int", (Ref("d"), *dims), {},
-                          (spec(*used.shape),)))  # fmt: skip
+        nodes.append(
+            Node("t", "op", "aten.transpose.int", (Ref("d"), *dims), {}, (spec(*used.shape),))
+        )
     made = run(used, other).shape
-    product = node(f"{op}.default", (Ref(nodes[-1].name if turned else "d"), Ref("w")),
-                   spec(*made))  # fmt: skip
+    product = node(f"{op}.default", (Ref(nodes[-1].name if turned else "d"), Ref("w")), spec(*made))
     owners = storage_of(Graph((*nodes, product), Ref("y"), 2))
     assert (copy_of("y", 0) in owners) == (data.untyped_storage().data_ptr() not in kept)
 
@@ -228,9 +246,12 @@ def _masked(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
 def test_a_registered_op_keeps_what_it_says_instead_of_its_inputs() -> None:
     path = "autoparallel_user.masked_positive.default"
     marked = register_op(
-        "* => *", name="masked_positive", backward=_masked, setup_context=_keeps_a_mask,
+        "* => *",
+        name="masked_positive",
+        backward=_masked,
+        setup_context=_keeps_a_mask,
         saved_bytes=prod,
-    )(positive)  # fmt: skip
+    )(positive)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         marked(torch.randn(3, 5, requires_grad=True))
@@ -263,35 +284,37 @@ def run(steps: list[tuple[str, str, tuple[Any, ...]]]) -> tuple[Graph, dict[tupl
 
 
 def test_storages_of_an_attention_block_are_those_of_the_real_tensors() -> None:
-    graph, values = run([
-        ("split", "split.Tensor", (Ref("x"), 8, 2)),
-        ("q", "view.default", (Ref("split", 0), [2, 6, 2, 4])),
-        ("k", "reshape.default", (Ref("split", 1), [2, 6, 2, 4])),
-        ("v", "reshape.default", (Ref("split", 2), [2, 6, 2, 4])),
-        ("qt", "transpose.int", (Ref("q"), 1, 2)),
-        ("kt", "transpose.int", (Ref("k"), 1, 2)),
-        ("vt", "permute.default", (Ref("v"), [0, 2, 1, 3])),
-        ("neg", "neg.default", (Ref("qt"),)),
-        ("negt", "transpose.int", (Ref("neg"), 1, 2)),
-        ("flat", "reshape.default", (Ref("negt"), [2, 6, 8])),
-        ("attn", "scaled_dot_product_attention.default", (Ref("qt"), Ref("kt"), Ref("vt"))),
-        ("back", "transpose.int", (Ref("attn"), 1, 2)),
-        ("whole", "contiguous.default", (Ref("back"),)),
-        ("merged", "reshape.default", (Ref("whole"), [2, 6, 8])),
-        ("copy", "contiguous.default", (Ref("qt"),)),
-        ("moved", "reshape.default", (Ref("kt"), [2, 2, 24])),
-        ("wide", "unsqueeze.default", (Ref("kt"), 2)),
-        ("grown", "expand.default", (Ref("wide"), [2, 2, 3, 6, 4])),
-        ("heads", "reshape.default", (Ref("grown"), [2, 6, 6, 4])),
-        ("row", "select.int", (Ref("x"), 1, 0)),
-        ("every", "slice.Tensor", (Ref("x"), 1, 0, 6, 2)),
-        ("same", "to.dtype", (Ref("every"), torch.float32)),
-        ("half", "to.dtype", (Ref("every"), torch.float16)),
-        ("kept", "dropout.default", (Ref("same"), 0.0, True)),
-        ("parts", "unbind.int", (Ref("kept"), 0)),
-        ("tail", "squeeze.default", (Ref("parts", 1),)),
-        ("sum", "add.Tensor", (Ref("tail"), Ref("tail"))),
-    ])  # fmt: skip
+    graph, values = run(
+        [
+            ("split", "split.Tensor", (Ref("x"), 8, 2)),
+            ("q", "view.default", (Ref("split", 0), [2, 6, 2, 4])),
+            ("k", "reshape.default", (Ref("split", 1), [2, 6, 2, 4])),
+            ("v", "reshape.default", (Ref("split", 2), [2, 6, 2, 4])),
+            ("qt", "transpose.int", (Ref("q"), 1, 2)),
+            ("kt", "transpose.int", (Ref("k"), 1, 2)),
+            ("vt", "permute.default", (Ref("v"), [0, 2, 1, 3])),
+            ("neg", "neg.default", (Ref("qt"),)),
+            ("negt", "transpose.int", (Ref("neg"), 1, 2)),
+            ("flat", "reshape.default", (Ref("negt"), [2, 6, 8])),
+            ("attn", "scaled_dot_product_attention.default", (Ref("qt"), Ref("kt"), Ref("vt"))),
+            ("back", "transpose.int", (Ref("attn"), 1, 2)),
+            ("whole", "contiguous.default", (Ref("back"),)),
+            ("merged", "reshape.default", (Ref("whole"), [2, 6, 8])),
+            ("copy", "contiguous.default", (Ref("qt"),)),
+            ("moved", "reshape.default", (Ref("kt"), [2, 2, 24])),
+            ("wide", "unsqueeze.default", (Ref("kt"), 2)),
+            ("grown", "expand.default", (Ref("wide"), [2, 2, 3, 6, 4])),
+            ("heads", "reshape.default", (Ref("grown"), [2, 6, 6, 4])),
+            ("row", "select.int", (Ref("x"), 1, 0)),
+            ("every", "slice.Tensor", (Ref("x"), 1, 0, 6, 2)),
+            ("same", "to.dtype", (Ref("every"), torch.float32)),
+            ("half", "to.dtype", (Ref("every"), torch.float16)),
+            ("kept", "dropout.default", (Ref("same"), 0.0, True)),
+            ("parts", "unbind.int", (Ref("kept"), 0)),
+            ("tail", "squeeze.default", (Ref("parts", 1),)),
+            ("sum", "add.Tensor", (Ref("tail"), Ref("tail"))),
+        ]
+    )
     owners = storage_of(graph)
     owner_of = {}
     for key, tensor in values.items():

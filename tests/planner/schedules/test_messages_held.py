@@ -58,8 +58,12 @@ def test_messages_do_not_grow_with_the_micro_batches_but_where_they_arrive_early
     assert sends_kept(schedule, is_gpu=False) == max(most, KEPT_ON_GLOO)
     for rank in range(4):
         found = held(schedule, rank, most)
-        peers = {schedule.stage_rank[t] for s in schedule.stages(rank)
-                 for t in (s - 1, s + 1) if 0 <= t < schedule.num_stages} - {rank}  # fmt: skip
+        peers = {
+            schedule.stage_rank[t]
+            for s in schedule.stages(rank)
+            for t in (s - 1, s + 1)
+            if 0 <= t < schedule.num_stages
+        } - {rank}
         assert list(found.values())[-1] <= most * len(peers)
         if name in SCHEDULES:
             assert max(found.values()) <= most * len(peers)

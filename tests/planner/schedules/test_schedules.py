@@ -27,16 +27,22 @@ SINGLE = sorted(set(SCHEDULES) - set(LOOPED) - {*V_SHAPED, "chimera"})
 single_sizes = st.tuples(st.sampled_from(SINGLE), st.integers(1, 7), st.integers(1, 12), st.just(1))
 looped_sizes = st.builds(
     lambda name, ranks, microbatches, chunks: (name, ranks * chunks, microbatches, chunks),
-    st.sampled_from(LOOPED), st.integers(1, 5), st.integers(1, 12), st.integers(1, 3),
-).filter(lambda size: size[0] == "bfs" or round_size(size[1] // size[3], size[2]) > 0)  # fmt: skip
+    st.sampled_from(LOOPED),
+    st.integers(1, 5),
+    st.integers(1, 12),
+    st.integers(1, 3),
+).filter(lambda size: size[0] == "bfs" or round_size(size[1] // size[3], size[2]) > 0)
 v_sizes = st.builds(
     lambda name, ranks, more: (name, 2 * ranks, more + 2 * ranks * (name == "dualpipev"), 2),
-    st.sampled_from(V_SHAPED), st.integers(1, 5), st.integers(1, 12),
-)  # fmt: skip
+    st.sampled_from(V_SHAPED),
+    st.integers(1, 5),
+    st.integers(1, 12),
+)
 two_way_sizes = st.builds(
     lambda half, microbatches: ("chimera", 2 * half, microbatches, 1),
-    st.integers(1, 4), st.integers(2, 20),
-)  # fmt: skip
+    st.integers(1, 4),
+    st.integers(2, 20),
+)
 by_stage_sizes = single_sizes | looped_sizes | v_sizes
 sizes = by_stage_sizes | two_way_sizes
 

@@ -64,9 +64,19 @@ def test_a_schedule_is_complete_and_ends_though_receives_hold_up_what_is_behind(
 
 @pytest.mark.parametrize(
     ("name", "chunks", "most"),
-    [("gpipe", 1, 1), ("1f1b", 1, 1), ("eager-1f1b", 1, 1), ("zb-h1", 1, 1), ("zb-h2", 1, 1),
-     ("interleaved", 2, 2), ("zbv", 2, 2), ("dualpipev", 2, 2), ("chimera", 1, 1), ("bfs", 2, 4)],
-)  # fmt: skip
+    [
+        ("gpipe", 1, 1),
+        ("1f1b", 1, 1),
+        ("eager-1f1b", 1, 1),
+        ("zb-h1", 1, 1),
+        ("zb-h2", 1, 1),
+        ("interleaved", 2, 2),
+        ("zbv", 2, 2),
+        ("dualpipev", 2, 2),
+        ("chimera", 1, 1),
+        ("bfs", 2, 4),
+    ],
+)
 def test_how_many_sends_are_under_way_does_not_grow_with_the_micro_batches(name, chunks, most):
     """Of two ranks and 8 or 64 micro-batches; breadth-first rounds send all before they receive."""
     for count in (8, 64):
@@ -154,8 +164,12 @@ def test_chimera_is_the_picture_of_its_paper():
     assert schedule.parts == (0, 1, 2, 3, 0, 1, 2, 3)
     assert schedule.replicas(1) == (1, 5)
     reduces = [[str(a) for a in row if a.kind == "REDUCE"] for row in schedule.table]
-    assert reduces == [["0REDUCE", "7REDUCE"], ["1REDUCE", "6REDUCE"], ["6REDUCE", "1REDUCE"],
-                       ["4REDUCE", "3REDUCE"]] or reduces[2] == ["5REDUCE", "2REDUCE"]  # fmt: skip
+    assert reduces == [
+        ["0REDUCE", "7REDUCE"],
+        ["1REDUCE", "6REDUCE"],
+        ["6REDUCE", "1REDUCE"],
+        ["4REDUCE", "3REDUCE"],
+    ] or reduces[2] == ["5REDUCE", "2REDUCE"]
 
 
 def test_replicas_that_take_the_same_micro_batch_are_refused():
@@ -192,8 +206,15 @@ def test_two_buffered_weights_are_one_update_late():
     for stage in (0, 1):
         found = versions("pipedream-2bw", 2, 8, stage).split()
         assert [v for v in found if v[0] == "F"] == [
-            "F0:0", "F1:0", "F2:0", "F3:0", "F4:1", "F5:1", "F6:2", "F7:2",
-        ]  # fmt: skip
+            "F0:0",
+            "F1:0",
+            "F2:0",
+            "F3:0",
+            "F4:1",
+            "F5:1",
+            "F6:2",
+            "F7:2",
+        ]
         assert [v[1:] for v in found if v[0] == "B"] == [v[1:] for v in found if v[0] == "F"]
 
 

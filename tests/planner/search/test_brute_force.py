@@ -29,10 +29,11 @@ def test_random_plans_cost_what_evaluate_says(seed: int) -> None:
     case = random_case(seed)
     factor = (0.0, 1.0, 1.25, 4.0)[seed % 4]
     device = replace(
-        case.cluster.hosts[0].device, issue_seconds=rng.choice((0.0, 1e-6)),
+        case.cluster.hosts[0].device,
+        issue_seconds=rng.choice((0.0, 1e-6)),
         message_seconds=(0.0, 2e-6)[seed % 2],
         slowdown=dict.fromkeys(STATE_COLLECTIVES, factor) if factor else {},
-    )  # fmt: skip
+    )
     hosts = (replace(case.cluster.hosts[0], device=device), *case.cluster.hosts[1:])
     on = replace(case.cluster, hosts=hosts)
     force = BruteForce(case.graph, case.blocks, on, case.request, free=rng.random() < 0.5)

@@ -104,8 +104,9 @@ def test_tensor_parallel_bert_takes_4l_minus_1_all_reduces(num_layers: int, tp: 
     whole = rows * seq * hidden * 4
     large = Counter((each.kind, each.direction) for each in sent if each.num_bytes >= whole)
     assert large == {
-        ("all_reduce", "forward"): 2 * num_layers, ("all_reduce", "backward"): 2 * num_layers - 1,
-    }  # fmt: skip
+        ("all_reduce", "forward"): 2 * num_layers,
+        ("all_reduce", "backward"): 2 * num_layers - 1,
+    }
     assert all(each.num_bytes <= hidden * 4 for each in sent if each.num_bytes < whole)
 
 
@@ -129,9 +130,13 @@ def test_megatrons_splits_are_found_unasked() -> None:
         for module in [node.inputs[1].name.split(".")[-2]]
     }
     assert used == {
-        "query": "S(0)", "key": "S(0)", "value": "S(0)", "dense": "S(1)",
-        "up": "S(0)", "down": "S(1)",
-    }  # fmt: skip
+        "query": "S(0)",
+        "key": "S(0)",
+        "value": "S(0)",
+        "dense": "S(1)",
+        "up": "S(0)",
+        "down": "S(1)",
+    }
     attention = [node for node in program.graph if "scaled_dot_product" in node.op]
     gelu = [node for node in program.graph if "gelu" in node.op]
     for node, layout in ((attention[0], "S(1)"), (gelu[0], "S(2)")):

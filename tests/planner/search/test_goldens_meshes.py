@@ -30,18 +30,27 @@ def gpt(seq: int) -> Program:
 def moe(inner: int, num_experts: int) -> Program:
     with torch.device("meta"):
         model = build_model(
-            n_layer=1, d_model=512, n_head=8, d_ff=inner, n_expert=num_experts, capacity=16,
-            vocab=1024, seq=64,
-        )  # fmt: skip
+            n_layer=1,
+            d_model=512,
+            n_head=8,
+            d_ff=inner,
+            n_expert=num_experts,
+            capacity=16,
+            vocab=1024,
+            seq=64,
+        )
     return capture(model, example_batch(2, 64), dtype="bfloat16")
 
 
 def one_stage(program: Program, cluster: str, rows: int) -> StagePlan:
     """Axes do what they are for, as ``max_tp`` says."""
     request = Request(
-        rows, precision="bf16", forced=Forced(pp=1, num_microbatches=1, zero=0, recompute="none"),
-        time_limit_seconds=300.0, max_tp=8,
-    )  # fmt: skip
+        rows,
+        precision="bf16",
+        forced=Forced(pp=1, num_microbatches=1, zero=0, recompute="none"),
+        time_limit_seconds=300.0,
+        max_tp=8,
+    )
     found = plan(program.graph, program.blocks, parse_cluster(cluster), request)
     (stage,) = found.stages
     return stage
@@ -60,9 +69,10 @@ def test_one_long_sequence_is_split_by_positions_across_hosts() -> None:
     axis = stage.mesh.axes.index("cp")
     graph = gpt(32768).graph
     found = [
-        [each[axis] for each in layout.inputs[:3]] for name, layout in stage.layouts.items()
+        [each[axis] for each in layout.inputs[:3]]
+        for name, layout in stage.layouts.items()
         if graph[name].op.startswith("aten.scaled_dot_product_attention")
-    ]  # fmt: skip
+    ]
     assert found
     for query, key, value in found:
         assert query == shard(2)

@@ -61,9 +61,12 @@ def test_the_winners_gap_is_narrowed_to_what_is_asked_for(
 
 def test_a_gap_that_is_allowed_is_left_alone(program: Program) -> None:
     request = Request(
-        32, precision="bf16", memory_limit_bytes=int(2.2e9), gap=0.5,
+        32,
+        precision="bf16",
+        memory_limit_bytes=int(2.2e9),
+        gap=0.5,
         forced=Forced(pp=1, num_microbatches=4),
-    )  # fmt: skip
+    )
     found = search(program.graph, program.blocks, parse_cluster("2xV100-16GB"), request)
     best = found.pool.ranked()[0]
     assert tighten_gap(found.context, best) is best

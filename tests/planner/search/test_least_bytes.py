@@ -103,9 +103,13 @@ def test_a_model_larger_than_all_devices_is_refused_before_a_table_is_made(seed:
     states = sum(node.spec.numel * 16 for node in case.graph.parameters)
     limit = states // case.cluster.num_devices - 1
     job = SearchContext.of(
-        case.graph, case.blocks, case.cluster, replace(case.request, memory_limit_bytes=limit),
-        rules=rules, basis=DEFAULT,
-    )  # fmt: skip
+        case.graph,
+        case.blocks,
+        case.cluster,
+        replace(case.request, memory_limit_bytes=limit),
+        rules=rules,
+        basis=DEFAULT,
+    )
     with pytest.raises(InfeasibleError, match="AP301"):
         run_proposers(job)
     assert not job.solvers

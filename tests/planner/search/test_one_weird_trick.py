@@ -139,15 +139,23 @@ def verified(text: str) -> Verification:
     trainer = Trainer(found, plan, deferred, device=torch.device("cpu"), build=build)
     graph = found.graph.with_batch_size(SMALL_BATCH)
     batches = [random_batch(graph, seed=step) for step in range(2)]
-    return verify(trainer, batches, lambda: run_reference(
-        plain_build(target.build_model, 0).double(), batches, loss=loss, build_optimizer=build
-    ))  # fmt: skip
+    return verify(
+        trainer,
+        batches,
+        lambda: run_reference(
+            plain_build(target.build_model, 0).double(), batches, loss=loss, build_optimizer=build
+        ),
+    )
 
 
 @pytest.mark.slow
 def test_both_on_one_axis_equal_one_device() -> None:
-    options = PlanOptions(global_batch=SMALL_BATCH, precision="fp64", optimizer="sgd",
-                          forced=parse_parallel("pp=1,microbatches=1"))  # fmt: skip
+    options = PlanOptions(
+        global_batch=SMALL_BATCH,
+        precision="fp64",
+        optimizer="sgd",
+        forced=parse_parallel("pp=1,microbatches=1"),
+    )
     target = load_target("examples/alexnet.py", SMALL)
     plan = plan_program(
         program(small=True, precision="fp64"), target, parse_cluster("cpu:2"), options

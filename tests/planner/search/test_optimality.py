@@ -100,8 +100,11 @@ def test_the_cases_are_of_every_sort() -> None:
     sample = [random_case(seed) for seed in SAMPLE]
     assert {case.cluster.num_devices for case in sample} == {1, 2, 3, 4}
     assert {(case.is_mixed, case.memory_share is None) for case in sample} == {
-        (True, True), (True, False), (False, True), (False, False),
-    }  # fmt: skip
+        (True, True),
+        (True, False),
+        (False, True),
+        (False, False),
+    }
     assert any(_shares_weights(case) for case in sample)
     cases = [random_case(seed) for seed in range(NUM_CASES)]
     assert sum(case.is_mixed for case in cases) >= 50

@@ -71,10 +71,12 @@ WIRES = {
 
 FOURS = [seed for seed in SEEDS if random_case(seed).cluster.hosts[-1].num_devices == 4][:4]
 FOURS_SAMPLE = [
-    (seed, name) if (seed, name) == (FOURS[1], "a path")
+    (seed, name)
+    if (seed, name) == (FOURS[1], "a path")
     else pytest.param(seed, name, marks=pytest.mark.slow)
-    for seed in FOURS for name in WIRES
-]  # fmt: skip
+    for seed in FOURS
+    for name in WIRES
+]
 
 
 def wired_hosts(seed: int) -> tuple[Host, ...]:

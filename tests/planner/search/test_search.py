@@ -225,9 +225,12 @@ def test_the_observer_hears_of_progress() -> None:
     graph, blocks = mlp(2, rows=8)
     heard: list[tuple[str, float, float]] = []
     plan(
-        graph, blocks, cluster(2), Request(8),
+        graph,
+        blocks,
+        cluster(2),
+        Request(8),
         observe=lambda what, done, total: heard.append((what, done, total)),
-    )  # fmt: skip
+    )
     assert heard[-1][1] == heard[-1][2]
 
 

@@ -27,13 +27,19 @@ def test_plans_are_the_same_with_the_tables_of_other_clusters_and_limits(
     seed: int, method: SearchMethod
 ) -> None:
     case = random_case(seed)
-    fast = replace(case.cluster, hosts=tuple(
-        replace(host, device=replace(
-            host.device,
-            peak_flops={name: 3 * rate for name, rate in host.device.peak_flops.items()},
-        ))
-        for host in case.cluster.hosts
-    ))  # fmt: skip
+    fast = replace(
+        case.cluster,
+        hosts=tuple(
+            replace(
+                host,
+                device=replace(
+                    host.device,
+                    peak_flops={name: 3 * rate for name, rate in host.device.peak_flops.items()},
+                ),
+            )
+            for host in case.cluster.hosts
+        ),
+    )
 
     def found(cluster, limit_bytes: int | None, tables: SharedTables | None) -> Plan | None:
         request = replace(case.request, memory_limit_bytes=limit_bytes)
