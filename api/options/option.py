@@ -22,12 +22,19 @@ Options = TypeVar("Options")
 """A dataclass whose fields are options."""
 
 
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The values of an option, and the code of the error for another value."""
+
+    code: str
+    names: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """How users write a field: under ``name`` (the field's own if empty), as a value of ``type``.
 
-    ``read`` makes the field's value of it, ``write`` the text of an error for a value that is not
-    among ``choices``. ``given`` is the default as users see it.
+    ``read`` makes the field's value of it. ``given`` is the default as users see it.
     """
 
     help: str
@@ -35,8 +42,7 @@ class Option:
     type: Any = None
     given: Any = None
     read: Callable[[Any], Any] | None = None
-    choices: tuple[str, ...] = ()
-    code: str = "AP113"
+    choices: Choices | None = None
     flags: tuple[str, ...] = ()
     metavar: str | None = None
     min: float | None = None
@@ -87,8 +93,9 @@ def check_choices(options: Any) -> None:
     """Raise UsageError for an option whose value is not among its choices."""
     for name, (own, how) in declared(type(options)).items():
         value = getattr(options, own.name)
-        if how.choices and value is not None and value not in how.choices:
-            raise UsageError(how.code, f"{name} {value!r} is not one of {', '.join(how.choices)}")
+        if how.choices and value is not None and value not in how.choices.names:
+            known = ", ".join(how.choices.names)
+            raise UsageError(how.choices.code, f"{name} {value!r} is not one of {known}")
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Literal, TypedDict, Unpack, get_args
 
 from autoparallel.cost_model.cluster.tf32 import FAMILIES, Tf32
 from autoparallel.cost_model.ops.memory import GradientDtype
-from autoparallel.options.option import check_choices, option, read_options
+from autoparallel.options.option import Choices, check_choices, option, read_options
 from autoparallel.options.parse import (
     Texts,
     parse_deadline,
@@ -111,25 +111,25 @@ class PlanOptions:
     precision: Precision = option(
         "fp32",
         "fp32, bf16, fp16 or fp8 (fp32 master weights), or fp64; fp8 needs torchao to run",
-        choices=tuple(DTYPES),
+        choices=Choices("AP113", tuple(DTYPES)),
     )
     float32_ops: Float32Ops = option(
         "autocast",
         "ops that compute in float32 under bf16 and fp16: autocast (losses and the other ops of "
         "its list) or none",
-        choices=get_args(Float32Ops),
+        choices=Choices("AP113", get_args(Float32Ops)),
     )
     gradient_dtype: GradientDtype = option(
         "master",
         "format in which gradients are summed and held under bf16 and fp16: master (float32) or "
         "compute (half of the bytes)",
-        choices=get_args(GradientDtype),
+        choices=Choices("AP113", get_args(GradientDtype)),
     )
     tf32: Tf32 | None = option(
         None,
         "float32 products that use TF32 on GPUs that have it: none, convolutions or all; default: "
         "as torch is set, which is convolutions unless the model's file changes it",
-        choices=tuple(FAMILIES),
+        choices=Choices("AP113", tuple(FAMILIES)),
     )
     compiled: bool | None = option(
         None,
@@ -139,7 +139,7 @@ class PlanOptions:
         flags=("--compile/--no-compile",),
     )
     optimizer: str = option(
-        "adamw", "adamw, adam, sgd or sgd-momentum", choices=OPTIMIZERS, code="AP114"
+        "adamw", "adamw, adam, sgd or sgd-momentum", choices=Choices("AP114", OPTIMIZERS)
     )
     memory_limit_bytes: int | None = option(
         None,
@@ -216,8 +216,7 @@ class PlanOptions:
     search: str = option(
         "dp",
         "dp (dynamic programming), or rl (learned placers, for comparison)",
-        choices=SEARCHES,
-        code="AP330",
+        choices=Choices("AP330", SEARCHES),
     )
     solver: str = option(
         "highs", "of integer programs: highs, or one of PuLP's that is installed: cbc, gurobi, scip"
@@ -233,8 +232,7 @@ class PlanOptions:
     profile: Mode = option(
         "auto",
         "source of times: auto (measured where available), measured (all) or analytic",
-        choices=get_args(Mode),
-        code="AP173",
+        choices=Choices("AP173", get_args(Mode)),
     )
     database: str | None = option(
         None, "database of measured times; default: the user's", metavar="FILE"

@@ -3,7 +3,7 @@
 In: the counts and the rounds of a collective algorithm (see ``algorithms``). Out: the parts that
 each rank holds before and after a table, and the table's rounds and bytes, by which counts are
 tested.
-``runtime.messages.collective_algorithms`` executes the same tables over point-to-point messages.
+``runtime.messages.all_reduces`` executes the same tables over point-to-point messages.
 
 A tensor is cut into ``num_parts`` equal parts. Part ids are positions in the tensor, except
 in an all-to-all, where id s·n + d is rank s's part for rank d. All messages of a round

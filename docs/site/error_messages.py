@@ -15,7 +15,8 @@ from pathlib import Path
 PACKAGES = ("cost_model", "planner", "passes", "runtime", "api")
 RAISERS = {
     "running_user_code": ("UsageError", 1),
-    "refusal": ("UsageError", 1),
+    "refuse_gradient": ("UsageError", 1),
+    "Choices": ("UsageError", 1),
     "_give_up": ("HangError", 1),
     "_Damage": ("PlanError", 2),
 }
@@ -56,6 +57,8 @@ def _errors_of(module: ast.Module) -> Iterator[tuple[str, str, list[str]]]:
             name = _name_of(call)
             class_name, position = RAISERS.get(name, (name, 1))
             messages = list(_texts(call.args[position], scope, module))
+            if name == "Choices":
+                messages = ["… is not one of …"]
             yield code.value, class_name, messages or _first_sentence(scope)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from brute_force_layouts import ZEROS, Choices, Floats, Ints
 from brute_force_overlap import ahead_and_behind, all_at_once, one_ahead
+from brute_force_sums import OF_STATES, new_only, of_states
 
 from autoparallel.cost_model.ops.memory import reserve_bytes
 from autoparallel.cost_model.simulator.stage_costs import Buckets
@@ -38,20 +39,6 @@ from autoparallel.planner.pricing.kept_bytes import (
     working_bytes,
 )
 from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.pricing.seconds import Seconds
-
-OF_STATES = (
-    "forward_states",
-    "backward_states",
-    "forward_slowed",
-    "backward_slowed",
-    "parameter_gather",
-    "gradient_sync",
-    "gather_slowed",
-    "sync_slowed",
-    "optimizer",
-)
-"""What gathering parameters, summing gradients and the optimizer take."""
 
 LEAVES = ("input", "constant", "buffer")
 PASSES = (
@@ -270,7 +257,7 @@ class Stage(Choices):
                     columns.setdefault(root, []).append(np.array(values)[self.index[key]])
         total = np.zeros(self.num_assignments)
         for own in columns.values():
-            total += sum(_new_only(own), np.zeros(self.num_assignments))
+            total += sum(new_only(own), np.zeros(self.num_assignments))
         return total
 
     def _price_ends(self) -> None:
@@ -313,7 +300,7 @@ class Stage(Choices):
                         self.parameters.setdefault(ref.name, number)
             if block.parameters:
                 for zero in ZEROS:
-                    latency = np.array([_of_states(self.prices.block_sync(zero))]).T
+                    latency = np.array([of_states(self.prices.block_sync(zero))]).T
                     self.states[zero, number] += latency
         for name, number in self.parameters.items():
             layouts, ids = self.made(Ref(name))
@@ -322,7 +309,7 @@ class Stage(Choices):
                     self.prices.parameter(self.graph[name].spec, each, zero) for each in layouts
                 ]
                 is_shared = self.num_blocks(name) > 1
-                own = np.array([_of_states(p[0]) for p in priced]).T[:, ids]
+                own = np.array([of_states(p[0]) for p in priced]).T[:, ids]
                 self.states[zero, 0 if is_shared else number] += own
                 held = np.array([p[1] for p in priced]).T[:, ids]
                 self.state_bytes[zero] += held[:3].sum(axis=0)
@@ -496,18 +483,3 @@ class Stage(Choices):
                     yield Points(zero, modes, seconds, fits)
                 if number == 0 and len(fits) == self.num_assignments:
                     break
-
-
-def _new_only(columns: Sequence[Floats]) -> Iterator[Floats]:
-    """Each column where it differs from all before it, and 0 elsewhere."""
-    for number, column in enumerate(columns):
-        new = np.ones(len(column), dtype=bool)
-        for earlier in columns[:number]:
-            new &= earlier != column
-        yield column * new
-
-
-def _of_states(seconds: Seconds) -> list[float]:
-    """By ``OF_STATES``; parameters have nothing else."""
-    assert not any(seconds[:4])
-    return [getattr(seconds, name) for name in OF_STATES]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from op_cases_of_shapes import shape_cases
+from op_tensors import below, distinct, f, fixed, labels, mask, positive, single, unit
 from torch import Tensor
 
 from autoparallel.passes.ops.torch_ops import resolve
@@ -81,50 +83,6 @@ def graph_of(case: OpCase) -> Graph:
     return Graph(tuple(nodes), Ref("op"), 0)
 
 
-def f(*shape: int) -> Tensor:
-    """A differentiable tensor."""
-    return torch.randn(shape, dtype=torch.float64).requires_grad_()
-
-
-def single(*shape: int) -> Tensor:
-    """A differentiable tensor in float32, for ops that take no float64."""
-    return torch.randn(shape).requires_grad_()
-
-
-def positive(*shape: int) -> Tensor:
-    return (torch.rand(shape, dtype=torch.float64) + 0.5).requires_grad_()
-
-
-def unit(*shape: int) -> Tensor:
-    """A differentiable tensor inside (0, 1)."""
-    return (torch.rand(shape, dtype=torch.float64) * 0.8 + 0.1).requires_grad_()
-
-
-def fixed(*shape: int) -> Tensor:
-    """A floating tensor without gradient."""
-    return torch.randn(shape, dtype=torch.float64)
-
-
-def below(high: int, *shape: int) -> Tensor:
-    """Integers in [0, high)."""
-    return torch.randint(0, high, shape)
-
-
-def distinct(high: int, *shape: int, dim: int) -> Tensor:
-    """Integers in [0, high), no two the same along ``dim``."""
-    order = torch.rand([high if at == dim else size for at, size in enumerate(shape)]).argsort(dim)
-    return order.narrow(dim, 0, shape[dim])
-
-
-def mask(*shape: int) -> Tensor:
-    return torch.rand(shape) > 0.4
-
-
-def labels(high: int, *shape: int) -> Tensor:
-    """Class labels, some of them ignored (-100)."""
-    return torch.where(torch.rand(shape) > 0.3, below(high, *shape), -100)
-
-
 _GATE = (
     '[["method.chunk", [{"at": 0}, 2], {"dim": -1}], ["operator.getitem", [{"at": 1}, 0], {}], '
     '["operator.getitem", [{"at": 1}, 1], {}], ["functional.silu", [{"at": 2}], {}], '
@@ -147,7 +105,7 @@ def _experts() -> list[OpCase]:
 def cases(seed: int = 0) -> list[OpCase]:
     """The whole table, with random values and sizes that axes of 2, 3 and 4 ranks divide."""
     torch.manual_seed(seed)
-    made = [*_elementwise(), *_products(), *_shapes(), *_reductions(), *_losses(), *_networks()]
+    made = [*_elementwise(), *_products(), *shape_cases(), *_reductions(), *_losses(), *_networks()]
     return [
         *(OpCase(f"aten.{op}", args, kwargs) for op, args, kwargs in map(_normal, made)),
         *_experts(),
@@ -291,120 +249,6 @@ def _products() -> list[tuple[Any, ...]]:
             single(4, 48, 48),
             torch.tensor([3, 3, 8, 12]).int(),
         ),
-    ]
-
-
-def _shapes() -> list[tuple[Any, ...]]:
-    x = f(4, 6, 8)
-    return [
-        ("view.default", x, [4, 48]),
-        ("view.default", x, [24, 8]),
-        ("view.default", x, [4, 6, 2, 4]),
-        ("view.default", x, [4, 6, 4, 2]),
-        ("view.default", x, [4, 1, 6, 8]),
-        ("view.default", x, [-1]),
-        ("view.default", x, [8, 3, 8]),
-        ("view.default", x, [2, 12, 8]),
-        ("reshape.default", f(4, 6, 4, 2), [4, 6, 8]),
-        ("_unsafe_view.default", x, [24, 8]),
-        ("flatten.using_ints", x, 1),
-        ("flatten.using_ints", x),
-        ("flatten.using_ints", x, 0, 1),
-        ("unflatten.int", x, 2, [2, 4]),
-        ("unflatten.int", x, -1, [4, -1]),
-        ("squeeze.dim", f(4, 1, 8), 1),
-        ("squeeze.dim", f(2, 3, 8), 0),
-        ("squeeze.default", f(2, 1, 8)),
-        ("squeeze.dims", f(2, 1, 8), [0, 1]),
-        ("unsqueeze.default", x, 1),
-        ("unsqueeze.default", x, -1),
-        ("permute.default", x, [2, 0, 1]),
-        ("transpose.int", x, 1, -1),
-        ("t.default", f(4, 6)),
-        ("mT.default", x),
-        ("numpy_T.default", f(4, 6)),
-        ("movedim.int", x, 0, -1),
-        ("expand.default", f(4, 1, 8), [4, 6, 8]),
-        ("expand.default", f(6, 8), [4, 6, 8]),
-        ("expand.default", f(4, 1, 8), [-1, 6, -1]),
-        ("expand.default", f(1), [4, 6]),
-        ("repeat.default", f(4, 6), [2, 1, 1]),
-        ("repeat.default", f(4, 6), [1, 2]),
-        ("repeat.default", f(1, 6), [4, 1]),
-        ("repeat.default", f(2, 6), [4, 1]),
-        ("repeat_interleave.self_int", x, 2, 1),
-        ("repeat_interleave.self_int", x, 3, 0),
-        ("slice.Tensor", x, 1, 0, 3),
-        ("slice.Tensor", x, 1, 2, 9223372036854775807),
-        ("slice.Tensor", x, 0, 0, 9223372036854775807),
-        ("slice.Tensor", x, 2, None, None, 2),
-        ("slice.Tensor", x, -1, 0, 4),
-        ("narrow.default", x, 2, 2, 4),
-        ("narrow.default", x, 2, 0, 8),
-        ("split.Tensor", x, 4, 2),
-        ("split.Tensor", x, 4, 1),
-        ("split_with_sizes.default", x, [2, 4], 1),
-        ("split_with_sizes.default", f(36, 12), [12, 24]),
-        ("split_with_sizes.default", f(12, 36), [12, 12, 12], 1),
-        ("split.sizes", x, [2, 4], 1),
-        ("chunk.default", x, 2, -1),
-        ("unsafe_split.Tensor", x, 4, 2),
-        ("select.int", x, 1, 0),
-        ("select.int", x, 0, -1),
-        ("unbind.int", f(4, 2, 8), 1),
-        ("cat.default", [x, f(4, 2, 8)], 1),
-        ("cat.default", [x, x], -1),
-        ("cat.default", [x, fixed(4, 6, 8)], 0),
-        ("stack.default", [x, f(4, 6, 8)], 1),
-        ("stack.default", [x, f(4, 6, 8)]),
-        ("pad.default", x, [1, 1]),
-        ("pad.default", x, [0, 0, 2, 0], "constant", 1.5),
-        ("pad.default", below(5, 4, 6), [0, 1], "constant", -100),
-        ("constant_pad_nd.default", x, [0, 4], 0.0),
-        ("constant_pad_nd.default", x, [0, 4], 2.0),
-        ("new_zeros.default", x, [4, 6]),
-        ("new_ones.default", x, [4, 6, 3]),
-        ("new_full.default", x, [4, 2], 2.0),
-        ("flip.default", x, [1]),
-        ("roll.default", x, [1], [2]),
-        ("cumsum.default", x, 1),
-        ("glu.default", x, -1),
-        ("sort.default", x, -1),
-        ("topk.default", x, 4),
-        ("one_hot.default", below(6, 4, 8), 6),
-        ("index.Tensor", x, [below(4, 6)]),
-        ("index.Tensor", x, [None, below(6, 4)]),
-        ("index.Tensor", x, [below(4, 8), below(6, 8)]),
-        ("index.Tensor", x, [below(4, 4, 1), below(6, 6)]),
-        ("index.Tensor", x, [None, below(6, 4), below(8, 4)]),
-        ("index.Tensor", x, [None, below(12, 4) - 6]),
-        ("index.Tensor", x, [below(4, 3, 4)]),
-        ("index.Tensor", below(9, 6, 8), [below(6, 4)]),
-        ("index_select.default", x, 2, below(8, 6)),
-        ("index_select.default", f(12), 0, below(12)),
-        ("scatter.src", x, 1, distinct(6, 4, 2, 8, dim=1), f(4, 2, 8)),
-        ("scatter.value", x, 1, below(6, 4, 4, 8), 0),
-        ("scatter.value", x, 2, below(8, 4, 6, 1), 3),
-        ("scatter.src", x, 2, distinct(8, 2, 6, 3, dim=2), fixed(4, 6, 8)),
-        ("scatter_add.default", x, 1, below(6, 4, 6, 8), f(4, 6, 8)),
-        ("scatter_add.default", x, 1, below(6, 4, 12, 8), f(4, 12, 8)),
-        ("scatter_add.default", f(12), 0, below(12, 6), fixed(8)),
-        ("scatter_reduce.two", x, 1, below(6, 4, 3, 8), f(4, 3, 8), "amax"),
-        ("index_add.default", x, 1, below(6, 12), f(4, 12, 8)),
-        ("index_add.default", x, 0, below(4, 4), f(4, 6, 8), {"alpha": 2.0}),
-        ("index_copy.default", x, 1, torch.randperm(6)[:4], f(4, 4, 8)),
-        ("index_fill.int_Scalar", x, 1, below(6, 2), 0.0),
-        ("index_fill.int_Scalar", x, 1, below(6, 2), 2.0),
-        ("index_put.default", x, [None, torch.randperm(6)[:4]], f(4, 4, 8)),
-        ("index_put.default", x, [None, below(6, 12)], f(4, 12, 8), True),
-        ("index_put.default", x, [below(4, 12), below(6, 12)], f(12, 8), True),
-        ("index_put.default", x, [below(4, 12), None, below(8, 12)], f(12, 6), True),
-        ("index_put.default", x, [None, below(6, 4)], f(8), True),
-        ("histc.default", fixed(12), 4, -2, 2),
-        ("index_select.default", x, 1, below(6, 4)),
-        ("gather.default", x, 2, below(8, 4, 6, 4)),
-        ("gather.default", x, 1, below(6, 4, 2, 8)),
-        ("gather.default", x, 1, below(6, 2, 6, 8)),
     ]
 
 
