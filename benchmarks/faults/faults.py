@@ -226,8 +226,8 @@ FAULTS = (
     Fault(
         "offload-forgotten",
         "planner/plan_file.py",
-        '"offload": "none", "servers": None, **table,',
-        '"servers": None, **table, "offload": "none",',
+        'decode(table, Plan, "")',
+        'decode({**table, "offload": "none"}, Plan, "")',
         "tests/planner/test_plan_file.py tests/planner/test_offload.py",
     ),
     # a coordinate without rows weighs as much in a mean as one with one row

@@ -16,7 +16,6 @@ from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.parameter_servers import server_plan
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.summary import plan_summary
 from autoparallel.planning.plan import plan_program
 
@@ -112,9 +111,7 @@ def found(
     cluster: Cluster, *, allow: tuple[str, ...] = ("servers",), deny: str = "pp,tp,zero"
 ) -> Plan:
     """The search's own plan; by default only data parallelism is left beside servers."""
-    options = PlanOptions(
-        global_batch=64, seq=SEQ, profile="analytic", features=features_of(allow, [deny], ("1f1b",))
-    )
+    options = PlanOptions(global_batch=64, seq=SEQ, profile="analytic", allow=allow, deny=(deny,))
     return plan_program(captured("gpt", "fp32")[1], target("gpt"), cluster, options)
 
 
@@ -170,4 +167,4 @@ def test_servers_are_not_offered_over_fast_links_or_on_gpus(cluster: Cluster) ->
 )
 def test_servers_that_are_forced_and_denied_are_refused(deny: str, parallel: str) -> None:
     with pytest.raises(UsageError, match="AP186"):
-        PlanOptions(forced=parse_parallel(parallel), features=features_of((), [deny], ("1f1b",)))
+        PlanOptions(forced=parse_parallel(parallel), deny=(deny,))
