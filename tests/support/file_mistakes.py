@@ -82,7 +82,7 @@ PLANS = (
         "inspect plan.json",
         "plan again",
         DP + " -o plan.json && inspect plan.json",
-        files={"plan.json": '{"schema": 1}'},
+        files={"plan.json": '{"schema": 6}'},
         exit_code=6,
     ),
     Case(
