@@ -211,7 +211,7 @@ class _Propagation:
         }
 
     def _used(self, ref: Ref) -> Placement | None:
-        """Return the label of a value as its users see it."""
+        """Return the label of a value for the nodes that use it; None for a total."""
         return None if ref in self.totals else self.labels.get(ref)
 
     def _add_total(self, node: Node) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..cost_model.cluster.cluster import Cluster
+from ..cost_model.simulator.timeline import Timeline
 from . import rules as default_rules
 from .errors import PlanError
 from .gradient_sums import order_gain, with_sum_seconds
@@ -93,23 +94,24 @@ class Staged:
         """Return a device's peak bytes; ``activation_bytes`` applies to ranks with replicas."""
         return round(max(_rank_bytes(self.plan, self.costs, activation_bytes)))
 
+    def timeline(self) -> Timeline:
+        """Simulate the step with all its events; one stage is a pipeline of one."""
+        plan = self.plan
+        pipeline = Pipeline(
+            plan.schedule,
+            plan.num_microbatches,
+            num_chunks=plan.num_chunks,
+            edges=self.edges,
+            slices=self.slices,
+        )
+        return simulate_stages(pipeline, self.costs, message=message_seconds(plan.cluster))
+
     def evaluation(self) -> Evaluation:
         """Simulate the step and return all figures."""
-        plan = self.plan
-        timeline = simulate_stages(
-            Pipeline(
-                plan.schedule,
-                plan.num_microbatches,
-                num_chunks=plan.num_chunks,
-                edges=self.edges,
-                slices=self.slices,
-            ),
-            self.costs,
-            message=message_seconds(plan.cluster),
-        )
+        timeline = self.timeline()
         peak = self.peak_bytes(timeline.peak_activation_bytes)
         figures = self.figures(timeline.step_seconds, timeline.bubble_fraction, peak)
-        return figures if plan.gradient_order == "backward" else self._overlapped(figures)
+        return figures if self.plan.gradient_order == "backward" else self._overlapped(figures)
 
     def _overlapped(self, figures: Evaluation) -> Evaluation:
         """The figures of a single-stage plan whose last gradient sums overlap the next forward."""

@@ -19,7 +19,6 @@ from autoparallel.report.printing import plain_table
 
 def cluster(*, text: str, json: bool) -> None:
     """Carry out ``autoparallel cluster``."""
-
     if not text:
         _show_presets(json)
         return
@@ -46,7 +45,6 @@ def cluster(*, text: str, json: bool) -> None:
 
 def show_measured(cluster: Cluster, console: Console) -> None:
     """Print the contents of the user's database for the cluster's devices, if there are any."""
-
     profile = find_profile(cluster, "auto", None)
     if profile is None:
         console.print("\nnothing measured yet (autoparallel profile TARGET)", style="dim")
@@ -74,7 +72,6 @@ Figures = list[tuple[str, str, str]]
 
 def device_figures(device: Device) -> Figures:
     """Each figure of a device with its source."""
-
     bandwidth = rate_text(device.memory_bytes_per_second, "B/s")
     rows = [
         ("memory", bytes_text(device.memory_bytes), "memory_bytes"),
@@ -110,7 +107,6 @@ def device_figures(device: Device) -> Figures:
 
 def link_figures(link: Link) -> Figures:
     """A link's figures; they have one source."""
-
     rows = [
         ("bandwidth", rate_text(link.bytes_per_second, "B/s"), link.source),
         ("latency", seconds_text(link.alpha_seconds), link.source),
@@ -127,7 +123,6 @@ def link_figures(link: Link) -> Figures:
 
 def wires_table(wires: Wires) -> Table:
     """The links of each device of a host to each other one."""
-
     table = plain_table(("device", "right"), *((str(n), "right") for n in range(len(wires))))
     for number, row in enumerate(wires):
         table.add_row(str(number), *("-" if n == number else str(c) for n, c in enumerate(row)))
@@ -136,7 +131,6 @@ def wires_table(wires: Wires) -> Table:
 
 def figure_table(figures: Figures) -> Table:
     """Figures as a table; a source that goes on is told once."""
-
     table = plain_table(("figure", "left"), ("value", "right"), ("source", "left"))
     before = ""
     for name, value, source in figures:

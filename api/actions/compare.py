@@ -15,7 +15,6 @@ from autoparallel.report.comparison import comparison_json, print_comparison
 
 def compare(*, items: list[str], html: str | None, trust: bool, json: bool) -> None:
     """Carry out ``autoparallel compare``."""
-
     with plan_cache() as cache, progress() as observe:
         found = load_items(items, cache.values, trust=trust, observe=observe)
     if html is not None:

@@ -22,7 +22,6 @@ from autoparallel.runtime.launch.launch import is_launched, launch
 
 def doctor(*, plan: str | None, cluster: str | None, timeout: float, json: bool) -> None:
     """Carry out ``autoparallel doctor``."""
-
     wanted = _wanted(plan, cluster)
     is_joined = is_launched(os.environ)
     if wanted.cluster is not None and (is_joined or wanted.num_hosts == 1):
@@ -38,7 +37,6 @@ def doctor(*, plan: str | None, cluster: str | None, timeout: float, json: bool)
 
 def _wanted(plan: str | None, cluster: str | None) -> DoctorRequest:
     """Return the task that the machine is checked for. Raises UsageError AP380 for both options."""
-
     if plan is not None and cluster is not None:
         raise UsageError(
             "AP380", "--plan and --cluster are both given", fix="give one: a plan has a cluster"
@@ -51,7 +49,6 @@ def _wanted(plan: str | None, cluster: str | None) -> DoctorRequest:
 
 def _examined(wanted: DoctorRequest, timeout: float) -> list[Finding]:
     """Collect the findings of the cluster's ranks: torchrun's, or processes of this machine."""
-
     assert wanted.cluster is not None
     found: list[dict[str, Any]] = launch(
         "autoparallel.doctor.worker:examine",
@@ -97,7 +94,6 @@ def _show(findings: Sequence[Finding], hint: str, *, json: bool) -> None:
 
 def _raise(findings: Sequence[Finding]) -> None:
     """Raises MachineError AP421 where something fails, with the first fix."""
-
     failed = [each for each in findings if each.level == "FAIL"]
     if failed:
         first, others = failed[0], len(failed) - 1

@@ -72,7 +72,6 @@ def _measured(
     plan: Plan, path: str, measured: str, database: str | None, *, trust: bool, json: bool
 ) -> None:
     """Print predictions beside a run, and beside the blocks that were measured, if any."""
-
     run, blocks = read_run(Path(measured)), None
     if find_profile(plan.cluster, "auto", database) is not None:
         with plan_cache() as cache:

@@ -28,7 +28,6 @@ def export(
     json: bool,
 ) -> None:
     """Carry out ``autoparallel export``."""
-
     if is_plan_format(to, source):
         assert to is not None
         own = {"--model": model, "--lora": lora, "--dtype": dtype}
@@ -74,7 +73,6 @@ def program(
     trust: bool,
 ) -> None:
     """Carry out ``autoparallel program``."""
-
     check_format(output)
     found = plan_program(
         plan,

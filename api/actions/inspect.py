@@ -33,7 +33,6 @@ def inspect(
     json: bool,
 ) -> None:
     """Carry out ``autoparallel inspect``."""
-
     loaded = load_plan(plan)
     if html is not None:
         write_page(loaded, plan, html, loads_target=target, trust=trust)
@@ -72,7 +71,6 @@ def write_page(
     plan: Plan, plan_path: str, html: str, *, loads_target: bool, trust: bool = False
 ) -> None:
     """Writes the page of ``plan`` into the file ``html``. Raises UsageError AP343."""
-
     write_html(
         page(plan, page_sources(plan, plan_path, loads_target=loads_target, trust=trust)), html
     )
@@ -82,7 +80,6 @@ def write_page(
 def page_sources(plan: Plan, plan_path: str, *, loads_target: bool, trust: bool = False) -> Sources:
     """Collect a page's sources besides the plan: a run's measurement, and the plan priced again or
     the reason why its model could not be loaded."""
-
     measured = load_measurement(plan_path)
     if not loads_target:
         return Sources(None, MISSING, measured)

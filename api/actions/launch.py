@@ -38,7 +38,6 @@ def launch(
     max_restarts: int,
 ) -> None:
     """Carry out ``autoparallel launch``."""
-
     if slurm + k8s + ssh != 1:
         raise UsageError(
             "AP370", "one launcher must be chosen", fix="give one of --slurm, --k8s and --ssh"
@@ -81,7 +80,6 @@ def launch(
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
     """Writes the files; scripts can be executed. Raises UsageError AP379 where that fails."""
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

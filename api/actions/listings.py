@@ -31,7 +31,6 @@ from autoparallel.target.register_op import registered_rules
 
 def ops(*, name: str | None, target: str | None, json: bool) -> None:
     """Carry out ``autoparallel ops``."""
-
     registered = {}
     if target is not None:
         load_target(target)
@@ -76,7 +75,6 @@ def schedules(
     *, name: str | None, stages: int, microbatches: int, chunks: int | None, slices: int, json: bool
 ) -> None:
     """Carry out ``autoparallel schedules``."""
-
     if name is not None:
         _draw(find_schedule(name), stages, microbatches, chunks=chunks, slices=slices, json=json)
         return
@@ -89,7 +87,6 @@ def schedules(
 
 def facts(info: ScheduleInfo) -> dict[str, Any]:
     """Return the facts about a schedule as JSON values."""
-
     executed = {find_schedule(name).name for name in FORCED_SCHEDULES}
     return {
         "name": info.name,
@@ -173,7 +170,6 @@ def _draw(
 
 def cache(*, action: Literal["show", "clear"], json: bool) -> None:
     """Carry out ``autoparallel cache``."""
-
     if action == "clear":
         freed = clear_cache()
         typer.echo(f"{freed / 1e6:.1f} MB removed")

@@ -33,7 +33,6 @@ def plan(
     no_cache: bool,
 ) -> None:
     """Carry out ``autoparallel plan``."""
-
     loaded = load_target(target, parse_settings(with_lora(settings, lora)))
     if check:
         typer.echo(check_target(loaded, options.global_batch, options.seq))
@@ -53,7 +52,6 @@ def plan(
 
 def show(plan: Plan, *, output: str | None, json: bool) -> None:
     """The short report, or JSON, on stdout; the plan's file if one is asked for."""
-
     if output is not None:
         save_plan(plan, output)
     if json:

@@ -34,7 +34,6 @@ def profile(
     json: bool,
 ) -> None:
     """Carry out ``autoparallel profile``."""
-
     path = database_path(database)
     if not (target or export_file or import_file or show_list):
         raise UsageError("AP175", "nothing to do: give a TARGET, --list, --export or --import")
@@ -58,7 +57,6 @@ def profile(
 
 def take_over(path: Path, source: str) -> None:
     """Imports an exported file into the database."""
-
     with explain_errors(Path(source)), Database(path) as opened:
         counts = opened.import_file(source)
     typer.echo(
@@ -70,7 +68,6 @@ def take_over(path: Path, source: str) -> None:
 
 def hand_out(path: Path, to: str) -> None:
     """Exports the database to a file."""
-
     with explain_errors(path), Database(find_file(path), read_only=True) as opened:
         count = opened.export_file(to)
     typer.echo(f"{count} measurements written to {to}", err=True)
@@ -78,7 +75,6 @@ def hand_out(path: Path, to: str) -> None:
 
 def show(outcome: Mapping[str, Any], path: Path, console: Console) -> None:
     """Print the measured and skipped ops, the errors of interpolation, and the database's path."""
-
     console.print(f"[bold]{outcome['environment']}[/]")
     skipped = outcome["skipped"]
     console.print(
@@ -99,7 +95,6 @@ def show(outcome: Mapping[str, Any], path: Path, console: Console) -> None:
 
 def show_database(path: Path, *, json: bool) -> None:
     """Print the numbers of known ops and transfers of every environment."""
-
     counts = database_counts(path)
     if json:
         print_json(

@@ -23,12 +23,7 @@ from autoparallel.report import ONE_SCREEN, print_report
 from autoparallel.target.load import load_target
 from autoparallel.target.trust import check_trusted
 from autoparallel.training.run_setup import check_run_options
-from autoparallel.training.start import (
-    Start,
-    check_weights,
-    start_training,
-    start_verification,
-)
+from autoparallel.training.start import Start, check_weights, start_training, start_verification
 from autoparallel.training.steps import Saving
 from autoparallel.training.trace import check_trace
 
@@ -120,7 +115,6 @@ def plan_path(
     Raises UsageError AP116 for a target under torchrun, where each process would plan, and AP155
     for a plan file with a target that is not to be trusted.
     """
-
     if source.endswith(".json") and not source.startswith("hf:"):
         check_trusted(load_plan(source), source, trust=trust)
         yield Path(source)

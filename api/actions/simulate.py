@@ -58,7 +58,6 @@ def simulate(
     json: bool,
 ) -> None:
     """Carry out ``autoparallel simulate``."""
-
     own, rest = split_parallel(parallel)
     options = replace(options, forced=parse_parallel(rest))
     layers = parse_layers(layers_per_stage)
@@ -140,7 +139,6 @@ def configured(
     dispatcher: str,
 ) -> Configuration:
     """The configuration that the options describe. Raises ``UsageError`` if they do not fit."""
-
     forced = options.forced
     if forced.servers is not None:
         raise UsageError(
@@ -205,7 +203,6 @@ def configured(
 
 def trained_schedule(name: str) -> ScheduleInfo:
     """A schedule that trains, by name. Raises ``UsageError`` AP150."""
-
     info = SCHEDULES.get(ALIASES.get(name, name))
     if info is None or not info.trains:
         names = [each.name for each in SCHEDULES.values() if each.trains]
@@ -232,7 +229,6 @@ def microbatches(options: PlanOptions, forced: Forced) -> tuple[int, int]:
 
     Raises UsageError AP124 where ``forced`` does not divide the global batch so.
     """
-
     parts = forced.row_parts
     batch, asked = options.global_batch, forced.num_microbatches
     rows = batch // asked if asked else parts

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from autoparallel.cost_model.collectives.dispatch import DISPATCHERS
-from autoparallel.options.parse import did_you_mean
+from autoparallel.options.parse import choice_error
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.errors import UsageError
@@ -113,9 +113,4 @@ def check_choice(option: str, value: str, known: tuple[Choice, ...]) -> Choice:
     for each in known:
         if each == value:
             return each
-    raise UsageError(
-        "AP112",
-        f"{option}: {value!r} is not one of {', '.join(known)}",
-        where=option,
-        fix=did_you_mean(value, known),
-    )
+    raise choice_error("AP112", f"{option}:", value, known, where=option)

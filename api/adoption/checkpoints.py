@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -26,9 +26,6 @@ from autoparallel.runtime.launch.watched_script import watch_script
 from autoparallel.runtime.messages.watchdog import BETWEEN_STEPS
 from autoparallel.runtime.step.checkpoint_state import module_state
 from autoparallel.runtime.step.trainer import Trainer
-
-if TYPE_CHECKING:
-    from autoparallel.runtime.step.trainer import Trainer
 
 _WRITERS: WeakKeyDictionary[nn.Module, CheckpointWriter] = WeakKeyDictionary()
 """Checkpoint writers of plain modules; a trainer has its own writer."""
@@ -142,7 +139,6 @@ def _trainer_of(module: nn.Module) -> Trainer | None:
 
     Raises UsageError AP148 for a plain module under torchrun.
     """
-
     join = getattr(module, "join", None)
     trainer = join() if callable(join) and under_torchrun() else None
     if isinstance(trainer, Trainer):
@@ -160,7 +156,6 @@ def _trainer_of(module: nn.Module) -> Trainer | None:
 @contextmanager
 def _report_action(what: str) -> Iterator[None]:
     """Report an action to the script's watchdog while it runs."""
-
     with as_launched():
         tell = watch_script(os.environ).watchdog.progress
     tell(what)

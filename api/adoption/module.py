@@ -71,7 +71,6 @@ class ParallelModule(nn.Module):
 
         Raises UsageError AP145 if a module that has a plan gets another plan or a loss.
         """
-
         adopted = _state_of(self)
         with as_launched():
             watchdog = watch_script(os.environ, timeout_seconds).watchdog

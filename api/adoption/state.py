@@ -116,7 +116,6 @@ class ParallelState:
         self, model: nn.Module, job: PlanJob, plan: Plan | None, buckets: Sequence[int]
     ) -> None:
         """Plan the model and put this rank's shards in the place of its weights. Collective."""
-
         check_backward_hooks(model)
         self._check_unwritten(model)
         self.is_joining = True

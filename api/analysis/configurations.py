@@ -8,14 +8,14 @@ and full recomputation; if nothing fits, the one that needs the least.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.ops.compute import least_seconds
 from autoparallel.cost_model.ops.memory import policy
 from autoparallel.passes.programs.program import Program
+from autoparallel.planner import rules
 from autoparallel.planner.configured.configuration import (
     Configuration,
     ConfigurationPricer,
@@ -25,20 +25,12 @@ from autoparallel.planner.configured.layers import find_layers
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import Staged
 from autoparallel.planner.graph import Graph
-from autoparallel.planner.plan import (
-    ModelInfo,
-    Plan,
-    Prediction,
-    Recompute,
-    SolverInfo,
-    StagePlan,
-)
+from autoparallel.planner.plan import ModelInfo, Plan, Prediction, Recompute, SolverInfo, StagePlan
 from autoparallel.planner.pricing.basis import DEFAULT, Basis
-from autoparallel.planner.pricing.choices import input_specs
 from autoparallel.planner.requests.pins import Pin
 from autoparallel.planner.requests.request import Forced
-from autoparallel.planner.rules import work
 from autoparallel.planner.schedules.schedules import parts_of_ranks
+from autoparallel.planner.search.report_plan import model_flops
 from autoparallel.planner.summary import RankSummary, schedule_text, summary_text
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -140,21 +132,25 @@ def simulated(
     ranks = parts_of_ranks(configuration.schedule, configuration.pp, configuration.num_chunks)
     for parts, own in zip(ranks, priced.memory_bytes, strict=True):
         held[parts[0]] = {name: round(size) for name, size in own.items()}
-    evaluated = staged.evaluation().stages
+    peak = round(priced.peak_bytes)
+    figures = staged.figures(timeline.step_seconds, timeline.bubble_fraction, peak)
     stages = tuple(
         replace(stage, prediction=replace(own, memory_bytes=memory))
-        for stage, own, memory in zip(priced.plan.stages, evaluated, held, strict=True)
+        for stage, own, memory in zip(priced.plan.stages, figures.stages, held, strict=True)
     )
     rows = configuration.microbatch_size
     graph = program.graph.with_batch_size(rows) if program.graph.batch_dims else program.graph
-    flops = model_flops(graph, configuration.num_microbatches)
+    flops = {
+        family: configuration.num_microbatches * count
+        for family, count in model_flops(graph, program.blocks, rules).items()
+    }
     dtype = policy(configuration.precision, configuration.optimizer).compute_dtype
     prediction = Prediction(
         timeline.step_seconds,
         timeline.bubble_fraction,
         priced.plan.model.global_batch * (model.seq or 1) / timeline.step_seconds,
         least_seconds(cluster, flops, dtype) / timeline.step_seconds,
-        round(priced.peak_bytes),
+        peak,
         {},
     )
     found = replace(priced.plan.model, target=model.target, settings=model.settings, seq=model.seq)
@@ -179,17 +175,6 @@ def check_layers(program: Program, configuration: Configuration) -> None:
             fix=f"pp × chunks of at most {count}, with degrees whose product is "
             f"{configuration.num_devices}",
         )
-
-
-def model_flops(graph: Graph, num_microbatches: int) -> Mapping[str, float]:
-    """Count the FLOPs forward and backward of micro-batches by family, nothing recomputed."""
-    total = Counter[str]()
-    for node in graph.nodes:
-        if node.kind == "op":
-            found = work(node, input_specs(node, graph), node.outputs)
-            flops = found.flops_forward + found.flops_backward
-            total[found.family] += num_microbatches * flops
-    return total
 
 
 def configuration_summary(own: Configuration, num_layers: int) -> str:

@@ -24,21 +24,13 @@ from autoparallel.options.progress import Observe, ignore
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules as default_rules
 from autoparallel.planner.budget import Budget
-from autoparallel.planner.configured.configuration import (
-    Configuration,
-    ConfigurationPricer,
-)
+from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.evaluate import Evaluation, Evaluator, at_microbatch
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.intra_op.intra_op import IntraOp, Limits
 from autoparallel.planner.layout import NodeLayout
-from autoparallel.planner.plan import (
-    Mode,
-    Plan,
-    Recompute,
-    StagePlan,
-)
+from autoparallel.planner.plan import Mode, Plan, Recompute, StagePlan
 from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.pricing.branches import stage_starts
 from autoparallel.planner.pricing.choices import Restriction
@@ -248,7 +240,6 @@ def load_plan_model(
     Raises as ``check_trusted``, loading and capturing do, and PlanError AP550 where the model is
     not the plan's any more.
     """
-
     check_trusted(plan, plan_path, trust=trust)
     target = load_plan_target(plan, plan_path)
     was_measured = plan.prediction.profile is not None

@@ -13,22 +13,19 @@ from dataclasses import dataclass, replace
 
 from autoparallel.analysis.baselines import Baseline, baselines
 from autoparallel.analysis.facts import fullest_rank
-from autoparallel.analysis.plan_model import load_plan_model
+from autoparallel.analysis.plan_model import PlanModel, load_plan_model
 from autoparallel.cost_model.simulator.actions import Action
 from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.passes.memory.stage_memory import memory_by_action, runs_stages
 from autoparallel.planner import rules
 from autoparallel.planner.configured.configuration import ConfigurationPricer
-from autoparallel.planner.evaluate import Evaluator, at_microbatch
-from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.evaluate import at_microbatch
+from autoparallel.planner.graph import Graph
 from autoparallel.planner.layout import NodeLayout, local_shape
-from autoparallel.planner.plan import Plan, StagePlan
-from autoparallel.planner.pricing.basis import Basis
+from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.choices import input_specs
-from autoparallel.planner.pricing.price_cache import PriceCache
 from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.pricing.step import Pipeline, message_seconds, simulate_stages
 from autoparallel.planner.replicas import stages_of_ranks
 
 Bytes = Mapping[str, float]
@@ -74,63 +71,49 @@ class PricedAgain:
 def price_again(
     plan: Plan, plan_path: str, observe: Observe = ignore, *, trust: bool = False
 ) -> PricedAgain:
-    """Loads the plan's target and prices the plan, its ops and the baselines.
+    """Load the plan's target, and price the plan, its ops and the baselines.
 
     Raises as ``load_plan_model`` does.
     """
-
     made = load_plan_model(plan, plan_path, trust=trust, observe=observe)
-    program, graph, basis = made.program, made.graph, made.basis
+    program, blocks = made.program, made.program.blocks
     observe("pricing", 0, 1)
-    blocks = program.blocks
-    timeline = _timeline(plan, graph, blocks, basis)
+    timeline = made.evaluator.staged(plan, plan.cluster).timeline()
     ranks, (stages, _) = stages_of_ranks(plan), fullest_rank(plan)
     fullest = ranks.index(stages)
     runs = runs_stages(plan, blocks)
     held = memory_by_action(
-        plan, graph if plan.compiled else program.graph, blocks, fullest, runs=runs
+        plan, made.graph if plan.compiled else program.graph, blocks, fullest, runs=runs
     )
     observe("pricing", 1, 1)
     observe("baselines", 0, 1)
-    pricer = ConfigurationPricer(program.graph, blocks, basis)
-    found = baselines(pricer, plan)
+    found = baselines(ConfigurationPricer(program.graph, blocks, made.basis), plan)
     observe("baselines", 1, 1)
     return PricedAgain(
         timeline.step_seconds,
         timeline,
         fullest,
         tuple(held),
-        tuple(stage_ops(plan, at_microbatch(graph, plan), blocks, basis)),
-        {node.name: node.spec.shape for node in graph.parameters},
+        tuple(stage_ops(made)),
+        {node.name: node.spec.shape for node in made.graph.parameters},
         found,
     )
 
 
-def _timeline(plan: Plan, graph: Graph, blocks: Blocks, basis: Basis) -> Timeline:
-    """The plan's step with all its events; one stage is a pipeline of one."""
-    staged = Evaluator(graph, blocks, basis=basis).staged(plan, plan.cluster)
-    pipeline = Pipeline(
-        plan.schedule,
-        plan.num_microbatches,
-        num_chunks=plan.num_chunks,
-        edges=staged.edges,
-        slices=staged.slices,
-    )
-    return simulate_stages(pipeline, staged.costs, message=message_seconds(plan.cluster))
+def stage_ops(model: PlanModel) -> list[OpWork]:
+    """Return the ops of the plan's stages at its micro-batch, equal ops counted.
 
-
-def stage_ops(plan: Plan, graph: Graph, blocks: Blocks, basis: Basis) -> list[OpWork]:
-    """The ops of the plan's stages, equal ones counted; ``graph`` is at the plan's micro-batch.
-
-    Ops that only change how a tensor is seen take no time and are left out.
+    Views take no time and are left out.
     """
+    plan, blocks = model.plan, model.program.blocks
+    graph = at_microbatch(model.graph, plan)
     counts: Counter[tuple[str, str]] = Counter()
     found: dict[tuple[str, str], list[OpWork]] = {}
     caches: dict[object, Prices] = {}
     for stage in plan.stages:
         prices = caches.setdefault(
             (stage.mesh, plan.cluster.slowest_device(stage.devices).speed),
-            _prices(plan, stage, basis),
+            model.prices(stage),
         )
         for block in stage.blocks:
             key = (block.kind, repr((prices.mesh, prices.speed)))
@@ -162,23 +145,8 @@ def stage_ops(plan: Plan, graph: Graph, blocks: Blocks, basis: Basis) -> list[Op
     return sorted(merged.values(), key=lambda each: -each.total_seconds)
 
 
-def _prices(plan: Plan, stage: StagePlan, basis: Basis) -> Prices:
-    model = plan.model
-    return Prices(
-        stage.mesh,
-        plan.cluster,
-        stage.devices,
-        model.precision,
-        model.optimizer,
-        rules,
-        PriceCache(),
-        profile=basis.used,
-        assumptions=basis.assumptions,
-    )
-
-
 def _works(graph: Graph, name: str, layout: NodeLayout, prices: Prices, block: str) -> list[OpWork]:
-    """An op's forward and backward on one rank."""
+    """Return an op's forward and backward on one rank."""
     node = graph[name]
     specs = input_specs(node, graph)
     sizes = prices.mesh.shape

@@ -24,14 +24,16 @@ from dataclasses import dataclass, replace
 from functools import cache as once
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from autoparallel.cache.codec import Codec, NamedType, TextCodec
 from autoparallel.cache.plan_cache import MISSING, Cache, UnkeyedError, graph_digest
+from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.memory.stage_memory import runs_stages, with_memory, with_stage_memory
-from autoparallel.passes.programs.batch import InputPlace
+from autoparallel.passes.programs.batch import Example, InputPlace
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.graph import (
     Accumulation,
@@ -44,18 +46,10 @@ from autoparallel.planner.graph import (
     TensorSpec,
 )
 from autoparallel.planner.kernels.fusion import with_fusion
+from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
 from autoparallel.target.register_op import registered_rules
-from autoparallel.target.target import example_batches
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from autoparallel.options.plan_options import PlanOptions
-    from autoparallel.passes.programs.batch import Example
-    from autoparallel.passes.programs.program import Program
-    from autoparallel.planner.plan import Plan
-    from autoparallel.target.target import Target
+from autoparallel.target.target import Target, example_batches
 
 CAPTURE, MEMORY = "capture", "memory"
 
@@ -105,7 +99,6 @@ def cached_program(
 
     Only captures that can be rescaled to any batch and hold no functions are kept.
     """
-
     if cache.shelf is None:
         return capture()
     example, _ = example_batches(target, options.global_batch, options.seq)
@@ -157,7 +150,6 @@ def program_key(
     target: Target, model: nn.Module, example: Example, options: PlanOptions
 ) -> tuple[object, ...]:
     """Return all visible inputs of a capture."""
-
     return (
         target.name,
         sorted(target.settings.items()),
@@ -250,7 +242,6 @@ def _version(package: str) -> str:
 
 def with_cached_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
     """Run ``stage_memory.with_stage_memory``, cached because running stages takes long."""
-
     graph, blocks = program.graph, program.blocks
     if not runs_stages(plan, blocks):
         graph = with_fusion(graph, blocks) if plan.compiled else graph

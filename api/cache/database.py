@@ -8,23 +8,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from autoparallel.cost_model.cluster.cluster import Cluster, Device
 from autoparallel.cost_model.cluster.detect import match_gpu_name, threads_per_device
 from autoparallel.cost_model.profile.case import ProfileError
 from autoparallel.cost_model.profile.database import Database
-from autoparallel.cost_model.profile.environment import environment_of
-from autoparallel.cost_model.profile.lookup import load_profile, load_shipped
+from autoparallel.cost_model.profile.environment import Environment, environment_of
+from autoparallel.cost_model.profile.lookup import Profile, load_profile, load_shipped
 from autoparallel.planner.errors import UsageError
-
-if TYPE_CHECKING:
-    from autoparallel.cost_model.cluster.cluster import Cluster, Device
-    from autoparallel.cost_model.profile.database import Database
-    from autoparallel.cost_model.profile.environment import Environment
-    from autoparallel.cost_model.profile.lookup import Profile
-    from autoparallel.planner.plan import Mode
-
-MODES: tuple[Mode, ...] = ("auto", "measured", "analytic")
+from autoparallel.planner.plan import Mode
 
 
 def default_database(
@@ -56,7 +48,6 @@ def environment_for(cluster: Cluster) -> Environment | None:
 
     Processes of one CPU share its memory and cores, so their number is part of the name.
     """
-
     devices = {host.device.name: host.device for host in cluster.hosts}
     if len(devices) > 1:
         return None
@@ -72,7 +63,6 @@ def measuring_environment(cluster: Cluster) -> Environment:
 
     Raises UsageError AP174 if the cluster's devices differ from each other.
     """
-
     found = environment_for(cluster)
     if found is None:
         names = ", ".join(dict.fromkeys(host.device.name for host in cluster.hosts))
@@ -90,7 +80,6 @@ def find_profile(cluster: Cluster, mode: Mode, database: str | None) -> Profile 
     Raises UsageError AP171 if the given ``database`` does not exist, AP172 if a database cannot be
     read.
     """
-
     if mode == "analytic":
         return None
     path = database_path(database) if database is None else find_file(Path(database))
@@ -107,7 +96,6 @@ def find_profile(cluster: Cluster, mode: Mode, database: str | None) -> Profile 
 
 def _load(database: Database, environment: Environment, device: Device) -> Profile | None:
     """Load measurements by the device's name, else by the preset of a measured GPU's name."""
-
     found = load_profile(database, environment)
     if found is not None or environment.kind == "cpu":
         return found
@@ -121,7 +109,6 @@ def _load(database: Database, environment: Environment, device: Device) -> Profi
 @contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
     """Turn a profile database's errors into UsageError AP172."""
-
     try:
         yield
     except ProfileError as error:
@@ -148,7 +135,6 @@ def find_file(path: Path) -> Path:
 
 def database_counts(path: Path) -> list[tuple[Environment, int, int]]:
     """Count ops and transfers of each environment in a database. Raises UsageError AP171, AP172."""
-
     with explain_errors(path), Database(find_file(path), read_only=True) as opened:
         return [
             (where, len(opened.all(where)), len(opened.all_transfers(where)))

@@ -178,7 +178,6 @@ def cache_file() -> Path:
 @once
 def code_digest() -> str:
     """Return a hash of the package's own files: code, and data of prices."""
-
     made = hashlib.sha256()
     roots = [Path(place) for place in autoparallel.__path__]
     roots += [Path(place) for room in _rooms() for place in room]
@@ -305,7 +304,6 @@ def read_contents() -> CacheContents:
 
 def clear_cache() -> int:
     """Remove the user's cache and return its size in bytes. Raises MachineError AP710."""
-
     try:
         return clear(cache_file())
     except OSError as error:

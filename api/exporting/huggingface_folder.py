@@ -59,7 +59,6 @@ def write_adapters(
     tensors: Mapping[str, Tensor],
 ) -> list[Path]:
     """Write peft's ``adapter_config.json`` and ``adapter_model.safetensors``."""
-
     assert target is not None
     assert lora is not None
     config = {

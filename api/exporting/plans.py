@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.exporting.new_folder import check_free, new_folder
-from autoparallel.options.parse import did_you_mean
+from autoparallel.options.parse import choice_error
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import PLAN, load_plan
@@ -74,9 +74,7 @@ def is_plan_format(to: str | None, source: str | Path) -> bool:
     """
     known = (*CHECKPOINT_FORMATS, *WRITERS)
     if to is not None and to not in known:
-        raise UsageError(
-            "AP870", f"--to {to!r} is not one of {', '.join(known)}", fix=did_you_mean(to, known)
-        )
+        raise choice_error("AP870", "--to", to, known)
     if to not in WRITERS and _is_plan_file(Path(source)):
         raise UsageError(
             "AP361",

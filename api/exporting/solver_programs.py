@@ -70,7 +70,6 @@ def plan_program(
     Raises as ``load_plan``, ``check_trusted`` and ``stage_program`` do, and PlanError AP550 if the
     model is not the plan's any more.
     """
-
     plan = load_plan(plan_path)
     made = load_plan_model(
         plan, plan_path, trust=trust, profile=cast("Mode", profile), database=database

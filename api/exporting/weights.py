@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autoparallel.exporting.huggingface_folder import write_adapters, write_model_files
 from autoparallel.exporting.new_folder import check_free, new_folder
 from autoparallel.exporting.plans import CHECKPOINT_FORMATS
-from autoparallel.options.parse import did_you_mean, parse_size
+from autoparallel.options.parse import choice_error, parse_size
 from autoparallel.passes.capture.tie import find_tied
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.layout import whole_region
@@ -143,11 +143,7 @@ def export(  # noqa: PLR0913 - one parameter per option
 def _check_choices(to: str, dtype: str | None) -> None:
     for name, value, known in (("--to", to, CHECKPOINT_FORMATS), ("--dtype", dtype, tuple(DTYPES))):
         if value is not None and value not in known:
-            raise UsageError(
-                "AP870",
-                f"{name} {value!r} is not one of {', '.join(known)}",
-                fix=did_you_mean(value, known),
-            )
+            raise choice_error("AP870", name, value, known)
 
 
 def _source(checkpoint: Path, model: str | None, lora: str | None, *, trust: bool) -> WeightSource:

@@ -25,9 +25,9 @@ from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.html import plan_notebook
 from autoparallel.html.compared import compared_notebook, compared_page
 from autoparallel.html.estimated import estimated_notebook
+from autoparallel.options.option import check_names
 from autoparallel.options.plan_options import num_processes
 from autoparallel.options.progress import shown_to_callers
-from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import plan_files
 from autoparallel.report import describe
@@ -57,7 +57,6 @@ class ShownPlan(Plan):
 
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
         """Print the report on one screen, for IPython without HTML."""
-
         printer.text("ShownPlan(...)" if is_cycle else describe(self, short=True))
 
     def to_frame(self, what: str = "stages") -> pandas.DataFrame:
@@ -68,7 +67,6 @@ class ShownPlan(Plan):
 
         Raises UsageError: AP340 if pandas is not installed, AP341 for an unknown part.
         """
-
         return frame(self, what)
 
 
@@ -93,7 +91,6 @@ class Comparison:
 
     def page(self) -> str:
         """Return the self-contained page that ``compare --html`` writes."""
-
         return compared_page(self.items)
 
     def to_frame(self) -> pandas.DataFrame:
@@ -101,7 +98,6 @@ class Comparison:
 
         Raises UsageError AP340 if pandas is not installed.
         """
-
         return data_frame(comparison_rows(self.items))
 
 
@@ -115,7 +111,6 @@ def compare(*items: Plan | str | Path, trust: bool = False, progress: bool = Tru
 
     Raises UsageError AP353 to AP356, AP155, and errors of loading a plan and its model.
     """
-
     with plan_cache() as cache, shown_to_callers(progress) as observe:
         return Comparison(load_items(items, cache.values, trust=trust, observe=observe))
 
@@ -138,7 +133,6 @@ class Estimates(tuple[Estimate, ...]):
 
         Raises UsageError AP340 if pandas is not installed.
         """
-
         rows = estimates_json(self)
         return data_frame([{k: v for k, v in row.items() if k != "memory_bytes"} for row in rows])
 
@@ -166,14 +160,8 @@ def estimate(
     Raises UsageError AP350 for an unknown device, AP141 for an unknown option, and errors of
     planning.
     """
-
     target = make_target(model, example_batch, loss_fn)
-    known = set(Asked.__dataclass_fields__) - {"devices"}
-    for name in options:
-        if name not in known:
-            raise UsageError(
-                "AP141", f"unknown option {name!r}", fix=f"the options are {', '.join(known)}"
-            )
+    check_names(options, [name for name in Asked.__dataclass_fields__ if name != "devices"])
     text = devices if isinstance(devices, str) else ",".join(devices)
     lora = options.pop("lora", None) or (DEFAULT_LORA if has_lora(target) else None)
     lora = None if lora == "none" else lora

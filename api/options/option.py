@@ -8,7 +8,7 @@ the dataclass of arguments, which are those of the command line and of the Pytho
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -73,13 +73,7 @@ def read_options(owner: type[Options], given: Mapping[str, Any]) -> Options:
     Raises UsageError AP141 for an unknown name, and the errors of reading a value.
     """
     known = declared(owner)
-    for name in given:
-        if name not in known:
-            raise UsageError(
-                "AP141",
-                f"unknown option {name!r}",
-                fix=did_you_mean(name, list(known)) or f"the options are {', '.join(known)}",
-            )
+    check_names(given, list(known))
     values = {}
     for name, (own, how) in known.items():
         if how.read is not None:
@@ -87,6 +81,17 @@ def read_options(owner: type[Options], given: Mapping[str, Any]) -> Options:
         elif name in given:
             values[own.name] = given[name]
     return owner(**values)
+
+
+def check_names(given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise UsageError AP141 for a name that is not among the known ones."""
+    for name in given:
+        if name not in known:
+            raise UsageError(
+                "AP141",
+                f"unknown option {name!r}",
+                fix=did_you_mean(name, known) or f"the options are {', '.join(known)}",
+            )
 
 
 def check_choices(options: Any) -> None:

@@ -255,6 +255,14 @@ def parse_count(text: str, option: str) -> float:
     return count
 
 
+def choice_error(
+    code: str, option: str, value: str, known: Sequence[str], *, where: str = ""
+) -> UsageError:
+    """Return the error for a value of ``option`` that is not among the known ones."""
+    what = f"{option} {value!r} is not one of {', '.join(known)}"
+    return UsageError(code, what, where=where, fix=did_you_mean(value, known))
+
+
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """A sentence with the closest known name, or an empty one.
 

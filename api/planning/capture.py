@@ -1,4 +1,4 @@
-"""TODO."""
+"""Captures of targets: their models recorded without weights, and their graphs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def capture_target(
     target: Target, options: PlanOptions, observe: Observe = ignore, cache: Cache = NO_CACHE
 ) -> Program:
     """The target's model and loss as a graph; no weights are allocated."""
-
     observe("capture", 0, 1)
     deferred = record_target(target)
     program = cached_program(
@@ -108,7 +107,6 @@ def record_target(target: Target, seed: int = 0, init: Init = "exact") -> Deferr
 
     Raises UsageError AP106 where the user's code fails.
     """
-
     with building(target):
         return record_build(target.build_model, seed, init)
 
@@ -126,7 +124,6 @@ def capture_model(
 
     With ``autocast`` losses and the other ops of its float32 list are in float32.
     """
-
     rules = registered_rules()
     return capture(
         model,

@@ -15,11 +15,7 @@ from typing import Any
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner.batch import BATCH_NORMS
-from autoparallel.planner.errors import (
-    AutoparallelError,
-    InfeasibleError,
-    UsageError,
-)
+from autoparallel.planner.errors import AutoparallelError, InfeasibleError, UsageError
 from autoparallel.planner.find_plan import SearchMethod, plan
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.plan import GoalReport, Plan, Tried

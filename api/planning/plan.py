@@ -1,13 +1,12 @@
-"""From a target to its plan: capture, cluster, search.
+"""From a captured program, a cluster and options to a plan: prices, request, search.
 
-Everything that commands and the Python API ask of the planner goes through ``make_plan``.
+``profiling.measured_plan.make_plan`` plans a target: it captures, measures, and searches by this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,14 +15,16 @@ from autoparallel.cache.cached_plan import reuse_or_search
 from autoparallel.cache.captures import with_cached_memory
 from autoparallel.cache.database import database_path, find_profile
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
-from autoparallel.cost_model.cluster.cluster import ClusterError
+from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
 from autoparallel.cost_model.cluster.shorthand import resolve_cluster
 from autoparallel.options.collection import rare_collections
 from autoparallel.options.plan_options import PlanOptions, without_servers
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.passes.memory.stage_memory import check_host_memory
+from autoparallel.passes.programs.program import Program
 from autoparallel.placers.placement import learned_pipelines
 from autoparallel.planner.errors import InfeasibleError, UsageError
+from autoparallel.planner.graph import Graph
 from autoparallel.planner.kernels.fusion import with_fusion
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.basis import Basis
@@ -33,15 +34,7 @@ from autoparallel.planning.capture import captured_seq
 from autoparallel.planning.objectives import plan_for
 from autoparallel.planning.served_planning import can_be_served
 from autoparallel.runtime.profile.ops import own_name
-from autoparallel.target.target import (
-    Target,
-)
-
-if TYPE_CHECKING:
-    from autoparallel.cost_model.cluster.cluster import Cluster
-    from autoparallel.passes.programs.program import Program
-    from autoparallel.planner.graph import Graph
-    from autoparallel.planner.pricing.basis import Basis
+from autoparallel.target.target import Target
 
 MOST_REPEATS = 4
 """So often the search is repeated for a plan whose final memory keeps the limit."""
@@ -57,7 +50,6 @@ def within_limit(
     so far had of them. If no plan keeps the limit so, that which exceeds it least is returned; its
     report says so.
     """
-
     check_host_memory(found, program.graph, program.blocks)
     tried: list[Plan] = []
     uncounted = 0
@@ -87,7 +79,6 @@ def plan_program(
     cache: Cache = NO_CACHE,
 ) -> Plan:
     """The best plan found for a captured program."""
-
     graph, basis = priced(program, target, cluster, options)
     if not can_be_served(program, target, cluster):
         options = without_servers(options)
@@ -114,7 +105,6 @@ def priced(
     program: Program, target: Target, cluster: Cluster, options: PlanOptions
 ) -> tuple[Graph, Basis]:
     """Return a program's graph as it is priced, and the measurements for it."""
-
     graph = priced_graph(program, compiled=options.compiled)
     basis = basis_for(cluster, options, target)
     if not options.compiled:  # whole blocks are measured as they run eagerly
@@ -124,7 +114,6 @@ def priced(
 
 def priced_graph(program: Program, *, compiled: bool | None) -> Graph:
     """Return a program's graph as it is priced: with fused ops where blocks are compiled."""
-
     return with_fusion(program.graph, program.blocks) if compiled else program.graph
 
 
@@ -133,7 +122,6 @@ def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
 
     Raises UsageError AP170 where times must be measured and none is.
     """
-
     profile = find_profile(cluster, options.profile, options.database)
     if options.profile == "measured" and profile is None:
         raise UsageError(
@@ -159,7 +147,6 @@ def own_update(target: Target) -> str:
 
 def request_of(program: Program, target: Target, options: PlanOptions) -> Request:
     """The options as the planner takes them."""
-
     return Request(
         global_batch=options.global_batch,
         seq=options.seq if options.seq is not None else captured_seq(program),
@@ -189,7 +176,6 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
 
 def stamped(plan: Plan) -> Plan:
     """``plan`` with the versions that made it."""
-
     return replace(plan, version=__version__, torch_version=torch.__version__)
 
 
@@ -198,7 +184,6 @@ def find_cluster(text: str) -> Cluster:
 
     Raises UsageError AP115 where there is none.
     """
-
     try:
         return resolve_cluster(text)
     except ClusterError as error:

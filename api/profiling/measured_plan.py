@@ -35,7 +35,6 @@ def make_plan(
 
     Its memory is found action by action, see ``passes.memory.stage_memory``.
     """
-
     observe("cluster", 0, 1)
     cluster = with_choice(find_cluster(cluster_text), options.tf32)
     observe("cluster", 1, 1)
@@ -84,7 +83,6 @@ def _plan_measured(
 
     Nothing is measured under torchrun, or for a target that other processes cannot load.
     """
-
     if options.profile != "auto" or options.measure_seconds <= 0 or not target.is_named:
         return plan_program(program, target, cluster, options, observe, cache)
 

@@ -7,13 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 LINE_SECONDS = 10.0
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,29 +60,29 @@ from autoparallel.target.target import Target
 
 MOST_ROUNDS = 6
 MEASURING_SHARE = 0.5
-"""Of the seconds that a user waits, what is for measuring at least."""
+"""Least share of the user's wait that is for measuring."""
 
 WORTH_STARTING = 0.01
-"""Of a predicted step, what must hang on unmeasured times for processes to be started."""
+"""Share of a predicted step that must depend on unmeasured times for processes to be started."""
 
 LINK_STEP = 16
-"""How far the sizes of transfers lie apart."""
+"""Factor between the sizes of transfers."""
 
 LEAST_SECONDS, MOST_SECONDS = 0.05, 3.0
-"""What measuring one size of a transfer, or one block, may take."""
+"""Limits of the seconds for measuring one size of a transfer, or one block."""
 
 LINK_SHARE, BLOCK_SHARE = 0.01, 0.5
-"""Of what is left of the seconds: for one size of a transfer, and for all blocks of a plan."""
+"""Shares of the seconds that are left: for one size of a transfer, and for all blocks of a plan."""
 
 BLOCK_ROUNDS = 5
-"""How often a block runs forward and backward at least while it is measured."""
+"""Least number of forwards and backwards of a measured block."""
 
 UPDATE_SHARE = 0.05
-"""Of a predicted step, what hangs on the optimizer's: it is priced too low where steps are small,
+"""Share of a predicted step that stands for the optimizer's: it is priced too low for small steps,
 but blocks come before it."""
 
 SLOWER = 2.0
-"""A block that was not measured may take so many times what its ops are priced at."""
+"""Factor by which an unmeasured block may be slower than the prices of its ops."""
 
 LEAST_BYTES, MOST_BYTES, STEP = 1 << 10, 1 << 28, 4
 """Sizes of transfers: from the first to the second, as far as is asked, each ``STEP`` times the one
@@ -233,7 +234,7 @@ def under_torchrun_here(cluster: Cluster, environment: Mapping[str, str] = os.en
 
 
 @dataclass
-class WorkList:
+class WorkList(ABC):
     """Rank 0's list of measurements: what is known, and what is missing."""
 
     program: Program
@@ -249,13 +250,13 @@ class WorkList:
     def __post_init__(self) -> None:
         self.environment = measuring_environment(self.cluster)
 
+    @abstractmethod
     def tasks(self) -> tuple[Task, ...]:
         """Return the next tasks; none where nothing is missing, or the time is up."""
-        raise NotImplementedError
 
+    @abstractmethod
     def left_seconds(self, task: Task) -> float:
         """Return the seconds that are left for a task."""
-        raise NotImplementedError
 
     def known(self) -> tuple[Profile, Mapping[str, str]]:
         """Return the measurements in exactly this environment, and the reasons of failed ones."""
@@ -329,7 +330,7 @@ class PlanWork(WorkList):
         return tuple(sorted(found, key=lambda each: -each.weight))
 
     def _blocks(self, plan: Plan, known: Profile, failures: Mapping[str, str]) -> Iterator[Task]:
-        """The blocks of a plan at its rows, or at fewer where those would take too long."""
+        """Yield the blocks of a plan at its rows, or at fewer where measuring takes too long."""
         graph = with_precision(self.program.graph, plan.model.precision)
         counts: dict[str, int] = {}
         for block in self.program.blocks.blocks:
@@ -352,7 +353,7 @@ class PlanWork(WorkList):
             yield Task(task, max(LEAST_SECONDS, min(MOST_SECONDS, wanted)), weight)
 
     def _links(self, plan: Plan, known: Profile) -> Iterator[Task]:
-        """The collectives and messages of a plan, up to the sizes that it asks for."""
+        """Yield the collectives and messages of a plan, up to its sizes."""
         asked = CostQueries()
         basis = Basis(known, asked=asked)
         evaluate(self.program.graph, self.program.blocks, plan, self.cluster, basis=basis)
@@ -372,7 +373,7 @@ class PlanWork(WorkList):
                 yield Task(task, seconds, each.seconds)
 
     def _update(self, plan: Plan, known: Profile) -> Iterator[Task]:
-        """The optimizer's step, of parameters as large as the plan's."""
+        """Yield the optimizer's step, of parameters as large as the plan's."""
         optimizer = own_update(self.target) or plan.model.optimizer
         if update_curve(known, optimizer) is None:
             largest = max(
@@ -396,6 +397,7 @@ def measure_together(
     Random numbers that a script draws afterwards are those that it would have drawn without.
     """
     devices = [device] if device.type == "cuda" else []
+    meshes = Meshes(device)
     with torch.random.fork_rng(devices):
         for _ in range(MOST_ROUNDS):
             tell("waiting for what to measure")
@@ -410,19 +412,20 @@ def measure_together(
                 if work is not None:
                     work.advance(task.name)
                 ends = began + (0.0 if work is None else work.left_seconds(task))
-                for found in _measured(task, ends, device=device, build=build):
+                for found in _measured(task, ends, meshes, device=device, build=build):
                     if isinstance(found, OpTime):
                         tell(f"measuring {found.case.op}")
                     if work is not None:
                         work.keep(found)
                 if work is not None:
                     work.measured_seconds += time.perf_counter() - began
+    meshes.close()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _measured(
-    task: Task, ends: float, *, device: torch.device, build: BuildOptimizer | None
+    task: Task, ends: float, meshes: Meshes, *, device: torch.device, build: BuildOptimizer | None
 ) -> Iterator[Found]:
     """Measure a task until ``ends`` of rank 0's ``perf_counter``, result by result."""
     what, seconds = task.what, task.seconds
@@ -440,12 +443,10 @@ def _measured(
         else:
             yield OpTime(what.case, None, block)
     elif isinstance(what, LinkTask):
-        meshes = Meshes(device)
         for each in measure_links(
             what.links, device=device, case_seconds=seconds, until=is_late, meshes=meshes
         ):
             yield what.transfer(each)
-        meshes.close()
     elif isinstance(what, OpsTask):
         budget = Budget(case_seconds=seconds)
         yield from measure_ops(what.cases, device=device, budget=budget, until=is_late)

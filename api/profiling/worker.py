@@ -15,10 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from autoparallel.cache.database import explain_errors
 from autoparallel.cost_model.cluster.cluster import STATE_COLLECTIVES
 from autoparallel.cost_model.cluster.cluster_file import from_dict
 from autoparallel.cost_model.collectives.collectives import Group, group_of
 from autoparallel.cost_model.profile.case import OpCase
+from autoparallel.cost_model.profile.database import Database
 from autoparallel.cost_model.profile.lookup import Profile, level_of
 from autoparallel.cost_model.profile.records import Transfer
 from autoparallel.cost_model.profile.transfers import overlapped
@@ -91,6 +93,8 @@ def profile(
         work = None
         if worker.rank == 0:
             shown = stack.enter_context(shown_progress(budget, quiet=quiet))
+            with explain_errors(Path(database)), Database(database):
+                pass  # a file that cannot be written is told before anything is measured
             chosen = options_from_json(options)
             tell("capturing the model")
             work = SearchWork(

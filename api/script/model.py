@@ -154,7 +154,6 @@ def _huggingface(
     target: Target, folder: Path
 ) -> tuple[tuple[str, ...], list[str], tuple[str, ...]]:
     """Write the configuration as a file; return the code that builds the model."""
-
     built = target.build_model if target.settings.get("lora") else None
     config = target_config(target)
     config.save_pretrained(folder)

@@ -34,7 +34,6 @@ def price(
     plan: Plan, plan_path: Path, candidates: Sequence[Configuration], *, trust: bool
 ) -> PricedConfig:
     """Price the candidates and return the best."""
-
     try:
         with plan_cache() as cache, progress() as observe:
             model = load_plan_model(

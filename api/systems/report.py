@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from autoparallel.analysis.configurations import configuration_summary
 from autoparallel.options.words import bytes_text, seconds_text
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.summary import (
-    plan_summary,
-)
+from autoparallel.planner.summary import plan_summary
 from autoparallel.report.comparison import change_text
 from autoparallel.systems.degrees import layers_of
 from autoparallel.systems.priced import PricedConfig

@@ -16,7 +16,6 @@ def check_target(target: Target, global_batch: int, seq: int | None) -> str:
 
     Raises UsageError (AP105 to AP108) if the contract is broken.
     """
-
     with building(target), torch.device("meta"):
         model = target.build_model()
     parameters = list(model.parameters())

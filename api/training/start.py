@@ -179,7 +179,6 @@ def _start_on_host(
     name: str, path: Path, start: Start, hosts: Hosts, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Start the ranks of this host, one of several."""
-
     if is_launched(os.environ):
         raise UsageError(
             "AP156",

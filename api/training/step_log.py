@@ -224,7 +224,6 @@ def keep_measurement(
 
     A folder that cannot be written is reported, and is no error.
     """
-
     measured = outcome(figures, plan, num_batches)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     found = Measurement(

@@ -11,15 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterator, Sequence
 from typing import Any
 
-from .actions import (
-    BACKWARD,
-    FORWARD,
-    INPUT_BACKWARD,
-    SEND_FORWARD,
-    SENDS,
-    Action,
-    ActionKind,
-)
+from .actions import BACKWARD, FORWARD, INPUT_BACKWARD, SEND_FORWARD, SENDS, Action, ActionKind
 from .timeline import STREAMS, Event, Stream, Timeline
 
 TraceEvent = dict[str, Any]

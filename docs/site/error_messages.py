@@ -17,6 +17,7 @@ RAISERS = {
     "running_user_code": ("UsageError", 1),
     "refuse_gradient": ("UsageError", 1),
     "Choices": ("UsageError", 1),
+    "choice_error": ("UsageError", 1),
     "_give_up": ("HangError", 1),
     "_Damage": ("PlanError", 2),
 }
@@ -57,7 +58,7 @@ def _errors_of(module: ast.Module) -> Iterator[tuple[str, str, list[str]]]:
             name = _name_of(call)
             class_name, position = RAISERS.get(name, (name, 1))
             messages = list(_texts(call.args[position], scope, module))
-            if name == "Choices":
+            if name in ("Choices", "choice_error"):
                 messages = ["… is not one of …"]
             yield code.value, class_name, messages or _first_sentence(scope)
 

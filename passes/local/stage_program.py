@@ -25,14 +25,7 @@ from ..ops.collectives import Communicator, Rank
 from ..ops.random_ops import Draws
 from .accumulate import Counting, build_counting, counts_used
 from .localize import BlockInterface, localize_block, parse_key, value_key
-from .stage_cut import (
-    Boundary,
-    boundaries,
-    op_layout,
-    stage_ranges,
-    uses_by_block,
-    wanted_layouts,
-)
+from .stage_cut import Boundary, boundaries, op_layout, stage_ranges, uses_by_block, wanted_layouts
 
 
 @dataclass(frozen=True, slots=True)

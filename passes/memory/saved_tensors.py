@@ -30,14 +30,7 @@ from ...planner.plan import Plan
 from ..backward.recomputing import Recomputing
 from ..backward.weight_gradients import WeightGradients, defer
 from ..local.stage_program import BlockProgram, StageProgram, build_stage
-from .state_traffic import (
-    GRADIENTS,
-    Library,
-    StateTraffic,
-    gradient_of,
-    is_sharded,
-    set_gradient,
-)
+from .state_traffic import GRADIENTS, Library, StateTraffic, gradient_of, is_sharded, set_gradient
 from .storages import OTHER, SAVED, LiveBytes
 
 PARAMETERS, BUFFERS, INPUTS, RECOMPUTED = "parameters", "buffers", "inputs", "recomputation"

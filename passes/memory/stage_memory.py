@@ -35,13 +35,7 @@ from ...planner.pricing.weight_versions import version_bytes
 from ...planner.replicas import stages_of_ranks
 from ...planner.schedules.held import MessageBytes, sends_kept
 from ...planner.stage_walk import StageWalk
-from ..local.stage_cut import (
-    Boundary,
-    boundaries,
-    op_layout,
-    stage_ranges,
-    with_replicas,
-)
+from ..local.stage_cut import Boundary, boundaries, op_layout, stage_ranges, with_replicas
 from .communicators import num_communicators
 from .priced_activations import WORKING, PricedStage
 from .rank_memory import Bytes, StageBytes, action_bytes, fullest_moment
@@ -377,8 +371,11 @@ class _Stage:
         return found
 
     def _held(self, name: str) -> tuple[int, int, bool]:
-        """Return a parameter's elements on the rank, the ranks that ZeRO may shard it over, and
-        whether it does."""
+        """Return the size and sharding of a parameter on the rank.
+
+        These are its number of elements here, the number of ranks that ZeRO can shard it over, and
+        whether ZeRO shards it.
+        """
         spec, mesh = self.graph[name].spec, self.stage.mesh
         layout = self.stage.leaf_layout(name, self.blocks)
         shape = local_shape(spec.shape, layout, mesh.shape)

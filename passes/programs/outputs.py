@@ -13,12 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_is_leaf,
-    tree_unflatten,
-)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_unflatten
 
 from ...planner.errors import CaptureError
 from ...planner.graph import Graph, Ref

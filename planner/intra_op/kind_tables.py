@@ -27,16 +27,7 @@ from ..pricing.price_cache import find
 from ..pricing.seconds import HELD, STEP, objective_weights
 from ..pricing.stage_model import KindModel, StageModel
 from ..pricing.structure import Edge
-from .elimination import (
-    Eliminated,
-    Factor,
-    Floats,
-    Ints,
-    Memo,
-    Order,
-    eliminate,
-    find_order,
-)
+from .elimination import Eliminated, Factor, Floats, Ints, Memo, Order, eliminate, find_order
 
 MOST_CELLS = 4_000_000
 """Maximum cells of a table; wider problems go to the integer program."""

@@ -33,13 +33,7 @@ from ..layout import (
     keeps_groups,
     shard,
 )
-from ..positions import (
-    Dims,
-    by_entries,
-    features_only,
-    position_dims,
-    positions_where_whole,
-)
+from ..positions import Dims, by_entries, features_only, position_dims, positions_where_whole
 from ..requests.feature_strategies import allowed
 from ..requests.features import Features
 from ..requests.pins import Pins, keep_pinned

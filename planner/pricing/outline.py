@@ -141,7 +141,7 @@ def is_own_parameter(ref: Ref, node: Node, graph: Graph) -> bool:
 def merge_nodes(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool
 ) -> list[_Draft]:
-    """Merge op nodes that are decided together, with every strategy of each."""
+    """Group the op nodes whose strategies are chosen together, with the strategies of each node."""
     found: list[_Draft] = []
     home: dict[str, int] = {}
     own = [

@@ -100,7 +100,11 @@ class Policies:
     def allowed(
         self, forced: Recompute | None, modes: Sequence[Recompute], counts: Sequence[int]
     ) -> NDArray[np.bool_]:
-        """Return which policies are allowed: by a mode forced for all blocks, else by ``modes``."""
+        """Return a mask of the allowed policies.
+
+        Allowed is the policy of the mode that is ``forced`` for all blocks; without one, every
+        policy of ``modes``.
+        """
         if forced is None:
             return self.within(modes)
         only = np.array(uniform_policy(forced, counts))[:, None]

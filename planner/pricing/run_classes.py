@@ -212,7 +212,7 @@ def chord_bounds(lengths: Ints, known: Ints, seconds: Floats, regular: int) -> F
 
 
 def at_least(lengths: Sequence[int], seconds: Floats, slope: float) -> Floats:
-    """Raise the lower bounds of a series to those of shorter runs plus ``slope`` per further block.
+    """Raise each lower bound to the bounds of shorter runs, plus ``slope`` for each block more.
 
     ``seconds`` are lower bounds. Removing blocks from the best solution of a longer run gives a
     solution of the shorter run, which is cheaper by at least ``slope`` each.

@@ -16,14 +16,7 @@ from ..pricing.branches import stage_depths
 from ..requests.options import microbatch_rows
 from ..schedules.held import most_held
 from ..search.branch_and_bound import PipelineProposal
-from ..search.candidates import (
-    Candidate,
-    Chosen,
-    build_simulated,
-    candidate,
-    edges,
-    models_of,
-)
+from ..search.candidates import Candidate, Chosen, build_simulated, candidate, edges, models_of
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 

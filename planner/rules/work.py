@@ -19,13 +19,7 @@ from ..graph import Fused, Node, OpRule, TensorSpec
 from .annotation import bind
 from .case import argument
 from .equation import parse_equation
-from .products import (
-    Product,
-    attention_products,
-    gradient_products,
-    plain_product,
-    product_factors,
-)
+from .products import Product, attention_products, gradient_products, plain_product, product_factors
 from .saved import expert_pairs, is_identity, saved_inputs, saved_outputs
 from .table import packet
 

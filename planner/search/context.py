@@ -21,13 +21,7 @@ from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageEr
 from ..graph import Blocks, Graph
 from ..inter_op.heterogeneous import inner_size
 from ..inter_op.inter_op import Floats, StageChoice, Table
-from ..inter_op.submesh import (
-    Proposals,
-    meshes,
-    proposals,
-    restriction,
-    submesh_sizes,
-)
+from ..inter_op.submesh import Proposals, meshes, proposals, restriction, submesh_sizes
 from ..intra_op.intra_op import IntraOp, Limits
 from ..intra_op.pulp_solver import find_solver
 from ..layout import Mesh

@@ -12,21 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.ops.compute import least_seconds
-from ..graph import Node
+from ..graph import Blocks, Graph, Node
 from ..intra_op.intra_op import StageAnswer
 from ..layout import INVARIANT, Layout, NodeLayout, boundary_layout, conversion_steps
-from ..plan import (
-    Alternative,
-    BlockPlan,
-    ModelInfo,
-    Plan,
-    Prediction,
-    SolverInfo,
-    StagePlan,
-)
+from ..plan import Alternative, BlockPlan, ModelInfo, Plan, Prediction, SolverInfo, StagePlan
 from ..pricing.branches import StagePlacement, stage_edges
 from ..pricing.choices import input_specs, unsharded_ops
-from ..pricing.prices import Prices
+from ..pricing.prices import Rules
 from ..pricing.stage_model import StageModel
 from ..pricing.step import prediction_of, send_seconds
 from ..pricing.structure import Structure
@@ -243,7 +235,7 @@ def _gathers(held: Layout, wanted: Layout) -> bool:
 def _prediction(best: Candidate, cluster: Cluster, request: Request) -> Prediction:
     structure, prices = best.answers[0][0].structure, best.answers[0][0].prices
     rows = best.rows / structure.graph.batch_size  # unequal shares run the graph at other rows
-    flops = model_flops(structure, prices)
+    flops = model_flops(structure.graph, structure.blocks, prices.rules)
     least = least_seconds(cluster, flops, prices.policy.compute_dtype)
     tokens = request.global_batch * (request.seq or 1)
     return Prediction(
@@ -256,12 +248,12 @@ def _prediction(best: Candidate, cluster: Cluster, request: Request) -> Predicti
     )
 
 
-def model_flops(structure: Structure, prices: Prices) -> Mapping[str, float]:
-    """The FLOPs, forward and backward, of one micro-batch by family, without recomputation."""
-    graph, total = structure.graph, Counter[str]()
-    counts = Counter(block.kind for block in structure.blocks.blocks)
-    for kind, block in structure.blocks.kinds.items():
+def model_flops(graph: Graph, blocks: Blocks, rules: Rules) -> Mapping[str, float]:
+    """Return the FLOPs, forward and backward, of one batch by family, without recomputation."""
+    total = Counter[str]()
+    counts = Counter(block.kind for block in blocks.blocks)
+    for kind, block in blocks.kinds.items():
         for node in map(graph.__getitem__, block.nodes):
-            work = prices.rules.work(node, input_specs(node, graph), node.outputs)
+            work = rules.work(node, input_specs(node, graph), node.outputs)
             total[work.family] += counts[kind] * (work.flops_forward + work.flops_backward)
     return total

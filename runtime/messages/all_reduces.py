@@ -95,8 +95,7 @@ class AllReduces:
             self._groups[axis] = gloo_group_beside(group)
 
     def start(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> ThreadTask:
-        """Sum a flat tensor in place over the axes, one after the other, once all that was
-        started before is summed."""
+        """Start the sum of a flat tensor over the axes, in place; sums run one by one."""
         return self._lane.submit(partial(self._run, algorithm, tensor, axes))
 
     def _run(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> None:

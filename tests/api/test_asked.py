@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import pkgutil
+from typing import Any
 
 import pytest
 
+from autoparallel import actions
+from autoparallel.__main__ import app
 from autoparallel.commands.machine import profile
 from autoparallel.commands.planning import plan
 from autoparallel.commands.training import run, verify
@@ -37,6 +42,20 @@ def test_every_command_that_plans_takes_the_same_options() -> None:
     assert shared - {"precision", "float32_ops", "tf32"} <= names(verify)
     alone = {"profile", "measure_seconds", "objective", "price", "deadline"}
     assert shared - alone <= names(profile)
+
+
+@pytest.mark.parametrize("declaration", [each.callback for each in app.registered_commands])
+def test_a_command_passes_what_its_action_takes(declaration: Any) -> None:
+    """A declaration has no body, so type checkers do not compare it with its action."""
+    modules = (each.name for each in pkgutil.iter_modules(actions.__path__))
+    owners = [importlib.import_module(f"autoparallel.actions.{name}") for name in modules]
+    taken = [
+        names(getattr(owner, declaration.__name__))
+        for owner in owners
+        if getattr(owner, declaration.__name__, None) is not None
+        and getattr(owner, declaration.__name__).__module__ == owner.__name__
+    ]
+    assert taken == [names(declaration.__wrapped__)]
 
 
 def test_python_takes_the_options_of_the_command_line() -> None:
