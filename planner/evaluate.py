@@ -94,17 +94,22 @@ class Staged:
         """Return a device's peak bytes; ``activation_bytes`` applies to ranks with replicas."""
         return round(max(_rank_bytes(self.plan, self.costs, activation_bytes)))
 
-    def timeline(self) -> Timeline:
-        """Simulate the step with all its events; one stage is a pipeline of one."""
+    @property
+    def pipeline(self) -> Pipeline:
+        """The schedule of the plan's stages; one stage is a pipeline of one."""
         plan = self.plan
-        pipeline = Pipeline(
+        return Pipeline(
             plan.schedule,
             plan.num_microbatches,
             num_chunks=plan.num_chunks,
             edges=self.edges,
             slices=self.slices,
         )
-        return simulate_stages(pipeline, self.costs, message=message_seconds(plan.cluster))
+
+    def timeline(self) -> Timeline:
+        """Simulate the step with all its events."""
+        message = message_seconds(self.plan.cluster)
+        return simulate_stages(self.pipeline, self.costs, message=message)
 
     def evaluation(self) -> Evaluation:
         """Simulate the step and return all figures."""

@@ -319,8 +319,10 @@ class Plan:
 
     @property
     def tf32(self) -> tuple[str, ...] | None:
-        """Return the families whose float32 products run in TF32 on a device of the cluster; None
-        if the plan does not say, or no device has TF32."""
+        """The families of float32 products that the plan runs in TF32, on any of its devices.
+
+        None if the plan does not say, or no device has TF32.
+        """
         devices = [host.device for host in self.cluster.hosts if has_tf32(host.device)]
         said = [device.tf32 for device in devices if device.tf32 is not None]
         return tuple(sorted({name for each in said for name in each})) if said else None

@@ -52,7 +52,7 @@ from ..pricing.prices import Prices
 from ..pricing.slice_costs import even_lengths
 from ..pricing.stage_cost import StageCost
 from ..pricing.stage_model import StageModel
-from ..pricing.step import Pipeline, message_seconds, pipeline_table, simulate_stages
+from ..pricing.step import message_seconds, pipeline_table, simulate_stages
 from ..pricing.structure import Structure
 from ..requests.options import check_experts
 from ..requests.pins import Pin, by_template, check_priced, pinned_blocks
@@ -242,13 +242,7 @@ class ConfigurationPricer:
     ) -> PricedStep:
         """Simulate the step of a plan with these stage costs."""
         own, plan, cluster = configuration, staged.plan, staged.plan.cluster
-        pipeline = Pipeline(
-            own.schedule,
-            own.num_microbatches,
-            num_chunks=own.num_chunks,
-            edges=staged.edges,
-            slices=staged.slices,
-        )
+        pipeline = staged.pipeline
         timeline = simulate_stages(pipeline, costs, message=message_seconds(cluster))
         structure = self._structure(own, own.microbatch_size)
         parts = own.mesh.size // (1 if own.sequence_parallel else own.tp)
