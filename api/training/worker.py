@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ from autoparallel.target.target import Target
 from autoparallel.training.data import TrainingData
 from autoparallel.training.elastic_plan import plan_for_ranks
 from autoparallel.training.memory_error import explained_memory_errors
-from autoparallel.training.restart import begin_attempt
+from autoparallel.training.restart import Attempt, begin_attempt
 from autoparallel.training.run_setup import open_callbacks, update_options, with_compile_choice
 from autoparallel.training.step_log import (
     MemoryMeter,
@@ -100,43 +100,15 @@ def train(
     bytes, and the losses.
     """
     asked = RunOptions(**(options or {}))
-    plan, target = load_job(plan_path)
-    given = {} if sources is None else sources
-    check_served_run(plan, asked, {"saving": saving, "resume": resume}, target)
-    if given.get("data") is not None:
-        target = with_text(target, given["data"], worker)
-    device = join_as(worker, plan.cluster)
     how = Saving(**saving) if saving is not None else None
-    folder = None if how is None else how.folder
-    if asked.elastic is not None:
-        plan = plan_for_ranks(plan, target, worker, asked.elastic, folder)
-    plan = with_compile_choice(plan, asked.compiled, rank=worker.rank)
-    attempt = begin_attempt(worker, folder, resume)
-    resume, start = attempt.resume, None
-    if resume is None and given.get("weights") is not None:
-        start = partial(open_pretrained, given["weights"], partial=given["weights_partial"])
-    trainer, memory = make_trainer(
-        plan,
-        target,
-        worker,
-        device=device,
-        seed=seed,
-        init=given.get("init", "auto"),
-        is_given=resume is not None,
-        start=start,
-    )
-    set_as_planned(plan, worker.rank)
-    if worker.rank == 0:
-        print(verification_text(plan), flush=True)
+    run = _prepare(worker, plan_path, asked, how, resume=resume, sources=sources or {}, seed=seed)
+    plan, trainer = run.plan, run.trainer
     if not trainer.trains:
         trainer.finish(worker.watchdog.progress)
         return {}
-    if worker.rank == 0 and (meaning := describe_updates(plan) or describe_servers(plan)):
-        name = plan.schedule if plan.servers is None else plan.servers.consistency
-        print(f"{name}: {meaning}", flush=True)
     data = TrainingData(
         trainer,
-        target,
+        run.target,
         seed=seed,
         progress=worker.watchdog.progress,
         tell=partial(print, flush=True) if worker.rank == 0 else lambda line: None,
@@ -145,25 +117,29 @@ def train(
     if isinstance(trainer, Trainer):
         done = begin_run(
             trainer,
-            target,
+            run.target,
             data,
             worker,
             asked,
             seed=seed,
-            resume=resume,
+            resume=run.attempt.resume,
             compared=lambda: log.skip(),
         )
-    last = attempt.begin_after(done, steps, rank=worker.rank)
+    last = run.attempt.begin_after(done, steps, rank=worker.rank)
     if worker.rank == 0 and how is not None:
         keep_plan(plan, how.folder)
-    watched = explained_memory_errors(plan, worker, partial(held_by, trainer), memory.peak_bytes)
-    telling = open_callbacks(asked, plan, target, rank=worker.rank, kept=attempt.last_kept(done))
+    watched = explained_memory_errors(
+        plan, worker, partial(held_by, trainer), run.memory.peak_bytes
+    )
+    telling = open_callbacks(
+        asked, plan, run.target, rank=worker.rank, kept=run.attempt.last_kept(done)
+    )
     num_traced = 0 if plan.servers is not None else asked.trace_steps
     trace = RunTrace(num_traced, asked.trace, first=done + 1, last=last)
     with telling as callback, watched:
         log = StepLog(
             samples_or_tokens(plan, asked.accumulate),
-            memory,
+            run.memory,
             callback,
             predicted_seconds=plan.prediction.step_seconds * asked.accumulate,
         )
@@ -187,6 +163,61 @@ def train(
         saved = [Path(how.folder) / PLAN] if how is not None else []
         keep_measurement(plan, log.figures, asked.accumulate, [Path(plan_path), *saved])
     return outcome(log.figures, plan, asked.accumulate)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Everything that a rank's steps need: its plan, model, trainer, and start."""
+
+    plan: Plan
+    target: Target
+    attempt: Attempt
+    trainer: RankTrainer
+    memory: MemoryMeter
+
+
+def _prepare(
+    worker: Worker,
+    plan_path: str,
+    asked: RunOptions,
+    saving: Saving | None,
+    *,
+    resume: str | None,
+    sources: Mapping[str, Any],
+    seed: int,
+) -> _Run:
+    """Join the ranks, rebuild the model and make the trainer; rank 0 prints the plan's meaning."""
+    plan, target = load_job(plan_path)
+    check_served_run(plan, asked, {"saving": saving, "resume": resume}, target)
+    if sources.get("data") is not None:
+        target = with_text(target, sources["data"], worker)
+    device = join_as(worker, plan.cluster)
+    folder = None if saving is None else saving.folder
+    if asked.elastic is not None:
+        plan = plan_for_ranks(plan, target, worker, asked.elastic, folder)
+    plan = with_compile_choice(plan, asked.compiled, rank=worker.rank)
+    attempt = begin_attempt(worker, folder, resume)
+    start = None
+    if attempt.resume is None and sources.get("weights") is not None:
+        start = partial(open_pretrained, sources["weights"], partial=sources["weights_partial"])
+    trainer, memory = make_trainer(
+        plan,
+        target,
+        worker,
+        device=device,
+        seed=seed,
+        init=sources.get("init", "auto"),
+        is_given=attempt.resume is not None,
+        start=start,
+    )
+    set_as_planned(plan, worker.rank)
+    if worker.rank == 0:
+        print(verification_text(plan), flush=True)
+        meaning = describe_updates(plan) or describe_servers(plan)
+        if meaning and trainer.trains:
+            name = plan.schedule if plan.servers is None else plan.servers.consistency
+            print(f"{name}: {meaning}", flush=True)
+    return _Run(plan, target, attempt, trainer, memory)
 
 
 def begin_run(
