@@ -338,8 +338,8 @@ FAULTS = (
     Fault(
         "zero-1-unsharded",
         "passes/memory/stage_memory.py",
-        "is_sharded = self.stage.zero > 0 and shards > 1",
-        "is_sharded = self.stage.zero > 1 and shards > 1",
+        "is_sharded(spec, layout, mesh, self.stage.zero)",
+        "is_sharded(spec, layout, mesh, self.stage.zero - 1)",
         "tests/passes/memory/test_stage_memory.py",
     ),
     # gradients are summed over as many axes as the bucket that has the fewest

@@ -69,6 +69,17 @@ class PrecisionPolicy:
         """True where the copy that computes is not the copy that is stepped."""
         return self.gathered_bytes != self.parameter_bytes
 
+    @property
+    def frozen(self) -> PrecisionPolicy:
+        """The policy of parameters that are not trained: nothing but the copy that computes."""
+        return replace(
+            self,
+            parameter_bytes=self.gathered_bytes,
+            gradient_bytes=0,
+            optimizer_bytes=0,
+            host_bytes=0,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:

@@ -49,6 +49,26 @@ class ParameterProgram:
     shared: bool
 
 
+def is_sharded(spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int) -> bool:
+    """Return whether ZeRO shards a parameter over axis "dp".
+
+    It shards frozen parameters from stage 3 on: before that all ranks keep the whole parameter,
+    which never changes, so a shard would only add to it. Complex ones are never sharded.
+
+    >>> spec, mesh = TensorSpec((4, 4), "float32", requires_grad=True), Mesh(("dp", "tp"), (2, 2))
+    >>> is_sharded(spec, (REPLICATE, REPLICATE), mesh, zero=1)
+    True
+    """
+    return (
+        zero > (0 if spec.requires_grad else 2)
+        and mesh.axes[0] == "dp"
+        and mesh.shape[0] > 1
+        and not layout[0].is_shard
+        and len(spec.shape) > 0
+        and not spec.is_complex
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class BlockProgram:
     """A block's module: ``forward(*inputs)`` returns the tuple of ``outputs``.

@@ -29,8 +29,8 @@ from ...planner.layout import Layout, Mesh, local_shape
 from ...planner.plan import Plan
 from ..backward.recomputing import Recomputing
 from ..backward.weight_gradients import WeightGradients, defer
-from ..local.stage_program import BlockProgram, StageProgram, build_stage
-from .state_traffic import GRADIENTS, Library, StateTraffic, gradient_of, is_sharded, set_gradient
+from ..local.stage_program import BlockProgram, StageProgram, build_stage, is_sharded
+from .state_traffic import GRADIENTS, Library, StateTraffic, gradient_of, set_gradient
 from .storages import OTHER, SAVED, LiveBytes
 
 PARAMETERS, BUFFERS, INPUTS, RECOMPUTED = "parameters", "buffers", "inputs", "recomputation"
@@ -197,7 +197,8 @@ class _Run:
         """Hold gradients as the runtime does: present before a step's first micro-batch or not."""
         mesh = self.program.mesh
         for name, parameter in self.parameters.items():
-            sharded = is_sharded(self.program.parameters[name], mesh, self.zero)
+            declared = self.program.parameters[name]
+            sharded = is_sharded(declared.spec, declared.layout, mesh, self.zero)
             is_reduced_now = sharded and (self.zero >= 2 or self.moment.is_last)
             if not parameter.requires_grad:
                 continue

@@ -36,6 +36,7 @@ from ...planner.replicas import stages_of_ranks
 from ...planner.schedules.held import MessageBytes, sends_kept
 from ...planner.stage_walk import StageWalk
 from ..local.stage_cut import Boundary, boundaries, op_layout, stage_ranges, with_replicas
+from ..local.stage_program import is_sharded
 from .communicators import num_communicators
 from .priced_activations import WORKING, PricedStage
 from .rank_memory import Bytes, StageBytes, action_bytes, fullest_moment
@@ -370,28 +371,22 @@ class _Stage:
         found["versions"] = version_bytes(self.plan, self.index, held)
         return found
 
-    def _held(self, name: str) -> tuple[int, int, bool]:
-        """Return the size and sharding of a parameter on the rank.
-
-        These are its number of elements here, the number of ranks that ZeRO can shard it over, and
-        whether ZeRO shards it.
-        """
+    def _held(self, name: str) -> tuple[int, int]:
+        """Return a parameter's elements on the rank, and on how many ranks ZeRO shards it."""
         spec, mesh = self.graph[name].spec, self.stage.mesh
         layout = self.stage.leaf_layout(name, self.blocks)
         shape = local_shape(spec.shape, layout, mesh.shape)
-        shards = mesh.shape[0] if mesh.axes[0] == "dp" and not layout[0].is_shard else 1
-        is_sharded = self.stage.zero > 0 and shards > 1 and len(shape) > 0
-        numel = padded_numel(shape, shards) // shards if is_sharded else padded_numel(shape, 1)
-        return numel, shards, is_sharded
+        shards = mesh.shape[0] if is_sharded(spec, layout, mesh, self.stage.zero) else 1
+        return padded_numel(shape, shards) // shards, shards
 
     def _add_parameter(self, found: Bytes, name: str, rules: PrecisionPolicy) -> None:
-        numel, shards, is_sharded = self._held(name)
+        numel, shards = self._held(name)
+        rules = rules if self._is_trained(name) else rules.frozen
         copied = rules.is_mixed
         found["master" if copied else "parameters"] += numel * rules.parameter_bytes
-        if copied and not is_sharded:
+        if copied and shards == 1:
             found["parameters"] += numel * rules.gathered_bytes
-        if is_sharded and self.stage.zero < 3:
+        if shards > 1 and self.stage.zero < 3:
             found[GATHERED] += numel * shards * rules.gathered_bytes
-        if self._is_trained(name):
-            found[GRADIENTS] += numel * rules.gradient_bytes
-            found["optimizer"] += numel * rules.optimizer_bytes
+        found[GRADIENTS] += numel * rules.gradient_bytes
+        found["optimizer"] += numel * rules.optimizer_bytes

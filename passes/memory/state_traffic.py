@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...cost_model.ops.memory import PrecisionPolicy
 from ...planner.layout import Mesh, Placement
-from ..local.stage_program import ParameterProgram, StageProgram
+from ..local.stage_program import StageProgram, is_sharded
 from .storages import LiveBytes
 
 Library = Literal["gloo", "nccl"]
@@ -52,18 +52,6 @@ class Owner:
     sharded: list[nn.Parameter]
     reduced: list[nn.Parameter]
     shards: Shards
-
-
-def is_sharded(declared: ParameterProgram, mesh: Mesh, zero: int) -> bool:
-    """Return whether ZeRO shards a parameter over axis "dp"
-    (``runtime.parameters.parameters.is_fully_sharded``)."""
-    return (
-        zero > 0
-        and mesh.axes[0] == "dp"
-        and mesh.shape[0] > 1
-        and not declared.layout[0].is_shard
-        and len(declared.spec.shape) > 0
-    )
 
 
 def is_reduced(layout: Sequence[Placement], mesh: Mesh) -> bool:
@@ -109,7 +97,11 @@ class StateTraffic:
     def _owner(self, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> Owner:
         mesh, declared = self.program.mesh, self.program.parameters
         names = [name for name in names if name in parameters]
-        own = [name for name in names if is_sharded(declared[name], mesh, self.zero)]
+        own = [
+            name
+            for name in names
+            if is_sharded(declared[name].spec, declared[name].layout, mesh, self.zero)
+        ]
         padded = sum(padded_numel(parameters[name].shape, mesh.shape[0]) for name in own)
         trained = sum(
             padded_numel(parameters[name].shape, mesh.shape[0])

@@ -296,16 +296,14 @@ class MeshPrices:
         return Priced(numel * step_bytes(self.policy) / rate, 0.0, "spec")
 
     def _frozen(self, numel: int, zero: int, axes: tuple[int, ...]) -> tuple[Seconds, StateBytes]:
-        """Price a frozen parameter: sharded and gathered like others, without gradient and step."""
+        """Price a frozen parameter: whole on every rank, or sharded and gathered by ZeRO 3."""
         gathered_bytes = numel * self.policy.gathered_bytes
-        held = state_bytes(numel, self.policy, zero, self._size(axes))
-        states = StateBytes(parameters=held.parameters)
-        if zero == 0:
-            return Seconds(), states
+        if zero < 3:
+            return Seconds(), StateBytes(parameters=gathered_bytes)
+        held = state_bytes(numel, self.policy.frozen, zero, self._size(axes))
         gather = self._streamed("all_gather", gathered_bytes, axes)
         seconds = self._states_of(zero, gather, 0.0).plus(self._copies(zero, numel, 0))
-        gathered = gathered_bytes if zero == 3 else 0.0
-        return seconds, StateBytes(parameters=held.parameters, gathered=gathered)
+        return seconds, StateBytes(parameters=held.parameters, gathered=gathered_bytes)
 
     def _streamed(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
         return max(0.0, self._states(kind, num_bytes, axes) - self._states(kind, 1, axes))

@@ -134,7 +134,7 @@ class LeastBytes:
 def _states(spec: TensorSpec, policy: PrecisionPolicy) -> tuple[int, int]:
     """Return a parameter's number of elements, and the least bytes of each."""
     if not spec.requires_grad:
-        return spec.numel, min(policy.parameter_bytes, policy.gathered_bytes)
+        return spec.numel, policy.gathered_bytes
     return spec.numel, policy.parameter_bytes + policy.gradient_bytes + policy.optimizer_bytes
 
 

@@ -11,12 +11,13 @@ Three views of a parameter of one rank:
   compute dtype where the plan says so.
 
 With the optimizer's states in host memory the master is there too, and ``fully_shard`` owns
-``shard``, a copy of it in the compute dtype.
+``shard``, a copy of it in the compute dtype. A frozen parameter's master is the tensor that blocks
+compute with, in the compute dtype, on the device.
 
 A parameter is held split or whole on each mesh axis (its layout). If it is whole on axis ``dp`` and
-the stage's ZeRO stage is at least 1, ``fully_shard`` cuts the rank's part once more, along
-dimension 0, as ``torch.chunk`` does: chunks of ``ceil(rows / ranks)`` rows, the last ones shorter
-or empty. A rank's part is always one box.
+the stage's ZeRO stage is at least 1, or 3 for a frozen parameter, ``fully_shard`` cuts the rank's
+part once more, along dimension 0, as ``torch.chunk`` does: chunks of ``ceil(rows / ranks)`` rows,
+the last ones shorter or empty. A rank's part is always one box.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
 from ...cost_model.ops.memory import DEFAULT, StateOptions
+from ...passes.local.stage_program import is_sharded
 from ...passes.ops.collectives import local_tensor
 from ...planner.graph import TensorSpec
 from ...planner.layout import Layout, Mesh, Region, local_region, local_shape, region_shape
@@ -43,33 +45,18 @@ if TYPE_CHECKING:
     from ...passes.local.stage_program import ParameterProgram, StageProgram
 
 
-def is_fully_sharded(shape: Sequence[int], layout: Layout, mesh: Mesh, zero: int) -> bool:
-    """Tell whether ZeRO shards this parameter over axis ``dp``.
-
-    >>> from autoparallel.planner.layout import REPLICATE, shard
-    >>> is_fully_sharded((4, 4), (REPLICATE, shard(0)), Mesh(("dp", "tp"), (2, 2)), zero=3)
-    True
-    """
-    return (
-        zero > 0
-        and mesh.axes[0] == DATA_AXIS
-        and mesh.shape[0] > 1
-        and not layout[0].is_shard
-        and len(shape) > 0
-    )
-
-
 def shard_region(
-    shape: Sequence[int], layout: Layout, mesh: Mesh, coordinates: Sequence[int], zero: int
+    spec: TensorSpec, layout: Layout, mesh: Mesh, coordinates: Sequence[int], zero: int
 ) -> Region:
-    """The box of the whole parameter that the rank at ``coordinates`` holds.
+    """Return the box of the whole parameter that the rank at ``coordinates`` holds.
 
     >>> from autoparallel.planner.layout import REPLICATE, shard
-    >>> shard_region((10, 3), (REPLICATE, shard(0)), Mesh(("dp", "tp"), (2, 2)), (1, 1), 3)
+    >>> spec, mesh = TensorSpec((10, 3), "float32", requires_grad=True), Mesh(("dp", "tp"), (2, 2))
+    >>> shard_region(spec, (REPLICATE, shard(0)), mesh, (1, 1), 3)
     ((8, 10), (0, 3))
     """
-    box = local_region(shape, layout, mesh, coordinates)
-    if not is_fully_sharded(shape, layout, mesh, zero):
+    box = local_region(spec.shape, layout, mesh, coordinates)
+    if not is_sharded(spec, layout, mesh, zero):
         return box
     start, stop = box[0]
     rows = -(-(stop - start) // mesh.shape[0])
@@ -118,10 +105,17 @@ class Formats:
 
     @staticmethod
     def of(precision: Precision, states: StateOptions = DEFAULT) -> Formats:
-        """Return the formats of a plan."""
+        """Return the formats of a plan's trained parameters."""
         compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
         gradient = compute if states.gradient_dtype == "compute" else master
         return Formats(compute, master, gradient, states.offload)
+
+    def of_parameter(self, spec: TensorSpec) -> Formats:
+        """Return the formats of a parameter: of a frozen one only the copy that computes exists."""
+        if spec.is_complex:
+            dtype = getattr(torch, spec.dtype)
+            return Formats(dtype, dtype, dtype, self.offloads and spec.requires_grad)
+        return self if spec.requires_grad else Formats(self.compute, self.compute, self.compute)
 
 
 @dataclass(eq=False, slots=True)
@@ -267,10 +261,8 @@ def make_parameter(
     ``is_plain``: the stage splits nothing, its parameters are ordinary tensors.
     """
     spec, layout, mesh = declared.spec, declared.layout, program.mesh
-    if spec.is_complex:
-        dtype = getattr(torch, spec.dtype)
-        formats, zero = Formats(dtype, dtype, dtype, formats.offloads), 0
-    sharded = is_fully_sharded(spec.shape, layout, mesh, zero)
+    formats = formats.of_parameter(spec)
+    sharded = is_sharded(spec, layout, mesh, zero)
     shape = local_shape(spec.shape, layout, mesh.shape)
     leaf = None
     if sharded:
@@ -296,7 +288,7 @@ def make_parameter(
         spec=spec,
         layout=layout,
         block=None,
-        region=shard_region(spec.shape, layout, mesh, program.coordinates, zero),
+        region=shard_region(spec, layout, mesh, program.coordinates, zero),
         reduce_axes=reduce_axes,
         num_replicas=math.prod(mesh.shape[axis] for axis in reduce_axes),
         fully_sharded=sharded,

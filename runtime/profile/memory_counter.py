@@ -101,8 +101,9 @@ def held_by(trainer: RankTrainer) -> Tensors:
         "buffers": [],
     }
     for parameter in trainer.model.all_parameters():
-        is_own = parameter.leaf is None or parameter.has_copy
-        found["master" if is_own else "parameters"].append(parameter.local)
+        is_copied = parameter.leaf is None or parameter.has_copy
+        is_master = is_copied and parameter.spec.requires_grad
+        found["master" if is_master else "parameters"].append(parameter.local)
         copies = (parameter.leaf, parameter.shard)
         found["parameters"] += [local_tensor(each.detach()) for each in copies if each is not None]
         gradients = [

@@ -23,7 +23,7 @@ from ...planner.layout import region_slices
 from ...planner.replicas import placed_stages
 from ..messages.pending_results import arriving_tensor
 from ..messages.shared_objects import group_for, occasion_group
-from ..parameters.parameters import COMPUTE_DTYPES
+from ..parameters.parameters import COMPUTE_DTYPES, MASTER_DTYPES
 
 if TYPE_CHECKING:
     from .rank_model import RankModel
@@ -57,7 +57,8 @@ class WholeWeights:
             index: len(stage.devices) == dist.get_world_size()
             for index, stage in enumerate(placed_stages(model.plan))
         }
-        self._dtype = COMPUTE_DTYPES[model.plan.model.precision]
+        precision = model.plan.model.precision
+        self._computed, self._stepped = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,8 +83,8 @@ class WholeWeights:
     def gather(self, names: Iterable[str], *, as_computed: bool) -> dict[str, Tensor]:
         """The whole values of ``names``, in that order on all ranks.
 
-        ``as_computed`` gives parameters in the dtype that the plan computes in, else they are as
-        the optimizer has them.
+        ``as_computed`` gives parameters in the dtype that the plan computes in, else in that of the
+        optimizer, frozen ones too, which are held in the former alone.
         """
         whole: dict[str, Tensor] = {}
         works = []
@@ -93,7 +94,8 @@ class WholeWeights:
                 held = self._held(index, name)
                 if held is not None:
                     is_float = name in self._model.parameters and held.is_floating_point()
-                    value = _full(held.to(self._dtype) if as_computed and is_float else held)
+                    dtype = self._computed if as_computed else self._stepped
+                    value = _full(held.to(dtype) if is_float else held)
                 else:
                     value = self._empty(name, as_computed=as_computed)
                 if not self._is_everywhere[index]:
@@ -172,7 +174,7 @@ class WholeWeights:
         node = self._model.program.graph[name]
         dtype = getattr(torch, node.spec.dtype)
         if node.kind == "parameter" and not as_computed and dtype.is_floating_point:
-            dtype = torch.float64 if dtype == torch.float64 else torch.float32
+            dtype = self._stepped
         return torch.empty(node.spec.shape, dtype=dtype, device=self._model.device)
 
 

@@ -13,6 +13,7 @@ from stages import whole as gathered
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.graph import TensorSpec
 from autoparallel.planner.layout import Layout, Mesh, Region, parse_layout
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
 from autoparallel.runtime.parameters.initial_values import materialize
@@ -75,13 +76,15 @@ def test_a_rank_s_box_is_its_layout_s_then_zero_s_chunk_of_rows(
     layout: str, coordinates: tuple[int, int], zero: int, expected: Region
 ) -> None:
     held: Layout = parse_layout(layout)
-    assert shard_region((10, 4), held, MESH, coordinates, zero) == expected
+    spec = TensorSpec((10, 4), "float32", requires_grad=True)
+    assert shard_region(spec, held, MESH, coordinates, zero) == expected
 
 
 def test_the_boxes_of_all_ranks_cover_an_uneven_parameter_once() -> None:
     mesh = Mesh(("dp",), (4,))
     counts = torch.zeros(5, 2)
     for index in range(4):
-        rows, columns = shard_region((5, 2), parse_layout("R"), mesh, (index,), 3)
+        spec = TensorSpec((5, 2), "float32", requires_grad=True)
+        rows, columns = shard_region(spec, parse_layout("R"), mesh, (index,), 3)
         counts[slice(*rows), slice(*columns)] += 1
     assert torch.equal(counts, torch.ones(5, 2))
