@@ -69,8 +69,19 @@ class FileScheduling(LoadFileScheduling):  # type: ignore[misc]
         return scope_of(nodeid)
 
 
+ONE_IN = "--one-in"
+MANY_CASES = 20
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(processor_seconds.OPTION, metavar="FILE", help=processor_seconds.__doc__)
+    parser.addoption(
+        ONE_IN,
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"run one in N cases of each test that has more than {MANY_CASES}",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -113,6 +124,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if (step := config.getoption(ONE_IN)) > 1:
+        leave_out(config, items, step)
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], step: int) -> None:
+    """Deselect all but every ``step``-th case of each test that has many cases."""
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    many = [cases for cases in tests.values() if len(cases) > MANY_CASES]
+    left = {item for cases in many for at, item in enumerate(cases) if at % step}
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture(autouse=True, scope="session")
