@@ -24,8 +24,10 @@ The result goes to stdout, everything else to stderr.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,7 +37,8 @@ from autoparallel.commands.machine import cache, doctor, profile
 from autoparallel.commands.planning import cluster, estimate, ops, plan, schedules, simulate
 from autoparallel.commands.reading import compare, explain, export, inspect, program
 from autoparallel.commands.training import launch, run, verify
-from autoparallel.planner.errors import AutoparallelError
+from autoparallel.cost_model.cluster.given_text import printable, shortened
+from autoparallel.planner.errors import AutoparallelError, UsageError
 
 INTERRUPTED = 130
 
@@ -88,9 +91,19 @@ def _common(
 
 def main() -> None:
     """Runs the command line of this process and exits with its code."""
+    _open_streams()
     code = run_command(sys.argv[1:])
     gc.freeze()  # or the collector takes apart at the exit what a search has made
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Give closed streams a place to write to, and let streams that lack a character write its
+    escape."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for the process
+        getattr(sys, name).reconfigure(errors="backslashreplace")
 
 
 def run_command(arguments: list[str]) -> int:
@@ -107,6 +120,10 @@ def run_command(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("autoparallel: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except OSError as error:
+        what = f"{shortened(str(error.filename or 'a file'))}: {error.strerror or error}"
+        _explain(str(UsageError("AP134", what)), show_traceback)
+        return UsageError.exit_code
     except Exception as error:  # noqa: BLE001 - the edge of the program
         name = type(error).__name__
         _explain(f"internal error: {name}: {error}", show_traceback)
@@ -119,7 +136,7 @@ def run_command(arguments: list[str]) -> int:
 def _explain(text: str, show_traceback: bool) -> None:
     if show_traceback:
         traceback.print_exc()
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..cost_model.cluster.cluster import Cluster
 from ..cost_model.cluster.cluster_file import from_dict, to_dict
+from ..cost_model.cluster.given_text import check_texts, parse_json
 from .errors import PlanError
 from .layout import Layout, Placement, format_layout, parse_layout
 from .plan import SCHEMA, Plan
@@ -50,6 +51,7 @@ def loads(text: str, where: str = "plan") -> Plan:
     written = table.pop(CHECKSUMS, None)
     try:
         plan: Plan = decode(table, Plan, "")
+        _check_layouts(plan)
     except _Damage as damage:
         raise PlanError(
             damage.code,
@@ -71,6 +73,18 @@ def loads(text: str, where: str = "plan") -> Plan:
     return plan
 
 
+def _check_layouts(plan: Plan) -> None:
+    """Raise ``_Damage`` for a layout that has not one placement for each axis of its mesh."""
+    for at, stage in enumerate(plan.stages):
+        for name, node in stage.layouts.items():
+            for layout in (*node.inputs, *node.outputs):
+                _require(
+                    len(layout) == len(stage.mesh.axes),
+                    f"stages[{at}].layouts.{name}",
+                    f"{format_layout(layout)!r} is not a layout on {len(stage.mesh.axes)} axes",
+                )
+
+
 class _Damage(Exception):  # noqa: N818 — a signal inside this file, not an error of its own
     def __init__(self, code: str, key: str, why: str) -> None:
         super().__init__(code, key, why)
@@ -79,13 +93,20 @@ class _Damage(Exception):  # noqa: N818 — a signal inside this file, not an er
 
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
-        table = json.loads(text)
-    except json.JSONDecodeError as error:
+        table = parse_json(text)
+        check_texts(table)
+    except ValueError as error:
         raise PlanError(
             "AP501", "the plan is not JSON", why=str(error), where=where, fix="plan again"
         ) from error
-    if not isinstance(table, dict):
-        raise PlanError("AP501", "the plan is not a JSON object", where=where, fix="plan again")
+    if not isinstance(table, dict) or "schema" not in table:
+        raise PlanError(
+            "AP501",
+            f"{where} is not a plan",
+            why="it has no key named schema",
+            where=where,
+            fix="autoparallel plan TARGET -o plan.json makes one",
+        )
     return table
 
 

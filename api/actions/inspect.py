@@ -11,6 +11,7 @@ from autoparallel.analysis.measurement import load_measurement, measured_text
 from autoparallel.analysis.repriced import price_again
 from autoparallel.html import MISSING, Sources, page
 from autoparallel.html.rendering import write_html
+from autoparallel.options.outputs import check_output_file
 from autoparallel.options.progress import progress
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Plan
@@ -34,6 +35,7 @@ def inspect(
 ) -> None:
     """Carry out ``autoparallel inspect``."""
     loaded = load_plan(plan)
+    check_output_file(html, "--html")
     if html is not None:
         write_page(loaded, plan, html, loads_target=target, trust=trust)
         return

@@ -7,6 +7,7 @@ import typer
 from autoparallel.actions.terminal import stdout_console, with_lora
 from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.options.collection import rare_collections
+from autoparallel.options.outputs import check_output_file
 from autoparallel.options.parse import parse_settings
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import progress
@@ -33,6 +34,7 @@ def plan(
     no_cache: bool,
 ) -> None:
     """Carry out ``autoparallel plan``."""
+    check_output_file(output)
     loaded = load_target(target, parse_settings(with_lora(settings, lora)))
     if check:
         typer.echo(check_target(loaded, options.global_batch, options.seq))

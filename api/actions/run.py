@@ -7,15 +7,18 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from autoparallel.actions.terminal import stdout_console, with_lora
 from autoparallel.options.hosts import asked_hosts
+from autoparallel.options.outputs import check_output_file, check_output_folder
 from autoparallel.options.parse import parse_settings
 from autoparallel.options.plan_options import PlanOptions, without_servers
 from autoparallel.options.progress import progress
 from autoparallel.options.run_options import HostOptions, RunOptions, Sources, checked_init
 from autoparallel.planner.errors import UsageError
+from autoparallel.planning.plan import find_cluster
 from autoparallel.planning.plan_files import load_plan, save_plan
 from autoparallel.planning.served_planning import what_servers_lack
 from autoparallel.profiling.measured_plan import make_plan
@@ -23,8 +26,15 @@ from autoparallel.report import ONE_SCREEN, print_report
 from autoparallel.target.load import load_target
 from autoparallel.target.trust import check_trusted
 from autoparallel.training.run_setup import check_run_options
-from autoparallel.training.start import Start, check_weights, start_training, start_verification
+from autoparallel.training.start import (
+    Start,
+    check_devices_here,
+    check_weights,
+    start_training,
+    start_verification,
+)
 from autoparallel.training.steps import Saving
+from autoparallel.training.text_data import check_text
 from autoparallel.training.trace import check_trace
 
 
@@ -64,13 +74,20 @@ def run(
         raise UsageError(
             "AP891", "--save-every, --keep and --save-async need --save DIR", fix="add --save DIR"
         )
+    check_output_file(output)
+    check_output_file(training.trace, "--trace")
+    check_output_file(training.metrics, "--metrics")
+    check_output_folder(save, "--save")
     if sources.weights is not None:
         check_weights(sources.weights, resume)
     if what_servers_lack(training, {"saving": save, "resume": resume}):
         options = without_servers(options)
     settings = with_lora(settings, lora)
     joined = asked_hosts(hosts, source)
-    with plan_path(source, cluster, options, settings=settings, output=output, trust=trust) as path:
+    if sources.data is not None:
+        check_text(sources.data)
+    planned = partial(plan_path, source, cluster, options, settings=settings, trust=trust)
+    with planned(output=output, data=sources.data, is_here=joined is None) as path:
         saving = None
         if save is not None:
             saving = Saving(save, every=save_every, keep=keep, asynchronous=save_async)
@@ -106,10 +123,13 @@ def plan_path(
     output: str | None = None,
     quiet: bool = False,
     trust: bool = False,
+    data: str | None = None,
+    is_here: bool = True,
 ) -> Iterator[Path]:
     """The plan file that ``source`` is, or one made for the target that it names.
 
-    The made plan's report goes to stdout unless ``quiet``.
+    The made plan's report goes to stdout unless ``quiet``. ``data`` is the place of the text to
+    train on; ``is_here`` says that all devices of the plan are to be this machine's.
 
     Without ``output`` a made plan lives in a temporary folder until the block ends.
     Raises UsageError AP116 for a target under torchrun, where each process would plan, and AP155
@@ -128,6 +148,10 @@ def plan_path(
         )
 
     loaded = load_target(source, parse_settings(settings or ()))
+    if data is not None:
+        check_text(data, loaded)
+    if is_here and cluster != "local":
+        check_devices_here(find_cluster(cluster))
     with progress() as observe:
         plan = make_plan(loaded, cluster, options, observe)
     if not quiet:
@@ -153,7 +177,8 @@ def verify(
     """Carry out ``autoparallel verify``."""
     settings = with_lora(settings, lora)
     start = Start(hosts=asked_hosts(hosts, source))
-    with plan_path(source, cluster, options, settings=settings, quiet=True, trust=trust) as path:
+    planned = partial(plan_path, source, cluster, options, settings=settings, trust=trust)
+    with planned(quiet=True, is_here=start.hosts is None) as path:
         start_verification(
             path, dtype=dtype, json_output=json, compiled=options.compiled, start=start
         )

@@ -16,6 +16,7 @@ from autoparallel.analysis.configurations import simulated
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.cost_model.simulator.trace import chrome_trace, rank_name
+from autoparallel.options.outputs import writing
 from autoparallel.options.parse import parse_parallel, parse_settings
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import progress
@@ -282,11 +283,8 @@ def notes(priced: PricedStep, trained: TrainedAs) -> list[str]:
 def write_trace(timeline: Timeline, path: str) -> None:
     """Write the timeline as a Chrome trace. Raises ``UsageError`` AP101 where that fails."""
     names = [rank_name(rank, count) for rank, count in enumerate(timeline.replicas)]
-    try:
-        with Path(path).open("w") as file:
-            json.dump(chrome_trace(timeline, names), file)
-    except OSError as error:
-        raise UsageError("AP101", f"cannot write {path}", why=str(error.strerror)) from error
+    with writing(path, "--trace"), Path(path).open("w") as file:
+        json.dump(chrome_trace(timeline, names), file)
 
 
 def summary(priced: PricedStep, plan: Plan, trained: TrainedAs) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from autoparallel.analysis.plan_model import load_plan_model
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.intra_op.pulp_solver import import_pulp
 from autoparallel.planner.search.stage_program import stage_program
 from autoparallel.planning.plan_files import load_plan
 
@@ -70,6 +71,7 @@ def plan_program(
     Raises as ``load_plan``, ``check_trusted`` and ``stage_program`` do, and PlanError AP550 if the
     model is not the plan's any more.
     """
+    import_pulp("an integer program in a file")
     plan = load_plan(plan_path)
     made = load_plan_model(
         plan, plan_path, trust=trust, profile=cast("Mode", profile), database=database

@@ -15,8 +15,12 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from autoparallel.options.parse import did_you_mean
+from autoparallel.cost_model.cluster.given_text import shortened
+from autoparallel.options.parse import choice_error, did_you_mean
 from autoparallel.planner.errors import UsageError
+
+LARGEST = 1e18
+"""Maximum of a number that has no maximum of its own."""
 
 Options = TypeVar("Options")
 """A dataclass whose fields are options."""
@@ -94,13 +98,19 @@ def check_names(given: Iterable[str], known: Sequence[str]) -> None:
             )
 
 
-def check_choices(options: Any) -> None:
-    """Raise UsageError for an option whose value is not among its choices."""
+def check_values(options: Any) -> None:
+    """Raise UsageError for an option whose value is not among its choices, AP133 for a number that
+    is out of its range or not finite."""
     for name, (own, how) in declared(type(options)).items():
         value = getattr(options, own.name)
         if how.choices and value is not None and value not in how.choices.names:
-            known = ", ".join(how.choices.names)
-            raise UsageError(how.choices.code, f"{name} {value!r} is not one of {known}")
+            raise choice_error(how.choices.code, name, value, how.choices.names)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            least = -LARGEST if how.min is None else how.min
+            most = LARGEST if how.max is None else how.max
+            if not least <= value <= most:
+                what = f"{name} {shortened(str(value))} is not between {least:g} and {most:g}"
+                raise UsageError("AP133", what, where=f"--{name.replace('_', '-')}")
 
 
 @cache

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
+from autoparallel.cost_model.cluster.given_text import shortened, whole_number
 from autoparallel.cost_model.simulator.consistency import CONSISTENCIES
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Offload
@@ -68,12 +69,19 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     if match is None or match.group(2).lower() not in UNITS:
-        raise UsageError(
-            "AP117",
-            f"invalid size {text!r}",
-            fix="write a number and a unit: 72GiB (2**30 bytes each) or 80GB (1e9 bytes each)",
-        )
-    return int(float(match.group(1)) * UNITS[match.group(2).lower()])
+        raise _bad_size(text)
+    size = float(match.group(1)) * UNITS[match.group(2).lower()]
+    if not 1 <= size < 1e18:
+        raise _bad_size(text)
+    return int(size)
+
+
+def _bad_size(text: str) -> UsageError:
+    return UsageError(
+        "AP117",
+        f"invalid size {shortened(text)!r}",
+        fix="write a number and a unit: 72GiB (2**30 bytes each) or 80GB (1e9 bytes each)",
+    )
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
@@ -101,7 +109,7 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return text
 
 
@@ -145,9 +153,10 @@ def _parallel_value(name: str, value: str, text: str | None) -> int | str:
         return value
     if (name, value) == ("slices", "auto"):
         return value
-    if not value.isdecimal():
-        raise _bad_parallel(f"{name}={value} is not a whole number", text)
-    number = int(value)
+    try:
+        number = whole_number(value)
+    except ValueError as error:
+        raise _bad_parallel(f"{name}={shortened(value)}: {error}", text) from error
     if name == "zero" and number > 3:
         raise _bad_parallel(f"zero={number} is not one of 0, 1, 2 and 3", text)
     if name not in ("zero", "staleness") and number < 1:
@@ -160,7 +169,7 @@ def _bad_parallel(what: str, text: str | None, name: str = "") -> UsageError:
     return UsageError(
         "AP112",
         f"--parallel: {what}",
-        where=f"--parallel {text}",
+        where=f"--parallel {shortened(text or '')}",
         fix=hint or "for example: --parallel dp=2,tp=2,pp=2,zero=1,recompute=full,schedule=1f1b",
     )
 

@@ -9,7 +9,7 @@ from typing import Literal, TypedDict, Unpack, get_args
 
 from autoparallel.cost_model.cluster.tf32 import FAMILIES, Tf32
 from autoparallel.cost_model.ops.memory import GradientDtype
-from autoparallel.options.option import Choices, check_choices, option, read_options
+from autoparallel.options.option import Choices, check_values, option, read_options
 from autoparallel.options.parse import (
     Texts,
     parse_deadline,
@@ -93,6 +93,9 @@ def _pins(asked: Texts) -> tuple[Pin, ...]:
     return tuple(map(parse_pin, texts(asked)))
 
 
+LARGEST_COUNT = 10**9
+"""Maximum samples of a step, and positions of a sequence."""
+
 SEVERAL = list[str] | None
 """Type of an option that may be repeated."""
 
@@ -105,8 +108,10 @@ class PlanOptions:
     user's own file of measured times.
     """
 
-    global_batch: int = option(32, "samples per training step, over all devices", min=1)
-    seq: int | None = option(None, "sequence length", min=1)
+    global_batch: int = option(
+        32, "samples per training step, over all devices", min=1, max=LARGEST_COUNT
+    )
+    seq: int | None = option(None, "sequence length", min=1, max=LARGEST_COUNT)
     micro_batch: int | None = option(None, "samples per micro-batch of a data-parallel rank", min=1)
     precision: Precision = option(
         "fp32",
@@ -211,7 +216,9 @@ class PlanOptions:
         "choose the simplest plan whose step is at most this fraction longer than the fastest; 0 "
         "chooses the fastest",
     )
-    time_limit_seconds: float = option(60.0, "seconds for the search", name="time_limit", min=0.1)
+    time_limit_seconds: float = option(
+        60.0, "seconds for the search", name="time_limit", min=0.1, max=1e6
+    )
     num_candidates: int = option(5, "how many candidates are simulated", min=1)
     search: str = option(
         "dp",
@@ -254,7 +261,7 @@ class PlanOptions:
         goal = Goal(self.objective, self.prices, self.deadline)
         object.__setattr__(self, "goal", goal)
         object.__setattr__(self, "features", features_of(self.allow, self.deny, schedules))
-        check_choices(self)
+        check_values(self)
         if self.measure_seconds < 0:
             raise UsageError(
                 "AP840",

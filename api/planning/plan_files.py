@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from autoparallel.cost_model.cluster.given_text import read_text, shortened
+from autoparallel.options.outputs import writing
 from autoparallel.options.parse import did_you_mean
 from autoparallel.planner.errors import PlanError, UsageError
 from autoparallel.planner.plan import Plan
@@ -24,7 +26,7 @@ def load_plan(path: str | Path) -> Plan:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (FileNotFoundError, IsADirectoryError) as error:
         folder = path.parent if path.parent.is_dir() else Path()
         known = sorted(file.name for file in folder.glob("*.json"))
@@ -34,16 +36,18 @@ def load_plan(path: str | Path) -> Plan:
             where=str(path.resolve()),
             fix=did_you_mean(path.name, known) or "autoparallel plan TARGET -o plan.json makes one",
         ) from error
-    except UnicodeDecodeError as error:
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise PlanError(
-            "AP501", f"{path} is not a plan", why="it is not UTF-8 text", where=str(path)
+            "AP501", f"{shortened(str(path))} is not a plan", why=why, where=shortened(str(path))
         ) from error
     return loads(text, str(path))
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Writes ``plan`` to ``path``; the same plan always gives the same file."""
-    Path(path).write_text(dumps(plan), encoding="utf-8")
+    with writing(path):
+        Path(path).write_text(dumps(plan), encoding="utf-8")
 
 
 def load_job(plan_path: str) -> tuple[Plan, Target]:

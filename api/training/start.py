@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autoparallel.cache.verified import mark_verified
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.detect import threads_per_device
 from autoparallel.options.hosts import ranks_per_host
 from autoparallel.options.run_options import RunOptions, Sources, absolute, checked_init
@@ -22,6 +23,7 @@ from autoparallel.report.page import configuration_text
 from autoparallel.runtime.checkpoint.weight_files import open_weights
 from autoparallel.runtime.launch.agent import launch_on_hosts
 from autoparallel.runtime.launch.launch import is_launched, launch
+from autoparallel.runtime.launch.membership import check_gpu
 from autoparallel.runtime.launch.process import Job
 from autoparallel.runtime.launch.rendezvous import Hosts
 from autoparallel.training.run_setup import check_run_options
@@ -98,6 +100,12 @@ def check_weights(weights: str, resume: str | None) -> None:
     open_weights(weights)
 
 
+def check_devices_here(cluster: Cluster) -> None:
+    """Raise MachineError AP411 if this machine lacks a GPU of the cluster, of which it is all."""
+    if cluster.hosts[0].device.kind == "cuda":
+        check_gpu(cluster.num_devices - 1)
+
+
 def start_verification(
     path: Path,
     *,
@@ -163,6 +171,7 @@ def _start(name: str, path: Path, start: Start, **arguments: Any) -> dict[str, A
         sys.path.insert(0, os.getcwd())
     if start.hosts is not None:
         return _start_on_host(name, path, start, start.hosts, arguments)
+    check_devices_here(plan.cluster)
     result: dict[str, Any] = launch(
         f"autoparallel.training.worker:{name}",
         {"plan_path": str(path.resolve()), **arguments},

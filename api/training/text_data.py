@@ -82,6 +82,13 @@ def with_text(target: Target, place: str, worker: Worker) -> Target:
     return replace(target, build_data=build_data)
 
 
+def check_text(place: str, target: Target | None = None) -> None:
+    """Raise UsageError AP865 if there is no text at ``place``, AP864 if ``target`` reads none."""
+    if target is not None:
+        _vocabulary(target)
+    text_files(Path(place))
+
+
 def _vocabulary(target: Target) -> int:
     """Return the size of the model's vocabulary. Raises UsageError AP864."""
     if not is_causal(target):

@@ -35,6 +35,7 @@ from autoparallel.cost_model.simulator.actions import (
 from autoparallel.cost_model.simulator.simulator import simulate
 from autoparallel.cost_model.simulator.timeline import Event, Exposed, Stream, Timeline
 from autoparallel.cost_model.simulator.trace import NAMES, TraceEvent, labels, timeline_events
+from autoparallel.options.outputs import writing
 from autoparallel.options.words import seconds_text
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
@@ -83,12 +84,8 @@ class RunTrace:
         if rank == 0:
             predicted = predicted_timeline(plan, schedule)
             trace = compared_trace(plan, schedule, steps, predicted)
-            try:
+            with writing(self._path, "--trace"):
                 Path(self._path).write_text(json.dumps(trace), encoding="utf-8")
-            except OSError as error:
-                raise UsageError(
-                    "AP101", f"cannot write {self._path}", why=str(error.strerror)
-                ) from error
             print_differences(plan, schedule, steps, predicted, Console(width=80, highlight=False))
             print(f"written to {self._path}; open it in https://ui.perfetto.dev", flush=True)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,9 +37,10 @@ from autoparallel.planning.capture import capture_program, record_target
 from autoparallel.planning.plan_files import PLAN, batch_seq, load_job, save_plan
 from autoparallel.planning.served_planning import check_served_run
 from autoparallel.planning.tf32 import set_as_planned
+from autoparallel.runtime.checkpoint.writer_claim import claim_folder
 from autoparallel.runtime.launch.membership import join_as
 from autoparallel.runtime.launch.process import Worker
-from autoparallel.runtime.messages.shared_objects import Pulse
+from autoparallel.runtime.messages.shared_objects import Pulse, on_first
 from autoparallel.runtime.parameters.pretrained import Pretrained, open_pretrained
 from autoparallel.runtime.profile.memory_counter import held_by
 from autoparallel.runtime.servers.server_trainer import ServerTrainer
@@ -101,7 +102,10 @@ def train(
     """
     asked = RunOptions(**(options or {}))
     how = Saving(**saving) if saving is not None else None
-    run = _prepare(worker, plan_path, asked, how, resume=resume, sources=sources or {}, seed=seed)
+    ends, given = ExitStack(), sources or {}
+    run = _prepare(
+        worker, plan_path, asked, how, resume=resume, sources=given, seed=seed, ends=ends
+    )
     plan, trainer = run.plan, run.trainer
     if not trainer.trains:
         trainer.finish(worker.watchdog.progress)
@@ -158,6 +162,7 @@ def train(
         )
         trace.write(plan, trainer.model.planned.schedule, rank=worker.rank)
         callback.on_end()
+    ends.close()
     if trainer.reports and log.figures.seconds:
         print(summary(log.figures, plan, asked.accumulate), flush=True)
         saved = [Path(how.folder) / PLAN] if how is not None else []
@@ -185,8 +190,12 @@ def _prepare(
     resume: str | None,
     sources: Mapping[str, Any],
     seed: int,
+    ends: ExitStack,
 ) -> _Run:
-    """Join the ranks, rebuild the model and make the trainer; rank 0 prints the plan's meaning."""
+    """Join the ranks, rebuild the model and make the trainer; rank 0 prints the plan's meaning.
+
+    ``ends`` gets the ends of what holds for the whole run.
+    """
     plan, target = load_job(plan_path)
     check_served_run(plan, asked, {"saving": saving, "resume": resume}, target)
     if sources.get("data") is not None:
@@ -196,6 +205,9 @@ def _prepare(
     if asked.elastic is not None:
         plan = plan_for_ranks(plan, target, worker, asked.elastic, folder)
     plan = with_compile_choice(plan, asked.compiled, rank=worker.rank)
+    if folder is not None:
+        claim = partial(claim_folder, folder, takes_over=worker.restarts > 0)
+        ends.callback(on_first(claim) or (lambda: None))
     attempt = begin_attempt(worker, folder, resume)
     start = None
     if attempt.resume is None and sources.get("weights") is not None:

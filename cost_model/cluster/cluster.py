@@ -34,6 +34,20 @@ class ClusterError(FigureError):
     """A description of a cluster is wrong; ``where`` is the file and key, or the text given."""
 
 
+MAX_DEVICES = 2**17
+"""Maximum devices of a cluster: 131,072. The largest published runs have about 100,000."""
+
+
+def check_size(num_hosts: int, devices_per_host: int, at: str) -> None:
+    """Raise ``ClusterError`` for a cluster of more than ``MAX_DEVICES`` devices."""
+    if num_hosts * devices_per_host > MAX_DEVICES:
+        raise ClusterError(
+            f"{num_hosts * devices_per_host} devices are more than {MAX_DEVICES}",
+            at,
+            f"plan for a part: a plan of {MAX_DEVICES} devices is repeated by its data parallelism",
+        )
+
+
 STATE_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 """The kinds of collectives that gather parameters and sum gradients, beside compute."""
 

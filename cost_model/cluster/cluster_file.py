@@ -32,13 +32,12 @@ with theirs unless their ``link`` is given; ``wires = "switch"`` gives them a sw
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any
 
-from .cluster import Cluster, ClusterError, Device, Host, Link
+from .cluster import Cluster, ClusterError, Device, Host, Link, check_size
 from .figures import (
     DEVICE_FIELDS,
     LINK_FIELDS,
@@ -51,6 +50,7 @@ from .figures import (
     read_table,
     read_text,
 )
+from .given_text import check_texts, parse_toml
 from .gpu_links import WIRES, Wires, wires_among
 from .presets import find_link, find_preset
 
@@ -67,14 +67,18 @@ def load_cluster(text: str, where: str = "cluster file") -> Cluster:
     8
     """
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = parse_toml(text)
+    except ValueError as error:
         raise ClusterError(f"the file is not valid TOML: {error}", where) from error
     return from_dict(table, where)
 
 
 def from_dict(table: Mapping[str, Any], where: str = "cluster") -> Cluster:
     """The cluster of a dict as ``to_dict`` or a TOML file gives it. Raises ``ClusterError``."""
+    try:
+        check_texts(table)
+    except ValueError as error:
+        raise ClusterError(str(error), where) from error
     check_keys(table, ("name", "inter_link", "rack_link", "hosts"), where)
     groups = table.get("hosts")
     if not isinstance(groups, list) or not groups:
@@ -84,6 +88,7 @@ def from_dict(table: Mapping[str, Any], where: str = "cluster") -> Cluster:
     for index, group in enumerate(groups):
         at = f"{where}: hosts[{index}]"
         count, host, fabric = _host_group(read_table(group, at), at)
+        check_size(len(hosts) + count, host.num_devices, at)
         hosts += [host] * count
         usual += [find_link(fabric)] if fabric else []
     name = read_text(table.get("name", _default_name(hosts)), f"{where}: name")

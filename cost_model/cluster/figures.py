@@ -14,9 +14,13 @@ from math import isfinite
 from typing import Any
 
 from .cluster import STATE_COLLECTIVES, ClusterError, Device, Link
+from .given_text import shortened
 from .tf32 import FAMILIES
 
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b|bit)\s*(/s)?\s*", re.IGNORECASE)
+
+LARGEST = 1e30
+"""Bound of all figures: rates are at most 1e18."""
 
 Convert = Callable[[Any, str], Any]
 """Function from a table's value and its place to a field's value."""
@@ -120,14 +124,15 @@ def read_num_links(value: Any, at: str) -> int:
 
 
 def _read_whole(value: Any, at: str, least: int, expected: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ClusterError(f"expected {expected}, found {value!r}", at)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < LARGEST:
+        raise ClusterError(f"expected {expected}, found {shortened(repr(value))}", at)
     return value
 
 
 def _read_number(value: Any, at: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise ClusterError(f"expected a number, found {value!r}", at)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not value < LARGEST or not isfinite(value):
+        raise ClusterError(f"expected a number, found {shortened(repr(value))}", at)
     if value < 0:
         raise ClusterError(f"expected at least 0, found {value!r}", at)
     return float(value)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .cluster import Cluster, ClusterError, Host, Link
+from .cluster import Cluster, ClusterError, Host, Link, check_size
 from .cluster_file import load_cluster
 from .detect import detect_cpu, detect_local
+from .given_text import read_text, shortened, whole_number
 from .presets import find_link, find_preset, joins_devices
 
 _SHORTHAND = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*x\s*([^@+\s]+)", re.IGNORECASE)
@@ -33,12 +34,16 @@ def resolve_cluster(text: str) -> Cluster:
         is_cpu_here = word.lower().startswith("cpu:") and not set("@+") & set(word)
         return detect_cpu(cluster.num_devices) if is_cpu_here else cluster
     path = Path(word)
+    is_file = path.suffix == ".toml" or "/" in word
     try:
-        return load_cluster(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        if path.suffix == ".toml" or path.exists():
-            raise ClusterError(f"the file cannot be read: {error}", word) from error
-    return parse_cluster(word)
+        described = read_text(path)
+    except (OSError, ValueError) as error:
+        if is_file or path.exists():
+            why = getattr(error, "strerror", None) or str(error)
+            where = shortened(word)
+            raise ClusterError(f"the file {where} cannot be read: {why}", where) from error
+        return parse_cluster(word)
+    return load_cluster(described, str(path))
 
 
 def is_shorthand(text: str) -> bool:
@@ -92,6 +97,7 @@ def _hosts(part: str, text: str) -> tuple[list[Host], Link, Link | None]:
             text,
             f"write {num_hosts * hosts}x{preset.host_size}x{name}, or describe it in a TOML file",
         )
+    check_size(num_hosts, num_devices, text)
     host, between = preset.host(num_devices), None
     if at:
         named = find_link(link_name, text)
@@ -107,11 +113,15 @@ def _counts(word: str, text: str) -> tuple[int, int, str]:
     match = _SHORTHAND.fullmatch(word)
     cpu = _CPU.fullmatch(word)
     if match:
-        counts = int(match.group(1) or 1), int(match.group(2)), match.group(3)
+        hosts, devices, name = match.group(1) or "1", match.group(2), match.group(3)
     elif cpu:
-        counts = 1, int(cpu.group(1)), "cpu"
+        hosts, devices, name = "1", cpu.group(1), "cpu"
     else:
-        raise ClusterError(f"{text!r} is not a cluster", text, _FIX)
+        raise ClusterError(f"{shortened(text)!r} is not a cluster", shortened(text), _FIX)
+    try:
+        counts = whole_number(hosts), whole_number(devices), name
+    except ValueError as error:
+        raise ClusterError(f"{shortened(text)!r}: {error}", shortened(text), _FIX) from error
     if counts[0] < 1 or counts[1] < 1:
         raise ClusterError(f"{text!r} has no devices", text, _FIX)
     return counts

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,6 +124,7 @@ def save_checkpoint(
     document = {
         "format": FORMAT,
         "step": step,
+        "saved_at": time.time(),
         "hosts": [each["host"] for each in ranks],
         "torch": str(torch.__version__),
         "facts": dict(state.facts),

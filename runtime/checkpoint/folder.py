@@ -53,7 +53,12 @@ def is_complete(path: Path) -> bool:
 
 
 def complete_checkpoints(folder: str | Path) -> list[Path]:
-    """The complete checkpoints in ``folder``, by ascending step; one for each step."""
+    """The complete checkpoints in ``folder`` in the order in which they were written; one for each
+    step.
+
+    So the last one is the newest of the run that wrote last: an earlier run's checkpoints of higher
+    steps may lie there.
+    """
     found: dict[str, Path] = {}
     for path in sorted(Path(folder).glob("step-*")):
         replaced = OLD.fullmatch(path.name)
@@ -63,7 +68,16 @@ def complete_checkpoints(folder: str | Path) -> list[Path]:
             found[path.name] = path
         elif replaced is not None:
             found.setdefault(replaced[1], path)
-    return [found[name] for name in sorted(found, key=lambda name: int(name[5:]))]
+    return [found[name] for name in sorted(found, key=lambda n: (_saved_at(found[n]), int(n[5:])))]
+
+
+def _saved_at(checkpoint: Path) -> float:
+    """Return the time at which a checkpoint was written, in seconds: as it says, or its file's."""
+    state = checkpoint / STATE
+    try:
+        return float(json.loads(state.read_text())["saved_at"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return state.stat().st_mtime if state.exists() else 0.0
 
 
 def newest_checkpoint(path: str | Path) -> Path:
@@ -190,6 +204,15 @@ def damage(checkpoint: Path) -> UsageError | None:
 
 def _candidates(path: str | Path) -> list[Path]:
     """Return the checkpoints to try, newest first."""
-    newest = newest_checkpoint(path)
-    is_named = is_complete(Path(path)) or newest not in complete_checkpoints(path)
-    return [newest] if is_named else complete_checkpoints(path)[::-1]
+    newest, found = newest_checkpoint(path), complete_checkpoints(path)
+    if is_complete(Path(path)) or newest not in found:
+        return [newest]
+    highest = max(found, key=lambda each: each.name)
+    if highest.name > newest.name:
+        print(
+            f"autoparallel: {newest.name} is taken, which was written last; {highest.name} is older"
+            f" (--resume {highest} takes it)",
+            file=sys.stderr,
+            flush=True,
+        )
+    return found[::-1]

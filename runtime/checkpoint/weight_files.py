@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from ...cost_model.cluster.given_text import parse_json, read_text, shortened
 from ...planner.errors import AutoparallelError, UsageError
 from ...planner.layout import Region, region_shape, region_slices
 from .folder import STATE, complete_checkpoints
@@ -232,9 +233,15 @@ def _open_file(path: Path) -> WeightFiles:
 
 
 def _open_index(index: Path) -> WeightFiles:
-    with reading_file(index, OSError, ValueError, KeyError):
-        files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    missing = sorted({file for file in files.values() if not (index.parent / file).exists()})
+    with reading_file(index, OSError, ValueError):
+        table = parse_json(read_text(index))
+        files = table.get("weight_map") if isinstance(table, dict) else None
+        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+            raise ValueError("it has no table weight_map from names to file names")
+        outside = [file for file in files.values() if file in ("", "..") or Path(file).name != file]
+        if outside:
+            raise ValueError(f"it names {shortened(outside[0])!r}, which is not in its folder")
+        missing = sorted({file for file in files.values() if not (index.parent / file).exists()})
     if missing:
         raise UsageError(
             "AP860",

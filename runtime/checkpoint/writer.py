@@ -15,6 +15,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from ...planner.errors import AutoparallelError, MachineError
+from ...planner.errors import AutoparallelError, MachineError, UsageError
 from ..messages.groups import new_group
 from ..messages.shared_objects import control_group, share_value
 from .folder import STATE, checkpoint_path, clean_up, keep_newest, publish, temporary_path
+from .writer_claim import claim_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +156,15 @@ def copy_to_cpu(tensor: Tensor) -> Tensor:
 def write_snapshot(snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
     """Write and publish a checkpoint. Collective over all ranks; ``group`` is for messages.
 
-    Raises MachineError (AP886), on every rank, where it cannot be written; the folder is then as
-    before.
+    Raises MachineError (AP886), on every rank, where it cannot be written, and UsageError (AP892)
+    where another run writes; the folder is then as before.
     """
     path = checkpoint_path(snapshot.folder, snapshot.step)
     temporary = temporary_path(path, share_value(uuid.uuid4().hex[:12], group))
+    ends = ExitStack()
 
     def prepare() -> None:
-        snapshot.folder.mkdir(parents=True, exist_ok=True)
+        ends.callback(claim_folder(snapshot.folder))
         clean_up(snapshot.folder)
         temporary.mkdir()
 
@@ -182,6 +185,8 @@ def write_snapshot(snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
             _publish_here(temporary, path)
     except (OSError, RuntimeError, ValueError, CheckpointException) as error:
         raise _not_written(path, error) from error
+    finally:
+        ends.close()
 
 
 def _write_tensors(
@@ -208,11 +213,11 @@ def _publish_here(temporary: Path, path: Path) -> None:
 
 def _on_rank_0(act: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """Run ``act`` on rank 0; its error is raised on every rank."""
-    failure: OSError | None = None
+    failure: OSError | UsageError | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             act()
-        except OSError as error:
+        except (OSError, UsageError) as error:
             failure = error
     failure = share_value(failure, group)
     if failure is not None:

@@ -71,15 +71,9 @@ def join(
             dist.init_process_group("gloo", timeout=timeout, **meet())
         _end_after_gloo()
         return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+    if torch.cuda.device_count() == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
         local_rank = 0  # each process sees its own GPU only, as some schedulers have it
-    if local_rank >= count:
-        raise MachineError(
-            "AP411",
-            f"the plan needs GPU {local_rank} of this machine, which has {count}",
-            fix="plan for this machine: --cluster local",
-        )
+    check_gpu(local_rank)
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     if not dist.is_initialized():
@@ -89,6 +83,18 @@ def join(
     # to take part in that one, which later ones between two ranks would not see to.
     dist.all_reduce(torch.zeros(1, device=device))
     return device
+
+
+def check_gpu(index: int) -> None:
+    """Raise MachineError (AP411) where this machine has no GPU of this index."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= count:
+        raise MachineError(
+            "AP411",
+            f"the plan needs GPU {index} of this machine, which has {count}",
+            fix="plan for this machine: --cluster local; or start the plan where its devices are: "
+            "autoparallel launch",
+        )
 
 
 @cache

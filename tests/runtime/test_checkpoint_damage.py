@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -83,6 +84,26 @@ def saved_and_damaged(folder: str) -> tuple[int, list[float]]:
     step = load_checkpoint(folder, held).step
     weight: Any = held.slots[0].parameters["weight"]
     return step, sorted(set(weight.full_tensor().flatten().tolist()))
+
+
+def test_no_flipped_bit_gives_other_values(run: Path) -> None:
+    """Of 60 bits of a shard: each is refused, or lies in padding and changes nothing."""
+    checkpoint = run / "step-00000003"
+    file, num_refused = shard(checkpoint), 0
+    written = file.read_bytes()
+    random = Random(0)
+    for _ in range(60):
+        changed = bytearray(written)
+        changed[random.randrange(len(written))] ^= 1 << random.randrange(8)
+        file.write_bytes(changed)
+        held = plain(0.0)
+        try:
+            load_checkpoint(checkpoint, held)
+        except UsageError:
+            num_refused += 1
+        else:
+            assert torch.equal(held.slots[0].parameters["weight"], torch.full((4096,), 3.0))
+    assert num_refused > 30
 
 
 def test_all_ranks_take_the_same_whole_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.checkpoint.folder import (
+    choose_checkpoint,
     clean_up,
     complete_checkpoints,
     keep_newest,
@@ -76,3 +77,20 @@ def test_only_the_newest_are_kept_and_never_none(tmp_path: Path) -> None:
     assert names(tmp_path) == ["notes", "step-00000009", "step-00000010", "step-00000011"]
     keep_newest(tmp_path, 0)
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000010"]
+
+
+def test_the_checkpoint_that_was_written_last_is_the_newest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that begins again in the folder of another has lower steps at first."""
+    earlier = [
+        make(tmp_path, f"step-0000000{step}", f'{{"saved_at": {step}}}') for step in (7, 8, 9)
+    ]
+    later = make(tmp_path, "step-00000002", '{"saved_at": 20.5}')
+    assert newest_checkpoint(tmp_path) == later
+    assert newest_checkpoint(earlier[1]) == earlier[1]
+    keep_newest(tmp_path, 2)
+    assert complete_checkpoints(tmp_path) == [earlier[2], later]
+    with pytest.raises(UsageError):  # its index is damaged, and so is that of the one before
+        choose_checkpoint(tmp_path)
+    assert "step-00000009 is older" in capsys.readouterr().err

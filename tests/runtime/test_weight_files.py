@@ -154,3 +154,24 @@ def test_a_file_of_other_python_objects_runs_nothing_and_is_refused(tmp_path: Pa
     with pytest.raises(UsageError, match="AP861"):
         open_weights(tmp_path / "weights.pt")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"weight_map": []}', "no table weight_map"),
+        ('{"weight_map": {"a": 3}}', "no table weight_map"),
+        ("[1]", "no table weight_map"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "not in its folder"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "not in its folder"),
+        ("[" * 5000, "nested too deeply"),
+        ('{"weight_map": ' + "9" * 5000 + "}", "5000 digits"),
+    ],
+)
+def test_an_index_that_is_damaged_or_leaves_its_folder_is_refused(
+    tmp_path: Path, text: str, why: str
+) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UsageError, match="AP861") as caught:
+        open_weights(tmp_path)
+    assert why in caught.value.why

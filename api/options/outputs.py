@@ -1,0 +1,57 @@
+"""Places to write to, checked before anything slow begins."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from autoparallel.planner.errors import UsageError
+
+
+@contextmanager
+def writing(path: str | Path, option: str = "") -> Iterator[None]:
+    """Turn an error of the file system inside the context into UsageError AP101 for ``path``, the
+    value of ``option``."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise _unwritable(path, option, why) from error
+
+
+def check_output_file(path: str | Path | None, option: str = "-o") -> None:
+    """Raise UsageError AP101 if no file can be written at ``path``, the value of ``option``."""
+    if path is None:
+        return
+    path = Path(path)
+    with writing(path, option):
+        if path.is_dir():
+            raise _unwritable(path, option, "it is a folder")
+        if not path.parent.is_dir():
+            folder = path.parent
+            raise _unwritable(path, option, f"there is no folder {folder}", f"mkdir -p {folder}")
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def check_output_folder(path: str | Path | None, option: str = "-o") -> None:
+    """Raise UsageError AP101 if files cannot be written into a folder ``path``, which need not
+    exist, the value of ``option``."""
+    if path is None:
+        return
+    path = Path(path)
+    with writing(path, option):
+        whole = path.absolute()
+        existing = next(place for place in (whole, *whole.parents) if place.exists())
+        if not existing.is_dir():
+            raise _unwritable(path, option, f"{existing} is a file")
+        tempfile.TemporaryFile(dir=existing).close()
+
+
+def _unwritable(path: str | Path, option: str, why: str, fix: str = "") -> UsageError:
+    where = f"{option} {path}".strip()
+    return UsageError("AP101", f"cannot write {path}", why=why, where=where, fix=fix)

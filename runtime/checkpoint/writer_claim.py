@@ -1,0 +1,141 @@
+"""The claim of a run to be the only writer of a folder of checkpoints.
+
+In: the folder of a run. Out: the file ``writer.json`` in it, with the host and process that write
+there, whose time of change is renewed while the process lives. No file locks are used, which disks
+of networks lack. A claim ends with its process: on the same host at once, on another host when it
+has not been renewed for ``STOPPED_SECONDS`` by the clock of the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ...cost_model.cluster.given_text import parse_json, read_text
+from ...planner.errors import UsageError
+
+CLAIM = "writer.json"
+RENEW_SECONDS = 10.0
+STOPPED_SECONDS = 60.0
+
+
+def claim_folder(folder: str | Path, *, takes_over: bool = False) -> Callable[[], None]:
+    """Claim a folder of checkpoints for this process, and return the function that ends the claim.
+
+    The folder is made if missing. ``takes_over`` replaces the claim of another process: an earlier
+    attempt of the same run. Within a claim of this process nothing is done.
+
+    Raises UsageError AP892 if another process writes there, OSError if the folder cannot be written
+    to.
+    """
+    key = Path(folder).resolve()
+    if key in _CLAIMED:
+        return lambda: None
+    claim = FolderClaim(key, takes_over=takes_over)
+    _CLAIMED.add(key)
+
+    def release() -> None:
+        _CLAIMED.discard(key)
+        claim.release()
+
+    return release
+
+
+_CLAIMED: set[Path] = set()
+"""Folders that this process has claimed."""
+
+
+class FolderClaim:
+    """The claim of this process to a folder, until ``release`` or the end of the process."""
+
+    def __init__(self, folder: Path, *, takes_over: bool) -> None:
+        """Claim the folder: see ``claim_folder``."""
+        self.path = folder / CLAIM
+        self._text = json.dumps({**_this_process(), "claim": uuid.uuid4().hex})
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not takes_over:
+            self._check_free()
+        self._write()
+        if not takes_over and self._holder() != self._text:  # of two at once, the last one has it
+            self._check_free()
+        self._ends = threading.Event()
+        threading.Thread(target=self._renew, name="claim of a folder", daemon=True).start()
+
+    def release(self) -> None:
+        """End the claim, if it is still this process's."""
+        self._ends.set()
+        if self._holder() == self._text:
+            self.path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        own = self.path.with_name(f"{CLAIM}.{uuid.uuid4().hex}")
+        try:
+            own.write_text(self._text, encoding="utf-8")
+            own.replace(self.path)
+        finally:
+            own.unlink(missing_ok=True)
+
+    def _holder(self) -> str:
+        try:
+            return read_text(self.path)
+        except (OSError, ValueError):
+            return ""
+
+    def _check_free(self) -> None:
+        """Raise UsageError AP892 if the process that has claimed the folder is alive."""
+        try:
+            holder = parse_json(self._holder() or "null")
+        except ValueError:
+            return
+        if not isinstance(holder, dict) or not _is_alive(holder, self.path):
+            return
+        place = f"process {holder.get('process')} on {holder.get('host')}"
+        raise UsageError(
+            "AP892",
+            f"another run writes checkpoints into {self.path.parent}",
+            why=f"{place} has claimed it: two runs would remove each other's files",
+            where=str(self.path.resolve()),
+            fix="give this run a folder of its own by --save, or end the other run first; the "
+            f"claim of a process that was killed ends after {STOPPED_SECONDS:.0f} s",
+        )
+
+    def _renew(self) -> None:
+        while not self._ends.wait(RENEW_SECONDS):
+            try:
+                os.utime(self.path)
+            except OSError:
+                continue  # a disk in trouble, which saves report
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "started": psutil.Process().create_time(),
+    }
+
+
+def _is_alive(holder: dict[str, Any], path: Path) -> bool:
+    """Tell whether a claim's process lives, as far as can be seen from this host."""
+    if holder.get("host") == socket.gethostname():
+        try:
+            started = psutil.Process(int(holder["process"])).create_time()
+            return abs(started - float(holder["started"])) < 1
+        except (psutil.Error, KeyError, TypeError, ValueError):
+            return False
+    clock = path.with_name(f"{CLAIM}.clock.{uuid.uuid4().hex}")
+    try:
+        clock.touch()
+        return clock.stat().st_mtime - path.stat().st_mtime < STOPPED_SECONDS
+    except OSError:
+        return False
+    finally:
+        clock.unlink(missing_ok=True)
