@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import typer
 
-from autoparallel.launching.job import PLAN_FILE, job_of, read_hosts
+from autoparallel.launching.job import PLAN_FILE, check_lines, job_of, read_hosts
 from autoparallel.launching.kubernetes import MANIFEST, kubernetes_files
 from autoparallel.launching.slurm import BATCH_SCRIPT, slurm_files
 from autoparallel.launching.ssh import START_SCRIPT, ssh_files
@@ -55,7 +56,7 @@ def launch(
         max_restarts=max_restarts,
     )
     if workdir is not None:
-        job = job.move_files(folder=job.folder, workdir=workdir)
+        job = replace(job, workdir=workdir)
     elif not k8s:  # the run starts in this folder, and would only say so on the hosts
         check_trusted(
             loaded,
@@ -63,6 +64,20 @@ def launch(
             trust="--trust" in job.arguments,
             how="give the run's option: launch … -- --trust; or start it in that folder",
         )
+    check_lines(
+        {
+            "--output": job.folder,
+            "--workdir": job.workdir,
+            "--name": name,
+            "--partition": partition,
+            "--account": account,
+            "--time": time,
+            "--setup": setup,
+            "--image": image,
+            "--claim": claim,
+            **{f"option {number} of the run": text for number, text in enumerate(job.arguments, 1)},
+        }
+    )
     files: Mapping[str, str]
     if slurm:
         files = slurm_files(job, partition=partition, account=account, time=time)

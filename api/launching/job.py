@@ -12,7 +12,7 @@ order of ``--node-rank``.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -31,9 +31,9 @@ class LaunchJob:
     """Run to start. ``num_devices`` are each host's, in the plan's order.
 
     ``hosts`` are their names, () if a scheduler chooses them. ``is_ordered``: the hosts are not
-    alike, so each has its own place. ``folder`` has the files and logs, and the run starts in
-    ``workdir``, both as the hosts see them. ``setup`` is a line of shell that each host runs first,
-    and ``arguments`` go to ``autoparallel run``.
+    alike, so each has its own place. ``folder`` has the files, ``logs`` gets the logs, and the run
+    starts in ``workdir``, all as the hosts see them. ``setup`` is a line of shell that each host
+    runs first, and ``arguments`` go to ``autoparallel run``.
     """
 
     name: str
@@ -42,6 +42,7 @@ class LaunchJob:
     is_ordered: bool
     hosts: tuple[str, ...]
     folder: str
+    logs: str
     workdir: str
     setup: str
     arguments: tuple[str, ...]
@@ -61,10 +62,6 @@ class LaunchJob:
     @property
     def rendezvous(self) -> Literal["c10d", "static"]:
         return "static" if self.is_ordered else "c10d"
-
-    def move_files(self, folder: str, workdir: str) -> LaunchJob:
-        """Return the job with its files at the paths that hosts see."""
-        return replace(self, folder=folder, workdir=workdir)
 
 
 def job_of(
@@ -97,12 +94,26 @@ def job_of(
         is_ordered=not are_alike(cluster),
         hosts=tuple(hosts),
         folder=str(folder.resolve()),
+        logs=str(folder.resolve() / "logs"),
         workdir=str(Path.cwd()),
         setup=setup,
         arguments=tuple(arguments),
         port=port,
         max_restarts=max_restarts,
     )
+
+
+def check_lines(texts: Mapping[str, str | None]) -> None:
+    """Raise UsageError AP380 for a text, by the option that gives it, of several lines."""
+    for option, text in texts.items():
+        if text is not None and not text.isprintable():
+            raise UsageError(
+                "AP380",
+                f"{option} {text!r} contains a line break or another control character",
+                why="the files of launchers have one line for it",
+                where=option,
+                fix="use a text of one line; a folder's name belongs to it too",
+            )
 
 
 def are_alike(cluster: Cluster) -> bool:
@@ -163,7 +174,7 @@ first_host=$2
 devices=({counts})
 
 cd -- {shlex.quote(job.workdir)}
-{setup}logs={shlex.quote(job.folder)}/logs/host$number
+{setup}logs={shlex.quote(job.logs)}/host$number
 mkdir -p -- "$logs"
 {is_first}
 # start PURPOSE PORT RESTARTS COMMAND...: the command on every device of this host, one rank each.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from autoparallel.planner.errors import UsageError
@@ -52,8 +53,9 @@ def kubernetes_files(
             f"--name {job.name!r} cannot be the name of a Job",
             fix=f"at most {LONGEST_NAME} small letters, digits and -, a letter first",
         )
-    there = job.move_files(folder=FILES, workdir=workdir)
-    files = {PLAN_FILE: plan_text, HOST_SCRIPT: _writable_logs(host_script(there), workdir)}
+    # Logs lie beside the run's own files: a ConfigMap cannot be written to.
+    there = replace(job, folder=FILES, workdir=workdir, logs=f"{workdir}/logs")
+    files = {PLAN_FILE: plan_text, HOST_SCRIPT: host_script(there)}
     num_bytes = sum(len(text.encode()) for text in files.values())
     if num_bytes > MOST_BYTES:
         raise UsageError(
@@ -63,11 +65,6 @@ def kubernetes_files(
         )
     items = [_service(job), _files(job, files), _job(job, image, claim, workdir)]
     return {MANIFEST: json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)}
-
-
-def _writable_logs(script: str, workdir: str) -> str:
-    """Move logs beside the run's own files: a ConfigMap cannot be written to."""
-    return script.replace(f"{FILES}/logs", f"{workdir}/logs")
 
 
 Table = dict[str, Any]

@@ -59,9 +59,13 @@ def _batch_script(
         "partition": partition,
         "account": account,
         "time": time,
-        "output": f"{job.folder}/slurm-%j.out",
+        "output": f"{job.folder.replace('%', '%%')}/slurm-%j.out",
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    lines = [
+        f"#SBATCH --{name}={shlex.quote(value)}"
+        for name, value in options.items()
+        if value is not None
+    ]
     script = shlex.quote(f"{job.folder}/{HOST_SCRIPT}")
     names = f"hosts=({' '.join(map(shlex.quote, job.hosts))})" if job.hosts else _LISTED
     return "\n".join(

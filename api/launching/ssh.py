@@ -34,7 +34,8 @@ def ssh_files(job: LaunchJob) -> Mapping[str, str]:
 
 
 def _start_script(job: LaunchJob) -> str:
-    script = shlex.quote(f"{job.folder}/{HOST_SCRIPT}")
+    # Quoted twice: ssh gives its words to a shell of the host, which reads them again.
+    script = shlex.quote(shlex.quote(f"{job.folder}/{HOST_SCRIPT}"))
     return f"""#!/usr/bin/env bash
 # Starts the run on each host, in the plan's order. Each must reach {HOST_SCRIPT} at the same path.
 set -euo pipefail

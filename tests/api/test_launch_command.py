@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import kubernetes_validate
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from autoparallel.__main__ import run_command
 from autoparallel.cost_model.cluster.cluster import Cluster
@@ -191,6 +194,10 @@ def test_a_cluster_that_fails_its_check_does_not_train(
         ("8xH100+8xA100", ("--k8s", "--image", "i"), "AP377"),
         ("2x8xH100", ("--k8s", "--image", "i", "--name", "My_Job"), "AP378"),
         ("2x8xH100", ("--slurm", "-o", "own.json/x"), "AP379"),
+        ("2x8xH100", ("--slurm", "--name", "a\nb"), "AP380"),
+        ("2x8xH100", ("--slurm", "--partition", "gpu\n#SBATCH --wrap=x"), "AP380"),
+        ("2x8xH100", ("--slurm", "-o", "a\nb"), "AP380"),
+        ("2x8xH100", ("--k8s", "--image", "i", "--workdir", "/a\n/b"), "AP380"),
     ],
 )
 def test_what_cannot_be_started_is_said(
@@ -228,6 +235,92 @@ def test_hosts_can_be_the_lines_of_a_file(planned: Path, monkeypatch: pytest.Mon
     assert "hosts=(n1 n2)" in (folder / "start.sh").read_text()
 
 
+HOSTILE = (
+    "$(touch PWNED)",
+    "`touch PWNED`",
+    ";touch PWNED;",
+    "a b",
+    "'",
+    '"',
+    "\\",
+    "&",
+    "|",
+    "#",
+    "*",
+    "%j",
+    "!",
+    "é",
+    "~",
+    "{a,b}",
+    "-n",
+)
+"""Parts of names that a shell, Slurm or YAML reads otherwise than as they are."""
+
+
+def hostile_names() -> st.SearchStrategy[str]:
+    """Names of folders and values of options."""
+    parts = st.lists(st.sampled_from(HOSTILE), min_size=1, max_size=4)
+    return parts.map(lambda own: f"x{''.join(own)}")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+@given(folder=hostile_names(), save=hostile_names(), kind=st.sampled_from(["ssh", "slurm", "k8s"]))
+def test_names_reach_each_shell_as_they_are(
+    planned: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    folder: str,
+    save: str,
+    kind: str,
+) -> None:
+    place = tmp_path_factory.mktemp("hostile")
+    work = place / folder
+    work.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(work)
+        shutil.copy(planned, work / "plan.json")
+        shutil.copy(planned.parent / "regression.py", work)
+        where = ["--image", "i", "--workdir", str(work)] if kind == "k8s" else []
+        hosts = ["--hosts", "n1,n2"] if kind == "ssh" else []
+        name = "job" if kind == "k8s" else folder
+        own = ["--name", name, "-o", "out", *where, *hosts, "--", "--trust", "--save", save]
+        assert run_command(["launch", "plan.json", f"--{kind}", *own]) == 0
+    environment = stand_ins(
+        place / "bin",
+        torchrun='printf "%s\\0" "$PWD" "$@" >> "$CALLS/calls"',
+        ssh='shift 4; cd /; exec bash -c "$*"',
+        scontrol="printf 'n1\\nn2\\n'",
+        srun='shift 2; for n in n1 n2; do SLURMD_NODENAME=$n "$@" || exit 1; done',
+    )
+    environment |= {"CALLS": str(place), "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "2"}
+    if kind == "k8s":
+        manifest = json.loads((work / "out/job.json").read_text())
+        script = manifest["items"][1]["data"]["host.sh"]
+        (place / "host.sh").write_text(script)
+        commands = [["bash", str(place / "host.sh"), str(number), "n1"] for number in (0, 1)]
+    else:
+        start = "start.sh" if kind == "ssh" else "job.sbatch"
+        commands = [["bash", str(work / "out" / start)]]
+    for command in commands:
+        done = subprocess.run(
+            command, cwd=place, env=environment, check=False, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    calls = (place / "calls").read_text().split("\0")
+    assert calls.count(str(work)) >= 4  # two hosts check and train, in this folder
+    assert calls.count(save) == 2
+    assert not [path for path in place.rglob("PWNED*") if "$" not in path.name]
+    if kind == "slurm":
+        lines = (work / "out/job.sbatch").read_text().splitlines()
+        words = [
+            word
+            for line in lines
+            if line.startswith("#SBATCH ")
+            for word in shlex.split(line.removeprefix("#SBATCH "), comments=True)
+        ]
+        assert f"--job-name={name}" in words
+        assert f"--output={str(work / 'out').replace('%', '%%')}/slurm-%j.out" in words
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
 def test_two_hosts_over_ssh_check_and_train(
@@ -247,7 +340,7 @@ def test_two_hosts_over_ssh_check_and_train(
     code, folder = launch(planned, cluster, *arguments, monkeypatch=monkeypatch)
     assert code == 0
     assert f"--rdzv-backend {rendezvous}" in (folder / "host.sh").read_text()
-    environment = stand_ins(tmp_path / "bin", ssh='shift 4; exec "$@"')
+    environment = stand_ins(tmp_path / "bin", ssh='shift 4; exec bash -c "$*"')
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     done = subprocess.run(
         ["bash", str(folder / "start.sh")],
