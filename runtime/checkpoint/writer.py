@@ -176,6 +176,7 @@ def write_snapshot(snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
         publish(temporary, path)
         if snapshot.keep is not None:
             keep_newest(snapshot.folder, snapshot.keep)
+        ends.close()  # before the other ranks go on
 
     try:
         _on_rank_0(prepare, group)

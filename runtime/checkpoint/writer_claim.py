@@ -73,6 +73,8 @@ class FolderClaim:
         """End the claim, if it is still this process's."""
         self._ends.set()
         if self._holder() == self._text:
+            for left in self.path.parent.glob(f"{CLAIM}.*"):  # by claims that were cut off
+                left.unlink(missing_ok=True)
             self.path.unlink(missing_ok=True)
 
     def _write(self) -> None:
@@ -127,8 +129,9 @@ def _is_alive(holder: dict[str, Any], path: Path) -> bool:
     """Tell whether a claim's process lives, as far as can be seen from this host."""
     if holder.get("host") == socket.gethostname():
         try:
-            started = psutil.Process(int(holder["process"])).create_time()
-            return abs(started - float(holder["started"])) < 1
+            process = psutil.Process(int(holder["process"]))
+            is_same = abs(process.create_time() - float(holder["started"])) < 1
+            return is_same and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.Error, KeyError, TypeError, ValueError):
             return False
     clock = path.with_name(f"{CLAIM}.clock.{uuid.uuid4().hex}")

@@ -148,6 +148,7 @@ def verified(
         return found
 
     monkeypatch.setattr(training, "launch", launch)
+    monkeypatch.setattr(training, "check_devices_here", lambda cluster: None)
     monkeypatch.setattr(training, "mark_verified", lambda plan: started.update(marked=True))
     monkeypatch.chdir(folder)
     monkeypatch.setattr("sys.path", [os.getcwd()])

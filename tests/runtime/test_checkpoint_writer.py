@@ -29,22 +29,24 @@ from autoparallel.runtime.checkpoint.writer import CheckpointWriter
 STEP = 4
 KILLS = [
     ("new", 1, 2),
-    ("new", 0, 7),
+    ("new", 0, 4),
+    ("new", 0, 6),
+    ("new", 0, 12),
     ("again", 1, 2),
-    ("again", 0, 9),
-    ("again", 0, 11),
     ("again", 0, 14),
+    ("again", 0, 16),
+    ("again", 0, 19),
     ("asynchronous", 1, 2),
-    ("asynchronous", 0, 6),
     ("asynchronous", 0, 11),
+    ("asynchronous", 0, 16),
 ]
 """Kinds of saves, the rank that is killed, and at which of the things it does with files.
 
-Rank 0 makes folders at 1 to 3 and writes its shard at 4, the index at 5 and 6, and our JSON at 7.
-Of a step that is there already it renames the old checkpoint at 9 and the new one at 11, and
-removes the old one from 13 on. Rank 1 writes its shard at 2.
+Rank 0 claims the folder at 2 to 6, makes one at 7 and 8, and writes its shard at 9, the index at 10
+and 11, and our JSON at 12. Of a step that is there already it renames the old checkpoint at 14 and
+the new one at 16, and removes the old one from 18 on. Rank 1 writes its shard at 2.
 """
-SAMPLE = [("new", 0, 7), ("again", 0, 11), ("asynchronous", 0, 6)]
+SAMPLE = [("new", 0, 4), ("new", 0, 12), ("again", 0, 16), ("asynchronous", 0, 11)]
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
@@ -100,7 +102,7 @@ def test_a_kill_at_any_point_of_a_save_leaves_one_whole_state(
     with pytest.raises(RankError):
         run_processes(2, save_and_die, folder, kind, killed, count)
     for value, found, is_clean in run_processes(2, loaded, folder):
-        assert value == (2.0 if (kind, count) in (("again", 14), ("asynchronous", 11)) else 1.0)
+        assert value == (2.0 if (kind, count) in (("again", 19), ("asynchronous", 16)) else 1.0)
         assert found == [value]
         assert is_clean
 
