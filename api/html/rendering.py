@@ -1,4 +1,4 @@
-"""HTML from templates: an environment for all pages, and filters that write figures.
+"""HTML from templates: an environment for all pages, filters that write figures, and looks.
 
 In: the name of a template and its values. Out: HTML that refers to no other file.
 """
@@ -26,9 +26,53 @@ from autoparallel.options.words import (
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.summary import mesh_text
 from autoparallel.report.comparison import change_text
-from autoparallel.report.page import stages_text
+from autoparallel.report.tables import stages_text
 
 TEMPLATES = Path(__file__).parent / "templates"
+
+MEMORY_LOOKS = {
+    "parameters": "fill-c1",
+    "master": "fill-c2",
+    "versions": "fill-c8",
+    "gradients": "fill-c3",
+    "optimizer": "fill-c4",
+    "gathered": "fill-c6",
+    "activations": "fill-c5",
+    "other": "fill-c8",
+}
+"""Classes of the style sheet for categories of memory; others look like ``OTHER_MEMORY``."""
+
+OTHER_MEMORY = "fill-c7"
+
+MEMORY_MEANINGS = {
+    "parameters": "what this device holds of the weights",
+    "master": "the weights' copy in float32 that the optimizer steps",
+    "versions": "older weights that micro-batches under way still need",
+    "gradients": "sums over the micro-batches of a step",
+    "optimizer": "the optimizer's states, two moments per weight with Adam",
+    "gathered": "weights of other devices, gathered for the passes",
+    "activations": "what forwards keep for their backwards",
+    "recomputation": "what a recomputed forward makes again",
+    "inputs": "batches, and what other stages sent",
+    "working": "what the running block needs besides",
+    "transient": "what the running block needs besides",
+    "communication": "messages and buffers of collectives",
+    "buffers": "the model's buffers and constants",
+    "fragmentation": "gaps in the allocator's memory",
+    "communicators": "what NCCL takes for its communicators",
+    "reserve": "the context and workspaces of CUDA",
+}
+
+TIME_LOOKS = {
+    "compute": "fill-c1",
+    "communication within the stage": "fill-exposed",
+    "sends to the next stage": "fill-c6",
+    "gradient synchronization": "fill-c3",
+    "optimizer": "fill-c4",
+    "waiting for other stages": "fill-wait",
+    "other": "fill-wait",
+}
+"""Parts of a step, in the order in which they are drawn."""
 
 
 def render(name: str, values: Mapping[str, Any]) -> str:
@@ -68,6 +112,9 @@ def _environment() -> Environment:
         stages=stages_text,
         change=change_text,
         wide=lambda share: f"{100 * share:.2f}%",
+    )
+    made.globals.update(
+        memory_looks=MEMORY_LOOKS, memory_meanings=MEMORY_MEANINGS, time_looks=TIME_LOOKS
     )
     made.globals["include_text"] = lambda name: Markup((TEMPLATES / name).read_text("utf-8"))
     return made

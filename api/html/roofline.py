@@ -13,8 +13,18 @@ from math import ceil, floor, log10
 from autoparallel.analysis.repriced import OpWork
 from autoparallel.cost_model.cluster.cluster import Device
 from autoparallel.cost_model.ops.compute import peak_flops
-from autoparallel.html.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Tick
-from autoparallel.html.scales import Scale, number, powers
+from autoparallel.html.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Scale,
+    Tick,
+    line,
+    number,
+)
 from autoparallel.options.words import count_text, percent_text, rate_text, seconds_text
 
 
@@ -38,7 +48,6 @@ class Roof:
     x: str
     y: str
     text: str
-    anchor: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,38 +120,31 @@ def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
         )
         for op in counted
     ]
+    return Roofline(
+        tuple(points),
+        _roofs(x, y, peak, rate, dtype),
+        x.ticks_of_powers(power_text),
+        y.ticks_of_powers(lambda value: f"{power_text(value)}FLOP/s"),
+        tuple(_row(op, total, peak, rate) for op in ops[:MOST_ROWS]),
+        len(ops),
+    )
+
+
+def _roofs(x: Scale, y: Scale, peak: float, rate: float, dtype: str) -> tuple[Roof, Roof]:
+    """Return the slanted line of the memory and the level line of the arithmetic."""
     ridge = peak / rate
-    start = max(x.low, low / rate)
-    memory = f"M{_at(x, y, start, start * rate)}L{_at(x, y, ridge, peak)}"
-    compute = f"M{_at(x, y, ridge, peak)}L{_at(x, y, x.high, peak)}"
+    start = max(x.low, y.low / rate)
+    memory = line([(x(start), y(start * rate)), (x(ridge), y(peak))])
+    compute = line([(x(ridge), y(peak)), (x(x.high), y(peak))])
     middle = (start * ridge) ** 0.5
     # left of the ridge no op lies as high as the level roof
     is_roomy = x(ridge) > LEFT + LABEL_WIDTH
-    place = (x(ridge) - 8, y(peak) + 4) if is_roomy else (x(x.high), y(peak) + 16)
-    roofs = (
-        Roof(
-            memory,
-            number(x(middle) - 8),
-            number(y(middle * rate) - 8),
-            f"memory {rate_text(rate, 'B/s')}",
-            "end",
-        ),
-        Roof(
-            compute,
-            number(place[0]),
-            number(place[1]),
-            f"{dtype} {rate_text(peak, 'FLOP/s')}",
-            "end",
-        ),
-    )
-    rows = tuple(_row(op, total, peak, rate) for op in ops[:MOST_ROWS])
-    return Roofline(
-        tuple(points),
-        roofs,
-        tuple(Tick(number(x(v)), power_text(v)) for v in powers(x.low, x.high)),
-        tuple(Tick(number(y(v)), f"{power_text(v)}FLOP/s") for v in powers(y.low, y.high)),
-        rows,
-        len(ops),
+    left, top = (x(ridge) - 8, y(peak) + 4) if is_roomy else (x(x.high), y(peak) + 16)
+    slanted_left, slanted_top = x(middle) - 8, y(middle * rate) - 8
+    memory_text, compute_text = rate_text(rate, "B/s"), rate_text(peak, "FLOP/s")
+    return (
+        Roof(memory, number(slanted_left), number(slanted_top), f"memory {memory_text}"),
+        Roof(compute, number(left), number(top), f"{dtype} {compute_text}"),
     )
 
 
@@ -157,10 +159,6 @@ def _row(op: OpWork, total: float, peak: float, rate: float) -> OpRow:
 
 def _direction(op: OpWork) -> str:
     return "backward" if op.is_backward else "forward"
-
-
-def _at(x: Scale, y: Scale, intensity: float, rate: float) -> str:
-    return f"{number(x(intensity))} {number(y(rate))}"
 
 
 def _power(rounded: Callable[[float], int], value: float) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from autoparallel.cost_model.simulator.actions import SENDS, Action
 from autoparallel.cost_model.simulator.timeline import STREAMS, Event, Timeline
-from autoparallel.html.scales import box
+from autoparallel.html.charts import box
 
 UNITS = 100_000
 """Width of the drawing: a step has so many units."""

@@ -1,32 +1,34 @@
-"""Plans and runs side by side: a column each, differences from the first marked.
+"""Plans and runs side by side: figures and choices of items, found once, and as text and JSON.
 
-Different figures show their change; different choices have ``*`` before them. Unmeasured figures of
-a run are ``—``.
+In: items of ``compare``. Out: a column per item, differences from the first marked: different
+figures show their change, different choices have ``*`` before them. Figures that a run does not
+measure are ``—``. ``html.compared`` renders the same figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from autoparallel.analysis.compare import Item
+from autoparallel.analysis.compare import Item, MeasuredRun
 from autoparallel.analysis.facts import (
     MEMORY_ORDER,
     busiest_rank,
+    device_text,
     fullest_rank,
-    ordered_memory,
+    in_order,
     rank_seconds,
-    usable_bytes,
 )
+from autoparallel.analysis.measurement import Measurement
 from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary, rank_summaries, schedule_text, strategy_parts
-from autoparallel.report.page import device_text, section
-from autoparallel.report.printing import plain_table, print_to_text
+from autoparallel.report.printing import list_table, plain_table, print_to_text, section
 
 MOST_COLUMNS = 4
 """Items side by side; the first is repeated beside the next items."""
@@ -37,170 +39,136 @@ SAME = 5e-4
 LEAST_SHARE = 1e-3
 """Seconds and bytes that are below this share of the whole in every item have no row."""
 
-SECONDS_ORDER = ("compute", "communication", "sends", "gradients", "optimizer", "waiting")
+SHORT_NAMES = {
+    "compute": "compute",
+    "communication within the stage": "communication",
+    "sends to the next stage": "sends",
+    "gradient synchronization": "gradients",
+    "optimizer": "optimizer",
+    "waiting for other stages": "waiting",
+}
+"""Parts of a step in the order of the table, and their names in it."""
 
 Value = float | None
-Figure = Callable[[Item], Value]
 
 
-def print_comparison(items: Sequence[Item], console: Console) -> None:
-    """Print the page: the items' letters, then figures, choices, seconds and bytes."""
-    letters = [letter_of(index) for index in range(len(items))]
-    console.print(_legend(items, letters))
-    for start in range(1, len(items), MOST_COLUMNS - 1):
-        chosen = [0, *range(start, min(start + MOST_COLUMNS - 1, len(items)))]
-        own = [(letters[index], items[index]) for index in chosen]
-        _print_columns(own, console)
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Figure of items: its names in text and in JSON, how it is written, and its value in a plan,
+    in a run, and in the measurements beside a plan. ``heading`` is its name on a page."""
+
+    name: str
+    key: str
+    heading: str
+    write: Callable[[float], str]
+    of_plan: Callable[[Plan], float]
+    of_run: Callable[[MeasuredRun], Value] = lambda run: None
+    of_measured: Callable[[Measurement], float] | None = None
+    less_is_better: bool = True
+
+    def find(self, item: Item) -> Value:
+        """Return the figure of an item: predicted, or of a run."""
+        if item.run is not None:
+            return self._of_run(item.run)
+        return None if item.plan is None else float(self.of_plan(item.plan))
+
+    def find_measured(self, item: Item) -> Value:
+        """Return the measured figure of an item."""
+        if item.measured is not None and self.of_measured is not None:
+            return float(self.of_measured(item.measured))
+        return None if item.run is None else self._of_run(item.run)
+
+    def _of_run(self, run: MeasuredRun) -> Value:
+        value = self.of_run(run)
+        return None if value is None else float(value)
+
+    def cells(self, items: Sequence[Item]) -> tuple[Cell, ...]:
+        """Return the cells of items beside the first."""
+        return cells([self.find(item) for item in items], self.write, self.less_is_better)
 
 
-def comparison_text(items: Sequence[Item]) -> str:
-    """Return the page as plain text, 80 columns wide."""
-    return print_to_text(lambda console: print_comparison(items, console))
+STEP = Figure(
+    "step",
+    "step_seconds",
+    "step",
+    seconds_text,
+    lambda plan: plan.prediction.step_seconds,
+    lambda run: run.step_seconds,
+    lambda measured: measured.step_seconds / measured.num_batches,
+)
+THROUGHPUT = Figure(
+    "throughput /s",
+    "throughput",
+    "per second",
+    count_text,
+    lambda plan: plan.prediction.tokens_per_second,
+    lambda run: run.throughput,
+    less_is_better=False,
+)
+UTILIZATION = Figure(
+    "MFU",
+    "model_flops_utilization",
+    "MFU",
+    percent_text,
+    lambda plan: plan.prediction.model_flops_utilization,
+    less_is_better=False,
+)
+BUBBLE = Figure(
+    "bubble",
+    "bubble_fraction",
+    "bubble",
+    percent_text,
+    lambda plan: plan.prediction.bubble_fraction,
+)
+MEMORY = Figure(
+    "memory",
+    "memory_bytes",
+    "memory",
+    bytes_text,
+    lambda plan: plan.prediction.peak_memory_bytes,
+    lambda run: run.memory_bytes,
+    lambda measured: measured.memory_bytes,
+)
+"""Memory of the fullest device; of a run, of rank 0."""
+
+FIGURES = (STEP, THROUGHPUT, UTILIZATION, BUBBLE, MEMORY)
+OF_ALL, OF_PLANS, MEASURED = (STEP, THROUGHPUT, MEMORY), (UTILIZATION, BUBBLE), (STEP, MEMORY)
 
 
-def letter_of(index: int) -> str:
-    """Return the letter of an item in the tables.
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Figure of an item: its value, as text, its change from the first item's, and whether that is
+    better. Without a value the text is a dash."""
 
-    >>> letter_of(0), letter_of(25), letter_of(26)
-    ('A', 'Z', 'A1')
+    value: Value
+    text: str
+    change: float | None = None
+    is_better: bool = False
+
+
+def cells(
+    values: Sequence[Value], write: Callable[[float], str], less_is_better: bool = True
+) -> tuple[Cell, ...]:
+    """Format values with their changes from the first.
+
+    >>> cells([1.0, 1.5, None], seconds_text)[1:]
+    (Cell(value=1.5, text='1.50 s', change=0.5, is_better=False), Cell(value=None, text='—', \
+change=None, is_better=False))
     """
-    return chr(ord("A") + index) if index < 26 else f"{chr(ord('A') + index % 26)}{index // 26}"
+    found = []
+    for value in values:
+        change = difference(value, values[0])
+        is_better = change is not None and (change < 0) == less_is_better
+        found.append(Cell(value, "—" if value is None else write(value), change, is_better))
+    return tuple(found)
 
 
-def _legend(items: Sequence[Item], letters: Sequence[str]) -> Any:
-    table = plain_table(("", "left"), ("", "left"), ("", "left"))
-    table.show_header = False
-    names = short_names(items)
-    for letter, name, item in zip(letters, names, items, strict=True):
-        table.add_row(Text(letter, style="bold"), Text(name), description(item))
-    return table
-
-
-def short_names(items: Sequence[Item]) -> list[str]:
-    """Return the items' names, without their folders if they differ without."""
-    names = {item.name: Path(item.name).name for item in items}
-    is_short = len(set(names.values())) == len(names)
-    return [names[item.name] if is_short else item.name for item in items]
-
-
-def description(item: Item) -> str:
-    """Describe a plan's configuration, or the extent of measurements."""
-    if item.plan is None:
-        return f"measured over {item.run.num_steps} steps" if item.run is not None else ""
-    what = plan_summary(item.plan)
-    return what if excess_bytes(item.plan) <= 0 else f"{what}; does not fit"
-
-
-def excess_bytes(plan: Plan) -> float:
-    """Return the fullest rank's excess over its devices' memory in bytes; negative if it fits."""
-    used = usable_bytes(plan, plan.stages[fullest_rank(plan)[0][0]])
-    return plan.prediction.peak_memory_bytes - used
-
-
-def _print_columns(columns: Sequence[tuple[str, Item]], console: Console) -> None:
-    items = [item for _, item in columns]
-    letters = [letter for letter, _ in columns]
-    console.print(section("Figures", _figures(items, letters, _main_rows(items))))
-    choices = _choices(items, letters)
-    if choices is not None:
-        console.print(section("What differs in the plans (* from the first)", choices))
-    if sum(item.plan is not None for item in items) > 1:
-        rows = _part_rows([_seconds(item) for item in items], _whole_seconds(items), seconds_text)
-        title = "Seconds of the busiest rank"
-        console.print(section(title, _figures(items, letters, rows)))
-        rows = _part_rows([held_bytes(item) for item in items], _whole_bytes(items), bytes_text)
-        title = "Memory of the fullest rank"
-        console.print(section(title, _figures(items, letters, rows)))
-
-
-Row = tuple[str, Sequence[Value] | Figure, Callable[[float], str], bool]
-"""Row: name; values of the items, or a function; the format of a value; whether less is better."""
-
-
-def _main_rows(items: Sequence[Item]) -> list[Row]:
-    utilization = of_plan(lambda plan: plan.prediction.model_flops_utilization)
-    bubble = of_plan(lambda plan: plan.prediction.bubble_fraction)
-    return [
-        ("step", step_seconds, seconds_text, True),
-        ("throughput /s", throughput, count_text, False),
-        ("MFU", utilization, percent_text, False),
-        ("bubble", bubble, percent_text, True),
-        ("memory", memory_bytes, bytes_text, True),
-        *(
-            [
-                ("step measured", measured_step_seconds, seconds_text, True),
-                ("memory measured", measured_memory_bytes, bytes_text, True),
-            ]
-            if any(item.measured is not None for item in items)
-            else []
-        ),
-    ]
-
-
-def step_seconds(item: Item) -> Value:
-    """Return the step time of an item: predicted, or the measured median of a run."""
-    if item.run is not None:
-        return item.run.step_seconds
-    return None if item.plan is None else item.plan.prediction.step_seconds
-
-
-def throughput(item: Item) -> Value:
-    """Return tokens (samples without sequences) per second."""
-    if item.run is not None:
-        return item.run.throughput
-    return None if item.plan is None else item.plan.prediction.tokens_per_second
-
-
-def memory_bytes(item: Item) -> Value:
-    """Return the peak memory of an item: predicted, of the fullest device; of a run, of rank 0."""
-    if item.run is not None:
-        return None if item.run.memory_bytes is None else float(item.run.memory_bytes)
-    return None if item.plan is None else float(item.plan.prediction.peak_memory_bytes)
-
-
-def measured_step_seconds(item: Item) -> Value:
-    """Return the measured seconds per global batch of an item's run."""
-    if item.measured is not None:
-        return item.measured.step_seconds / item.measured.num_batches
-    return None if item.run is None else item.run.step_seconds
-
-
-def measured_memory_bytes(item: Item) -> Value:
-    """Return the measured peak memory of rank 0 in an item's run."""
-    if item.measured is not None:
-        return float(item.measured.memory_bytes)
-    return memory_bytes(item) if item.run is not None else None
-
-
-def of_plan(value: Callable[[Plan], float]) -> Figure:
-    """Make a figure that is defined for plans only."""
-    return lambda item: None if item.plan is None else value(item.plan)
-
-
-def _figures(items: Sequence[Item], letters: Sequence[str], rows: Sequence[Row]) -> Any:
-    table = plain_table(("", "left"), *((letter, "right") for letter in letters))
-    for name, values, write, less_is_better in rows:
-        found = [values(item) for item in items] if callable(values) else list(values)
-        if any(value for value in found):
-            cells = [_cell(value, found[0], write, less_is_better) for value in found]
-            table.add_row(name, *cells)
-    return table
-
-
-def _cell(value: Value, first: Value, write: Callable[[float], str], less_is_better: bool) -> Text:
-    """Format a value with its change from the first item's.
-
-    >>> _cell(1.1, 1.0, seconds_text, True).plain, _cell(None, 1.0, seconds_text, True).plain
-    ('1.10 s +10.0 %', '—')
-    """
-    if value is None:
-        return Text("—", style="dim")
-    text = Text(write(value))
-    change = difference(value, first)
-    if change is None:
-        return text
-    style = "green" if (change < 0) == less_is_better else "red"
-    return Text.assemble(text, (f" {change_text(change)}", style))
+def difference(value: Value, first: Value) -> float | None:
+    """Return the relative difference of a value from the first; None if equal or unknown."""
+    if value is None or not first:
+        return None
+    change = value / first - 1
+    return change if abs(change) >= SAME else None
 
 
 def change_text(change: float) -> str:
@@ -213,62 +181,96 @@ def change_text(change: float) -> str:
     return f"{100 * change:+.{digits}f} %"
 
 
-def difference(value: Value, first: Value) -> float | None:
-    """Return the relative difference of a value from the first; None if equal or unknown."""
-    if value is None or not first:
-        return None
-    change = value / first - 1
-    return change if abs(change) >= SAME else None
+@dataclass(frozen=True, slots=True)
+class ComparedItem:
+    """Facts of an item. ``seconds`` and ``held`` are parts of the step and of memory, ``limit`` is
+    of memory, of which a plan that does not fit needs ``excess`` more; ``measured`` has name,
+    prediction, measurement, and the error of the prediction."""
+
+    letter: str
+    name: str
+    what: str
+    kind: str
+    excess: float
+    cells: tuple[Cell, ...]
+    seconds: Mapping[str, float]
+    held: Mapping[str, float]
+    limit: float
+    measured: tuple[tuple[str, Cell, Cell, float | None], ...]
 
 
-def _part_rows(
-    parts: Sequence[Mapping[str, float]], whole: float, write: Callable[[float], str]
-) -> list[Row]:
-    order = (*SECONDS_ORDER, *MEMORY_ORDER)
-    names = list(dict.fromkeys(name for own in parts for name in own))
-    names.sort(key=lambda name: order.index(name) if name in order else len(order))
-    shown = [
-        name for name in names if max(own.get(name, 0.0) for own in parts) >= LEAST_SHARE * whole
-    ]
-    return [
-        (name, [own.get(name, 0.0) if own else None for own in parts], write, True)
-        for name in shown
-    ]
+def compare_items(items: Sequence[Item], figures: Sequence[Figure]) -> list[ComparedItem]:
+    """Return the facts of items, with ``figures`` beside those of the first."""
+    rows = zip(*(figure.cells(items) for figure in figures), strict=True)
+    found = []
+    for place, (item, name, cells) in enumerate(zip(items, _names(items), rows, strict=True)):
+        memory = None if item.plan is None else fullest_rank(item.plan)
+        found.append(
+            ComparedItem(
+                letter_of(place),
+                name,
+                description(item),
+                "run" if item.plan is None else "plan",
+                0.0 if memory is None else memory.excess_bytes,
+                cells,
+                spent_seconds(item),
+                held_bytes(item),
+                0.0 if memory is None else memory.limit_bytes,
+                measurements(item),
+            )
+        )
+    return found
 
 
-def _seconds(item: Item) -> Mapping[str, float]:
-    if item.plan is None:
-        return {}
-    return {_short(name): value for name, value in spent_seconds(item.plan).items()}
+def letter_of(index: int) -> str:
+    """Return the letter of an item in the tables.
+
+    >>> letter_of(0), letter_of(25), letter_of(26)
+    ('A', 'Z', 'A1')
+    """
+    return chr(ord("A") + index) if index < 26 else f"{chr(ord('A') + index % 26)}{index // 26}"
 
 
-def spent_seconds(plan: Plan) -> Mapping[str, float]:
-    """Return the busiest rank's seconds in a step, by kind."""
-    return rank_seconds(plan, busiest_rank(plan))
+def _names(items: Sequence[Item]) -> list[str]:
+    """Return the items' names, without their folders if they differ without."""
+    names = {item.name: Path(item.name).name for item in items}
+    is_short = len(set(names.values())) == len(names)
+    return [names[item.name] if is_short else item.name for item in items]
 
 
-def _short(name: str) -> str:
-    return {
-        "communication within the stage": "communication",
-        "sends to the next stage": "sends",
-        "gradient synchronization": "gradients",
-        "waiting for other stages": "waiting",
-    }.get(name, name)
+def description(item: Item) -> str:
+    """Describe a plan's configuration, or the extent of measurements."""
+    if item.plan is not None:
+        return plan_summary(item.plan)
+    return f"measured over {item.run.num_steps} steps" if item.run is not None else ""
 
 
-def _whole_seconds(items: Sequence[Item]) -> float:
-    return max((item.plan.prediction.step_seconds for item in items if item.plan), default=0.0)
+def spent_seconds(item: Item) -> dict[str, float]:
+    """Return the busiest rank's seconds in a step, by purpose; empty for a run."""
+    return {} if item.plan is None else rank_seconds(item.plan, busiest_rank(item.plan))
 
 
-def held_bytes(item: Item) -> Mapping[str, float]:
+def short_seconds(item: Item) -> dict[str, float]:
+    """Return the busiest rank's seconds in a step, by the short name of the purpose."""
+    return {SHORT_NAMES.get(name, name): value for name, value in spent_seconds(item).items()}
+
+
+def held_bytes(item: Item) -> dict[str, float]:
     """Return the bytes of the fullest rank by category; empty for a run."""
-    if item.plan is None:
-        return {}
-    return {name: float(size) for name, size in ordered_memory(fullest_rank(item.plan)[1]).items()}
+    parts = {} if item.plan is None else fullest_rank(item.plan).parts
+    return {name: float(size) for name, size in parts.items()}
 
 
-def _whole_bytes(items: Sequence[Item]) -> float:
-    return max((float(memory_bytes(item) or 0) for item in items), default=0.0)
+def measurements(item: Item) -> tuple[tuple[str, Cell, Cell, float | None], ...]:
+    """Return step and memory, predicted and measured, and the errors of the prediction."""
+    rows = []
+    for figure in MEASURED:
+        value = figure.find_measured(item)
+        own = None if item.plan is None else figure.find(item)
+        if value:
+            said, measured = (cells([each], figure.write)[0] for each in (own, value))
+            rows.append((figure.name, said, measured, own / value - 1 if own else None))
+    return tuple(rows)
 
 
 def choices(plan: Plan) -> Mapping[str, str]:
@@ -311,48 +313,108 @@ def different_choices(items: Sequence[Item]) -> list[tuple[str, list[tuple[str, 
     ]
 
 
-def _choices(items: Sequence[Item], letters: Sequence[str]) -> Any:
-    """Return a table of the choices that differ between plans; None if there are none."""
-    rows = different_choices(items)
-    if not rows:
-        return None
-    table = plain_table(("", "left"), *((letter, "left") for letter in letters))
-    for name, cells in rows:
-        table.add_row(
-            name,
-            *(
-                Text(f"*{text}" if is_other else text, style="yellow" if is_other else "")
-                for text, is_other in cells
-            ),
-        )
-    return table
+def print_comparison(items: Sequence[Item], console: Console) -> None:
+    """Print the page: the items' letters, then figures, choices, seconds and bytes."""
+    found = compare_items(items, FIGURES)
+    legend = list_table("left", "left", "left")
+    for each in found:
+        what = f"{each.what}; does not fit" if each.excess > 0 else each.what
+        legend.add_row(Text(each.letter, style="bold"), Text(each.name), what)
+    console.print(legend)
+    for start in range(1, len(items), MOST_COLUMNS - 1):
+        chosen = [0, *range(start, min(start + MOST_COLUMNS - 1, len(items)))]
+        letters = [found[index].letter for index in chosen]
+        _print_columns([items[index] for index in chosen], letters, console)
+
+
+def comparison_text(items: Sequence[Item]) -> str:
+    """Return the page as plain text, 80 columns wide."""
+    return print_to_text(lambda console: print_comparison(items, console))
+
+
+Row = tuple[str, tuple[Cell, ...]]
+
+
+def _print_columns(items: Sequence[Item], letters: Sequence[str], console: Console) -> None:
+    def print_figures(title: str, rows: Iterable[Row]) -> None:
+        table = plain_table(("", "left"), *((letter, "right") for letter in letters))
+        for name, row in rows:
+            if any(cell.value for cell in row):
+                table.add_row(name, *map(_cell_text, row))
+        console.print(section(title, table))
+
+    rows = [(figure.name, figure.cells(items)) for figure in FIGURES]
+    if any(item.measured is not None for item in items):
+        for figure in MEASURED:
+            values = [figure.find_measured(item) for item in items]
+            rows.append((f"{figure.name} measured", cells(values, figure.write)))
+    print_figures("Figures", rows)
+    if different := different_choices(items):
+        table = plain_table(("", "left"), *((letter, "left") for letter in letters))
+        for name, own in different:
+            marked = (Text(f"*{text}", "yellow") if other else Text(text) for text, other in own)
+            table.add_row(name, *marked)
+        console.print(section("What differs in the plans (* from the first)", table))
+    plans = [item.plan for item in items if item.plan is not None]
+    if len(plans) > 1:
+        step = max(plan.prediction.step_seconds for plan in plans)
+        seconds, held = map(short_seconds, items), map(held_bytes, items)
+        rows = _part_rows(list(seconds), list(SHORT_NAMES.values()), step, seconds_text)
+        print_figures("Seconds of the busiest rank", rows)
+        peak = max(MEMORY.find(item) or 0.0 for item in items)
+        rows = _part_rows(list(held), MEMORY_ORDER, peak, bytes_text)
+        print_figures("Memory of the fullest rank", rows)
+
+
+def _part_rows(
+    parts: Sequence[Mapping[str, float]],
+    order: Sequence[str],
+    whole: float,
+    write: Callable[[float], str],
+) -> list[Row]:
+    """Return a row for each part that is large in an item; without parts an item has dashes."""
+    return [
+        (name, cells([own.get(name, 0.0) if own else None for own in parts], write))
+        for name in large_parts(parts, order, whole)
+    ]
+
+
+def large_parts(
+    parts: Sequence[Mapping[str, float]], order: Sequence[str], whole: float
+) -> list[str]:
+    """Return the names, in an order, of parts that reach the least share of a whole somewhere."""
+    names = in_order((name for own in parts for name in own), order)
+    least = LEAST_SHARE * whole
+    return [name for name in names if max(own.get(name, 0.0) for own in parts) >= least]
+
+
+def _cell_text(cell: Cell) -> Text:
+    if cell.value is None:
+        return Text(cell.text, style="dim")
+    if cell.change is None:
+        return Text(cell.text)
+    style = "green" if cell.is_better else "red"
+    return Text.assemble(cell.text, (f" {change_text(cell.change)}", style))
 
 
 def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return an entry per item; ``difference`` has relative differences from the first."""
-    figures: dict[str, Figure] = {
-        "step_seconds": step_seconds,
-        "throughput": throughput,
-        "memory_bytes": memory_bytes,
-    }
     entries = []
     for item in items:
         entry: dict[str, Any] = {"name": item.name, "kind": "plan" if item.plan else "run"}
-        entry |= {name: value(item) for name, value in figures.items()}
+        entry |= {figure.key: figure.find(item) for figure in OF_ALL}
         entry["difference"] = {
-            name: difference(value(item), value(items[0])) or 0.0
-            for name, value in figures.items()
-            if value(item) is not None
+            figure.key: difference(entry[figure.key], figure.find(items[0])) or 0.0
+            for figure in OF_ALL
+            if entry[figure.key] is not None
         }
         if item.plan is not None:
             entry["choices"] = dict(choices(item.plan))
-            entry["model_flops_utilization"] = item.plan.prediction.model_flops_utilization
-            entry["bubble_fraction"] = item.plan.prediction.bubble_fraction
-            entry["rank_seconds"] = dict(_seconds(item))
+            entry |= {figure.key: figure.find(item) for figure in OF_PLANS}
+            entry["rank_seconds"] = dict(short_seconds(item))
             entry["rank_memory_bytes"] = dict(held_bytes(item))
         if item.measured is not None:
-            entry["measured_step_seconds"] = measured_step_seconds(item)
-            entry["measured_memory_bytes"] = measured_memory_bytes(item)
+            entry |= {f"measured_{each.key}": each.find_measured(item) for each in MEASURED}
         if item.run is not None:
             entry["num_steps"], entry["loss"] = item.run.num_steps, item.run.loss
         entries.append(entry)
@@ -363,11 +425,10 @@ def comparison_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return a flat row per item: figures, their differences from the first's, and choices."""
     rows = []
     for entry in comparison_json(items):
-        row = {
-            name: value
-            for name, value in entry.items()
-            if name not in ("difference", "choices", "rank_seconds", "rank_memory_bytes")
-        }
-        row |= {f"{name}_difference": value for name, value in entry["difference"].items()}
-        rows.append(row | entry.get("choices", {}))
+        differences = entry.pop("difference")
+        chosen = entry.pop("choices", {})
+        for name in ("rank_seconds", "rank_memory_bytes"):
+            entry.pop(name, None)
+        changes = {f"{name}_difference": value for name, value in differences.items()}
+        rows.append(entry | changes | chosen)
     return rows

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from autoparallel.analysis.estimate import Estimate
@@ -14,8 +15,7 @@ from autoparallel.analysis.facts import fullest_rank
 from autoparallel.options.words import bytes_text, count_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
-from autoparallel.report.page import section
-from autoparallel.report.printing import plain_table, print_to_text
+from autoparallel.report.printing import plain_table, print_to_text, section
 
 METHODS = {"full": "train", "lora": "LoRA"}
 
@@ -72,29 +72,37 @@ def _title(found: Sequence[Estimate]) -> Text:
     return Text.assemble((name, "bold"), f"{space}{rest}", f"\n{second}" if second else "")
 
 
-def _table(found: Sequence[Estimate]) -> Any:
+def estimate_table(found: Sequence[Estimate]) -> tuple[list[str], list[list[str]]]:
+    """Return the titles of figures, and the figures of each estimate, none without a plan."""
     plans = [each.plan for each in found if each.plan is not None]
     rate = "tokens/s" if all(plan.model.seq for plan in plans) else "samples/s"
     has_days = any(each.days is not None for each in found)
     has_dollars = any(each.dollars is not None for each in found)
-    columns = [("device", "left"), ("", "left"), ("needs", "right"), ("memory", "right")]
-    columns += [(rate, "right")]
-    columns += [("days", "right")] if has_days else []
-    columns += [("dollars", "right")] if has_dollars else []
-    table = plain_table(*columns, ("configuration", "left"))
-    before = ""
+    titles = ["needs", "memory", rate]
+    titles += ["days"] if has_days else []
+    titles += ["dollars"] if has_dollars else []
+    rows = []
     for each in found:
+        row: list[str] = []
+        if each.plan is not None:
+            row += [str(each.num_devices), bytes_text(each.plan.prediction.peak_memory_bytes)]
+            row += [count_text(each.plan.prediction.tokens_per_second)]
+            row += [days_text(each.days)] if has_days else []
+            row += [dollars_text(each.dollars)] if has_dollars else []
+            row += [plan_summary(each.plan)]
+        rows.append(row)
+    return [*titles, "configuration"], rows
+
+
+def _table(found: Sequence[Estimate]) -> Table:
+    titles, rows = estimate_table(found)
+    figures = [(title, "right") for title in titles[:-1]]
+    table = plain_table(("device", "left"), ("", "left"), *figures, (titles[-1], "left"))
+    before = ""
+    for each, row in zip(found, rows, strict=True):
         shown = each.device if each.device != before else ""
         before = each.device
-        plan = each.plan
-        if plan is None:
-            table.add_row(shown, METHODS[each.method], *("—" for _ in columns[2:]))
-            continue
-        figures = [str(each.num_devices), bytes_text(plan.prediction.peak_memory_bytes)]
-        figures += [count_text(plan.prediction.tokens_per_second)]
-        figures += [days_text(each.days)] if has_days else []
-        figures += [dollars_text(each.dollars)] if has_dollars else []
-        table.add_row(shown, METHODS[each.method], *figures, plan_summary(plan))
+        table.add_row(shown, METHODS[each.method], *(row or ["—" for _ in figures]))
     return table
 
 
@@ -124,7 +132,7 @@ def dollars_text(dollars: float | None) -> str:
 
 def memory_groups(plan: Plan) -> Mapping[str, float]:
     """Return the bytes of the fullest device: each state, activations, and the rest."""
-    held = dict(fullest_rank(plan)[1])
+    held = dict(fullest_rank(plan).held)
     groups: dict[str, float] = {name: held.pop(name, 0) for name in STATES}
     groups["activations"] = sum(held.pop(name, 0) for name in ACTIVATIONS)
     groups["other"] = sum(held.values())
@@ -140,7 +148,7 @@ def memory_unit(found: Sequence[Estimate]) -> str:
     return "GiB" if min(peaks, default=0) >= 10 * UNITS["GiB"] else "MiB"
 
 
-def _memory(found: Sequence[Estimate], unit: str) -> Any:
+def _memory(found: Sequence[Estimate], unit: str) -> Table:
     plans = [(each, each.plan) for each in found if each.plan is not None]
     names = list(memory_groups(plans[0][1]))
     short = {"parameters": "params", "gradients": "grads", "activations": "activ"}
@@ -186,7 +194,7 @@ def _entry(each: Estimate) -> dict[str, Any]:
         "model_flops_utilization": plan.prediction.model_flops_utilization,
         "peak_memory_bytes": plan.prediction.peak_memory_bytes,
         "usable_memory_bytes": plan.cluster.usable_memory_bytes,
-        "memory_bytes": dict(fullest_rank(plan)[1]),
+        "memory_bytes": dict(fullest_rank(plan).held),
         "days": each.days,
         "dollars_per_hour": each.dollars_per_hour,
         "dollars": each.dollars,

@@ -20,8 +20,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.comparison import change_text, comparison_json, print_comparison
-from autoparallel.report.page import section
-from autoparallel.report.printing import plain_table
+from autoparallel.report.printing import plain_table, section
 
 STYLES = {
     "CHOSEN": "bold green",
