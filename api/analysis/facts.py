@@ -5,7 +5,7 @@ In: a plan. Out: values and rows of plain values. Text, pages, data frames and J
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypedDict
 
@@ -68,6 +68,18 @@ def unit_of(plan: Plan) -> str:
     return "tokens" if plan.model.seq else "samples"
 
 
+def model_name(plan: Plan) -> str:
+    """Return the name of the model's file without folders, or the whole target."""
+    target = plan.model.target
+    return target.rsplit("/", 1)[-1] if target.endswith(".py") else target
+
+
+def batch_text(plan: Plan) -> str:
+    """Describe the global batch."""
+    model = plan.model
+    return f"batch {model.global_batch}" + (f" × {model.seq} tokens" if model.seq else "")
+
+
 def configuration_text(plan: Plan) -> str:
     """Return the summary of a plan with its micro-batches in words."""
     size = plan.microbatch_size
@@ -103,24 +115,25 @@ def device_text(plan: Plan) -> str:
     return ", ".join(f"{count} × {name}" for name, count in counts.items())
 
 
-MEMORY_ORDER = (
-    "parameters",
-    "master",
-    "versions",
-    "gradients",
-    "optimizer",
-    "gathered",
-    "activations",
-    "inputs",
-    "recomputation",
-    "working",
-    "transient",
-    "communication",
-    "buffers",
-    "fragmentation",
-    "communicators",
-    "reserve",
-)
+MEMORY_MEANINGS = {
+    "parameters": "what this device holds of the weights",
+    "master": "the weights' copy in float32 that the optimizer steps",
+    "versions": "older weights that micro-batches under way still need",
+    "gradients": "sums over the micro-batches of a step",
+    "optimizer": "the optimizer's states, two moments per weight with Adam",
+    "gathered": "weights of other devices, gathered for the passes",
+    "activations": "what forwards keep for their backwards",
+    "inputs": "batches, and what other stages sent",
+    "recomputation": "what a recomputed forward makes again",
+    "working": "what the running block needs besides",
+    "transient": "what the running block needs besides",
+    "communication": "messages and buffers of collectives",
+    "buffers": "the model's buffers and constants",
+    "fragmentation": "gaps in the allocator's memory",
+    "communicators": "what NCCL takes for its communicators",
+    "reserve": "the context and workspaces of CUDA",
+}
+"""Categories of memory in the order of reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +157,11 @@ class RankMemory:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes by category in the order of reports, without empty categories."""
-        names = in_order(self.held, MEMORY_ORDER)
+        names = in_order(self.held, MEMORY_MEANINGS)
         return {name: self.held[name] for name in names if self.held[name]}
 
 
-def in_order(names: Iterable[str], order: Sequence[str]) -> list[str]:
+def in_order(names: Iterable[str], order: Collection[str]) -> list[str]:
     """Return distinct names in an order; names that it lacks are last.
 
     >>> in_order(["x", "b", "a"], ("a", "b", "c"))
@@ -363,24 +376,17 @@ def merged_candidates(plan: Plan) -> list[CandidateRow]:
 
 def _candidate_rows(plan: Plan, others: Sequence[Alternative]) -> list[CandidateRow]:
     best = plan.prediction
-    own: CandidateRow = {
-        "configuration": plan_summary(plan),
-        "step_seconds": best.step_seconds,
-        "memory_bytes": best.peak_memory_bytes,
-        "reason": "the plan",
-        "chosen": True,
-    }
-    rows: list[CandidateRow] = [
+    own = Alternative(plan_summary(plan), best.step_seconds, best.peak_memory_bytes, "the plan")
+    return [
         {
-            "configuration": other.summary,
-            "step_seconds": other.step_seconds or None,
-            "memory_bytes": other.peak_memory_bytes or None,
-            "reason": other.reason,
-            "chosen": False,
+            "configuration": each.summary,
+            "step_seconds": each.step_seconds or None,
+            "memory_bytes": each.peak_memory_bytes or None,
+            "reason": each.reason,
+            "chosen": each is own,
         }
-        for other in others
+        for each in (own, *others)
     ]
-    return [own, *rows]
 
 
 def merged_alternatives(alternatives: Sequence[Alternative]) -> list[Alternative]:

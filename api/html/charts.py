@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil, floor, log10
 from typing import Any
 
-from autoparallel.analysis.facts import MEMORY_ORDER, in_order
+from autoparallel.analysis.facts import MEMORY_MEANINGS, in_order
 from autoparallel.cost_model.simulator.actions import Action
 from autoparallel.cost_model.simulator.timeline import Event
 from autoparallel.options.words import bytes_text, seconds_text
@@ -327,7 +327,7 @@ def _categories(held: Iterable[Mapping[str, float]], peak: float) -> list[str]:
         for name, size in own.items():
             most[name] = max(most.get(name, 0.0), size)
     shown = [name for name, size in most.items() if size >= LEAST_SHARE * peak]
-    return [*in_order(shown, MEMORY_ORDER), "other"]
+    return [*in_order(shown, MEMORY_MEANINGS), "other"]
 
 
 def _steps(

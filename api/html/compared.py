@@ -11,7 +11,7 @@ from typing import Any
 
 from autoparallel import __version__
 from autoparallel.analysis.compare import Item
-from autoparallel.analysis.facts import MEMORY_ORDER
+from autoparallel.analysis.facts import MEMORY_MEANINGS
 from autoparallel.html.charts import Candidate, candidate_chart
 from autoparallel.html.rendering import MEMORY_LOOKS, OTHER_MEMORY, TIME_LOOKS, render
 from autoparallel.report.comparison import (
@@ -71,7 +71,7 @@ def _context(items: Sequence[Item]) -> dict[str, Any]:
         "longest": max((sum(each.seconds.values()) for each in found), default=0.0),
         "memory_looks": {
             name: MEMORY_LOOKS.get(name, OTHER_MEMORY)
-            for name in large_parts([each.held for each in found], MEMORY_ORDER, most)
+            for name in large_parts([each.held for each in found], MEMORY_MEANINGS, most)
         },
         "fullest": max((max(sum(e.held.values()), e.limit) for e in found), default=0.0),
     }

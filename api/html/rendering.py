@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from autoparallel.analysis.facts import MEMORY_MEANINGS
 from autoparallel.options.words import (
     bytes_text,
     count_text,
@@ -43,25 +44,6 @@ MEMORY_LOOKS = {
 """Classes of the style sheet for categories of memory; others look like ``OTHER_MEMORY``."""
 
 OTHER_MEMORY = "fill-c7"
-
-MEMORY_MEANINGS = {
-    "parameters": "what this device holds of the weights",
-    "master": "the weights' copy in float32 that the optimizer steps",
-    "versions": "older weights that micro-batches under way still need",
-    "gradients": "sums over the micro-batches of a step",
-    "optimizer": "the optimizer's states, two moments per weight with Adam",
-    "gathered": "weights of other devices, gathered for the passes",
-    "activations": "what forwards keep for their backwards",
-    "recomputation": "what a recomputed forward makes again",
-    "inputs": "batches, and what other stages sent",
-    "working": "what the running block needs besides",
-    "transient": "what the running block needs besides",
-    "communication": "messages and buffers of collectives",
-    "buffers": "the model's buffers and constants",
-    "fragmentation": "gaps in the allocator's memory",
-    "communicators": "what NCCL takes for its communicators",
-    "reserve": "the context and workspaces of CUDA",
-}
 
 TIME_LOOKS = {
     "compute": "fill-c1",

@@ -36,7 +36,6 @@ class OpPoint:
     y: str
     radius: str
     family: str
-    direction: str
     text: str
 
 
@@ -112,7 +111,6 @@ def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
             number(y(max(op.flops / op.seconds, low))),
             number(2 + 20 * (op.total_seconds / total) ** 0.5),
             op.family,
-            _direction(op),
             f"{op.name}, {_direction(op)}, {op.module}: {percent_text(op.total_seconds / total)} "
             f"of compute, {seconds_text(op.seconds)} each, "
             f"{count_text(op.flops / op.num_bytes)} FLOP per byte, "

@@ -7,7 +7,7 @@ measure are ``—``. ``html.compared`` renders the same figures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from autoparallel.analysis.compare import Item, MeasuredRun
 from autoparallel.analysis.facts import (
-    MEMORY_ORDER,
+    MEMORY_MEANINGS,
     busiest_rank,
     device_text,
     fullest_rank,
@@ -359,16 +359,16 @@ def _print_columns(items: Sequence[Item], letters: Sequence[str], console: Conso
     if len(plans) > 1:
         step = max(plan.prediction.step_seconds for plan in plans)
         seconds, held = map(short_seconds, items), map(held_bytes, items)
-        rows = _part_rows(list(seconds), list(SHORT_NAMES.values()), step, seconds_text)
+        rows = _part_rows(list(seconds), SHORT_NAMES.values(), step, seconds_text)
         print_figures("Seconds of the busiest rank", rows)
         peak = max(MEMORY.find(item) or 0.0 for item in items)
-        rows = _part_rows(list(held), MEMORY_ORDER, peak, bytes_text)
+        rows = _part_rows(list(held), MEMORY_MEANINGS, peak, bytes_text)
         print_figures("Memory of the fullest rank", rows)
 
 
 def _part_rows(
     parts: Sequence[Mapping[str, float]],
-    order: Sequence[str],
+    order: Collection[str],
     whole: float,
     write: Callable[[float], str],
 ) -> list[Row]:
@@ -380,7 +380,7 @@ def _part_rows(
 
 
 def large_parts(
-    parts: Sequence[Mapping[str, float]], order: Sequence[str], whole: float
+    parts: Sequence[Mapping[str, float]], order: Collection[str], whole: float
 ) -> list[str]:
     """Return the names, in an order, of parts that reach the least share of a whole somewhere."""
     names = in_order((name for own in parts for name in own), order)

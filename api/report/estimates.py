@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoparallel.analysis.estimate import Estimate
-from autoparallel.analysis.facts import fullest_rank
+from autoparallel.analysis.facts import batch_text, fullest_rank, model_name, unit_of
 from autoparallel.options.words import bytes_text, count_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
@@ -53,16 +52,12 @@ def estimates_title(found: Sequence[Estimate]) -> tuple[str, str]:
     plans = [each.plan for each in found if each.plan is not None]
     if not plans:
         return "no plan was found", ""
-    model = next(iter(plans)).model
-    batch = f"batch {model.global_batch}" + (f" × {model.seq} tokens" if model.seq else "")
+    first, tokens = plans[0], found[0].tokens
     precisions = "/".join(dict.fromkeys(plan.model.precision for plan in plans))
-    name = Path(model.target).name if model.target.endswith(".py") else model.target
-    tokens = found[0].tokens
-    unit = "tokens" if model.seq else "samples"
-    goal = f", {count_text(tokens)} {unit}" if tokens is not None else ""
+    goal = f", {count_text(tokens)} {unit_of(first)}" if tokens is not None else ""
     return (
-        f"{name}  {count_text(model.num_parameters)} parameters",
-        f"{batch}, {precisions}, {model.optimizer}{goal}",
+        f"{model_name(first)}  {count_text(first.model.num_parameters)} parameters",
+        f"{batch_text(first)}, {precisions}, {first.model.optimizer}{goal}",
     )
 
 
@@ -168,31 +163,31 @@ def _memory(found: Sequence[Estimate], unit: str) -> Table:
 
 def estimates_json(found: Sequence[Estimate]) -> list[dict[str, Any]]:
     """Return an entry per device and way to train."""
-    return [_entry(each) for each in found]
+    return [
+        {
+            "device": each.device,
+            "method": each.method,
+            "fits": each.plan is not None,
+            **({"why": each.why} if each.plan is None else _plan_entry(each, each.plan)),
+        }
+        for each in found
+    ]
 
 
-def _entry(each: Estimate) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "device": each.device,
-        "method": each.method,
-        "fits": each.plan is not None,
-    }
-    plan = each.plan
-    if plan is None:
-        return {**entry, "why": each.why}
+def _plan_entry(each: Estimate, plan: Plan) -> dict[str, Any]:
+    model, prediction = plan.model, plan.prediction
     return {
-        **entry,
         "num_devices": each.num_devices,
         "cluster": plan.cluster.name,
         "configuration": plan_summary(plan),
-        "precision": plan.model.precision,
-        "num_parameters": plan.model.num_parameters,
-        "global_batch": plan.model.global_batch,
-        "seq": plan.model.seq,
-        "step_seconds": plan.prediction.step_seconds,
-        "tokens_per_second": plan.prediction.tokens_per_second,
-        "model_flops_utilization": plan.prediction.model_flops_utilization,
-        "peak_memory_bytes": plan.prediction.peak_memory_bytes,
+        "precision": model.precision,
+        "num_parameters": model.num_parameters,
+        "global_batch": model.global_batch,
+        "seq": model.seq,
+        "step_seconds": prediction.step_seconds,
+        "tokens_per_second": prediction.tokens_per_second,
+        "model_flops_utilization": prediction.model_flops_utilization,
+        "peak_memory_bytes": prediction.peak_memory_bytes,
         "usable_memory_bytes": plan.cluster.usable_memory_bytes,
         "memory_bytes": dict(fullest_rank(plan).held),
         "days": each.days,

@@ -13,10 +13,12 @@ from rich.padding import Padding
 from rich.text import Text
 
 from autoparallel.analysis.facts import (
+    batch_text,
     configuration_text,
     device_text,
     fullest_rank,
     memory_source,
+    model_name,
     plan_figures,
     precision_text,
     unit_of,
@@ -160,16 +162,14 @@ def commands(next_steps: Sequence[tuple[str, str]], width: int) -> RenderableTyp
 def header(plan: Plan) -> RenderableType:
     """Return the model, the batch and the cluster of the plan."""
     model = plan.model
-    name = model.target.rsplit("/", 1)[-1] if model.target.endswith(".py") else model.target
     settings = " ".join(f"{key}={value}" for key, value in model.settings.items())
-    batch = f"batch {model.global_batch}" + (f" × {model.seq} tokens" if model.seq else "")
     first = Text.assemble(
-        (name, "bold"),
+        (model_name(plan), "bold"),
         f"  {count_text(model.num_parameters)} parameters",
         f"  {settings}" if settings else "",
     )
     second = Text(
-        f"{batch}, {precision_text(plan)}, {'compiled' if plan.compiled else 'eager'}, "
+        f"{batch_text(plan)}, {precision_text(plan)}, {'compiled' if plan.compiled else 'eager'}, "
         f"{model.optimizer}, on {plan.cluster.name}"
         f" ({device_text(plan)})",
         style="dim",

@@ -172,7 +172,7 @@ def test_no_candidate_on_the_front_is_beaten_by_another() -> None:
     placed = [
         (each.step_seconds, each.memory_bytes, each.is_on_front)
         for each in chart.candidates
-        if each.step_seconds is not None and each.memory_bytes is not None
+        if each.step_seconds and each.memory_bytes
     ]
     for step, held, is_on_front in placed:
         is_beaten = any(
