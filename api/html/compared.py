@@ -52,15 +52,20 @@ def compared_notebook(items: Sequence[Item]) -> str:
 
 
 def _context(items: Sequence[Item]) -> dict[str, Any]:
-    figures = [each for each in FIGURES if any(each.find(item) is not None for item in items)]
-    found = compare_items(items, figures)
-    most = max((sum(each.held.values()) for each in found), default=0.0)
+    found = compare_items(items)
+    parts = [each.held for each in found]
+    most = max((sum(held.values()) for held in parts), default=0.0)
+    limits = [each.memory.limit_bytes for each in found if each.memory is not None]
     return {
         "title": "Comparison: " + ", ".join(each.name for each in found),
         "items": found,
-        "columns": figures,
-        "quickest": _name_fastest(items, found),
-        "chart": _chart(items, found),
+        "columns": [
+            figure
+            for figure in FIGURES
+            if any(each.cells[figure.key].value is not None for each in found)
+        ],
+        "quickest": _name_fastest(found),
+        "chart": _chart(found, limits),
         "has_runs": any(item.run is not None for item in items),
         "choices": different_choices(items),
         "time_looks": {
@@ -71,41 +76,41 @@ def _context(items: Sequence[Item]) -> dict[str, Any]:
         "longest": max((sum(each.seconds.values()) for each in found), default=0.0),
         "memory_looks": {
             name: MEMORY_LOOKS.get(name, OTHER_MEMORY)
-            for name in large_parts([each.held for each in found], MEMORY_MEANINGS, most)
+            for name in large_parts(parts, MEMORY_MEANINGS, most)
         },
-        "fullest": max((max(sum(e.held.values()), e.limit) for e in found), default=0.0),
+        "fullest": max((most, *limits)),
     }
 
 
-def _name_fastest(items: Sequence[Item], found: Sequence[ComparedItem]) -> str:
+def _name_fastest(found: Sequence[ComparedItem]) -> str:
     """Name the fastest plan that fits; "" if it is unknown."""
+    plans = {each.letter: each.item.plan for each in found if each.item.plan is not None}
     fitting = sorted(
-        (item.plan.prediction.step_seconds, own.letter)
-        for item, own in zip(items, found, strict=True)
-        if item.plan is not None and own.excess <= 0
+        (plans[each.letter].prediction.step_seconds, each.letter)
+        for each in found
+        if each.letter in plans and not each.is_over
     )
-    batches = {(item.plan.model.global_batch, item.plan.model.seq) for item in items if item.plan}
+    batches = {(plan.model.global_batch, plan.model.seq) for plan in plans.values()}
     if len(fitting) < 2 or len(batches) > 1:
         return ""
     (seconds, letter), (second, _) = fitting[:2]
     return f"The fastest that fits is {letter}, {second / seconds:.2f} × as fast as the next."
 
 
-def _chart(items: Sequence[Item], found: Sequence[ComparedItem]) -> Any:
+def _chart(found: Sequence[ComparedItem], limits: Sequence[int]) -> Any:
     """Return the chart of items with both seconds and bytes; None without such an item."""
     entries = [
         Candidate(
-            own.name,
-            own.kind,
-            STEP.find(item) or 0.0,
-            MEMORY.find(item) or 0.0,
-            own.what,
-            own.letter,
+            each.name,
+            each.kind,
+            each.cells[STEP.key].value or 0.0,
+            each.cells[MEMORY.key].value or 0.0,
+            each.what,
+            each.letter,
         )
-        for item, own in zip(items, found, strict=True)
+        for each in found
     ]
     if not any(each.step_seconds and each.memory_bytes for each in entries):
         return None
-    limits = [own.limit for own in found if own.limit]
     most = max(each.memory_bytes for each in entries)
-    return candidate_chart(entries, int(min(limits)) if limits else int(most))
+    return candidate_chart(entries, min(limits) if limits else int(most))

@@ -7,7 +7,7 @@ measure are ``—``. ``html.compared`` renders the same figures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rich.text import Text
 from autoparallel.analysis.compare import Item, MeasuredRun
 from autoparallel.analysis.facts import (
     MEMORY_MEANINGS,
+    RankMemory,
     busiest_rank,
     device_text,
     fullest_rank,
@@ -66,6 +67,10 @@ class Figure:
     of_measured: Callable[[Measurement], float] | None = None
     less_is_better: bool = True
 
+    @property
+    def measured_key(self) -> str:
+        return f"measured_{self.key}"
+
     def find(self, item: Item) -> Value:
         """Return the figure of an item: predicted, or of a run."""
         if item.run is not None:
@@ -81,10 +86,6 @@ class Figure:
     def _of_run(self, run: MeasuredRun) -> Value:
         value = self.of_run(run)
         return None if value is None else float(value)
-
-    def cells(self, items: Sequence[Item]) -> tuple[Cell, ...]:
-        """Return the cells of items beside the first."""
-        return cells([self.find(item) for item in items], self.write, self.less_is_better)
 
 
 STEP = Figure(
@@ -132,7 +133,9 @@ MEMORY = Figure(
 """Memory of the fullest device; of a run, of rank 0."""
 
 FIGURES = (STEP, THROUGHPUT, UTILIZATION, BUBBLE, MEMORY)
-OF_ALL, OF_PLANS, MEASURED = (STEP, THROUGHPUT, MEMORY), (UTILIZATION, BUBBLE), (STEP, MEMORY)
+MEASURED = (STEP, MEMORY)
+OF_ALL = ("step_seconds", "throughput", "memory_bytes")
+OF_PLANS = ("model_flops_utilization", "bubble_fraction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,42 +186,74 @@ def change_text(change: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ComparedItem:
-    """Facts of an item. ``seconds`` and ``held`` are parts of the step and of memory, ``limit`` is
-    of memory, of which a plan that does not fit needs ``excess`` more; ``measured`` has name,
-    prediction, measurement, and the error of the prediction."""
+    """Facts of an item: its ``cells`` by the key of a figure, the ``seconds`` of the busiest rank
+    by purpose, and the memory of the fullest rank; a run has only cells."""
 
+    item: Item
     letter: str
     name: str
     what: str
-    kind: str
-    excess: float
-    cells: tuple[Cell, ...]
+    cells: Mapping[str, Cell]
     seconds: Mapping[str, float]
-    held: Mapping[str, float]
-    limit: float
-    measured: tuple[tuple[str, Cell, Cell, float | None], ...]
+    memory: RankMemory | None
+
+    @property
+    def kind(self) -> str:
+        return "run" if self.item.plan is None else "plan"
+
+    @property
+    def is_over(self) -> bool:
+        """True for a plan that does not fit."""
+        return self.memory is not None and self.memory.excess_bytes > 0
+
+    @property
+    def short_seconds(self) -> dict[str, float]:
+        """Seconds by the short name of the purpose."""
+        return {SHORT_NAMES.get(name, name): value for name, value in self.seconds.items()}
+
+    @property
+    def held(self) -> dict[str, float]:
+        """Bytes of the fullest rank by category; empty for a run."""
+        parts = {} if self.memory is None else self.memory.parts
+        return {name: float(size) for name, size in parts.items()}
+
+    @property
+    def measured(self) -> list[tuple[str, Cell, Cell, float | None]]:
+        """Step and memory, predicted and measured, and the error of the prediction."""
+        rows = []
+        for figure in MEASURED:
+            measured = self.cells[figure.measured_key]
+            said = Cell(None, "—") if self.item.plan is None else self.cells[figure.key]
+            if measured.value:
+                error = said.value / measured.value - 1 if said.value else None
+                rows.append((figure.name, said, measured, error))
+        return rows
 
 
-def compare_items(items: Sequence[Item], figures: Sequence[Figure]) -> list[ComparedItem]:
-    """Return the facts of items, with ``figures`` beside those of the first."""
-    rows = zip(*(figure.cells(items) for figure in figures), strict=True)
-    found = []
-    for place, (item, name, cells) in enumerate(zip(items, _names(items), rows, strict=True)):
-        memory = None if item.plan is None else fullest_rank(item.plan)
-        found.append(
-            ComparedItem(
-                letter_of(place),
-                name,
-                description(item),
-                "run" if item.plan is None else "plan",
-                0.0 if memory is None else memory.excess_bytes,
-                cells,
-                spent_seconds(item),
-                held_bytes(item),
-                0.0 if memory is None else memory.limit_bytes,
-                measurements(item),
-            )
+def compare_items(items: Sequence[Item]) -> list[ComparedItem]:
+    """Return the facts of items."""
+    columns = {
+        figure.key: cells(
+            [figure.find(item) for item in items], figure.write, figure.less_is_better
         )
+        for figure in FIGURES
+    }
+    for figure in MEASURED:
+        values = [figure.find_measured(item) for item in items]
+        columns[figure.measured_key] = cells(values, figure.write)
+    names = {item.name: Path(item.name).name for item in items}
+    is_short = len(set(names.values())) == len(names)
+    found = []
+    for place, item in enumerate(items):
+        own = {key: column[place] for key, column in columns.items()}
+        name = names[item.name] if is_short else item.name
+        what, seconds, memory = "", {}, None
+        if item.plan is not None:
+            what, memory = plan_summary(item.plan), fullest_rank(item.plan)
+            seconds = rank_seconds(item.plan, busiest_rank(item.plan))
+        elif item.run is not None:
+            what = f"measured over {item.run.num_steps} steps"
+        found.append(ComparedItem(item, letter_of(place), name, what, own, seconds, memory))
     return found
 
 
@@ -229,48 +264,6 @@ def letter_of(index: int) -> str:
     ('A', 'Z', 'A1')
     """
     return chr(ord("A") + index) if index < 26 else f"{chr(ord('A') + index % 26)}{index // 26}"
-
-
-def _names(items: Sequence[Item]) -> list[str]:
-    """Return the items' names, without their folders if they differ without."""
-    names = {item.name: Path(item.name).name for item in items}
-    is_short = len(set(names.values())) == len(names)
-    return [names[item.name] if is_short else item.name for item in items]
-
-
-def description(item: Item) -> str:
-    """Describe a plan's configuration, or the extent of measurements."""
-    if item.plan is not None:
-        return plan_summary(item.plan)
-    return f"measured over {item.run.num_steps} steps" if item.run is not None else ""
-
-
-def spent_seconds(item: Item) -> dict[str, float]:
-    """Return the busiest rank's seconds in a step, by purpose; empty for a run."""
-    return {} if item.plan is None else rank_seconds(item.plan, busiest_rank(item.plan))
-
-
-def short_seconds(item: Item) -> dict[str, float]:
-    """Return the busiest rank's seconds in a step, by the short name of the purpose."""
-    return {SHORT_NAMES.get(name, name): value for name, value in spent_seconds(item).items()}
-
-
-def held_bytes(item: Item) -> dict[str, float]:
-    """Return the bytes of the fullest rank by category; empty for a run."""
-    parts = {} if item.plan is None else fullest_rank(item.plan).parts
-    return {name: float(size) for name, size in parts.items()}
-
-
-def measurements(item: Item) -> tuple[tuple[str, Cell, Cell, float | None], ...]:
-    """Return step and memory, predicted and measured, and the errors of the prediction."""
-    rows = []
-    for figure in MEASURED:
-        value = figure.find_measured(item)
-        own = None if item.plan is None else figure.find(item)
-        if value:
-            said, measured = (cells([each], figure.write)[0] for each in (own, value))
-            rows.append((figure.name, said, measured, own / value - 1 if own else None))
-    return tuple(rows)
 
 
 def choices(plan: Plan) -> Mapping[str, str]:
@@ -315,16 +308,14 @@ def different_choices(items: Sequence[Item]) -> list[tuple[str, list[tuple[str, 
 
 def print_comparison(items: Sequence[Item], console: Console) -> None:
     """Print the page: the items' letters, then figures, choices, seconds and bytes."""
-    found = compare_items(items, FIGURES)
+    found = compare_items(items)
     legend = list_table("left", "left", "left")
     for each in found:
-        what = f"{each.what}; does not fit" if each.excess > 0 else each.what
+        what = f"{each.what}; does not fit" if each.is_over else each.what
         legend.add_row(Text(each.letter, style="bold"), Text(each.name), what)
     console.print(legend)
     for start in range(1, len(items), MOST_COLUMNS - 1):
-        chosen = [0, *range(start, min(start + MOST_COLUMNS - 1, len(items)))]
-        letters = [found[index].letter for index in chosen]
-        _print_columns([items[index] for index in chosen], letters, console)
+        _print_columns([found[0], *found[start : start + MOST_COLUMNS - 1]], console)
 
 
 def comparison_text(items: Sequence[Item]) -> str:
@@ -332,23 +323,23 @@ def comparison_text(items: Sequence[Item]) -> str:
     return print_to_text(lambda console: print_comparison(items, console))
 
 
-Row = tuple[str, tuple[Cell, ...]]
+Row = tuple[str, Sequence[Cell]]
 
 
-def _print_columns(items: Sequence[Item], letters: Sequence[str], console: Console) -> None:
-    def print_figures(title: str, rows: Iterable[Row]) -> None:
+def _print_columns(found: Sequence[ComparedItem], console: Console) -> None:
+    letters, items = [each.letter for each in found], [each.item for each in found]
+
+    def print_figures(title: str, rows: Sequence[Row]) -> None:
         table = plain_table(("", "left"), *((letter, "right") for letter in letters))
         for name, row in rows:
             if any(cell.value for cell in row):
                 table.add_row(name, *map(_cell_text, row))
         console.print(section(title, table))
 
-    rows = [(figure.name, figure.cells(items)) for figure in FIGURES]
+    shown = [(figure.name, figure.key) for figure in FIGURES]
     if any(item.measured is not None for item in items):
-        for figure in MEASURED:
-            values = [figure.find_measured(item) for item in items]
-            rows.append((f"{figure.name} measured", cells(values, figure.write)))
-    print_figures("Figures", rows)
+        shown += [(f"{figure.name} measured", figure.measured_key) for figure in MEASURED]
+    print_figures("Figures", [(name, [each.cells[key] for each in found]) for name, key in shown])
     if different := different_choices(items):
         table = plain_table(("", "left"), *((letter, "left") for letter in letters))
         for name, own in different:
@@ -358,11 +349,11 @@ def _print_columns(items: Sequence[Item], letters: Sequence[str], console: Conso
     plans = [item.plan for item in items if item.plan is not None]
     if len(plans) > 1:
         step = max(plan.prediction.step_seconds for plan in plans)
-        seconds, held = map(short_seconds, items), map(held_bytes, items)
-        rows = _part_rows(list(seconds), SHORT_NAMES.values(), step, seconds_text)
+        seconds = [each.short_seconds for each in found]
+        rows = _part_rows(seconds, SHORT_NAMES.values(), step, seconds_text)
         print_figures("Seconds of the busiest rank", rows)
-        peak = max(MEMORY.find(item) or 0.0 for item in items)
-        rows = _part_rows(list(held), MEMORY_MEANINGS, peak, bytes_text)
+        peak = max(each.cells[MEMORY.key].value or 0.0 for each in found)
+        rows = _part_rows([each.held for each in found], MEMORY_MEANINGS, peak, bytes_text)
         print_figures("Memory of the fullest rank", rows)
 
 
@@ -400,21 +391,19 @@ def _cell_text(cell: Cell) -> Text:
 def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return an entry per item; ``difference`` has relative differences from the first."""
     entries = []
-    for item in items:
-        entry: dict[str, Any] = {"name": item.name, "kind": "plan" if item.plan else "run"}
-        entry |= {figure.key: figure.find(item) for figure in OF_ALL}
+    for each in compare_items(items):
+        item, values = each.item, {key: cell.value for key, cell in each.cells.items()}
+        entry: dict[str, Any] = {"name": item.name, "kind": each.kind}
+        entry |= {key: values[key] for key in OF_ALL}
         entry["difference"] = {
-            figure.key: difference(entry[figure.key], figure.find(items[0])) or 0.0
-            for figure in OF_ALL
-            if entry[figure.key] is not None
+            key: each.cells[key].change or 0.0 for key in OF_ALL if values[key] is not None
         }
         if item.plan is not None:
             entry["choices"] = dict(choices(item.plan))
-            entry |= {figure.key: figure.find(item) for figure in OF_PLANS}
-            entry["rank_seconds"] = dict(short_seconds(item))
-            entry["rank_memory_bytes"] = dict(held_bytes(item))
+            entry |= {key: values[key] for key in OF_PLANS}
+            entry["rank_seconds"], entry["rank_memory_bytes"] = each.short_seconds, each.held
         if item.measured is not None:
-            entry |= {f"measured_{each.key}": each.find_measured(item) for each in MEASURED}
+            entry |= {figure.measured_key: values[figure.measured_key] for figure in MEASURED}
         if item.run is not None:
             entry["num_steps"], entry["loss"] = item.run.num_steps, item.run.loss
         entries.append(entry)
