@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typer
-
 from autoparallel.actions.terminal import print_json, stdout_console
 from autoparallel.analysis.compare import load_items
 from autoparallel.cache.plan_cache import plan_cache
@@ -19,7 +17,6 @@ def compare(*, items: list[str], html: str | None, trust: bool, json: bool) -> N
         found = load_items(items, cache.values, trust=trust, observe=observe)
     if html is not None:
         write_html(compared_page(found), html)
-        typer.echo(f"written to {html}; open it in a browser", err=True)
     elif json:
         print_json(comparison_json(found))
     else:

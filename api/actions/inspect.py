@@ -35,7 +35,8 @@ def inspect(
     """Carry out ``autoparallel inspect``."""
     loaded = load_plan(plan)
     if html is not None:
-        write_page(loaded, plan, html, loads_target=target, trust=trust)
+        sources = page_sources(loaded, plan, loads_target=target, trust=trust)
+        write_html(page(loaded, sources), html)
         return
     if json:
         typer.echo(dumps(loaded), nl=False)
@@ -65,16 +66,6 @@ def next_steps(plan_path: str) -> list[tuple[str, str]]:
         (f"autoparallel verify {plan_path}", "compare with one device"),
         (f"autoparallel run {plan_path}", "train and measure"),
     ]
-
-
-def write_page(
-    plan: Plan, plan_path: str, html: str, *, loads_target: bool, trust: bool = False
-) -> None:
-    """Writes the page of ``plan`` into the file ``html``. Raises UsageError AP343."""
-    write_html(
-        page(plan, page_sources(plan, plan_path, loads_target=loads_target, trust=trust)), html
-    )
-    typer.echo(f"written to {html}; open it in a browser", err=True)
 
 
 def page_sources(plan: Plan, plan_path: str, *, loads_target: bool, trust: bool = False) -> Sources:

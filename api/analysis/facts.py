@@ -195,6 +195,18 @@ def bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
     )
 
 
+def grouped_bytes(
+    held: Mapping[str, int], groups: Mapping[str, Sequence[str]], rest: str
+) -> dict[str, int]:
+    """Add up categories of memory by group; all other categories under the name ``rest``.
+
+    >>> grouped_bytes({"master": 2, "buffers": 1}, {"weights": ("parameters", "master")}, "rest")
+    {'weights': 2, 'rest': 1}
+    """
+    found = {name: sum(held.get(each, 0) for each in group) for name, group in groups.items()}
+    return {**found, rest: sum(held.values()) - sum(found.values())}
+
+
 def usable_bytes(plan: Plan, stage: StagePlan) -> int:
     """Return the bytes that a process may allocate on the smallest device of ``stage``."""
     return min(plan.cluster.device(rank).usable_memory_bytes for rank in stage.devices)

@@ -29,13 +29,12 @@ from autoparallel.analysis.repriced import PricedAgain
 from autoparallel.analysis.sharding import axis_lines
 from autoparallel.cost_model.cluster.cluster import Cluster, Device
 from autoparallel.cost_model.ops.memory import policy
-from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.cost_model.simulator.trace import NAMES, rank_name
 from autoparallel.html.charts import Candidate, candidate_chart, memory_chart
 from autoparallel.html.parts import between_hosts, block_cells, cluster_hosts, weight_groups
 from autoparallel.html.rendering import render
 from autoparallel.html.roofline import roofline
-from autoparallel.html.schedule import STREAM_NAMES, ScheduleView, schedule_view
+from autoparallel.html.schedule import STREAM_NAMES, schedule_view
 from autoparallel.options.words import (
     bytes_text,
     percent_text,
@@ -121,7 +120,7 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
         "num_blocks": sum(len(stage.blocks) for stage in plan.stages),
         "weights": weight_groups(plan, priced.shapes if priced is not None else {}),
         "axes": list(dict.fromkeys(axis_lines(plan.stages))),
-        "schedule": _schedule(plan, timeline),
+        "schedule": timeline and schedule_view(timeline, _rank_names(plan)),
         "stream_names": STREAM_NAMES,
         "kind_names": NAMES,
         "stages_folded": len(plan.stages) > MOST_STAGE_ROWS,
@@ -199,11 +198,9 @@ def candidates(plan: Plan, baselines: Sequence[Baseline]) -> list[Candidate]:
     return found
 
 
-def _schedule(plan: Plan, timeline: Timeline | None) -> ScheduleView | None:
-    if timeline is None:
-        return None
+def _rank_names(plan: Plan) -> list[str]:
     sizes = [len(plan.stages[stages[0]].devices) for stages in stages_of_ranks(plan)]
-    return schedule_view(timeline, [rank_name(rank, size) for rank, size in enumerate(sizes)])
+    return [rank_name(rank, size) for rank, size in enumerate(sizes)]
 
 
 def _memory_chart(priced: PricedAgain | None, limit: int) -> Any:

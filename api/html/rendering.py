@@ -6,6 +6,7 @@ In: the name of a template and its values. Out: HTML that refers to no other fil
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -63,13 +64,14 @@ def render(name: str, values: Mapping[str, Any]) -> str:
 
 
 def write_html(text: str, path: str) -> None:
-    """Write a page. Raises UsageError AP343."""
+    """Write a page and say where it is on stderr. Raises UsageError AP343."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(
             "AP343", f"cannot write {path}", why=str(error.strerror), where="--html"
         ) from error
+    print(f"written to {path}; open it in a browser", file=sys.stderr)
 
 
 @lru_cache(maxsize=1)

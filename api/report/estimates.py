@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoparallel.analysis.estimate import Estimate
-from autoparallel.analysis.facts import batch_text, fullest_rank, model_name, unit_of
+from autoparallel.analysis.facts import batch_text, fullest_rank, grouped_bytes, model_name, unit_of
 from autoparallel.options.words import bytes_text, count_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
@@ -18,9 +18,16 @@ from autoparallel.report.printing import plain_table, print_to_text, section
 
 METHODS = {"full": "train", "lora": "LoRA"}
 
-STATES = ("parameters", "master", "gradients", "optimizer")
-ACTIVATIONS = ("activations", "recomputation")
-"""Categories with their own column, in this order; all others are added up."""
+GROUPS = {
+    "parameters": ("parameters",),
+    "master": ("master",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations", "recomputation"),
+}
+"""Columns of the table of memory, with the categories that each adds up."""
+
+SHORT_NAMES = {"parameters": "params", "gradients": "grads", "activations": "activ"}
 
 
 def print_estimates(found: Sequence[Estimate], console: Console) -> None:
@@ -125,15 +132,6 @@ def dollars_text(dollars: float | None) -> str:
     return f"{dollars:,.0f}" if dollars >= 100 else f"{dollars:.3g}"
 
 
-def memory_groups(plan: Plan) -> Mapping[str, float]:
-    """Return the bytes of the fullest device: each state, activations, and the rest."""
-    held = dict(fullest_rank(plan).held)
-    groups: dict[str, float] = {name: held.pop(name, 0) for name in STATES}
-    groups["activations"] = sum(held.pop(name, 0) for name in ACTIVATIONS)
-    groups["other"] = sum(held.values())
-    return groups
-
-
 UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
@@ -145,14 +143,12 @@ def memory_unit(found: Sequence[Estimate]) -> str:
 
 def _memory(found: Sequence[Estimate], unit: str) -> Table:
     plans = [(each, each.plan) for each in found if each.plan is not None]
-    names = list(memory_groups(plans[0][1]))
-    short = {"parameters": "params", "gradients": "grads", "activations": "activ"}
-    titles = [(short.get(name, name), "right") for name in names]
+    titles = [(SHORT_NAMES.get(name, name), "right") for name in (*GROUPS, "other")]
     table = plain_table(("", "left"), *titles, ("total", "right"), ("usable", "right"))
     for each, plan in plans:
-        groups = memory_groups(plan)
-        values = [groups[name] for name in names]
-        values += [sum(groups.values()), plan.cluster.usable_memory_bytes]
+        memory = fullest_rank(plan)
+        values = list(grouped_bytes(memory.held, GROUPS, "other").values())
+        values += [memory.total_bytes, plan.cluster.usable_memory_bytes]
         label = f"{each.num_devices} × {each.device} {METHODS[each.method]}"
         if each.device[0].isdigit():
             label = f"{each.device} {METHODS[each.method]}"
