@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +36,15 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import plan_files
 from autoparallel.report import describe
-from autoparallel.report.comparison import comparison_rows, comparison_text
+from autoparallel.report.comparison import comparison_rows, print_comparison
 from autoparallel.report.estimates import (
     METHODS,
     estimate_table,
     estimates_json,
-    estimates_text,
     estimates_title,
+    print_estimates,
 )
+from autoparallel.report.printing import print_to_text
 from autoparallel.target.from_python import make_target
 
 if TYPE_CHECKING:
@@ -119,7 +121,7 @@ class Comparison:
     items: tuple[Item, ...]
 
     def __repr__(self) -> str:
-        return comparison_text(self.items)
+        return print_to_text(partial(print_comparison, self.items))
 
     def _repr_html_(self) -> str:
         return compared_notebook(self.items)
@@ -156,7 +158,7 @@ class Estimates(tuple[Estimate, ...]):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return estimates_text(self)
+        return print_to_text(partial(print_estimates, self))
 
     def _repr_html_(self) -> str:
 

@@ -29,7 +29,7 @@ from autoparallel.analysis.measurement import Measurement
 from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary, rank_summaries, schedule_text, strategy_parts
-from autoparallel.report.printing import list_table, plain_table, print_to_text, section
+from autoparallel.report.printing import list_table, plain_table, section
 
 MOST_COLUMNS = 4
 """Items side by side; the first is repeated beside the next items."""
@@ -316,11 +316,6 @@ def print_comparison(items: Sequence[Item], console: Console) -> None:
     console.print(legend)
     for start in range(1, len(items), MOST_COLUMNS - 1):
         _print_columns([found[0], *found[start : start + MOST_COLUMNS - 1]], console)
-
-
-def comparison_text(items: Sequence[Item]) -> str:
-    """Return the page as plain text, 80 columns wide."""
-    return print_to_text(lambda console: print_comparison(items, console))
 
 
 Row = tuple[str, Sequence[Cell]]

@@ -14,7 +14,7 @@ from autoparallel.analysis.facts import batch_text, fullest_rank, grouped_bytes,
 from autoparallel.options.words import bytes_text, count_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
-from autoparallel.report.printing import plain_table, print_to_text, section
+from autoparallel.report.printing import plain_table, section
 
 METHODS = {"full": "train", "lora": "LoRA"}
 
@@ -47,11 +47,6 @@ def print_estimates(found: Sequence[Estimate], console: Console) -> None:
         "\na first answer: autoparallel plan searches longer for a cluster that you name",
         style="dim",
     )
-
-
-def estimates_text(found: Sequence[Estimate]) -> str:
-    """Return the page as plain text, 80 columns wide."""
-    return print_to_text(lambda console: print_estimates(found, console))
 
 
 def estimates_title(found: Sequence[Estimate]) -> tuple[str, str]:
