@@ -5,7 +5,7 @@ In: a plan. Out: values and rows of plain values. Text, pages, data frames and J
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypedDict
 
@@ -18,8 +18,57 @@ from autoparallel.planner.summary import SEPARATOR, mesh_text, plan_summary
 from autoparallel.planning.tf32 import families_text
 
 
-class Figure(NamedTuple):
-    """Figure of a plan: its name, its value as text, a remark, and its source."""
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Figure of plans: its key in JSON, its names in text and on pages, its value and format."""
+
+    key: str
+    name: str
+    heading: str
+    of_plan: Callable[[Plan], float]
+    write: Callable[[float], str]
+    less_is_better: bool = True
+
+    def text(self, plan: Plan) -> str:
+        return self.write(self.of_plan(plan))
+
+
+STEP = Figure(
+    "step_seconds", "step", "step", lambda plan: plan.prediction.step_seconds, seconds_text
+)
+THROUGHPUT = Figure(
+    "throughput",
+    "throughput /s",
+    "per second",
+    lambda plan: plan.prediction.tokens_per_second,
+    count_text,
+    less_is_better=False,
+)
+UTILIZATION = Figure(
+    "model_flops_utilization",
+    "MFU",
+    "MFU",
+    lambda plan: plan.prediction.model_flops_utilization,
+    percent_text,
+    less_is_better=False,
+)
+BUBBLE = Figure(
+    "bubble_fraction",
+    "bubble",
+    "bubble",
+    lambda plan: plan.prediction.bubble_fraction,
+    percent_text,
+)
+MEMORY = Figure(
+    "memory_bytes", "memory", "memory", lambda plan: plan.prediction.peak_memory_bytes, bytes_text
+)
+"""Memory of the fullest device."""
+
+FIGURES = (STEP, THROUGHPUT, UTILIZATION, BUBBLE, MEMORY)
+
+
+class FigureRow(NamedTuple):
+    """Figure of a plan with a remark and its source."""
 
     name: str
     text: str
@@ -27,40 +76,23 @@ class Figure(NamedTuple):
     source: str = ""
 
 
-def plan_figures(plan: Plan) -> dict[str, Figure]:
-    """Return the main figures by short name: step, throughput, MFU, bubble and memory."""
-    own, memory = plan.prediction, fullest_rank(plan)
-    unit = unit_of(plan)
-    found = {
-        "step": Figure(
-            "step",
-            seconds_text(own.step_seconds),
-            "predicted",
-            "the schedule simulated with each stage's seconds, docs/costs.md",
-        ),
-        f"{unit}/s": Figure(
-            f"{unit} per second",
-            count_text(own.tokens_per_second),
-            "",
-            f"{unit} of the global batch, divided by the step",
-        ),
-        "MFU": Figure(
-            "MFU",
-            percent_text(own.model_flops_utilization),
-            "of the devices' peak",
-            "FLOPs of the model without recomputation, at the peak, divided by the step",
-        ),
-        "memory": Figure(
-            "memory",
-            bytes_text(own.peak_memory_bytes),
-            f"{percent_text(own.peak_memory_bytes / memory.limit_bytes)} of "
-            f"{bytes_text(memory.limit_bytes)}",
-            memory_source(plan),
-        ),
-    }
+def figure_rows(plan: Plan) -> list[FigureRow]:
+    """Return the main figures of a plan."""
+    memory, unit = fullest_rank(plan), unit_of(plan)
+    used = percent_text(MEMORY.of_plan(plan) / memory.limit_bytes)
+    limit = bytes_text(memory.limit_bytes)
+    simulated = "the schedule simulated with each stage's seconds, docs/costs.md"
+    per_step = f"{unit} of the global batch, divided by the step"
+    flops = "FLOPs of the model without recomputation, at the peak, divided by the step"
+    rows = [
+        FigureRow("step", STEP.text(plan), "predicted", simulated),
+        FigureRow(f"{unit} per second", THROUGHPUT.text(plan), "", per_step),
+        FigureRow("MFU", UTILIZATION.text(plan), "of the devices' peak", flops),
+        FigureRow("memory", MEMORY.text(plan), f"{used} of {limit}", memory_source(plan)),
+    ]
     if plan.has_pipeline:
-        found["bubble"] = Figure("bubble", percent_text(own.bubble_fraction), "of the step")
-    return found
+        rows.append(FigureRow("bubble", BUBBLE.text(plan), "of the step"))
+    return rows
 
 
 def unit_of(plan: Plan) -> str:
@@ -376,17 +408,10 @@ class CandidateRow(TypedDict):
     chosen: bool
 
 
-def candidate_rows(plan: Plan) -> list[CandidateRow]:
-    """Return the plan, then its alternatives, fastest first."""
-    return _candidate_rows(plan, plan.alternatives)
-
-
-def merged_candidates(plan: Plan) -> list[CandidateRow]:
-    """Return the plan, then its alternatives, of which those that read alike share a row."""
-    return _candidate_rows(plan, merged_alternatives(plan.alternatives))
-
-
-def _candidate_rows(plan: Plan, others: Sequence[Alternative]) -> list[CandidateRow]:
+def candidate_rows(plan: Plan, *, merged: bool = False) -> list[CandidateRow]:
+    """Return the plan, then its alternatives, fastest first; if ``merged``, equal texts share a
+    row."""
+    others = merged_alternatives(plan.alternatives) if merged else plan.alternatives
     best = plan.prediction
     own = Alternative(plan_summary(plan), best.step_seconds, best.peak_memory_bytes, "the plan")
     return [

@@ -11,13 +11,10 @@ from typing import Any
 
 from autoparallel import __version__
 from autoparallel.analysis.compare import Item
-from autoparallel.analysis.facts import MEMORY_MEANINGS
+from autoparallel.analysis.facts import FIGURES, MEMORY, MEMORY_MEANINGS, STEP
 from autoparallel.html.charts import Candidate, candidate_chart
 from autoparallel.html.rendering import MEMORY_LOOKS, OTHER_MEMORY, TIME_LOOKS, render
 from autoparallel.report.comparison import (
-    FIGURES,
-    MEMORY,
-    STEP,
     ComparedItem,
     compare_items,
     different_choices,

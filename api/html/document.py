@@ -13,13 +13,13 @@ from typing import Any
 
 from autoparallel.analysis.baselines import Baseline, fastest
 from autoparallel.analysis.facts import (
-    Figure,
+    FigureRow,
+    candidate_rows,
     configuration_text,
     device_text,
+    figure_rows,
     fullest_rank,
-    merged_candidates,
     merged_communication,
-    plan_figures,
     precision_text,
     rank_seconds,
     stage_rows,
@@ -142,22 +142,21 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
 
 def headline(
     plan: Plan, baselines: Sequence[Baseline], again_seconds: float, measured: Measurement | None
-) -> list[Figure]:
+) -> list[FigureRow]:
     """Return the figures at the top; ``again_seconds`` is the plan's step priced together with
     ``baselines``."""
-    figures = plan_figures(plan)
+    found = figure_rows(plan)
     if measured is not None:
         seconds = measured.step_seconds / measured.num_batches
         said = f"predicted; measured {seconds_text(seconds)}"
-        figures["step"] = figures["step"]._replace(remark=said)
-    found = list(figures.values())
+        found[0] = found[0]._replace(remark=said)
     if plan.solver.bound_seconds > 0:
         gap = f"no step is shorter; gap {percent_text(plan.solver.gap)}"
-        found.append(Figure("lower bound", seconds_text(plan.solver.bound_seconds), gap))
+        found.append(FigureRow("lower bound", seconds_text(plan.solver.bound_seconds), gap))
     best = fastest(baselines)
     if best is not None:
         gain = best.step_seconds / again_seconds
-        found.append(Figure("against baselines", f"{gain:.2f} ×", f"as fast as {best.name}"))
+        found.append(FigureRow("against baselines", f"{gain:.2f} ×", f"as fast as {best.name}"))
     return found
 
 
@@ -187,7 +186,7 @@ def candidates(plan: Plan, baselines: Sequence[Baseline]) -> list[Candidate]:
             row["reason"],
             "plan" if row["chosen"] else "",
         )
-        for row in merged_candidates(plan)
+        for row in candidate_rows(plan, merged=True)
     ]
     for each in baselines:
         if each.configuration:
@@ -217,7 +216,7 @@ def _roofline(plan: Plan, priced: PricedAgain | None) -> Any:
     return roofline(priced.ops, plan.cluster.slowest_device(plan.stages[0].devices), dtype)
 
 
-def source_rows(plan: Plan, missing: str) -> list[Figure]:
+def source_rows(plan: Plan, missing: str) -> list[FigureRow]:
     """Return every kind of number with its source. ``missing``: why no model was loaded, if so."""
     own, profile = plan.prediction, plan.prediction.profile
     error = profile.interpolation_error if profile is not None else 0.0
@@ -227,18 +226,14 @@ def source_rows(plan: Plan, missing: str) -> list[Figure]:
         where = profile.driver or f"{profile.threads} thread(s)"
         said = f"{profile.device}, {where}, torch {profile.torch}"
         rows.append(("measurements", said, profile.mismatch or "this environment"))
-    rows += [
-        (figure.name, figure.text, figure.source)
-        for figure in plan_figures(plan).values()
-        if figure.source
-    ]
+    rows += [(row.name, row.text, row.source) for row in figure_rows(plan) if row.source]
     rows.append(("gap", gap_text(plan), "lower bound of the search, docs/planning.md"))
     model_rows = missing or "the plan's model, loaded and priced again"
     rows.append(("baselines, roofline, memory in time", "", model_rows))
     for device in {host.device.name: host.device for host in plan.cluster.hosts}.values():
         rows += _device_rows(device)
     rows += _link_rows(plan.cluster)
-    return [Figure(name, text, source=source) for name, text, source in rows]
+    return [FigureRow(name, text, source=source) for name, text, source in rows]
 
 
 def _device_rows(device: Device) -> list[tuple[str, str, str]]:

@@ -17,7 +17,14 @@ from rich.text import Text
 
 from autoparallel.analysis.compare import Item, MeasuredRun
 from autoparallel.analysis.facts import (
+    BUBBLE,
+    FIGURES,
+    MEMORY,
     MEMORY_MEANINGS,
+    STEP,
+    THROUGHPUT,
+    UTILIZATION,
+    Figure,
     RankMemory,
     busiest_rank,
     device_text,
@@ -26,7 +33,7 @@ from autoparallel.analysis.facts import (
     rank_seconds,
 )
 from autoparallel.analysis.measurement import Measurement
-from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
+from autoparallel.options.words import bytes_text, seconds_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary, rank_summaries, schedule_text, strategy_parts
 from autoparallel.report.printing import list_table, plain_table, section
@@ -53,89 +60,42 @@ SHORT_NAMES = {
 Value = float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """Figure of items: its names in text and in JSON, how it is written, and its value in a plan,
-    in a run, and in the measurements beside a plan. ``heading`` is its name on a page."""
+OF_RUNS: Mapping[Figure, Callable[[MeasuredRun], Value]] = {
+    STEP: lambda run: run.step_seconds,
+    THROUGHPUT: lambda run: run.throughput,
+    MEMORY: lambda run: run.memory_bytes,
+}
+"""Figures that a run has; memory is of rank 0."""
 
-    name: str
-    key: str
-    heading: str
-    write: Callable[[float], str]
-    of_plan: Callable[[Plan], float]
-    of_run: Callable[[MeasuredRun], Value] = lambda run: None
-    of_measured: Callable[[Measurement], float] | None = None
-    less_is_better: bool = True
+MEASURED: Mapping[Figure, Callable[[Measurement], float]] = {
+    STEP: lambda measured: measured.step_seconds / measured.num_batches,
+    MEMORY: lambda measured: measured.memory_bytes,
+}
+"""Figures that are measured beside a plan."""
 
-    @property
-    def measured_key(self) -> str:
-        return f"measured_{self.key}"
-
-    def find(self, item: Item) -> Value:
-        """Return the figure of an item: predicted, or of a run."""
-        if item.run is not None:
-            return self._of_run(item.run)
-        return None if item.plan is None else float(self.of_plan(item.plan))
-
-    def find_measured(self, item: Item) -> Value:
-        """Return the measured figure of an item."""
-        if item.measured is not None and self.of_measured is not None:
-            return float(self.of_measured(item.measured))
-        return None if item.run is None else self._of_run(item.run)
-
-    def _of_run(self, run: MeasuredRun) -> Value:
-        value = self.of_run(run)
-        return None if value is None else float(value)
+OF_PLANS = (UTILIZATION, BUBBLE)
 
 
-STEP = Figure(
-    "step",
-    "step_seconds",
-    "step",
-    seconds_text,
-    lambda plan: plan.prediction.step_seconds,
-    lambda run: run.step_seconds,
-    lambda measured: measured.step_seconds / measured.num_batches,
-)
-THROUGHPUT = Figure(
-    "throughput /s",
-    "throughput",
-    "per second",
-    count_text,
-    lambda plan: plan.prediction.tokens_per_second,
-    lambda run: run.throughput,
-    less_is_better=False,
-)
-UTILIZATION = Figure(
-    "MFU",
-    "model_flops_utilization",
-    "MFU",
-    percent_text,
-    lambda plan: plan.prediction.model_flops_utilization,
-    less_is_better=False,
-)
-BUBBLE = Figure(
-    "bubble",
-    "bubble_fraction",
-    "bubble",
-    percent_text,
-    lambda plan: plan.prediction.bubble_fraction,
-)
-MEMORY = Figure(
-    "memory",
-    "memory_bytes",
-    "memory",
-    bytes_text,
-    lambda plan: plan.prediction.peak_memory_bytes,
-    lambda run: run.memory_bytes,
-    lambda measured: measured.memory_bytes,
-)
-"""Memory of the fullest device; of a run, of rank 0."""
+def value_of(figure: Figure, item: Item) -> Value:
+    """Return a figure of an item: predicted, or of a run."""
+    value: Value = None
+    if item.run is not None and figure in OF_RUNS:
+        value = OF_RUNS[figure](item.run)
+    elif item.plan is not None:
+        value = figure.of_plan(item.plan)
+    return None if value is None else float(value)
 
-FIGURES = (STEP, THROUGHPUT, UTILIZATION, BUBBLE, MEMORY)
-MEASURED = (STEP, MEMORY)
-OF_ALL = ("step_seconds", "throughput", "memory_bytes")
-OF_PLANS = ("model_flops_utilization", "bubble_fraction")
+
+def measured_value(figure: Figure, item: Item) -> Value:
+    """Return a measured figure of an item."""
+    if item.measured is not None:
+        return float(MEASURED[figure](item.measured))
+    return None if item.run is None else value_of(figure, item)
+
+
+def measured_key(figure: Figure) -> str:
+    """Return the key of a measured figure."""
+    return f"measured_{figure.key}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +114,8 @@ def cells(
 ) -> tuple[Cell, ...]:
     """Format values with their changes from the first.
 
-    >>> cells([1.0, 1.5, None], seconds_text)[1:]
-    (Cell(value=1.5, text='1.50 s', change=0.5, is_better=False), Cell(value=None, text='—', \
-change=None, is_better=False))
+    >>> [(cell.text, cell.change) for cell in cells([1.0, 1.5, None], seconds_text)]
+    [('1.00 s', None), ('1.50 s', 0.5), ('—', None)]
     """
     found = []
     for value in values:
@@ -222,7 +181,7 @@ class ComparedItem:
         """Step and memory, predicted and measured, and the error of the prediction."""
         rows = []
         for figure in MEASURED:
-            measured = self.cells[figure.measured_key]
+            measured = self.cells[measured_key(figure)]
             said = Cell(None, "—") if self.item.plan is None else self.cells[figure.key]
             if measured.value:
                 error = said.value / measured.value - 1 if said.value else None
@@ -234,13 +193,13 @@ def compare_items(items: Sequence[Item]) -> list[ComparedItem]:
     """Return the facts of items."""
     columns = {
         figure.key: cells(
-            [figure.find(item) for item in items], figure.write, figure.less_is_better
+            [value_of(figure, item) for item in items], figure.write, figure.less_is_better
         )
         for figure in FIGURES
     }
     for figure in MEASURED:
-        values = [figure.find_measured(item) for item in items]
-        columns[figure.measured_key] = cells(values, figure.write)
+        values = [measured_value(figure, item) for item in items]
+        columns[measured_key(figure)] = cells(values, figure.write)
     names = {item.name: Path(item.name).name for item in items}
     is_short = len(set(names.values())) == len(names)
     found = []
@@ -333,7 +292,7 @@ def _print_columns(found: Sequence[ComparedItem], console: Console) -> None:
 
     shown = [(figure.name, figure.key) for figure in FIGURES]
     if any(item.measured is not None for item in items):
-        shown += [(f"{figure.name} measured", figure.measured_key) for figure in MEASURED]
+        shown += [(f"{figure.name} measured", measured_key(figure)) for figure in MEASURED]
     print_figures("Figures", [(name, [each.cells[key] for each in found]) for name, key in shown])
     if different := different_choices(items):
         table = plain_table(("", "left"), *((letter, "left") for letter in letters))
@@ -385,20 +344,20 @@ def _cell_text(cell: Cell) -> Text:
 
 def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return an entry per item; ``difference`` has relative differences from the first."""
-    entries = []
+    entries, of_all = [], [figure.key for figure in OF_RUNS]
     for each in compare_items(items):
         item, values = each.item, {key: cell.value for key, cell in each.cells.items()}
         entry: dict[str, Any] = {"name": item.name, "kind": each.kind}
-        entry |= {key: values[key] for key in OF_ALL}
+        entry |= {key: values[key] for key in of_all}
         entry["difference"] = {
-            key: each.cells[key].change or 0.0 for key in OF_ALL if values[key] is not None
+            key: each.cells[key].change or 0.0 for key in of_all if values[key] is not None
         }
         if item.plan is not None:
             entry["choices"] = dict(choices(item.plan))
-            entry |= {key: values[key] for key in OF_PLANS}
+            entry |= {figure.key: values[figure.key] for figure in OF_PLANS}
             entry["rank_seconds"], entry["rank_memory_bytes"] = each.short_seconds, each.held
         if item.measured is not None:
-            entry |= {figure.measured_key: values[figure.measured_key] for figure in MEASURED}
+            entry |= {measured_key(figure): values[measured_key(figure)] for figure in MEASURED}
         if item.run is not None:
             entry["num_steps"], entry["loss"] = item.run.num_steps, item.run.loss
         entries.append(entry)

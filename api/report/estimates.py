@@ -10,8 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from autoparallel.analysis.estimate import Estimate
-from autoparallel.analysis.facts import batch_text, fullest_rank, grouped_bytes, model_name, unit_of
-from autoparallel.options.words import bytes_text, count_text
+from autoparallel.analysis.facts import (
+    MEMORY,
+    THROUGHPUT,
+    batch_text,
+    fullest_rank,
+    grouped_bytes,
+    model_name,
+    unit_of,
+)
+from autoparallel.options.words import count_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.printing import plain_table, section
@@ -82,8 +90,7 @@ def estimate_table(found: Sequence[Estimate]) -> tuple[list[str], list[list[str]
     for each in found:
         row: list[str] = []
         if each.plan is not None:
-            row += [str(each.num_devices), bytes_text(each.plan.prediction.peak_memory_bytes)]
-            row += [count_text(each.plan.prediction.tokens_per_second)]
+            row += [str(each.num_devices), MEMORY.text(each.plan), THROUGHPUT.text(each.plan)]
             row += [days_text(each.days)] if has_days else []
             row += [dollars_text(each.dollars)] if has_dollars else []
             row += [plan_summary(each.plan)]

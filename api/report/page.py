@@ -13,13 +13,16 @@ from rich.padding import Padding
 from rich.text import Text
 
 from autoparallel.analysis.facts import (
+    BUBBLE,
+    STEP,
+    THROUGHPUT,
+    UTILIZATION,
     batch_text,
     configuration_text,
     device_text,
     fullest_rank,
     memory_source,
     model_name,
-    plan_figures,
     precision_text,
     unit_of,
 )
@@ -179,8 +182,11 @@ def header(plan: Plan) -> RenderableType:
 
 def headline(plan: Plan) -> RenderableType:
     """Return the answer in two lines: the configuration, and its figures."""
-    memory, figures = fullest_rank(plan), plan_figures(plan)
-    texts = {name: figures[name].text for name in SHOWN_FIGURES if name in figures}
+    memory, unit = fullest_rank(plan), unit_of(plan)
+    figures = {"step": STEP, f"{unit}/s": THROUGHPUT, "MFU": UTILIZATION}
+    texts = {name: figure.text(plan) for name, figure in figures.items()}
+    if plan.has_pipeline:
+        texts["bubble"] = BUBBLE.text(plan)
     texts["memory"] = of_text(plan.prediction.peak_memory_bytes, memory.limit_bytes)
     line = Text("  ").join(
         Text.assemble((f"{name} ", "dim"), (text, "bold")) for name, text in texts.items()
@@ -194,8 +200,6 @@ def headline(plan: Plan) -> RenderableType:
         lines.append(Text(over, style="bold red"))
     return Group(*lines)
 
-
-SHOWN_FIGURES = ("step", "tokens/s", "samples/s", "MFU", "bubble", "memory")
 
 GOAL_TITLES = {
     "time": "Cost",

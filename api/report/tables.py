@@ -14,8 +14,8 @@ from rich.text import Text
 from autoparallel.analysis.facts import (
     StageRow,
     busiest_rank,
+    candidate_rows,
     fullest_rank,
-    merged_candidates,
     merged_communication,
     rank_seconds,
     stage_rows,
@@ -187,7 +187,7 @@ def alternatives(plan: Plan, *, all_of_them: bool) -> tuple[str, RenderableType]
         ("memory", "right"),
     )
     best = plan.prediction.step_seconds
-    others = merged_candidates(plan)[1:]
+    others = candidate_rows(plan, merged=True)[1:]
     shown = others if all_of_them else others[:SHORT_ALTERNATIVES]
     for other in shown:
         step, held = other["step_seconds"], other["memory_bytes"]

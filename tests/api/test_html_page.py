@@ -169,11 +169,8 @@ def test_no_candidate_on_the_front_is_beaten_by_another() -> None:
     plan = pipeline_plan()
     chart = candidate_chart(candidates(plan, BASELINES), plan.cluster.usable_memory_bytes)
     assert len(chart.candidates) == 1 + len(plan.alternatives) + 2
-    placed = [
-        (each.step_seconds, each.memory_bytes, each.is_on_front)
-        for each in chart.candidates
-        if each.step_seconds and each.memory_bytes
-    ]
+    shown = [each for each in chart.candidates if each.x]
+    placed = [(each.step_seconds, each.memory_bytes, each.is_on_front) for each in shown]
     for step, held, is_on_front in placed:
         is_beaten = any(
             other <= step and size <= held and (other, size) != (step, held)

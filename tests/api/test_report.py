@@ -101,8 +101,8 @@ def test_the_memory_of_a_rank_is_of_all_its_stages_with_what_is_transient_once()
     )
     plan = replace(plan, stages=stages)
     rank = fullest_rank(plan)
-    assert rank.stages == (0, 2)
-    assert rank.held == {"parameters": 20 * GIB, "transient": 3 * GIB, "reserve": GIB}
+    held = {"parameters": 20 * GIB, "transient": 3 * GIB, "reserve": GIB}
+    assert (rank.stages, rank.held) == ((0, 2), held)
     assert "stages 0 and 2): 24.0 of" in describe(plan)
 
 
