@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from autoparallel.actions.terminal import print_json, stdout_console
+from autoparallel.actions.terminal import print_json, stdout_console, write_html
 from autoparallel.analysis.compare import load_items
 from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.html.compared import compared_page
-from autoparallel.html.rendering import write_html
 from autoparallel.options.progress import progress
 from autoparallel.report.comparison import comparison_json, print_comparison
 

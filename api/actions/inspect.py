@@ -6,11 +6,10 @@ from pathlib import Path
 
 import typer
 
-from autoparallel.actions.terminal import stdout_console
+from autoparallel.actions.terminal import stdout_console, write_html
 from autoparallel.analysis.measurement import load_measurement, measured_text
 from autoparallel.analysis.repriced import price_again
 from autoparallel.html import MISSING, Sources, page
-from autoparallel.html.rendering import write_html
 from autoparallel.options.progress import progress
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Plan

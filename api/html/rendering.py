@@ -6,7 +6,6 @@ In: the name of a template and its values. Out: HTML that refers to no other fil
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +24,6 @@ from autoparallel.options.words import (
     rate_text,
     seconds_text,
 )
-from autoparallel.planner.errors import UsageError
 from autoparallel.planner.summary import mesh_text
 from autoparallel.report.comparison import change_text
 from autoparallel.report.tables import stages_text
@@ -61,17 +59,6 @@ TIME_LOOKS = {
 def render(name: str, values: Mapping[str, Any]) -> str:
     """Render a template with its values."""
     return _environment().get_template(name).render(**values)
-
-
-def write_html(text: str, path: str) -> None:
-    """Write a page and say where it is on stderr. Raises UsageError AP343."""
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            "AP343", f"cannot write {path}", why=str(error.strerror), where="--html"
-        ) from error
-    print(f"written to {path}; open it in a browser", file=sys.stderr)
 
 
 @lru_cache(maxsize=1)
