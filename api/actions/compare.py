@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import typer
-
-from autoparallel.actions.terminal import print_json, stdout_console
+from autoparallel.actions.terminal import print_json, stdout_console, write_html
 from autoparallel.analysis.compare import load_items
 from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.html.compared import compared_page
-from autoparallel.html.rendering import write_html
+from autoparallel.options.outputs import check_output_file
 from autoparallel.options.progress import progress
 from autoparallel.report.comparison import comparison_json, print_comparison
 
 
 def compare(*, items: list[str], html: str | None, trust: bool, json: bool) -> None:
     """Carry out ``autoparallel compare``."""
+    check_output_file(html, "--html")
     with plan_cache() as cache, progress() as observe:
         found = load_items(items, cache.values, trust=trust, observe=observe)
     if html is not None:
         write_html(compared_page(found), html)
-        typer.echo(f"written to {html}; open it in a browser", err=True)
     elif json:
         print_json(comparison_json(found))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from autoparallel.actions.terminal import print_json, stdout_console
@@ -63,7 +64,7 @@ def explain(
         else:
             reasons = explained(model, name)
             if json:
-                print_json(pages.explanation_json(reasons))
+                print_json(asdict(reasons))
             else:
                 pages.print_explanation(reasons, stdout_console())
 

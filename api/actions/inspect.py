@@ -6,11 +6,10 @@ from pathlib import Path
 
 import typer
 
-from autoparallel.actions.terminal import stdout_console
+from autoparallel.actions.terminal import stdout_console, write_html
 from autoparallel.analysis.measurement import load_measurement, measured_text
 from autoparallel.analysis.repriced import price_again
 from autoparallel.html import MISSING, Sources, page
-from autoparallel.html.rendering import write_html
 from autoparallel.options.outputs import check_output_file
 from autoparallel.options.progress import progress
 from autoparallel.planner.errors import AutoparallelError
@@ -37,7 +36,8 @@ def inspect(
     loaded = load_plan(plan)
     check_output_file(html, "--html")
     if html is not None:
-        write_page(loaded, plan, html, loads_target=target, trust=trust)
+        sources = page_sources(loaded, plan, loads_target=target, trust=trust)
+        write_html(page(loaded, sources), html)
         return
     if json:
         typer.echo(dumps(loaded), nl=False)
@@ -67,16 +67,6 @@ def next_steps(plan_path: str) -> list[tuple[str, str]]:
         (f"autoparallel verify {plan_path}", "compare with one device"),
         (f"autoparallel run {plan_path}", "train and measure"),
     ]
-
-
-def write_page(
-    plan: Plan, plan_path: str, html: str, *, loads_target: bool, trust: bool = False
-) -> None:
-    """Writes the page of ``plan`` into the file ``html``. Raises UsageError AP343."""
-    write_html(
-        page(plan, page_sources(plan, plan_path, loads_target=loads_target, trust=trust)), html
-    )
-    typer.echo(f"written to {html}; open it in a browser", err=True)
 
 
 def page_sources(plan: Plan, plan_path: str, *, loads_target: bool, trust: bool = False) -> Sources:

@@ -12,6 +12,7 @@ from autoparallel.launching.job import PLAN_FILE, check_lines, job_of, read_host
 from autoparallel.launching.kubernetes import MANIFEST, kubernetes_files
 from autoparallel.launching.slurm import BATCH_SCRIPT, slurm_files
 from autoparallel.launching.ssh import START_SCRIPT, ssh_files
+from autoparallel.options.outputs import writing
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan_file import dumps
 from autoparallel.planning.plan_files import load_plan
@@ -94,15 +95,11 @@ def launch(
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes the files; scripts can be executed. Raises UsageError AP379 where that fails."""
-    try:
+    """Write the files; scripts can be executed. Raises UsageError AP101 where that fails."""
+    with writing(folder, "--output"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             path = folder / name
             path.write_text(text, encoding="utf-8")
             if text.startswith("#!"):
                 path.chmod(0o755)
-    except OSError as error:
-        raise UsageError(
-            "AP379", f"the files cannot be written to {folder}", why=str(error), fix="-o DIR"
-        ) from error

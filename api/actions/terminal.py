@@ -1,13 +1,16 @@
-"""The terminal of commands: a console on stdout, JSON, and settings of a target."""
+"""The terminal of commands: a console on stdout, JSON, written pages, settings of a target."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import typer
 from rich.console import Console
+
+from autoparallel.options.outputs import writing
 
 
 def with_lora(settings: list[str] | None, lora: str | None) -> list[str]:
@@ -24,3 +27,10 @@ def stdout_console() -> Console:
 def print_json(value: object) -> None:
     """``value`` as JSON on stdout."""
     typer.echo(json.dumps(value, indent=2))
+
+
+def write_html(text: str, path: str) -> None:
+    """Write a page, and say so on stderr. Raises UsageError AP101."""
+    with writing(path, "--html"):
+        Path(path).write_text(text, encoding="utf-8")
+    typer.echo(f"written to {path}; open it in a browser", err=True)

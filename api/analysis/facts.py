@@ -1,37 +1,247 @@
-"""What a report says, computed from a Plan: the worst rank, the critical stage, the splits."""
+"""Facts of a plan, each found once: figures, memory, seconds, stages, collectives, candidates.
+
+In: a plan. Out: values and rows of plain values. Text, pages, data frames and JSON render them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypedDict
 
-from autoparallel.options.words import bytes_text, held_text, seconds_text
+from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
 from autoparallel.planner.asynchronous import num_updates
-from autoparallel.planner.layout import Layout, Mesh, NodeLayout, balanced_axes
 from autoparallel.planner.plan import Alternative, Plan, StagePlan
 from autoparallel.planner.pricing.stage_cost import TRANSIENT, combine_bytes
 from autoparallel.planner.replicas import stages_of_ranks
-from autoparallel.planner.summary import SEPARATOR
+from autoparallel.planner.summary import SEPARATOR, mesh_text, plan_summary
+from autoparallel.planning.tf32 import families_text
 
-MEMORY_ORDER = (
-    "parameters",
-    "master",
-    "versions",
-    "gradients",
-    "optimizer",
-    "gathered",
-    "activations",
-    "inputs",
-    "recomputation",
-    "working",
-    "transient",
-    "communication",
-    "buffers",
-    "fragmentation",
-    "communicators",
-    "reserve",
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Figure of plans: its key in JSON, its names in text and on pages, its value and format."""
+
+    key: str
+    name: str
+    heading: str
+    of_plan: Callable[[Plan], float]
+    write: Callable[[float], str]
+    less_is_better: bool = True
+
+    def text(self, plan: Plan) -> str:
+        return self.write(self.of_plan(plan))
+
+
+STEP = Figure(
+    "step_seconds", "step", "step", lambda plan: plan.prediction.step_seconds, seconds_text
 )
+THROUGHPUT = Figure(
+    "throughput",
+    "throughput /s",
+    "per second",
+    lambda plan: plan.prediction.tokens_per_second,
+    count_text,
+    less_is_better=False,
+)
+UTILIZATION = Figure(
+    "model_flops_utilization",
+    "MFU",
+    "MFU",
+    lambda plan: plan.prediction.model_flops_utilization,
+    percent_text,
+    less_is_better=False,
+)
+BUBBLE = Figure(
+    "bubble_fraction",
+    "bubble",
+    "bubble",
+    lambda plan: plan.prediction.bubble_fraction,
+    percent_text,
+)
+MEMORY = Figure(
+    "memory_bytes", "memory", "memory", lambda plan: plan.prediction.peak_memory_bytes, bytes_text
+)
+"""Memory of the fullest device."""
+
+FIGURES = (STEP, THROUGHPUT, UTILIZATION, BUBBLE, MEMORY)
+
+
+class FigureRow(NamedTuple):
+    """Figure of a plan with a remark and its source."""
+
+    name: str
+    text: str
+    remark: str = ""
+    source: str = ""
+
+
+def figure_rows(plan: Plan) -> list[FigureRow]:
+    """Return the main figures of a plan."""
+    memory, unit = fullest_rank(plan), unit_of(plan)
+    used = percent_text(MEMORY.of_plan(plan) / memory.limit_bytes)
+    limit = bytes_text(memory.limit_bytes)
+    simulated = "the schedule simulated with each stage's seconds, docs/costs.md"
+    per_step = f"{unit} of the global batch, divided by the step"
+    flops = "FLOPs of the model without recomputation, at the peak, divided by the step"
+    rows = [
+        FigureRow("step", STEP.text(plan), "predicted", simulated),
+        FigureRow(f"{unit} per second", THROUGHPUT.text(plan), "", per_step),
+        FigureRow("MFU", UTILIZATION.text(plan), "of the devices' peak", flops),
+        FigureRow("memory", MEMORY.text(plan), f"{used} of {limit}", memory_source(plan)),
+    ]
+    if plan.has_pipeline:
+        rows.append(FigureRow("bubble", BUBBLE.text(plan), "of the step"))
+    return rows
+
+
+def unit_of(plan: Plan) -> str:
+    """Return the unit of the throughput."""
+    return "tokens" if plan.model.seq else "samples"
+
+
+def model_name(plan: Plan) -> str:
+    """Return the name of the model's file without folders, or the whole target."""
+    target = plan.model.target
+    return target.rsplit("/", 1)[-1] if target.endswith(".py") else target
+
+
+def batch_text(plan: Plan) -> str:
+    """Describe the global batch."""
+    model = plan.model
+    return f"batch {model.global_batch}" + (f" × {model.seq} tokens" if model.seq else "")
+
+
+def configuration_text(plan: Plan) -> str:
+    """Return the summary of a plan with its micro-batches in words."""
+    size = plan.microbatch_size
+    of_ranks = {size // stage.mesh.row_parts for stage in plan.stages}
+    is_equal = len(of_ranks) == 1 and not any(stage.shares for stage in plan.stages)
+    text = microbatches_text(plan.num_microbatches, size, of_ranks.pop() if is_equal else size)
+    return SEPARATOR.join((plan_summary(plan).rpartition(SEPARATOR)[0], text))
+
+
+def microbatches_text(count: int, size: int, rank_rows: int) -> str:
+    """Describe micro-batches and a rank's samples of each.
+
+    >>> microbatches_text(1, 32, 32), microbatches_text(16, 4, 1)
+    ('1 micro-batch of 32', '16 micro-batches of 4 (1 a rank)')
+    """
+    of_rank = f" ({rank_rows} a rank)" if rank_rows != size else ""
+    return f"{count} micro-batch{'es' if count > 1 else ''} of {size}{of_rank}"
+
+
+def precision_text(plan: Plan) -> str:
+    """Return the precision, and for fp32 on devices with TF32 the ops that compute in TF32."""
+    found = plan.model.precision
+    if found != "fp32" or plan.tf32 is None:
+        return found
+    return f"{found} (TF32 {families_text(plan.tf32)})" if plan.tf32 else f"{found} (no TF32)"
+
+
+def device_text(plan: Plan) -> str:
+    """Return the devices by name: ``8 × H100``."""
+    counts: dict[str, int] = {}
+    for host in plan.cluster.hosts:
+        counts[host.device.name] = counts.get(host.device.name, 0) + host.num_devices
+    return ", ".join(f"{count} × {name}" for name, count in counts.items())
+
+
+MEMORY_MEANINGS = {
+    "parameters": "what this device holds of the weights",
+    "master": "the weights' copy in float32 that the optimizer steps",
+    "versions": "older weights that micro-batches under way still need",
+    "gradients": "sums over the micro-batches of a step",
+    "optimizer": "the optimizer's states, two moments per weight with Adam",
+    "gathered": "weights of other devices, gathered for the passes",
+    "activations": "what forwards keep for their backwards",
+    "inputs": "batches, and what other stages sent",
+    "recomputation": "what a recomputed forward makes again",
+    "working": "what the running block needs besides",
+    "transient": "what the running block needs besides",
+    "communication": "messages and buffers of collectives",
+    "buffers": "the model's buffers and constants",
+    "fragmentation": "gaps in the allocator's memory",
+    "communicators": "what NCCL takes for its communicators",
+    "reserve": "the context and workspaces of CUDA",
+}
+"""Categories of memory in the order of reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Memory of a pipeline rank at its fullest moment: ``held`` by category, on ``device``.
+
+    ``limit_bytes`` is usable on its smallest device; ``excess_bytes`` is the plan's peak above the
+    limit, negative if the plan fits.
+    """
+
+    stages: tuple[int, ...]
+    device: int
+    held: Mapping[str, int]
+    limit_bytes: int
+    excess_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.held.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by category in the order of reports, without empty categories."""
+        names = in_order(self.held, MEMORY_MEANINGS)
+        return {name: self.held[name] for name in names if self.held[name]}
+
+
+def in_order(names: Iterable[str], order: Collection[str]) -> list[str]:
+    """Return distinct names in an order; names that it lacks are last.
+
+    >>> in_order(["x", "b", "a"], ("a", "b", "c"))
+    ['a', 'b', 'x']
+    """
+    found = dict.fromkeys(names)
+    return [*(name for name in order if name in found), *(n for n in found if n not in order)]
+
+
+def fullest_rank(plan: Plan) -> RankMemory:
+    """Return the memory of the fullest pipeline rank.
+
+    Transient bytes count once. Replicas of Chimera hold fewer activations at once than the
+    two stages would alone: as many as are left of the predicted peak.
+    """
+    ranks = [(stages, bytes_of(plan, stages)) for stages in stages_of_ranks(plan)]
+    stages, found = max(ranks, key=lambda rank: sum(rank[1].values()))
+    peak = plan.prediction.peak_memory_bytes
+    if plan.schedule == "chimera" and plan.has_pipeline:
+        others = sum(found.values()) - found.get("activations", 0)
+        found["activations"] = peak - others
+    first = plan.stages[stages[0]]
+    limit = usable_bytes(plan, first)
+    return RankMemory(stages, first.devices[0], found, limit, peak - limit)
+
+
+def bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
+    """Return the predicted bytes, by category, of a pipeline rank that runs ``stages``."""
+    return combine_bytes(
+        (plan.stages[stage].prediction.memory_bytes for stage in stages), TRANSIENT
+    )
+
+
+def grouped_bytes(
+    held: Mapping[str, int], groups: Mapping[str, Sequence[str]], rest: str
+) -> dict[str, int]:
+    """Add up categories of memory by group; all other categories under the name ``rest``.
+
+    >>> grouped_bytes({"master": 2, "buffers": 1}, {"weights": ("parameters", "master")}, "rest")
+    {'weights': 2, 'rest': 1}
+    """
+    found = {name: sum(held.get(each, 0) for each in group) for name, group in groups.items()}
+    return {**found, rest: sum(held.values()) - sum(found.values())}
+
+
+def usable_bytes(plan: Plan, stage: StagePlan) -> int:
+    """Return the bytes that a process may allocate on the smallest device of ``stage``."""
+    return min(plan.cluster.device(rank).usable_memory_bytes for rank in stage.devices)
 
 
 def memory_source(plan: Plan) -> str:
@@ -44,37 +254,53 @@ def memory_source(plan: Plan) -> str:
     return "simulated action by action, with the ops run on fake tensors"
 
 
-def fullest_rank(plan: Plan) -> tuple[tuple[int, ...], dict[str, int]]:
-    """Return the stages of the fullest pipeline rank, and its bytes by category.
+class StageRow(TypedDict):
+    """Stage of a plan: its place, its blocks, seconds of a micro-batch, bytes at its peak."""
 
-    Transient bytes count once. Replicas of Chimera hold fewer activations at once than the
-    two stages would alone: as many as are left of the predicted peak.
-    """
-    ranks = [(stages, bytes_of(plan, stages)) for stages in stages_of_ranks(plan)]
-    stages, found = max(ranks, key=lambda rank: sum(rank[1].values()))
-    if plan.schedule == "chimera" and plan.has_pipeline:
-        others = sum(found.values()) - found.get("activations", 0)
-        found["activations"] = plan.prediction.peak_memory_bytes - others
-    return stages, found
-
-
-def bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
-    """The predicted bytes, by category, of a pipeline rank that runs ``stages``."""
-    return combine_bytes(
-        (plan.stages[stage].prediction.memory_bytes for stage in stages), TRANSIENT
-    )
+    stage: int
+    blocks: list[str]
+    ranks: list[int]
+    mesh: str
+    zero: int
+    recomputed: int
+    forward_seconds: float
+    backward_seconds: float
+    memory_bytes: int
 
 
-def ordered_memory(held: Mapping[str, int]) -> dict[str, int]:
-    """Return bytes by category in the order of reports, without empty categories."""
-    names = [name for name in MEMORY_ORDER if name in held]
-    names += [name for name in held if name not in MEMORY_ORDER]
-    return {name: held[name] for name in names if held[name]}
+def stage_rows(plan: Plan) -> list[StageRow]:
+    """Return a row per stage."""
+    return [
+        {
+            "stage": index,
+            "blocks": [block.name for block in stage.blocks],
+            "ranks": list(stage.devices),
+            "mesh": mesh_text(stage.mesh),
+            "zero": stage.zero,
+            "recomputed": sum(block.recompute != "none" for block in stage.blocks),
+            "forward_seconds": stage.prediction.seconds.get("forward", 0.0),
+            "backward_seconds": stage.prediction.seconds.get("backward", 0.0),
+            "memory_bytes": sum(stage.prediction.memory_bytes.values()),
+        }
+        for index, stage in enumerate(plan.stages)
+    ]
 
 
-def usable_bytes(plan: Plan, stage: StagePlan) -> int:
-    """Return the bytes that a process may allocate on the smallest device of ``stage``."""
-    return min(plan.cluster.device(rank).usable_memory_bytes for rank in stage.devices)
+def memory_rows(plan: Plan) -> list[dict[str, int]]:
+    """Return a row per stage, a column of bytes per category."""
+    return [
+        {"stage": index, **stage.prediction.memory_bytes} for index, stage in enumerate(plan.stages)
+    ]
+
+
+SPENT = {
+    "compute": "compute",
+    "communication within the stage": "communication",
+    "sends to the next stage": "send",
+    "gradient synchronization": "exposed_sync",
+    "optimizer": "optimizer",
+}
+"""Parts of a rank's step, and their names in a prediction."""
 
 
 def rank_seconds(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
@@ -95,9 +321,25 @@ def rank_seconds(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
     return {name: value for name, value in parts.items() if value > 0}
 
 
+def busiest_rank(plan: Plan) -> tuple[int, ...]:
+    """Return the stages of the rank that sets the pace: the most seconds per micro-batch."""
+
+    def busy(stages: Sequence[int]) -> float:
+        own = [plan.stages[stage].prediction.seconds for stage in stages]
+        return sum(each.get("forward", 0.0) + each.get("backward", 0.0) for each in own)
+
+    return max(stages_of_ranks(plan), key=busy)
+
+
+def _num_runs(plan: Plan) -> float:
+    """Return the number of micro-batches that a rank runs through each stage; half for Chimera."""
+    is_both_ways = plan.schedule == "chimera" and plan.has_pipeline
+    return plan.num_microbatches / (2 if is_both_ways else 1)
+
+
 class Communication(NamedTuple):
-    """Collectives of a stage in a step: what they are for, beside what they run, and seconds: of
-    the links in all, and of that what adds to the step."""
+    """Collectives of a stage in a step: their purpose, the work that they run beside, and seconds:
+    of the links in all, and the part that adds to the step."""
 
     what: str
     beside: str
@@ -110,7 +352,7 @@ class Communication(NamedTuple):
 
 
 def communication(plan: Plan, stage: StagePlan) -> list[Communication]:
-    """The collectives of a stage, without those that take no time."""
+    """Return the collectives of a stage, without those that take no time."""
     own, count = stage.prediction.seconds, _num_runs(plan)
     states = own.get("states", 0.0)
     exposed = states - own.get("hidden_states", 0.0)
@@ -141,18 +383,8 @@ def communication(plan: Plan, stage: StagePlan) -> list[Communication]:
     return [each for each in found if each.seconds > 1e-6 * plan.prediction.step_seconds]
 
 
-SPENT = {
-    "compute": "compute",
-    "communication within the stage": "communication",
-    "sends to the next stage": "send",
-    "gradient synchronization": "exposed_sync",
-    "optimizer": "optimizer",
-}
-"""What a rank does, and its name in a prediction."""
-
-
 def merged_communication(plan: Plan) -> list[tuple[tuple[int, ...], Communication]]:
-    """The collectives of the stages, those that read alike once, with the stages that have them."""
+    """Return the collectives of the stages; equal texts once, with the stages that have them."""
     found: dict[tuple[str, ...], tuple[list[int], Communication]] = {}
     for index, stage in enumerate(plan.stages):
         for each in communication(plan, stage):
@@ -166,178 +398,36 @@ def merged_communication(plan: Plan) -> list[tuple[tuple[int, ...], Communicatio
     return [(tuple(stages), each) for stages, each in found.values()]
 
 
-def _num_runs(plan: Plan) -> float:
-    """Return the number of micro-batches that a rank runs through each stage; half for Chimera."""
-    is_both_ways = plan.schedule == "chimera" and plan.has_pipeline
-    return plan.num_microbatches / (2 if is_both_ways else 1)
+class CandidateRow(TypedDict):
+    """Candidate of the search: its configuration and figures, None if unknown; why not this."""
+
+    configuration: str
+    step_seconds: float | None
+    memory_bytes: float | None
+    reason: str
+    chosen: bool
 
 
-def busiest_rank(plan: Plan) -> tuple[int, ...]:
-    """The stages of the rank that sets the pace: the most seconds per micro-batch."""
-
-    def busy(stages: Sequence[int]) -> float:
-        own = [plan.stages[stage].prediction.seconds for stage in stages]
-        return sum(each.get("forward", 0.0) + each.get("backward", 0.0) for each in own)
-
-    return max(stages_of_ranks(plan), key=busy)
-
-
-@dataclass(frozen=True, slots=True)
-class KindSplit:
-    """How the parameters of one kind of block lie in one stage.
-
-    ``groups`` maps a layout in words to the parameters that have it, named within the block;
-    ``layouts`` has these layouts. ``first`` is the block whose parameters stand for the kind's.
-    """
-
-    blocks: tuple[str, ...]
-    groups: Mapping[str, tuple[str, ...]]
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
-    first: str = ""
-
-
-def kind_splits(plan: Plan, stage: StagePlan) -> tuple[tuple[KindSplit, ...], KindSplit]:
-    """Return the layouts of parameters by the kind of block in ``stage``, and those of the rest.
-
-    A kind's layouts are given under the names of its first block in the whole model. The
-    rest are the blocks that no parameter is named after, and the parameters of no other block.
-    """
-    first: dict[str, str] = {}
-    for each in plan.stages:
-        for block in each.blocks:
-            first.setdefault(block.kind, block.name)
-    members: dict[str, list[str]] = {}
-    for block in stage.blocks:
-        members.setdefault(block.kind, []).append(block.name)
-    groups: dict[str, dict[str, list[str]]] = {kind: {} for kind in members}
-    elsewhere: dict[str, list[str]] = {}
-    layouts: dict[str, Layout] = {}
-    for name, held in _parameters(stage.layouts):
-        kind = _kind_of(name, {first[kind]: kind for kind in members})
-        owner = groups[kind] if kind else elsewhere
-        inside = name.removeprefix(f"{first[kind]}.") if kind else name
-        text = held_text(held, stage.mesh)
-        owner.setdefault(text, []).append(inside)
-        layouts[text] = held
-    kinds = tuple(
-        KindSplit(
-            tuple(members[kind]),
-            {text: tuple(names) for text, names in found.items()},
-            layouts,
-            first[kind],
-        )
-        for kind, found in groups.items()
-    )
-    empty = tuple(name for kind in kinds if not kind.groups for name in kind.blocks)
-    rest = KindSplit(empty, {text: tuple(names) for text, names in elsewhere.items()}, layouts)
-    return tuple(kind for kind in kinds if kind.groups), rest
-
-
-def merged_splits(plan: Plan, members: list[StagePlan]) -> tuple[KindSplit, ...]:
-    """The splits of several stages, those that are equal merged into one."""
-    merged: dict[tuple[str, ...], list[str]] = {}
-    splits: dict[tuple[str, ...], KindSplit] = {}
-    for stage in members:
-        kinds, rest = kind_splits(plan, stage)
-        for split in (*kinds, *((rest,) if rest.groups else ())):
-            key = (_kind_name(plan, split), *map(repr, split.groups.items()))
-            merged.setdefault(key, []).extend(split.blocks)
-            splits[key] = split
-    return tuple(replace(splits[key], blocks=tuple(blocks)) for key, blocks in merged.items())
-
-
-def _kind_name(plan: Plan, split: KindSplit) -> str:
-    found = {block.name: block.kind for stage in plan.stages for block in stage.blocks}
-    return found[split.blocks[0]] if split.blocks else ""
-
-
-def _parameters(layouts: Mapping[str, NodeLayout]) -> list[tuple[str, Layout]]:
-    """Leaves that are held as a parameter is (split or whole, never partial or invariant)."""
+def candidate_rows(plan: Plan, *, merged: bool = False) -> list[CandidateRow]:
+    """Return the plan, then its alternatives, fastest first; if ``merged``, equal texts share a
+    row."""
+    others = merged_alternatives(plan.alternatives) if merged else plan.alternatives
+    best = plan.prediction
+    own = Alternative(plan_summary(plan), best.step_seconds, best.peak_memory_bytes, "the plan")
     return [
-        (name, node.outputs[0])
-        for name, node in layouts.items()
-        if not node.inputs
-        and "." in name
-        and len(node.outputs) == 1
-        and all(placement.kind in "SR" for placement in node.outputs[0])
+        {
+            "configuration": each.summary,
+            "step_seconds": each.step_seconds or None,
+            "memory_bytes": each.peak_memory_bytes or None,
+            "reason": each.reason,
+            "chosen": each is own,
+        }
+        for each in (own, *others)
     ]
 
 
-def _kind_of(name: str, kinds: Mapping[str, str]) -> str:
-    """The kind of the block with the longest name that ``name`` starts with, or nothing."""
-    owners = [block for block in kinds if name.startswith(f"{block}.") or name == block]
-    return kinds[max(owners, key=len)] if owners else ""
-
-
-@dataclass(frozen=True, slots=True)
-class AxisUse:
-    """What the ops of a stage do on one mesh axis; counts are of ops of distinct blocks.
-
-    ``num_balanced``: causal attentions whose ranks swap halves of their queries there.
-    """
-
-    axis: str
-    size: int
-    num_split: int
-    num_ops: int
-    num_sums: int
-    num_balanced: int
-
-
-def axis_uses(stage: StagePlan) -> tuple[AxisUse, ...]:
-    """Return the numbers of split ops and partial sums on each axis of more than one rank."""
-    ops = [node for node in stage.layouts.values() if node.inputs]
-    return tuple(
-        AxisUse(
-            axis=axis,
-            size=size,
-            num_split=sum(_is_split(node, position) for node in ops),
-            num_ops=len(ops),
-            num_sums=sum(_makes_sum(node, position) for node in ops),
-            num_balanced=sum(position in balanced_axes(node) for node in ops),
-        )
-        for position, (axis, size) in enumerate(_axes(stage.mesh))
-        if size > 1
-    )
-
-
-def _axes(mesh: Mesh) -> list[tuple[str, int]]:
-    return list(zip(mesh.axes, mesh.shape, strict=True))
-
-
-def _is_split(node: NodeLayout, axis: int) -> bool:
-    return any(layout[axis].is_shard for layout in (*node.inputs, *node.outputs))
-
-
-def _makes_sum(node: NodeLayout, axis: int) -> bool:
-    partial_in = any(layout[axis].kind == "P" for layout in node.inputs)
-    partial_out = any(layout[axis].kind == "P" for layout in node.outputs)
-    return partial_out and not partial_in
-
-
-def folded_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Parameter names, ``x.weight`` and ``x.bias`` together as ``x``.
-
-    >>> folded_names(("up.bias", "norm.weight", "up.weight"))
-    ('up', 'norm.weight')
-    """
-    found = set(names)
-    folded: dict[str, None] = {}
-    for name in names:
-        module = name.rpartition(".")[0]
-        both = module and {f"{module}.weight", f"{module}.bias"} <= found
-        folded[module if both and name.rpartition(".")[2] in ("weight", "bias") else name] = None
-    return tuple(folded)
-
-
-def planning_seconds(plan: Plan) -> tuple[float, dict[str, float]]:
-    """The whole planning time, and its phases."""
-    phases = {name: value for name, value in plan.solver.seconds.items() if name != "total"}
-    return plan.solver.seconds.get("total", sum(phases.values())), phases
-
-
 def merged_alternatives(alternatives: Sequence[Alternative]) -> list[Alternative]:
-    """Alternatives with the same figures that differ in one part of the summary, as one.
+    """Merge alternatives with the same figures whose summaries differ in one part.
 
     >>> first = Alternative("dp=4 pp=2 · ZeRO 0 · ZB-H1 · 1 × 32", 1.0, 10, "bubble +9.0 %")
     >>> second = Alternative("dp=4 pp=2 · ZeRO 0 · ZB-H2 · 1 × 32", 1.0, 10, "bubble +9.0 %")

@@ -79,8 +79,7 @@ def price_again(
     program, blocks = made.program, made.program.blocks
     observe("pricing", 0, 1)
     timeline = made.evaluator.staged(plan, plan.cluster).timeline()
-    ranks, (stages, _) = stages_of_ranks(plan), fullest_rank(plan)
-    fullest = ranks.index(stages)
+    fullest = stages_of_ranks(plan).index(fullest_rank(plan).stages)
     runs = runs_stages(plan, blocks)
     held = memory_by_action(
         plan, made.graph if plan.compiled else program.graph, blocks, fullest, runs=runs

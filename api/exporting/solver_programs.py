@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from autoparallel.analysis.plan_model import load_plan_model
+from autoparallel.options.outputs import check_output_file, writing
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.intra_op.pulp_solver import import_pulp
 from autoparallel.planner.search.stage_program import stage_program
@@ -34,18 +35,13 @@ class WrittenProgram:
 def write_program(problem: Any, path: str | Path) -> None:
     """Write a ``pulp.LpProblem`` in the format of the ending of ``path``.
 
-    Raises UsageError AP332 for another ending, or a file that cannot be written.
+    Raises UsageError AP101 for a file that cannot be written.
     """
-    path = Path(path)
-    try:
-        if path.suffix == ".lp":
+    with writing(path, "-o"):
+        if Path(path).suffix == ".lp":
             problem.writeLP(str(path))
         else:
             problem.writeMPS(str(path))
-    except OSError as error:
-        raise UsageError(
-            "AP332", "the program cannot be written", why=str(error.strerror), where=str(path)
-        ) from error
 
 
 def check_format(path: str | Path) -> None:
@@ -54,6 +50,7 @@ def check_format(path: str | Path) -> None:
         raise UsageError(
             "AP332", f"{path} ends in neither .lp nor .mps", where="-o", fix="-o stage.mps"
         )
+    check_output_file(path)
 
 
 def plan_program(

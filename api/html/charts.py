@@ -1,13 +1,88 @@
-"""Frame of a page's charts: their size, and ticks on their axes."""
+"""Charts of a page: axes and coordinates, candidates by time and memory, memory in time.
+
+In: figures of candidates, or the memory of a rank by action. Out: coordinates as short text, ticks
+at round values, the Pareto front, and labels that overlap neither points nor each other.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, floor, log10
+from typing import Any
+
+from autoparallel.analysis.facts import MEMORY_MEANINGS, in_order
+from autoparallel.cost_model.simulator.actions import Action
+from autoparallel.cost_model.simulator.timeline import Event
+from autoparallel.options.words import bytes_text, seconds_text
 
 WIDTH, HEIGHT = 960, 300
 LEFT, RIGHT, TOP, BOTTOM = 84, 24, 12, 34
+
 FAR = 2.5
 """Limits above this multiple of the needed memory are not drawn."""
+
+LETTER = 6.6
+"""Width of a letter of a label."""
+
+MOST_OF_LIMIT = 1.3
+"""Candidates that need more memory than this multiple of the limit are drawn at the edge."""
+
+LEAST_SHARE = 0.01
+"""Categories of memory below this share of the peak are drawn together as "other"."""
+
+
+def number(value: float) -> str:
+    """Write a coordinate with at most two digits after the point.
+
+    >>> number(3.0), number(2.71828), number(-0.001)
+    ('3', '2.72', '0')
+    """
+    text = f"{value:.2f}".rstrip("0").rstrip(".")
+    return "0" if text in ("-0", "") else text
+
+
+def line(points: Iterable[tuple[float, float]]) -> str:
+    """Return a line through points as an SVG path.
+
+    >>> line([(1, 2), (3.5, 4)])
+    'M1 2L3.5 4'
+    """
+    return "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
+
+
+def box(x: float, y: float, width: float, height: float) -> str:
+    """Return a rectangle as part of an SVG path.
+
+    >>> box(1, 2, 3, 4)
+    'M1 2h3v4h-3z'
+    """
+    w = number(width)
+    return f"M{number(x)} {number(y)}h{w}v{number(height)}h-{w}z"
+
+
+def round_step(span: float, most: int) -> float:
+    """Return a step of 1, 2 or 5 times a power of ten, at most ``most`` of which fit in ``span``.
+
+    >>> round_step(3.2, 5), round_step(90, 5)
+    (1.0, 20.0)
+    """
+    least = span / max(most, 1)
+    power = 10.0 ** floor(log10(least))
+    return next(power * each for each in (1.0, 2.0, 5.0, 10.0) if power * each >= least * 0.999999)
+
+
+def round_values(low: float, high: float, most: int = 6) -> list[float]:
+    """Return round values between two ends.
+
+    >>> round_values(0, 3.2), round_values(2.9, 3.5, 3)
+    ([0.0, 1.0, 2.0, 3.0], [3.0, 3.2, 3.4])
+    """
+    if high <= low:
+        return [low]
+    step = round_step(high - low, most)
+    first = ceil(low / step - 1e-9)
+    return [round(each * step, 12) for each in range(first, floor(high / step + 1e-9) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,3 +91,252 @@ class Tick:
 
     at: str
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Map from values between ``low`` and ``high`` to coordinates between ``start`` and ``end``."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    is_log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high = self.low, self.high
+        if self.is_log:
+            low, high, value = log10(low), log10(high), log10(max(value, 1e-300))
+        share = (value - low) / (high - low) if high > low else 0.5
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, values: Iterable[float], text: Callable[[float], str]) -> tuple[Tick, ...]:
+        """Return ticks at values."""
+        return tuple(Tick(number(self(value)), text(value)) for value in values)
+
+    def ticks_of_seconds(self, most: int) -> tuple[Tick, ...]:
+        """Return at most ``most`` ticks at round seconds."""
+        return self.ticks(round_values(self.low, self.high, most), seconds_text)
+
+    def ticks_of_bytes(self, most: int) -> tuple[Tick, ...]:
+        """Return at most ``most`` ticks at round values in GiB or MiB."""
+        unit, name = (2**30, "GiB") if self.high >= 2**31 else (2**20, "MiB")
+        values = round_values(self.low / unit, self.high / unit, most)
+        return self.ticks((value * unit for value in values), lambda v: f"{v / unit:g} {name}")
+
+    def ticks_of_powers(self, text: Callable[[float], str]) -> tuple[Tick, ...]:
+        """Return ticks at the powers of ten."""
+        powers = range(ceil(log10(self.low)), floor(log10(self.high)) + 1)
+        return self.ticks((10.0**power for power in powers), text)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Row of a table and point of a picture; an unknown figure is 0, a missing ``label`` ""."""
+
+    name: str
+    kind: str
+    step_seconds: float
+    memory_bytes: float
+    reason: str = ""
+    label: str = ""
+    difference: float | None = None
+    is_on_front: bool = False
+    x: str = ""
+    y: str = ""
+    is_beyond: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Text and its start."""
+
+    x: str
+    y: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateChart:
+    """Candidates by memory and time, with a line through the Pareto front."""
+
+    candidates: tuple[Candidate, ...]
+    front: str
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    limit_x: str
+    limit_text: str
+    labels: tuple[Label, ...]
+
+
+def candidate_chart(entries: Sequence[Candidate], limit: int) -> CandidateChart:
+    """Chart candidates by time and memory, of which at least one has both, beside the first."""
+    best = entries[0].step_seconds
+    points = [(e.step_seconds, e.memory_bytes) for e in entries if e.step_seconds]
+    points = [(step, held) for step, held in points if held]
+    front = pareto_front([each for each in points if each[1] <= limit] or points)
+    x, y, is_far = _scales(points, limit)
+
+    def place(each: Candidate) -> Candidate:
+        step, held = each.step_seconds, each.memory_bytes
+        return replace(
+            each,
+            difference=step / best - 1 if step and best else None,
+            is_on_front=(step, held) in front,
+            x=number(x(min(held, x.high))) if step and held else "",
+            y=number(y(step)) if step and held else "",
+            is_beyond=held > x.high,
+        )
+
+    candidates = tuple(map(place, entries))
+    corners = []
+    for at, (step, held) in enumerate(front):
+        corners += [(x(held), y(front[at - 1][0]))] if at else []
+        corners.append((x(held), y(step)))
+    return CandidateChart(
+        candidates,
+        line(corners),
+        x.ticks_of_bytes(7),
+        y.ticks_of_seconds(5),
+        "" if is_far else number(x(limit)),
+        f"limit {bytes_text(limit)}" + (" →" if is_far else ""),
+        tuple(_labels(candidates)),
+    )
+
+
+def _scales(points: Sequence[tuple[float, float]], limit: int) -> tuple[Scale, Scale, bool]:
+    """Return the axes of memory and of time, and whether the limit lies beyond the first."""
+    most, least = max(held for _, held in points), min(held for _, held in points)
+    is_far = limit > FAR * most
+    high = most * 1.1 if is_far else min(max(limit, most) * 1.05, MOST_OF_LIMIT * limit)
+    x = Scale(min(least, high) * 0.95, high, LEFT, WIDTH - RIGHT)
+    quick, slow = min(step for step, _ in points), max(step for step, _ in points)
+    pad = max(slow - quick, 0.02 * slow) * 0.12
+    return x, Scale(quick - pad, slow + pad, HEIGHT - BOTTOM, TOP), is_far
+
+
+def _labels(candidates: Sequence[Candidate]) -> list[Label]:
+    """Return the labels, each beside its point if there is room."""
+    points = [(float(each.x), float(each.y)) for each in candidates if each.x]
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
+    found = []
+    for each in candidates:
+        if not each.x or not each.label:
+            continue
+        text = each.label
+        if each.is_beyond:
+            text += f", {bytes_text(each.memory_bytes)} →"
+        x, y, wide = float(each.x), float(each.y), LETTER * len(text)
+        places = [
+            (left, y + down - 12, left + wide, y + down)
+            for down in (4, 18, -10, 32, -24, 46, -38)
+            for left in (x + 10, x - 10 - wide)
+            if left >= LEFT and left + wide <= WIDTH and TOP < y + down < HEIGHT - BOTTOM
+        ]
+        place = next((own for own in places if not any(_do_overlap(own, it) for it in taken)), None)
+        if place is not None:
+            taken.append(place)
+            found.append(Label(number(place[0]), number(place[3] - 2), text))
+    return found
+
+
+def _do_overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the Pareto front by memory: no pair is worse in a figure and no better in the other.
+
+    >>> pareto_front([(3, 1), (1, 3), (2, 2), (2.5, 2.5), (1, 4)])
+    [(3, 1), (2, 2), (1, 3)]
+    """
+    found: list[tuple[float, float]] = []
+    for step, held in sorted(set(points), key=lambda each: (each[1], each[0])):
+        if not found or step < found[-1][0]:
+            found.append((step, held))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChart:
+    """Memory in time, below the limit: ``areas`` are stacked SVG paths by category."""
+
+    areas: Mapping[str, str]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    limit_y: str
+    limit_text: str
+    peak_x: str
+    peak_y: str
+    peak_text: str
+    data: Mapping[str, Any]
+
+
+def memory_chart(
+    held: Sequence[tuple[Action, Mapping[str, float]]],
+    events: Sequence[Event],
+    step_seconds: float,
+    limit: int,
+) -> MemoryChart:
+    """Draw the memory of a rank from the start of each action on; ``events`` are the rank's."""
+    starts = {event.action: event.start_seconds for event in events if event.stream == "compute"}
+    moments = [(starts[action], own) for action, own in held if action in starts]
+    times = [time for time, _ in moments]
+    totals = [sum(own.values()) for _, own in moments]
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    names = _categories([own for _, own in moments], totals[peak])
+    rows = [[own.get(name, 0.0) for name in names[:-1]] for _, own in moments]
+    rows = [[*row, max(0.0, total - sum(row))] for row, total in zip(rows, totals, strict=True)]
+    x = Scale(0, step_seconds, LEFT, WIDTH - RIGHT)
+    is_far = limit > FAR * totals[peak]
+    high = 1.06 * (totals[peak] if is_far else max(limit, totals[peak]))
+    y = Scale(0, high, HEIGHT - BOTTOM, TOP)
+    areas, below = {}, [0.0] * len(moments)
+    for at, name in enumerate(names):
+        above = [low + row[at] for low, row in zip(below, rows, strict=True)]
+        top, base = (_steps(times, values, step_seconds) for values in (above, below))
+        path = [(x(time), y(value)) for time, value in (*top, *reversed(base))]
+        areas[name] = f"{line(path)}z"
+        below = above
+    return MemoryChart(
+        areas,
+        x.ticks_of_seconds(6),
+        y.ticks_of_bytes(5),
+        "" if is_far else number(y(limit)),
+        f"limit {bytes_text(limit)}" + (", far above" if is_far else ""),
+        number(x(times[peak])),
+        number(y(totals[peak])),
+        bytes_text(totals[peak]),
+        {
+            "names": names,
+            "times": [round(t / step_seconds, 5) for t in times],
+            "actions": [str(action) for action, _ in held if action in starts],
+            "mib": [[round(v / 2**20) for v in row] for row in rows],
+            "left": LEFT,
+            "right": WIDTH - RIGHT,
+            "width": WIDTH,
+            "step": step_seconds,
+        },
+    )
+
+
+def _categories(held: Iterable[Mapping[str, float]], peak: float) -> list[str]:
+    """Return the categories to draw, at the bottom those that are constant, at the top others."""
+    most: dict[str, float] = {}
+    for own in held:
+        for name, size in own.items():
+            most[name] = max(most.get(name, 0.0), size)
+    shown = [name for name, size in most.items() if size >= LEAST_SHARE * peak]
+    return [*in_order(shown, MEMORY_MEANINGS), "other"]
+
+
+def _steps(
+    times: Sequence[float], values: Sequence[float], end: float
+) -> list[tuple[float, float]]:
+    """Return the corners of a step function, which holds its last value until ``end``."""
+    nexts = [*times[1:], end]
+    return [
+        corner
+        for time, value, stop in zip(times, values, nexts, strict=True)
+        for corner in ((time, value), (stop, value))
+    ]

@@ -6,8 +6,9 @@ The planner's ``Plan`` is data and knows no report. When a plan leaves the packa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +22,29 @@ from autoparallel.analysis.estimate import (
     has_lora,
     parse_devices,
 )
+from autoparallel.analysis.facts import candidate_rows, memory_rows, stage_rows
+from autoparallel.analysis.sharding import weight_rows
 from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.html import plan_notebook
 from autoparallel.html.compared import compared_notebook, compared_page
-from autoparallel.html.estimated import estimated_notebook
+from autoparallel.html.rendering import render
 from autoparallel.options.option import check_names
+from autoparallel.options.parse import did_you_mean
 from autoparallel.options.plan_options import num_processes
 from autoparallel.options.progress import shown_to_callers
+from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning import plan_files
 from autoparallel.report import describe
-from autoparallel.report.comparison import comparison_rows, comparison_text
-from autoparallel.report.estimates import estimates_json, estimates_text
-from autoparallel.report.tables import data_frame, frame
+from autoparallel.report.comparison import comparison_rows, print_comparison
+from autoparallel.report.estimates import (
+    METHODS,
+    estimate_table,
+    estimates_json,
+    estimates_title,
+    print_estimates,
+)
+from autoparallel.report.printing import print_to_text
 from autoparallel.target.from_python import make_target
 
 if TYPE_CHECKING:
@@ -52,7 +63,6 @@ class ShownPlan(Plan):
         return all(getattr(self, each.name) == getattr(other, each.name) for each in fields(Plan))
 
     def _repr_html_(self) -> str:
-
         return plan_notebook(self)
 
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
@@ -67,7 +77,36 @@ class ShownPlan(Plan):
 
         Raises UsageError: AP340 if pandas is not installed, AP341 for an unknown part.
         """
-        return frame(self, what)
+        if what not in TABLES:
+            raise UsageError(
+                "AP341",
+                f"a plan has no table {what!r}",
+                fix=did_you_mean(what, tuple(TABLES)) or f"use one of {', '.join(TABLES)}",
+            )
+        return data_frame(TABLES[what](self))
+
+
+TABLES: dict[str, Callable[[Plan], Sequence[Mapping[str, Any]]]] = {
+    "stages": stage_rows,
+    "memory": memory_rows,
+    "weights": weight_rows,
+    "candidates": candidate_rows,
+}
+"""Parts of a plan as rows of plain values."""
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
+    """Return rows as a DataFrame. Raises UsageError AP340."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise UsageError(
+            "AP340",
+            "to_frame needs pandas, which is not installed",
+            why=str(error),
+            fix="pip install pandas",
+        ) from error
+    return pandas.DataFrame(rows)
 
 
 def with_display(plan: Plan) -> ShownPlan:
@@ -82,11 +121,9 @@ class Comparison:
     items: tuple[Item, ...]
 
     def __repr__(self) -> str:
-
-        return comparison_text(self.items)
+        return print_to_text(partial(print_comparison, self.items))
 
     def _repr_html_(self) -> str:
-
         return compared_notebook(self.items)
 
     def page(self) -> str:
@@ -121,12 +158,16 @@ class Estimates(tuple[Estimate, ...]):
     __slots__ = ()
 
     def __repr__(self) -> str:
-
-        return estimates_text(self)
+        return print_to_text(partial(print_estimates, self))
 
     def _repr_html_(self) -> str:
 
-        return estimated_notebook(self)
+        titles, rows = estimate_table(self)
+        methods = [METHODS[each.method] for each in self]
+        context = {"title": estimates_title(self), "titles": titles}
+        return render(
+            "estimated_notebook.html", {**context, "rows": zip(self, methods, rows, strict=True)}
+        )
 
     def to_frame(self) -> pandas.DataFrame:
         """Return a row per device and way to train, in seconds and bytes.

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from autoparallel.analysis.facts import merged_splits
+from autoparallel.analysis.sharding import mesh_splits
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.html.scales import box
+from autoparallel.html.charts import box
 from autoparallel.options.words import names_text, ranks_text, rate_text
 from autoparallel.planner.layout import Layout, Mesh
 from autoparallel.planner.plan import Plan
@@ -137,23 +137,17 @@ class WeightGroup:
 def weight_groups(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[WeightGroup]:
     """Return the weights' layouts of each kind of block; ``shapes`` has known shapes by name."""
     found = []
-    for mesh in dict.fromkeys(stage.mesh for stage in plan.stages):
-        members = [stage for stage in plan.stages if stage.mesh == mesh]
-        for split in merged_splits(plan, members):
+    for mesh, _, splits in mesh_splits(plan):
+        for split in splits:
             prefix = f"{split.first}." if split.first else ""
             weights = [
                 _weight(name, text, split.layouts[text], mesh, shapes.get(prefix + name, ()))
                 for text, names in split.groups.items()
                 for name in names
             ]
-            found.append(
-                WeightGroup(
-                    names_text(split.blocks) or "shared",
-                    max(1, len(split.blocks)),
-                    mesh_text(mesh),
-                    tuple(weights),
-                )
-            )
+            blocks = names_text(split.blocks) or "shared"
+            count = max(1, len(split.blocks))
+            found.append(WeightGroup(blocks, count, mesh_text(mesh), tuple(weights)))
     return found
 
 

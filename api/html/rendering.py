@@ -1,4 +1,4 @@
-"""HTML from templates: an environment for all pages, and filters that write figures.
+"""HTML from templates: an environment for all pages, filters that write figures, and looks.
 
 In: the name of a template and its values. Out: HTML that refers to no other file.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from autoparallel.analysis.facts import MEMORY_MEANINGS
 from autoparallel.options.words import (
     bytes_text,
     count_text,
@@ -23,27 +24,41 @@ from autoparallel.options.words import (
     rate_text,
     seconds_text,
 )
-from autoparallel.planner.errors import UsageError
 from autoparallel.planner.summary import mesh_text
 from autoparallel.report.comparison import change_text
-from autoparallel.report.page import stages_text
+from autoparallel.report.tables import stages_text
 
 TEMPLATES = Path(__file__).parent / "templates"
+
+MEMORY_LOOKS = {
+    "parameters": "fill-c1",
+    "master": "fill-c2",
+    "versions": "fill-c8",
+    "gradients": "fill-c3",
+    "optimizer": "fill-c4",
+    "gathered": "fill-c6",
+    "activations": "fill-c5",
+    "other": "fill-c8",
+}
+"""Classes of the style sheet for categories of memory; others look like ``OTHER_MEMORY``."""
+
+OTHER_MEMORY = "fill-c7"
+
+TIME_LOOKS = {
+    "compute": "fill-c1",
+    "communication within the stage": "fill-exposed",
+    "sends to the next stage": "fill-c6",
+    "gradient synchronization": "fill-c3",
+    "optimizer": "fill-c4",
+    "waiting for other stages": "fill-wait",
+    "other": "fill-wait",
+}
+"""Parts of a step, in the order in which they are drawn."""
 
 
 def render(name: str, values: Mapping[str, Any]) -> str:
     """Render a template with its values."""
     return _environment().get_template(name).render(**values)
-
-
-def write_html(text: str, path: str) -> None:
-    """Write a page. Raises UsageError AP343."""
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            "AP343", f"cannot write {path}", why=str(error.strerror), where="--html"
-        ) from error
 
 
 @lru_cache(maxsize=1)
@@ -68,6 +83,9 @@ def _environment() -> Environment:
         stages=stages_text,
         change=change_text,
         wide=lambda share: f"{100 * share:.2f}%",
+    )
+    made.globals.update(
+        memory_looks=MEMORY_LOOKS, memory_meanings=MEMORY_MEANINGS, time_looks=TIME_LOOKS
     )
     made.globals["include_text"] = lambda name: Markup((TEMPLATES / name).read_text("utf-8"))
     return made

@@ -13,21 +13,25 @@ from math import ceil, floor, log10
 from autoparallel.analysis.repriced import OpWork
 from autoparallel.cost_model.cluster.cluster import Device
 from autoparallel.cost_model.ops.compute import peak_flops
-from autoparallel.html.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Tick
-from autoparallel.html.scales import Scale, number, powers
+from autoparallel.html.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Scale,
+    Tick,
+    line,
+    number,
+)
 from autoparallel.options.words import count_text, percent_text, rate_text, seconds_text
 
+MOST_ROWS = 24
+"""Maximum number of listed ops."""
 
-@dataclass(frozen=True, slots=True)
-class OpPoint:
-    """Ops in the roofline; ``radius`` grows with their share of the compute."""
-
-    x: str
-    y: str
-    radius: str
-    family: str
-    direction: str
-    text: str
+LABEL_WIDTH = 190
+"""Width of the label of the level roof."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,35 +42,46 @@ class Roof:
     x: str
     y: str
     text: str
-    anchor: str
 
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """Row of the table of ops."""
+    """Row of the table of ops, and circle in the roofline at ``x`` and ``y``, "" for an op without
+    FLOPs or bytes; ``radius`` grows with the op's share of the compute."""
 
     op: OpWork
     share: float
     intensity: float
     of_roof: float
     bound: str
+    x: str
+    y: str
+    radius: str
+
+    @property
+    def direction(self) -> str:
+        return "backward" if self.op.is_backward else "forward"
+
+    @property
+    def text(self) -> str:
+        """Description of the circle."""
+        op = self.op
+        return (
+            f"{op.name}, {self.direction}, {op.module}: {percent_text(self.share)} of compute, "
+            f"{seconds_text(op.seconds)} each, {count_text(self.intensity)} FLOP per byte, "
+            f"{rate_text(op.flops / op.seconds, 'FLOP/s')}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
     """Ops by arithmetic intensity and rate, under the device's limits."""
 
-    points: tuple[OpPoint, ...]
+    rows: tuple[OpRow, ...]
     roofs: tuple[Roof, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
-    rows: tuple[OpRow, ...]
-    num_rows: int
-
-
-MOST_ROWS = 24
-LABEL_WIDTH = 190
-"""Width of the label of the level roof."""
+    num_listed: int = MOST_ROWS
 
 
 def power_text(value: float) -> str:
@@ -97,70 +112,49 @@ def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
     )
     low = max(10 ** _power(floor, min(rates)), peak * 1e-6)
     y = Scale(low, 10 ** _power(ceil, peak * 1.01), HEIGHT + 40 - BOTTOM, TOP, is_log=True)
-    points = [
-        OpPoint(
-            number(x(op.flops / op.num_bytes)),
-            number(y(max(op.flops / op.seconds, low))),
-            number(2 + 20 * (op.total_seconds / total) ** 0.5),
-            op.family,
-            _direction(op),
-            f"{op.name}, {_direction(op)}, {op.module}: {percent_text(op.total_seconds / total)} "
-            f"of compute, {seconds_text(op.seconds)} each, "
-            f"{count_text(op.flops / op.num_bytes)} FLOP per byte, "
-            f"{rate_text(op.flops / op.seconds, 'FLOP/s')}",
-        )
-        for op in counted
-    ]
+    rows = [_row(op, total, peak, rate, x, y) for op in ops]
+    return Roofline(
+        tuple(rows),
+        _roofs(x, y, peak, rate, dtype),
+        x.ticks_of_powers(power_text),
+        y.ticks_of_powers(lambda value: f"{power_text(value)}FLOP/s"),
+    )
+
+
+def _roofs(x: Scale, y: Scale, peak: float, rate: float, dtype: str) -> tuple[Roof, Roof]:
+    """Return the slanted line of the memory and the level line of the arithmetic."""
     ridge = peak / rate
-    start = max(x.low, low / rate)
-    memory = f"M{_at(x, y, start, start * rate)}L{_at(x, y, ridge, peak)}"
-    compute = f"M{_at(x, y, ridge, peak)}L{_at(x, y, x.high, peak)}"
+    start = max(x.low, y.low / rate)
+    memory = line([(x(start), y(start * rate)), (x(ridge), y(peak))])
+    compute = line([(x(ridge), y(peak)), (x(x.high), y(peak))])
     middle = (start * ridge) ** 0.5
     # left of the ridge no op lies as high as the level roof
     is_roomy = x(ridge) > LEFT + LABEL_WIDTH
-    place = (x(ridge) - 8, y(peak) + 4) if is_roomy else (x(x.high), y(peak) + 16)
-    roofs = (
-        Roof(
-            memory,
-            number(x(middle) - 8),
-            number(y(middle * rate) - 8),
-            f"memory {rate_text(rate, 'B/s')}",
-            "end",
-        ),
-        Roof(
-            compute,
-            number(place[0]),
-            number(place[1]),
-            f"{dtype} {rate_text(peak, 'FLOP/s')}",
-            "end",
-        ),
-    )
-    rows = tuple(_row(op, total, peak, rate) for op in ops[:MOST_ROWS])
-    return Roofline(
-        tuple(points),
-        roofs,
-        tuple(Tick(number(x(v)), power_text(v)) for v in powers(x.low, x.high)),
-        tuple(Tick(number(y(v)), f"{power_text(v)}FLOP/s") for v in powers(y.low, y.high)),
-        rows,
-        len(ops),
+    left, top = (x(ridge) - 8, y(peak) + 4) if is_roomy else (x(x.high), y(peak) + 16)
+    slanted_left, slanted_top = x(middle) - 8, y(middle * rate) - 8
+    memory_text, compute_text = rate_text(rate, "B/s"), rate_text(peak, "FLOP/s")
+    return (
+        Roof(memory, number(slanted_left), number(slanted_top), f"memory {memory_text}"),
+        Roof(compute, number(left), number(top), f"{dtype} {compute_text}"),
     )
 
 
-def _row(op: OpWork, total: float, peak: float, rate: float) -> OpRow:
-    intensity = op.flops / op.num_bytes if op.num_bytes else 0.0
+def _row(op: OpWork, total: float, peak: float, rate: float, x: Scale, y: Scale) -> OpRow:
+    intensity, share = op.flops / op.num_bytes if op.num_bytes else 0.0, op.total_seconds / total
     least = max(op.flops / peak, op.num_bytes / rate)
     bound = "compute" if op.flops / peak >= op.num_bytes / rate else "memory"
     if op.seconds > 3 * least:
         bound = "launch" if op.seconds < 3e-5 else f"{bound}, far below"
-    return OpRow(op, op.total_seconds / total, intensity, least / op.seconds, bound)
-
-
-def _direction(op: OpWork) -> str:
-    return "backward" if op.is_backward else "forward"
-
-
-def _at(x: Scale, y: Scale, intensity: float, rate: float) -> str:
-    return f"{number(x(intensity))} {number(y(rate))}"
+    return OpRow(
+        op,
+        share,
+        intensity,
+        least / op.seconds,
+        bound,
+        number(x(intensity)) if intensity else "",
+        number(y(max(op.flops / op.seconds, y.low))),
+        number(2 + 20 * share**0.5),
+    )
 
 
 def _power(rounded: Callable[[float], int], value: float) -> int:

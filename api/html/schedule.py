@@ -13,7 +13,7 @@ from typing import Any
 
 from autoparallel.cost_model.simulator.actions import SENDS, Action
 from autoparallel.cost_model.simulator.timeline import STREAMS, Event, Timeline
-from autoparallel.html.scales import box
+from autoparallel.html.charts import box
 
 UNITS = 100_000
 """Width of the drawing: a step has so many units."""
@@ -39,22 +39,15 @@ STREAM_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Boxes of one look: a CSS class and an SVG path."""
-
-    look: str
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
 class RankRow:
-    """Lanes of a pipeline rank; ``busy`` and ``exposed`` are shares of the step."""
+    """Lanes of a pipeline rank, and an SVG path of boxes for each CSS class; ``busy`` and
+    ``exposed`` are shares of the step."""
 
     name: str
     top: int
     height: int
     lanes: tuple[tuple[str, int, int], ...]
-    shapes: tuple[Shape, ...]
+    shapes: Mapping[str, str]
     busy: float
     exposed: float
 
@@ -87,19 +80,9 @@ def schedule_view(timeline: Timeline, names: Sequence[str]) -> ScheduleView:
             height = COMPUTE_HEIGHT if stream == "compute" else LANE_HEIGHT
             lanes.append((stream, y, height))
             y += height + 1
-        waits = _waits(timeline, rank, ends)
         compute = [e for e in events if e.stream == "compute"]
         shapes, table = _draw_boxes(events, compute, lanes, scale)
-        table["waits"] = [
-            [
-                round(w.start * scale),
-                round((w.end - w.start) * scale),
-                WAITS.index(w.why),
-                w.stage,
-                w.microbatch,
-            ]
-            for w in waits
-        ]
+        table["waits"] = [_wait_row(wait, scale) for wait in _waits(timeline, rank, ends)]
         busy = sum(e.end_seconds - e.start_seconds for e in compute) / timeline.step_seconds
         exposed = timeline.exposed_seconds[rank] / timeline.step_seconds
         rows.append(RankRow(names[rank], top, y - top, tuple(lanes), shapes, busy, exposed))
@@ -128,12 +111,17 @@ def schedule_view(timeline: Timeline, names: Sequence[str]) -> ScheduleView:
     )
 
 
+def _wait_row(wait: Wait, scale: float) -> list[int]:
+    start, length = round(wait.start * scale), round((wait.end - wait.start) * scale)
+    return [start, length, WAITS.index(wait.why), wait.stage, wait.microbatch]
+
+
 def _draw_boxes(
     events: Sequence[Event],
     compute: Sequence[Event],
     lanes: Sequence[tuple[str, int, int]],
     scale: float,
-) -> tuple[tuple[Shape, ...], dict[str, Any]]:
+) -> tuple[dict[str, str], dict[str, Any]]:
     """Return boxes by look, and rows [start, length, kind, stage, micro-batch, lane, hidden]."""
     paths: dict[str, list[str]] = {}
     table = []
@@ -149,10 +137,10 @@ def _draw_boxes(
             look += " odd" if stages.index(event.action.stage) % 2 else ""
             paths.setdefault(look, []).append(_box(start, length, y, height, scale))
         else:
-            covered = _covered_parts(event, compute)
-            hidden = sum(b - a for a, b in covered)
+            exposed = _exposed_parts(event, compute)
+            hidden = length - sum(b - a for a, b in exposed)
             paths.setdefault("hidden", []).append(_box(start, length, y, height, scale))
-            for a, b in _other_parts(event, covered):
+            for a, b in exposed:
                 paths.setdefault("exposed", []).append(_box(a, b - a, y, height, scale))
         table.append(
             [
@@ -165,36 +153,24 @@ def _draw_boxes(
                 round(hidden * scale),
             ]
         )
-    shapes = tuple(Shape(look, "".join(parts)) for look, parts in paths.items())
-    return shapes, {"events": table}
+    return {look: "".join(parts) for look, parts in paths.items()}, {"events": table}
 
 
 def _box(start: float, length: float, y: int, height: int, scale: float) -> str:
     return box(round(start * scale), y, max(1, round(length * scale)), height)
 
 
-def _covered_parts(event: Event, compute: Sequence[Event]) -> list[tuple[float, float]]:
-    """Return the parts of an event during which its rank computes."""
+def _exposed_parts(event: Event, compute: Sequence[Event]) -> list[tuple[float, float]]:
+    """Return the parts of an event during which its rank does not compute."""
     starts = [each.start_seconds for each in compute]
-    at = max(0, bisect_left(starts, event.start_seconds) - 1)
-    found = []
-    for other in compute[at:]:
+    first = max(0, bisect_left(starts, event.start_seconds) - 1)
+    found, now = [], event.start_seconds
+    for other in compute[first:]:
         if other.start_seconds >= event.end_seconds:
             break
-        start = max(event.start_seconds, other.start_seconds)
-        end = min(event.end_seconds, other.end_seconds)
-        if end > start:
-            found.append((start, end))
-    return found
-
-
-def _other_parts(event: Event, covered: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the other parts of an event."""
-    found, now = [], event.start_seconds
-    for start, end in covered:
-        if start > now:
-            found.append((now, start))
-        now = max(now, end)
+        if other.start_seconds > now:
+            found.append((now, other.start_seconds))
+        now = max(now, other.end_seconds)
     if event.end_seconds > now:
         found.append((now, event.end_seconds))
     return found

@@ -104,11 +104,11 @@ def job_of(
 
 
 def check_lines(texts: Mapping[str, str | None]) -> None:
-    """Raise UsageError AP380 for a text, by the option that gives it, of several lines."""
+    """Raise UsageError AP382 for a text, by the option that gives it, of several lines."""
     for option, text in texts.items():
         if text is not None and not text.isprintable():
             raise UsageError(
-                "AP380",
+                "AP382",
                 f"{option} {text!r} contains a line break or another control character",
                 why="the files of launchers have one line for it",
                 where=option,

@@ -54,4 +54,5 @@ def check_output_folder(path: str | Path | None, option: str = "-o") -> None:
 
 def _unwritable(path: str | Path, option: str, why: str, fix: str = "") -> UsageError:
     where = f"{option} {path}".strip()
+    fix = fix or f"give another place by {option or '-o'}"
     return UsageError("AP101", f"cannot write {path}", why=why, where=where, fix=fix)

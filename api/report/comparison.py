@@ -1,32 +1,42 @@
-"""Plans and runs side by side: a column each, differences from the first marked.
+"""Plans and runs side by side: figures and choices of items, found once, and as text and JSON.
 
-Different figures show their change; different choices have ``*`` before them. Unmeasured figures of
-a run are ``—``.
+In: items of ``compare``. Out: a column per item, differences from the first marked: different
+figures show their change, different choices have ``*`` before them. Figures that a run does not
+measure are ``—``. ``html.compared`` renders the same figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from autoparallel.analysis.compare import Item
+from autoparallel.analysis.compare import Item, MeasuredRun
 from autoparallel.analysis.facts import (
-    MEMORY_ORDER,
+    BUBBLE,
+    FIGURES,
+    MEMORY,
+    MEMORY_MEANINGS,
+    STEP,
+    THROUGHPUT,
+    UTILIZATION,
+    Figure,
+    RankMemory,
     busiest_rank,
+    device_text,
     fullest_rank,
-    ordered_memory,
+    in_order,
     rank_seconds,
-    usable_bytes,
 )
-from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
+from autoparallel.analysis.measurement import Measurement
+from autoparallel.options.words import bytes_text, seconds_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary, rank_summaries, schedule_text, strategy_parts
-from autoparallel.report.page import device_text, section
-from autoparallel.report.printing import plain_table, print_to_text
+from autoparallel.report.printing import list_table, plain_table, section
 
 MOST_COLUMNS = 4
 """Items side by side; the first is repeated beside the next items."""
@@ -37,170 +47,90 @@ SAME = 5e-4
 LEAST_SHARE = 1e-3
 """Seconds and bytes that are below this share of the whole in every item have no row."""
 
-SECONDS_ORDER = ("compute", "communication", "sends", "gradients", "optimizer", "waiting")
+SHORT_NAMES = {
+    "compute": "compute",
+    "communication within the stage": "communication",
+    "sends to the next stage": "sends",
+    "gradient synchronization": "gradients",
+    "optimizer": "optimizer",
+    "waiting for other stages": "waiting",
+}
+"""Parts of a step in the order of the table, and their names in it."""
 
 Value = float | None
-Figure = Callable[[Item], Value]
 
 
-def print_comparison(items: Sequence[Item], console: Console) -> None:
-    """Print the page: the items' letters, then figures, choices, seconds and bytes."""
-    letters = [letter_of(index) for index in range(len(items))]
-    console.print(_legend(items, letters))
-    for start in range(1, len(items), MOST_COLUMNS - 1):
-        chosen = [0, *range(start, min(start + MOST_COLUMNS - 1, len(items)))]
-        own = [(letters[index], items[index]) for index in chosen]
-        _print_columns(own, console)
+OF_RUNS: Mapping[Figure, Callable[[MeasuredRun], Value]] = {
+    STEP: lambda run: run.step_seconds,
+    THROUGHPUT: lambda run: run.throughput,
+    MEMORY: lambda run: run.memory_bytes,
+}
+"""Figures that a run has; memory is of rank 0."""
+
+MEASURED: Mapping[Figure, Callable[[Measurement], float]] = {
+    STEP: lambda measured: measured.step_seconds / measured.num_batches,
+    MEMORY: lambda measured: measured.memory_bytes,
+}
+"""Figures that are measured beside a plan."""
+
+OF_PLANS = (UTILIZATION, BUBBLE)
 
 
-def comparison_text(items: Sequence[Item]) -> str:
-    """Return the page as plain text, 80 columns wide."""
-    return print_to_text(lambda console: print_comparison(items, console))
+def value_of(figure: Figure, item: Item) -> Value:
+    """Return a figure of an item: predicted, or of a run."""
+    value: Value = None
+    if item.run is not None and figure in OF_RUNS:
+        value = OF_RUNS[figure](item.run)
+    elif item.plan is not None:
+        value = figure.of_plan(item.plan)
+    return None if value is None else float(value)
 
 
-def letter_of(index: int) -> str:
-    """Return the letter of an item in the tables.
-
-    >>> letter_of(0), letter_of(25), letter_of(26)
-    ('A', 'Z', 'A1')
-    """
-    return chr(ord("A") + index) if index < 26 else f"{chr(ord('A') + index % 26)}{index // 26}"
-
-
-def _legend(items: Sequence[Item], letters: Sequence[str]) -> Any:
-    table = plain_table(("", "left"), ("", "left"), ("", "left"))
-    table.show_header = False
-    names = short_names(items)
-    for letter, name, item in zip(letters, names, items, strict=True):
-        table.add_row(Text(letter, style="bold"), Text(name), description(item))
-    return table
-
-
-def short_names(items: Sequence[Item]) -> list[str]:
-    """Return the items' names, without their folders if they differ without."""
-    names = {item.name: Path(item.name).name for item in items}
-    is_short = len(set(names.values())) == len(names)
-    return [names[item.name] if is_short else item.name for item in items]
-
-
-def description(item: Item) -> str:
-    """Describe a plan's configuration, or the extent of measurements."""
-    if item.plan is None:
-        return f"measured over {item.run.num_steps} steps" if item.run is not None else ""
-    what = plan_summary(item.plan)
-    return what if excess_bytes(item.plan) <= 0 else f"{what}; does not fit"
-
-
-def excess_bytes(plan: Plan) -> float:
-    """Return the fullest rank's excess over its devices' memory in bytes; negative if it fits."""
-    used = usable_bytes(plan, plan.stages[fullest_rank(plan)[0][0]])
-    return plan.prediction.peak_memory_bytes - used
-
-
-def _print_columns(columns: Sequence[tuple[str, Item]], console: Console) -> None:
-    items = [item for _, item in columns]
-    letters = [letter for letter, _ in columns]
-    console.print(section("Figures", _figures(items, letters, _main_rows(items))))
-    choices = _choices(items, letters)
-    if choices is not None:
-        console.print(section("What differs in the plans (* from the first)", choices))
-    if sum(item.plan is not None for item in items) > 1:
-        rows = _part_rows([_seconds(item) for item in items], _whole_seconds(items), seconds_text)
-        title = "Seconds of the busiest rank"
-        console.print(section(title, _figures(items, letters, rows)))
-        rows = _part_rows([held_bytes(item) for item in items], _whole_bytes(items), bytes_text)
-        title = "Memory of the fullest rank"
-        console.print(section(title, _figures(items, letters, rows)))
-
-
-Row = tuple[str, Sequence[Value] | Figure, Callable[[float], str], bool]
-"""Row: name; values of the items, or a function; the format of a value; whether less is better."""
-
-
-def _main_rows(items: Sequence[Item]) -> list[Row]:
-    utilization = of_plan(lambda plan: plan.prediction.model_flops_utilization)
-    bubble = of_plan(lambda plan: plan.prediction.bubble_fraction)
-    return [
-        ("step", step_seconds, seconds_text, True),
-        ("throughput /s", throughput, count_text, False),
-        ("MFU", utilization, percent_text, False),
-        ("bubble", bubble, percent_text, True),
-        ("memory", memory_bytes, bytes_text, True),
-        *(
-            [
-                ("step measured", measured_step_seconds, seconds_text, True),
-                ("memory measured", measured_memory_bytes, bytes_text, True),
-            ]
-            if any(item.measured is not None for item in items)
-            else []
-        ),
-    ]
-
-
-def step_seconds(item: Item) -> Value:
-    """Return the step time of an item: predicted, or the measured median of a run."""
-    if item.run is not None:
-        return item.run.step_seconds
-    return None if item.plan is None else item.plan.prediction.step_seconds
-
-
-def throughput(item: Item) -> Value:
-    """Return tokens (samples without sequences) per second."""
-    if item.run is not None:
-        return item.run.throughput
-    return None if item.plan is None else item.plan.prediction.tokens_per_second
-
-
-def memory_bytes(item: Item) -> Value:
-    """Return the peak memory of an item: predicted, of the fullest device; of a run, of rank 0."""
-    if item.run is not None:
-        return None if item.run.memory_bytes is None else float(item.run.memory_bytes)
-    return None if item.plan is None else float(item.plan.prediction.peak_memory_bytes)
-
-
-def measured_step_seconds(item: Item) -> Value:
-    """Return the measured seconds per global batch of an item's run."""
+def measured_value(figure: Figure, item: Item) -> Value:
+    """Return a measured figure of an item."""
     if item.measured is not None:
-        return item.measured.step_seconds / item.measured.num_batches
-    return None if item.run is None else item.run.step_seconds
+        return float(MEASURED[figure](item.measured))
+    return None if item.run is None else value_of(figure, item)
 
 
-def measured_memory_bytes(item: Item) -> Value:
-    """Return the measured peak memory of rank 0 in an item's run."""
-    if item.measured is not None:
-        return float(item.measured.memory_bytes)
-    return memory_bytes(item) if item.run is not None else None
+def measured_key(figure: Figure) -> str:
+    """Return the key of a measured figure."""
+    return f"measured_{figure.key}"
 
 
-def of_plan(value: Callable[[Plan], float]) -> Figure:
-    """Make a figure that is defined for plans only."""
-    return lambda item: None if item.plan is None else value(item.plan)
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Figure of an item: its value, as text, its change from the first item's, and whether that is
+    better. Without a value the text is a dash."""
+
+    value: Value
+    text: str
+    change: float | None = None
+    is_better: bool = False
 
 
-def _figures(items: Sequence[Item], letters: Sequence[str], rows: Sequence[Row]) -> Any:
-    table = plain_table(("", "left"), *((letter, "right") for letter in letters))
-    for name, values, write, less_is_better in rows:
-        found = [values(item) for item in items] if callable(values) else list(values)
-        if any(value for value in found):
-            cells = [_cell(value, found[0], write, less_is_better) for value in found]
-            table.add_row(name, *cells)
-    return table
+def cells(
+    values: Sequence[Value], write: Callable[[float], str], less_is_better: bool = True
+) -> tuple[Cell, ...]:
+    """Format values with their changes from the first.
 
-
-def _cell(value: Value, first: Value, write: Callable[[float], str], less_is_better: bool) -> Text:
-    """Format a value with its change from the first item's.
-
-    >>> _cell(1.1, 1.0, seconds_text, True).plain, _cell(None, 1.0, seconds_text, True).plain
-    ('1.10 s +10.0 %', '—')
+    >>> [(cell.text, cell.change) for cell in cells([1.0, 1.5, None], seconds_text)]
+    [('1.00 s', None), ('1.50 s', 0.5), ('—', None)]
     """
-    if value is None:
-        return Text("—", style="dim")
-    text = Text(write(value))
-    change = difference(value, first)
-    if change is None:
-        return text
-    style = "green" if (change < 0) == less_is_better else "red"
-    return Text.assemble(text, (f" {change_text(change)}", style))
+    found = []
+    for value in values:
+        change = difference(value, values[0])
+        is_better = change is not None and (change < 0) == less_is_better
+        found.append(Cell(value, "—" if value is None else write(value), change, is_better))
+    return tuple(found)
+
+
+def difference(value: Value, first: Value) -> float | None:
+    """Return the relative difference of a value from the first; None if equal or unknown."""
+    if value is None or not first:
+        return None
+    change = value / first - 1
+    return change if abs(change) >= SAME else None
 
 
 def change_text(change: float) -> str:
@@ -213,62 +143,86 @@ def change_text(change: float) -> str:
     return f"{100 * change:+.{digits}f} %"
 
 
-def difference(value: Value, first: Value) -> float | None:
-    """Return the relative difference of a value from the first; None if equal or unknown."""
-    if value is None or not first:
-        return None
-    change = value / first - 1
-    return change if abs(change) >= SAME else None
+@dataclass(frozen=True, slots=True)
+class ComparedItem:
+    """Facts of an item: its ``cells`` by the key of a figure, the ``seconds`` of the busiest rank
+    by purpose, and the memory of the fullest rank; a run has only cells."""
+
+    item: Item
+    letter: str
+    name: str
+    what: str
+    cells: Mapping[str, Cell]
+    seconds: Mapping[str, float]
+    memory: RankMemory | None
+
+    @property
+    def kind(self) -> str:
+        return "run" if self.item.plan is None else "plan"
+
+    @property
+    def is_over(self) -> bool:
+        """True for a plan that does not fit."""
+        return self.memory is not None and self.memory.excess_bytes > 0
+
+    @property
+    def short_seconds(self) -> dict[str, float]:
+        """Seconds by the short name of the purpose."""
+        return {SHORT_NAMES.get(name, name): value for name, value in self.seconds.items()}
+
+    @property
+    def held(self) -> dict[str, float]:
+        """Bytes of the fullest rank by category; empty for a run."""
+        parts = {} if self.memory is None else self.memory.parts
+        return {name: float(size) for name, size in parts.items()}
+
+    @property
+    def measured(self) -> list[tuple[str, Cell, Cell, float | None]]:
+        """Step and memory, predicted and measured, and the error of the prediction."""
+        rows = []
+        for figure in MEASURED:
+            measured = self.cells[measured_key(figure)]
+            said = Cell(None, "—") if self.item.plan is None else self.cells[figure.key]
+            if measured.value:
+                error = said.value / measured.value - 1 if said.value else None
+                rows.append((figure.name, said, measured, error))
+        return rows
 
 
-def _part_rows(
-    parts: Sequence[Mapping[str, float]], whole: float, write: Callable[[float], str]
-) -> list[Row]:
-    order = (*SECONDS_ORDER, *MEMORY_ORDER)
-    names = list(dict.fromkeys(name for own in parts for name in own))
-    names.sort(key=lambda name: order.index(name) if name in order else len(order))
-    shown = [
-        name for name in names if max(own.get(name, 0.0) for own in parts) >= LEAST_SHARE * whole
-    ]
-    return [
-        (name, [own.get(name, 0.0) if own else None for own in parts], write, True)
-        for name in shown
-    ]
+def compare_items(items: Sequence[Item]) -> list[ComparedItem]:
+    """Return the facts of items."""
+    columns = {
+        figure.key: cells(
+            [value_of(figure, item) for item in items], figure.write, figure.less_is_better
+        )
+        for figure in FIGURES
+    }
+    for figure in MEASURED:
+        values = [measured_value(figure, item) for item in items]
+        columns[measured_key(figure)] = cells(values, figure.write)
+    names = {item.name: Path(item.name).name for item in items}
+    is_short = len(set(names.values())) == len(names)
+    found = []
+    for place, item in enumerate(items):
+        own = {key: column[place] for key, column in columns.items()}
+        name = names[item.name] if is_short else item.name
+        what, seconds, memory = "", {}, None
+        if item.plan is not None:
+            what, memory = plan_summary(item.plan), fullest_rank(item.plan)
+            seconds = rank_seconds(item.plan, busiest_rank(item.plan))
+        elif item.run is not None:
+            what = f"measured over {item.run.num_steps} steps"
+        found.append(ComparedItem(item, letter_of(place), name, what, own, seconds, memory))
+    return found
 
 
-def _seconds(item: Item) -> Mapping[str, float]:
-    if item.plan is None:
-        return {}
-    return {_short(name): value for name, value in spent_seconds(item.plan).items()}
+def letter_of(index: int) -> str:
+    """Return the letter of an item in the tables.
 
-
-def spent_seconds(plan: Plan) -> Mapping[str, float]:
-    """Return the busiest rank's seconds in a step, by kind."""
-    return rank_seconds(plan, busiest_rank(plan))
-
-
-def _short(name: str) -> str:
-    return {
-        "communication within the stage": "communication",
-        "sends to the next stage": "sends",
-        "gradient synchronization": "gradients",
-        "waiting for other stages": "waiting",
-    }.get(name, name)
-
-
-def _whole_seconds(items: Sequence[Item]) -> float:
-    return max((item.plan.prediction.step_seconds for item in items if item.plan), default=0.0)
-
-
-def held_bytes(item: Item) -> Mapping[str, float]:
-    """Return the bytes of the fullest rank by category; empty for a run."""
-    if item.plan is None:
-        return {}
-    return {name: float(size) for name, size in ordered_memory(fullest_rank(item.plan)[1]).items()}
-
-
-def _whole_bytes(items: Sequence[Item]) -> float:
-    return max((float(memory_bytes(item) or 0) for item in items), default=0.0)
+    >>> letter_of(0), letter_of(25), letter_of(26)
+    ('A', 'Z', 'A1')
+    """
+    return chr(ord("A") + index) if index < 26 else f"{chr(ord('A') + index % 26)}{index // 26}"
 
 
 def choices(plan: Plan) -> Mapping[str, str]:
@@ -311,48 +265,99 @@ def different_choices(items: Sequence[Item]) -> list[tuple[str, list[tuple[str, 
     ]
 
 
-def _choices(items: Sequence[Item], letters: Sequence[str]) -> Any:
-    """Return a table of the choices that differ between plans; None if there are none."""
-    rows = different_choices(items)
-    if not rows:
-        return None
-    table = plain_table(("", "left"), *((letter, "left") for letter in letters))
-    for name, cells in rows:
-        table.add_row(
-            name,
-            *(
-                Text(f"*{text}" if is_other else text, style="yellow" if is_other else "")
-                for text, is_other in cells
-            ),
-        )
-    return table
+def print_comparison(items: Sequence[Item], console: Console) -> None:
+    """Print the page: the items' letters, then figures, choices, seconds and bytes."""
+    found = compare_items(items)
+    legend = list_table("left", "left", "left")
+    for each in found:
+        what = f"{each.what}; does not fit" if each.is_over else each.what
+        legend.add_row(Text(each.letter, style="bold"), Text(each.name), what)
+    console.print(legend)
+    for start in range(1, len(items), MOST_COLUMNS - 1):
+        _print_columns([found[0], *found[start : start + MOST_COLUMNS - 1]], console)
+
+
+Row = tuple[str, Sequence[Cell]]
+
+
+def _print_columns(found: Sequence[ComparedItem], console: Console) -> None:
+    letters, items = [each.letter for each in found], [each.item for each in found]
+
+    def print_figures(title: str, rows: Sequence[Row]) -> None:
+        table = plain_table(("", "left"), *((letter, "right") for letter in letters))
+        for name, row in rows:
+            if any(cell.value for cell in row):
+                table.add_row(name, *map(_cell_text, row))
+        console.print(section(title, table))
+
+    shown = [(figure.name, figure.key) for figure in FIGURES]
+    if any(item.measured is not None for item in items):
+        shown += [(f"{figure.name} measured", measured_key(figure)) for figure in MEASURED]
+    print_figures("Figures", [(name, [each.cells[key] for each in found]) for name, key in shown])
+    if different := different_choices(items):
+        table = plain_table(("", "left"), *((letter, "left") for letter in letters))
+        for name, own in different:
+            marked = (Text(f"*{text}", "yellow") if other else Text(text) for text, other in own)
+            table.add_row(name, *marked)
+        console.print(section("What differs in the plans (* from the first)", table))
+    plans = [item.plan for item in items if item.plan is not None]
+    if len(plans) > 1:
+        step = max(plan.prediction.step_seconds for plan in plans)
+        seconds = [each.short_seconds for each in found]
+        rows = _part_rows(seconds, SHORT_NAMES.values(), step, seconds_text)
+        print_figures("Seconds of the busiest rank", rows)
+        peak = max(each.cells[MEMORY.key].value or 0.0 for each in found)
+        rows = _part_rows([each.held for each in found], MEMORY_MEANINGS, peak, bytes_text)
+        print_figures("Memory of the fullest rank", rows)
+
+
+def _part_rows(
+    parts: Sequence[Mapping[str, float]],
+    order: Collection[str],
+    whole: float,
+    write: Callable[[float], str],
+) -> list[Row]:
+    """Return a row for each part that is large in an item; without parts an item has dashes."""
+    return [
+        (name, cells([own.get(name, 0.0) if own else None for own in parts], write))
+        for name in large_parts(parts, order, whole)
+    ]
+
+
+def large_parts(
+    parts: Sequence[Mapping[str, float]], order: Collection[str], whole: float
+) -> list[str]:
+    """Return the names, in an order, of parts that reach the least share of a whole somewhere."""
+    names = in_order((name for own in parts for name in own), order)
+    least = LEAST_SHARE * whole
+    return [name for name in names if max(own.get(name, 0.0) for own in parts) >= least]
+
+
+def _cell_text(cell: Cell) -> Text:
+    if cell.value is None:
+        return Text(cell.text, style="dim")
+    if cell.change is None:
+        return Text(cell.text)
+    style = "green" if cell.is_better else "red"
+    return Text.assemble(cell.text, (f" {change_text(cell.change)}", style))
 
 
 def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return an entry per item; ``difference`` has relative differences from the first."""
-    figures: dict[str, Figure] = {
-        "step_seconds": step_seconds,
-        "throughput": throughput,
-        "memory_bytes": memory_bytes,
-    }
-    entries = []
-    for item in items:
-        entry: dict[str, Any] = {"name": item.name, "kind": "plan" if item.plan else "run"}
-        entry |= {name: value(item) for name, value in figures.items()}
+    entries, of_all = [], [figure.key for figure in OF_RUNS]
+    for each in compare_items(items):
+        item, values = each.item, {key: cell.value for key, cell in each.cells.items()}
+        entry: dict[str, Any] = {"name": item.name, "kind": each.kind}
+        entry |= {key: values[key] for key in of_all}
         entry["difference"] = {
-            name: difference(value(item), value(items[0])) or 0.0
-            for name, value in figures.items()
-            if value(item) is not None
+            key: each.cells[key].change or 0.0 for key in of_all if values[key] is not None
         }
         if item.plan is not None:
             entry["choices"] = dict(choices(item.plan))
-            entry["model_flops_utilization"] = item.plan.prediction.model_flops_utilization
-            entry["bubble_fraction"] = item.plan.prediction.bubble_fraction
-            entry["rank_seconds"] = dict(_seconds(item))
-            entry["rank_memory_bytes"] = dict(held_bytes(item))
+            entry |= {figure.key: values[figure.key] for figure in OF_PLANS}
+            entry["rank_seconds"], entry["rank_memory_bytes"] = each.short_seconds, each.held
         if item.measured is not None:
-            entry["measured_step_seconds"] = measured_step_seconds(item)
-            entry["measured_memory_bytes"] = measured_memory_bytes(item)
+            entry |= {measured_key(figure): values[measured_key(figure)] for figure in MEASURED}
         if item.run is not None:
             entry["num_steps"], entry["loss"] = item.run.num_steps, item.run.loss
         entries.append(entry)
@@ -363,11 +368,10 @@ def comparison_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return a flat row per item: figures, their differences from the first's, and choices."""
     rows = []
     for entry in comparison_json(items):
-        row = {
-            name: value
-            for name, value in entry.items()
-            if name not in ("difference", "choices", "rank_seconds", "rank_memory_bytes")
-        }
-        row |= {f"{name}_difference": value for name, value in entry["difference"].items()}
-        rows.append(row | entry.get("choices", {}))
+        differences = entry.pop("difference")
+        chosen = entry.pop("choices", {})
+        for name in ("rank_seconds", "rank_memory_bytes"):
+            entry.pop(name, None)
+        changes = {f"{name}_difference": value for name, value in differences.items()}
+        rows.append(entry | changes | chosen)
     return rows

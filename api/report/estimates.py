@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from autoparallel.analysis.estimate import Estimate
-from autoparallel.analysis.facts import fullest_rank
-from autoparallel.options.words import bytes_text, count_text
+from autoparallel.analysis.facts import (
+    MEMORY,
+    THROUGHPUT,
+    batch_text,
+    fullest_rank,
+    grouped_bytes,
+    model_name,
+    unit_of,
+)
+from autoparallel.options.words import count_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
-from autoparallel.report.page import section
-from autoparallel.report.printing import plain_table, print_to_text
+from autoparallel.report.printing import plain_table, section
 
 METHODS = {"full": "train", "lora": "LoRA"}
 
-STATES = ("parameters", "master", "gradients", "optimizer")
-ACTIVATIONS = ("activations", "recomputation")
-"""Categories with their own column, in this order; all others are added up."""
+GROUPS = {
+    "parameters": ("parameters",),
+    "master": ("master",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations", "recomputation"),
+}
+"""Columns of the table of memory, with the categories that each adds up."""
+
+SHORT_NAMES = {"parameters": "params", "gradients": "grads", "activations": "activ"}
 
 
 def print_estimates(found: Sequence[Estimate], console: Console) -> None:
@@ -43,26 +57,17 @@ def print_estimates(found: Sequence[Estimate], console: Console) -> None:
     )
 
 
-def estimates_text(found: Sequence[Estimate]) -> str:
-    """Return the page as plain text, 80 columns wide."""
-    return print_to_text(lambda console: print_estimates(found, console))
-
-
 def estimates_title(found: Sequence[Estimate]) -> tuple[str, str]:
     """Return the model and the settings of the estimates: two lines."""
     plans = [each.plan for each in found if each.plan is not None]
     if not plans:
         return "no plan was found", ""
-    model = next(iter(plans)).model
-    batch = f"batch {model.global_batch}" + (f" × {model.seq} tokens" if model.seq else "")
+    first, tokens = plans[0], found[0].tokens
     precisions = "/".join(dict.fromkeys(plan.model.precision for plan in plans))
-    name = Path(model.target).name if model.target.endswith(".py") else model.target
-    tokens = found[0].tokens
-    unit = "tokens" if model.seq else "samples"
-    goal = f", {count_text(tokens)} {unit}" if tokens is not None else ""
+    goal = f", {count_text(tokens)} {unit_of(first)}" if tokens is not None else ""
     return (
-        f"{name}  {count_text(model.num_parameters)} parameters",
-        f"{batch}, {precisions}, {model.optimizer}{goal}",
+        f"{model_name(first)}  {count_text(first.model.num_parameters)} parameters",
+        f"{batch_text(first)}, {precisions}, {first.model.optimizer}{goal}",
     )
 
 
@@ -72,29 +77,36 @@ def _title(found: Sequence[Estimate]) -> Text:
     return Text.assemble((name, "bold"), f"{space}{rest}", f"\n{second}" if second else "")
 
 
-def _table(found: Sequence[Estimate]) -> Any:
+def estimate_table(found: Sequence[Estimate]) -> tuple[list[str], list[list[str]]]:
+    """Return the titles of figures, and the figures of each estimate, none without a plan."""
     plans = [each.plan for each in found if each.plan is not None]
     rate = "tokens/s" if all(plan.model.seq for plan in plans) else "samples/s"
     has_days = any(each.days is not None for each in found)
     has_dollars = any(each.dollars is not None for each in found)
-    columns = [("device", "left"), ("", "left"), ("needs", "right"), ("memory", "right")]
-    columns += [(rate, "right")]
-    columns += [("days", "right")] if has_days else []
-    columns += [("dollars", "right")] if has_dollars else []
-    table = plain_table(*columns, ("configuration", "left"))
-    before = ""
+    titles = ["needs", "memory", rate]
+    titles += ["days"] if has_days else []
+    titles += ["dollars"] if has_dollars else []
+    rows = []
     for each in found:
+        row: list[str] = []
+        if each.plan is not None:
+            row += [str(each.num_devices), MEMORY.text(each.plan), THROUGHPUT.text(each.plan)]
+            row += [days_text(each.days)] if has_days else []
+            row += [dollars_text(each.dollars)] if has_dollars else []
+            row += [plan_summary(each.plan)]
+        rows.append(row)
+    return [*titles, "configuration"], rows
+
+
+def _table(found: Sequence[Estimate]) -> Table:
+    titles, rows = estimate_table(found)
+    figures = [(title, "right") for title in titles[:-1]]
+    table = plain_table(("device", "left"), ("", "left"), *figures, (titles[-1], "left"))
+    before = ""
+    for each, row in zip(found, rows, strict=True):
         shown = each.device if each.device != before else ""
         before = each.device
-        plan = each.plan
-        if plan is None:
-            table.add_row(shown, METHODS[each.method], *("—" for _ in columns[2:]))
-            continue
-        figures = [str(each.num_devices), bytes_text(plan.prediction.peak_memory_bytes)]
-        figures += [count_text(plan.prediction.tokens_per_second)]
-        figures += [days_text(each.days)] if has_days else []
-        figures += [dollars_text(each.dollars)] if has_dollars else []
-        table.add_row(shown, METHODS[each.method], *figures, plan_summary(plan))
+        table.add_row(shown, METHODS[each.method], *(row or ["—" for _ in figures]))
     return table
 
 
@@ -122,15 +134,6 @@ def dollars_text(dollars: float | None) -> str:
     return f"{dollars:,.0f}" if dollars >= 100 else f"{dollars:.3g}"
 
 
-def memory_groups(plan: Plan) -> Mapping[str, float]:
-    """Return the bytes of the fullest device: each state, activations, and the rest."""
-    held = dict(fullest_rank(plan)[1])
-    groups: dict[str, float] = {name: held.pop(name, 0) for name in STATES}
-    groups["activations"] = sum(held.pop(name, 0) for name in ACTIVATIONS)
-    groups["other"] = sum(held.values())
-    return groups
-
-
 UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
@@ -140,16 +143,14 @@ def memory_unit(found: Sequence[Estimate]) -> str:
     return "GiB" if min(peaks, default=0) >= 10 * UNITS["GiB"] else "MiB"
 
 
-def _memory(found: Sequence[Estimate], unit: str) -> Any:
+def _memory(found: Sequence[Estimate], unit: str) -> Table:
     plans = [(each, each.plan) for each in found if each.plan is not None]
-    names = list(memory_groups(plans[0][1]))
-    short = {"parameters": "params", "gradients": "grads", "activations": "activ"}
-    titles = [(short.get(name, name), "right") for name in names]
+    titles = [(SHORT_NAMES.get(name, name), "right") for name in (*GROUPS, "other")]
     table = plain_table(("", "left"), *titles, ("total", "right"), ("usable", "right"))
     for each, plan in plans:
-        groups = memory_groups(plan)
-        values = [groups[name] for name in names]
-        values += [sum(groups.values()), plan.cluster.usable_memory_bytes]
+        memory = fullest_rank(plan)
+        values = list(grouped_bytes(memory.held, GROUPS, "other").values())
+        values += [memory.total_bytes, plan.cluster.usable_memory_bytes]
         label = f"{each.num_devices} × {each.device} {METHODS[each.method]}"
         if each.device[0].isdigit():
             label = f"{each.device} {METHODS[each.method]}"
@@ -160,33 +161,33 @@ def _memory(found: Sequence[Estimate], unit: str) -> Any:
 
 def estimates_json(found: Sequence[Estimate]) -> list[dict[str, Any]]:
     """Return an entry per device and way to train."""
-    return [_entry(each) for each in found]
+    return [
+        {
+            "device": each.device,
+            "method": each.method,
+            "fits": each.plan is not None,
+            **({"why": each.why} if each.plan is None else _plan_entry(each, each.plan)),
+        }
+        for each in found
+    ]
 
 
-def _entry(each: Estimate) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "device": each.device,
-        "method": each.method,
-        "fits": each.plan is not None,
-    }
-    plan = each.plan
-    if plan is None:
-        return {**entry, "why": each.why}
+def _plan_entry(each: Estimate, plan: Plan) -> dict[str, Any]:
+    model, prediction = plan.model, plan.prediction
     return {
-        **entry,
         "num_devices": each.num_devices,
         "cluster": plan.cluster.name,
         "configuration": plan_summary(plan),
-        "precision": plan.model.precision,
-        "num_parameters": plan.model.num_parameters,
-        "global_batch": plan.model.global_batch,
-        "seq": plan.model.seq,
-        "step_seconds": plan.prediction.step_seconds,
-        "tokens_per_second": plan.prediction.tokens_per_second,
-        "model_flops_utilization": plan.prediction.model_flops_utilization,
-        "peak_memory_bytes": plan.prediction.peak_memory_bytes,
+        "precision": model.precision,
+        "num_parameters": model.num_parameters,
+        "global_batch": model.global_batch,
+        "seq": model.seq,
+        "step_seconds": prediction.step_seconds,
+        "tokens_per_second": prediction.tokens_per_second,
+        "model_flops_utilization": prediction.model_flops_utilization,
+        "peak_memory_bytes": prediction.peak_memory_bytes,
         "usable_memory_bytes": plan.cluster.usable_memory_bytes,
-        "memory_bytes": dict(fullest_rank(plan)[1]),
+        "memory_bytes": dict(fullest_rank(plan).held),
         "days": each.days,
         "dollars_per_hour": each.dollars_per_hour,
         "dollars": each.dollars,

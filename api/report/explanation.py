@@ -20,8 +20,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.comparison import change_text, comparison_json, print_comparison
-from autoparallel.report.page import section
-from autoparallel.report.printing import plain_table
+from autoparallel.report.printing import plain_table, section
 
 STYLES = {
     "CHOSEN": "bold green",
@@ -63,11 +62,6 @@ def print_explanation(found: Explanation, console: Console) -> None:
     console.print(table)
     for note in found.notes:
         console.print(Text(f"\n{note}", style="dim"))
-
-
-def explanation_json(found: Explanation) -> dict[str, Any]:
-    """Return the explanation for programs."""
-    return asdict(found)
 
 
 def print_why_not(plan: Plan, forced: Plan, parallel: str, console: Console) -> None:
@@ -168,14 +162,13 @@ def print_measured(plan: Plan, run: MeasuredRun, errors: Errors, console: Consol
     """Print predictions beside a run's measurements, the largest errors first."""
     console.print(Text(f"{plan_summary(plan)}, {run.num_steps} steps measured", style="bold"))
     console.print()
-    rows = [(name, own, other) for name, own, other, _ in measured_rows(plan, run)]
-    console.print(_error_table(rows))
+    console.print(_error_table(measured_rows(plan, run)))
     if errors is None:
         console.print(Text(f"\n{UNMEASURED}", style="dim"))
         return
     for title, found in zip(("Blocks", "Stages"), errors, strict=True):
-        own_rows = [(each.name, each.predicted_seconds, each.measured_seconds) for each in found]
-        console.print(section(title, _error_table(own_rows)))
+        rows = [(each.name, each.predicted_seconds, each.measured_seconds) for each in found]
+        console.print(section(title, _error_table(rows)))
     console.print(Text(f"\n{OF_BLOCKS}", style="dim"))
 
 
@@ -190,22 +183,21 @@ def _error_table(rows: Sequence[tuple[str, float, float]]) -> Table:
     return table
 
 
-def measured_rows(plan: Plan, run: MeasuredRun) -> Sequence[tuple[str, float, float, float]]:
-    """Return name, prediction, measurement, and relative error, the largest errors first."""
+def measured_rows(plan: Plan, run: MeasuredRun) -> list[tuple[str, float, float]]:
+    """Return name, prediction and measurement of figures, the largest errors first."""
     rows = [("step", plan.prediction.step_seconds, run.step_seconds)]
     if run.memory_bytes:
         held = sum(bytes_of(plan, stages_of_ranks(plan)[0]).values())
         rows.append(("memory of rank 0", float(held), float(run.memory_bytes)))
-    found = [(name, own, other, own / other - 1) for name, own, other in rows]
-    return sorted(found, key=lambda row: -abs(row[3]))
+    return sorted(rows, key=lambda row: -abs(row[1] / row[2] - 1))
 
 
 def measured_json(plan: Plan, run: MeasuredRun, errors: Errors) -> Mapping[str, Any]:
     """Return predictions and measurements for programs."""
     found: dict[str, Any] = {
         "figures": [
-            {"name": name, "predicted": own, "measured": other, "error": error}
-            for name, own, other, error in measured_rows(plan, run)
+            {"name": name, "predicted": own, "measured": other, "error": own / other - 1}
+            for name, own, other in measured_rows(plan, run)
         ]
     }
     for number, name in enumerate(("blocks", "stages")):

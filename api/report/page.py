@@ -5,7 +5,7 @@ Every part fits 80 columns. Colour only repeats what the words say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
@@ -13,57 +13,50 @@ from rich.padding import Padding
 from rich.text import Text
 
 from autoparallel.analysis.facts import (
-    AxisUse,
-    KindSplit,
-    axis_uses,
-    busiest_rank,
-    folded_names,
+    BUBBLE,
+    STEP,
+    THROUGHPUT,
+    UTILIZATION,
+    batch_text,
+    configuration_text,
+    device_text,
     fullest_rank,
-    merged_alternatives,
-    merged_communication,
-    merged_splits,
-    ordered_memory,
-    rank_seconds,
-    usable_bytes,
+    memory_source,
+    model_name,
+    precision_text,
+    unit_of,
 )
+from autoparallel.analysis.sharding import axis_lines
 from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.cost_model.simulator.timeline_text import draw
 from autoparallel.options.words import (
     bytes_text,
     count_text,
-    names_text,
     percent_text,
     ranks_text,
     seconds_text,
+    shares_text,
 )
 from autoparallel.planner.asynchronous import describe_updates
 from autoparallel.planner.parameter_servers import describe_servers
-from autoparallel.planner.plan import Plan, StagePlan, rows_text
-from autoparallel.planner.summary import (
-    SEPARATOR,
-    mesh_text,
-    offload_text,
-    rank_summaries,
-    schedule_text,
-    servers_text,
-    strategy_parts,
-)
-from autoparallel.planning.tf32 import families_text
-from autoparallel.report.confidence import confidence, short_confidence
+from autoparallel.planner.plan import GoalReport, Plan, ServerPlan, Tried
 from autoparallel.report.drawing import legend, timeline_of
-from autoparallel.report.goal import goal_lines, goal_title
-from autoparallel.report.printing import plain_table, print_to_text
-from autoparallel.report.served import server_lines
-from autoparallel.report.stages import stages
+from autoparallel.report.printing import INDENT, lines_text, list_table, print_to_text, section
+from autoparallel.report.tables import (
+    alternatives,
+    communications,
+    memory,
+    of_text,
+    splits,
+    stages,
+    time,
+)
 
-BAR_WIDTH = 28
-INDENT = 2
 DRAWING_MARGIN = 12
 MAX_WIDTH = 120
 SHORT_STAGES, SHORT_RANKS = 4, 4
 """Stages, and ranks of the drawing, on one screen."""
 MOST_RANKS = 16
-SHORT_ALTERNATIVES, SHORT_CATEGORIES = 3, 3
 SHORT_SHARE = 0.005
 """Share of the step below which parts are merged into one row."""
 
@@ -113,13 +106,13 @@ def print_report(
     parts: list[RenderableType] = [header(plan), headline(plan)]
     parts += [Text(note, style="yellow") for note in notes]
     if plan.goal is not None:
-        parts.append(section(goal_title(plan.goal), goal_lines(plan)))
+        parts.append(section(GOAL_TITLES[plan.goal.objective], goal_lines(plan, plan.goal)))
     if plan.servers is not None:
         parts.append(section("Parameter servers", server_lines(plan.servers)))
     parts.append(_where(plan, details))
     if details.layouts:
         parts.append(section("Sharding", splits(plan)))
-    parts.append(section(*(memory(plan) if details.memory else short_memory(plan))))
+    parts.append(section(*memory(plan, is_short=not details.memory)))
     parts.append(section(*time(plan, least=0.0 if details.sources else SHORT_SHARE)))
     if details.layouts:
         title = "Communication of a step, hidden and exposed"
@@ -152,7 +145,7 @@ def _where(plan: Plan, details: Details) -> RenderableType:
     table = stages(plan, limit=len(plan.stages) if details.stages else SHORT_STAGES)
     if details.layouts:
         return section("Stages", table)
-    axes = dict.fromkeys(line for line in axis_lines(list(plan.stages)))
+    axes = dict.fromkeys(axis_lines(plan.stages))
     return section("Stages", Group(table, *(Text(line, style="dim") for line in axes)))
 
 
@@ -162,34 +155,24 @@ def commands(next_steps: Sequence[tuple[str, str]], width: int) -> RenderableTyp
     if sum(longest) + 2 > width:
         lines = (Text(command, style="cyan", overflow="fold") for command, _ in next_steps)
         return Group(*lines)
-    table = plain_table(("", "left"), ("", "left"))
-    table.show_header = False
+    table = list_table("left", "left")
     table.columns[1].no_wrap = True
     for command, what in next_steps:
         table.add_row(Text(command, style="cyan"), Text(what, style="dim"))
     return table
 
 
-def section(title: str, body: RenderableType) -> RenderableType:
-    """Return a title over its indented body, after an empty line."""
-    return Group(
-        Text(""), Text(title, style="bold"), Padding(body, (0, 0, 0, INDENT), expand=False)
-    )
-
-
 def header(plan: Plan) -> RenderableType:
     """Return the model, the batch and the cluster of the plan."""
     model = plan.model
-    name = model.target.rsplit("/", 1)[-1] if model.target.endswith(".py") else model.target
     settings = " ".join(f"{key}={value}" for key, value in model.settings.items())
-    batch = f"batch {model.global_batch}" + (f" × {model.seq} tokens" if model.seq else "")
     first = Text.assemble(
-        (name, "bold"),
+        (model_name(plan), "bold"),
         f"  {count_text(model.num_parameters)} parameters",
         f"  {settings}" if settings else "",
     )
     second = Text(
-        f"{batch}, {precision_text(plan)}, {'compiled' if plan.compiled else 'eager'}, "
+        f"{batch_text(plan)}, {precision_text(plan)}, {'compiled' if plan.compiled else 'eager'}, "
         f"{model.optimizer}, on {plan.cluster.name}"
         f" ({device_text(plan)})",
         style="dim",
@@ -197,283 +180,187 @@ def header(plan: Plan) -> RenderableType:
     return Group(first, second)
 
 
-def precision_text(plan: Plan) -> str:
-    """Return the precision, and for fp32 on devices with TF32 the ops that compute in TF32."""
-    found = plan.model.precision
-    if found != "fp32" or plan.tf32 is None:
-        return found
-    return f"{found} (TF32 {families_text(plan.tf32)})" if plan.tf32 else f"{found} (no TF32)"
-
-
-def of_text(used: float, limit: float) -> str:
-    """Write two sizes, the unit once if equal.
-
-    >>> of_text(55 * 2**30, 72 * 2**30)
-    '55.0 of 72.0 GiB'
-    """
-    first, second = bytes_text(used), bytes_text(limit)
-    same = first.split()[1] == second.split()[1]
-    return f"{first.split()[0] if same else first} of {second}"
-
-
-def over_text(used: float, limit: float) -> Text | None:
-    """Return the excess of the needed memory over the limit; None if it fits."""
-    if used <= limit:
-        return None
-    return Text(f"does not fit: {bytes_text(used - limit)} too much", style="bold red")
-
-
-def device_text(plan: Plan) -> str:
-    """Return the devices by name: ``8 × H100``."""
-    counts: dict[str, int] = {}
-    for host in plan.cluster.hosts:
-        counts[host.device.name] = counts.get(host.device.name, 0) + host.num_devices
-    return ", ".join(f"{count} × {name}" for name, count in counts.items())
-
-
 def headline(plan: Plan) -> RenderableType:
     """Return the answer in two lines: the configuration, and its figures."""
-    prediction = plan.prediction
-    used = usable_bytes(plan, plan.stages[fullest_rank(plan)[0][0]])
-    unit = "tokens" if plan.model.seq else "samples"
-    figures = [
-        ("step", seconds_text(prediction.step_seconds)),
-        (f"{unit}/s", count_text(prediction.tokens_per_second)),
-        ("MFU", percent_text(prediction.model_flops_utilization)),
-        ("bubble", percent_text(prediction.bubble_fraction)),
-        ("memory", of_text(prediction.peak_memory_bytes, used)),
-    ]
-    if not plan.has_pipeline:
-        figures = [figure for figure in figures if figure[0] != "bubble"]
+    memory, unit = fullest_rank(plan), unit_of(plan)
+    figures = {"step": STEP, f"{unit}/s": THROUGHPUT, "MFU": UTILIZATION}
+    texts = {name: figure.text(plan) for name, figure in figures.items()}
+    if plan.has_pipeline:
+        texts["bubble"] = BUBBLE.text(plan)
+    texts["memory"] = of_text(plan.prediction.peak_memory_bytes, memory.limit_bytes)
     line = Text("  ").join(
-        Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures
+        Text.assemble((f"{name} ", "dim"), (text, "bold")) for name, text in texts.items()
     )
-    meaning = (
-        [Text(text, style="yellow")]
-        if (text := describe_updates(plan) or describe_servers(plan))
-        else []
-    )
-    over = over_text(prediction.peak_memory_bytes, used)
-    more = [] if over is None else [over]
-    return Group(Text(""), Text(configuration_text(plan), style="bold cyan"), *meaning, line, *more)
+    lines = [Text(""), Text(configuration_text(plan), style="bold cyan")]
+    if meaning := describe_updates(plan) or describe_servers(plan):
+        lines.append(Text(meaning, style="yellow"))
+    lines.append(line)
+    if memory.excess_bytes > 0:
+        over = f"does not fit: {bytes_text(memory.excess_bytes)} too much"
+        lines.append(Text(over, style="bold red"))
+    return Group(*lines)
 
 
-def configuration_text(plan: Plan) -> str:
-    """Return the plan in one line: degrees, ZeRO, recomputation, schedule, micro-batches."""
-    schedule = schedule_text(plan.schedule, plan.num_chunks, len(plan.slices))
-    parts = [*strategy_parts(rank_summaries(plan), schedule), *offload_text(plan.offload)]
-    if plan.servers is not None:
-        parts = [servers_text(plan.servers)]
-    size = plan.microbatch_size
-    of_ranks = {size // stage.mesh.row_parts for stage in plan.stages}
-    is_equal = len(of_ranks) == 1 and not any(stage.shares for stage in plan.stages)
-    text = microbatches_text(plan.num_microbatches, size, of_ranks.pop() if is_equal else size)
-    return SEPARATOR.join((*parts, text))
+GOAL_TITLES = {
+    "time": "Cost",
+    "cost": "Objective: most tokens per dollar",
+    "memory": "Objective: least memory",
+    "devices": "Objective: fewest devices",
+}
+
+SHOWN_PARTS = 12
+"""Maximum number of listed parts of the cluster."""
 
 
-def microbatches_text(count: int, size: int, rank_rows: int) -> str:
-    """Describe micro-batches and a rank's samples of each.
-
-    >>> microbatches_text(1, 32, 32), microbatches_text(16, 4, 1)
-    ('1 micro-batch of 32', '16 micro-batches of 4 (1 a rank)')
-    """
-    of_rank = f" ({rank_rows} a rank)" if rank_rows != size else ""
-    return f"{count} micro-batch{'es' if count > 1 else ''} of {size}{of_rank}"
-
-
-def splits(plan: Plan) -> RenderableType:
-    """Return the uses of each mesh's axes, and the layouts of each kind of block."""
-    parts: list[RenderableType] = []
-    for mesh in dict.fromkeys(stage.mesh for stage in plan.stages):
-        members = {i: stage for i, stage in enumerate(plan.stages) if stage.mesh == mesh}
-        if len(members) < len(plan.stages):
-            noun = "stage" if len(members) == 1 else "stages"
-            parts.append(
-                Text(f"{noun} {ranks_text(tuple(members))}: {mesh_text(mesh)}", style="cyan")
-            )
-        parts.extend(Text(line, style="dim") for line in axis_lines(list(members.values())))
-        for kind in merged_splits(plan, list(members.values())):
-            count = f"  ×{len(kind.blocks)}" if len(kind.blocks) > 1 else ""
-            name = names_text(kind.blocks) or "shared"
-            parts.append(Text.assemble((name, "bold"), count))
-            parts.append(Padding(_groups(kind), (0, 0, 0, 2), expand=False))
-    return Group(*parts)
+def goal_lines(plan: Plan, goal: GoalReport) -> RenderableType:
+    """Return the choice, its price, and the tried parts of the cluster."""
+    unit = unit_of(plan)
+    lines = [f"chosen: {goal.chosen}"]
+    if goal.dollars_per_hour is not None and goal.tokens_per_dollar is not None:
+        lines.append(
+            f"{count_text(goal.tokens_per_dollar)} {unit} per dollar at "
+            f"${goal.dollars_per_hour:,.2f} an hour"
+        )
+    if goal.deadline_step_seconds is not None:
+        lines.append(f"deadline: {seconds_text(goal.deadline_step_seconds)} per step")
+    lines += [_tried_line(each, goal, unit) for each in goal.tried[:SHOWN_PARTS]]
+    left = len(goal.tried) - SHOWN_PARTS
+    lines += [f"and {left} more (--json has all)"] if left > 0 else []
+    return lines_text(lines)
 
 
-def axis_lines(members: list[StagePlan]) -> list[str]:
-    """Return a line per mesh axis: the number of ops that are split on it, and its use.
+def _tried_line(tried: Tried, goal: GoalReport, unit: str) -> str:
+    if not tried.step_seconds:
+        return f"  {tried.name}: {tried.reason}"
+    value = ""
+    if tried.value is not None and goal.objective == "memory":
+        value = f", {bytes_text(tried.value)}"
+    elif tried.value is not None:
+        value = f", {count_text(tried.value)} {unit} per dollar"
+    reason = f"; {tried.reason}" if tried.reason else ""
+    return f"  {tried.name}: step {seconds_text(tried.step_seconds)}{value}{reason}"
 
-    The stage with the most kinds of ops is counted.
-    """
-    uses: dict[str, tuple[AxisUse, int]] = {}
-    for stage in members:
-        for use in axis_uses(stage):
-            if use.axis not in uses or use.num_ops > uses[use.axis][0].num_ops:
-                uses[use.axis] = (use, stage.zero)
-    lines = [_axis_line(use, zero) for use, zero in uses.values()]
-    for stage in members:
-        if stage.shares:
-            lines.append(
-                f"samples of a micro-batch by rank of {stage.mesh.axes[0]}, in proportion to "
-                f"speed: {rows_text(stage.shares)}"
-            )
+
+def server_lines(servers: ServerPlan) -> RenderableType:
+    """Describe workers and servers, their shares, and the meaning of staleness."""
+    count = len(servers.servers)
+    shares = ", ".join(map(str, servers.shares))
+    lines = [
+        f"workers on ranks {ranks_text(servers.workers)}: {shares} micro-batches of a step",
+        f"servers on ranks {ranks_text(servers.servers)}: each 1/{count} of all weights and "
+        "optimizer states",
+    ]
+    if servers.replicas:
+        lines.append("each server holds a replica of another one's part")
+    if servers.consistency == "ssp":
+        lines.append(
+            f"staleness {servers.staleness}: a worker is at most {servers.staleness} iterations "
+            "ahead of the slowest"
+        )
+    return lines_text(lines)
+
+
+def source_lines(plan: Plan) -> list[Text]:
+    """Return the shares of the predicted time by source, and the measurements' environment."""
+    prediction, profile = plan.prediction, plan.prediction.profile
+    if not prediction.sources:
+        return []
+    error = profile.interpolation_error if profile is not None else 0.0
+    lines = [Text(f"times: {shares_text(prediction.sources, error)}")]
+    lines += [
+        Text(f"  {part}: {shares_text(shares)}", style="dim")
+        for part, shares in prediction.sources_of.items()
+        if shares and len(prediction.sources) > 1
+    ]
+    if profile is not None:
+        where = f"driver {profile.driver}" if profile.driver else f"{profile.threads} thread(s)"
+        lines.append(Text(f"measured on {profile.device}, {where}, torch {profile.torch}"))
+        if profile.mismatch:
+            lines.append(Text(profile.mismatch, style="yellow"))
     return lines
 
 
-def _axis_line(use: AxisUse, zero: int) -> str:
-    reason = f": {AXIS_REASONS[use.axis]}" if use.axis in AXIS_REASONS and use.num_split else ""
-    noun = "op" if use.num_sums == 1 else "ops"
-    sums = f"; {use.num_sums} {noun} with partial sums" if use.num_sums else ""
-    states = f"; {ZERO_WORDS[zero]}" if use.axis == "dp" and zero else ""
-    swaps = "; causal attention balanced by swapping queries" if use.num_balanced else ""
-    split = f"{use.axis}={use.size} shards {use.num_split} of {use.num_ops} ops"
-    return f"{split}{reason}{sums}{swaps}{states}"
+def gap_text(plan: Plan) -> str:
+    """Describe the optimality gap, and the cause of an early end of the search."""
+    if plan.solver.stopped:
+        return f"{_gap_text(plan)}; the search was ended early by {plan.solver.stopped}"
+    return _gap_text(plan)
 
 
-AXIS_REASONS = {
-    "dp": "each rank has its own samples of the batch",
-    "ep": "each rank has its own experts and its own samples of the batch",
-    "cp": "each rank has its own positions of the sequences",
-    "tp": "each rank has its own part of the weights",
-}
-
-ZERO_WORDS = (
-    "",
-    "optimizer states sharded over it",
-    "optimizer states and gradients sharded over it",
-    "optimizer states, gradients and parameters sharded over it",
-)
+def _gap_text(plan: Plan) -> str:
+    solver = plan.solver
+    if "learning" in solver.seconds:
+        return "unknown (the best plan of the learned placers, --search rl)"
+    if solver.bound_seconds <= 0:
+        return "unknown (the best plan found; no lower bound was computed)"
+    if solver.gap <= 1e-9:
+        return "0 % (optimal in the search space under this cost model)"
+    bound = f"lower bound of the search space: {seconds_text(solver.bound_seconds)}"
+    return f"at most {percent_text(solver.gap)} ({bound})"
 
 
-def _groups(kind: KindSplit) -> RenderableType:
-    table = plain_table(("", "left"), ("", "left"))
-    table.show_header = False
-    table.columns[0].no_wrap = True
-    for text, names in kind.groups.items():
-        table.add_row(text, ", ".join(folded_names(names)))
-    return table
-
-
-def memory(plan: Plan) -> tuple[str, RenderableType]:
-    """Return the fullest rank's memory by category, against its device's."""
-    stages, found = fullest_rank(plan)
-    stage = plan.stages[stages[0]]
-    limit = usable_bytes(plan, stage)
-    values = {name: float(size) for name, size in ordered_memory(found).items()}
-    total = sum(values.values())
-    where = f"rank {stage.devices[0]}" + (f", {stages_text(stages)}" if plan.has_pipeline else "")
-    title = f"Peak memory ({where}): {of_text(total, limit)}"
-    return title, bars(values, bytes_text, MEMORY_STYLES)
-
-
-def short_memory(plan: Plan) -> tuple[str, RenderableType]:
-    """Return the fullest rank's memory: the largest categories in a line."""
-    title, _ = memory(plan)
-    found = sorted(ordered_memory(fullest_rank(plan)[1]).items(), key=lambda each: -each[1])
-    shown = [f"{name} {bytes_text(size)}" for name, size in found[:SHORT_CATEGORIES]]
-    rest = sum(size for _, size in found[SHORT_CATEGORIES:])
-    return title, Text(", ".join([*shown, *([f"other {bytes_text(rest)}"] if rest else [])]))
-
-
-MEMORY_STYLES = {
-    "parameters": "blue",
-    "gradients": "magenta",
-    "optimizer": "cyan",
-    "activations": "yellow",
-}
-
-
-def stages_text(stages: Sequence[int]) -> str:
-    """Name stages, the first two and the last of many.
-
-    >>> stages_text((1,)), stages_text((0, 2)), stages_text((1, 5, 9, 13))
-    ('stage 1', 'stages 0 and 2', 'stages 1, 5, … 13')
-    """
-    if len(stages) > 3:
-        return f"stages {stages[0]}, {stages[1]}, … {stages[-1]}"
-    return f"stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"
-
-
-def time(plan: Plan, *, least: float = 0.0) -> tuple[str, RenderableType]:
-    """Return the parts of the step's time on the busiest rank; parts below the share ``least`` are
-    added up."""
-    stages = busiest_rank(plan)
-    values = rank_seconds(plan, stages)
-    small = [name for name in values if values[name] < least * plan.prediction.step_seconds]
-    if len(small) > 1:
-        rest = sum(values.pop(name) for name in small)
-        values["rest"] = rest
-    where = f" of the slowest rank ({stages_text(stages)})" if plan.has_pipeline else ""
-    title = f"Step time{where}: {seconds_text(plan.prediction.step_seconds)}"
-    return title, bars(
-        values, seconds_text, {"compute": "green", "waiting for other stages": "red"}
+def simplest_text(plan: Plan) -> str:
+    """Describe the number of equally fast plans and the fastest; "" if it is this plan."""
+    why = plan.solver.simplest
+    if why is None:
+        return ""
+    more = 1 - why.fastest_seconds / plan.prediction.step_seconds
+    return (
+        f"the simplest of {why.num_equal} plans within {percent_text(why.tolerance)} of the "
+        f"fastest, which takes {percent_text(more)} less: {why.fastest} (--tolerance 0)"
     )
 
 
-def communications(plan: Plan) -> RenderableType:
-    """Return the seconds of each stage's collectives in a step, hidden and exposed."""
-    table = plain_table(
-        ("stages", "left"),
-        ("collectives", "left"),
-        ("beside", "left"),
-        ("total", "right"),
-        ("hidden", "right"),
-        ("exposed", "right"),
+def _layout_gap_text(plan: Plan) -> str:
+    """Describe the optimality gap of the layouts for the stages as they are."""
+    gap = plan.solver.layouts_gap or 0.0
+    measured = "measured before interleaving" if plan.num_chunks > 1 else "for these stages"
+    return f"at most {percent_text(gap)} ({measured})" if gap > 1e-9 else f"0 % ({measured})"
+
+
+def confidence(plan: Plan) -> RenderableType:
+    """Return the sources of the figures, the optimality gap, and the planning time by phase."""
+    solver, simplest = plan.solver, simplest_text(plan)
+    solved = f"{solver.num_problems} subproblems solved"
+    if solver.solver != "highs":
+        solved += f", integer programs by {solver.solver}"
+    lines = [
+        f"devices and links: autoparallel cluster {plan.cluster.name}",
+        f"memory: {memory_source(plan)}",
+        f"optimality gap: {gap_text(plan)}; {solved}",
+    ]
+    if simplest:
+        lines.append(f"choice: {simplest}")
+    if solver.layouts_gap is not None and solver.layouts_gap < solver.gap:
+        lines.append(f"layout gap: {_layout_gap_text(plan)}")
+    warnings = list(plan.unsharded_ops)
+    if plan.replicated_ops:
+        costs = [
+            f"{op} {seconds_text(plan.replicated_seconds.get(op, 0.0))}"
+            for op in plan.replicated_ops
+        ]
+        warnings.insert(0, f"replicated ops (no sharding rule), per step: {', '.join(costs)}")
+    return Group(
+        *source_lines(plan),
+        *map(Text, lines),
+        *(Text(line, style="yellow") for line in warnings),
+        Text(_planning_text(plan), style="dim"),
     )
-    for members, each in merged_communication(plan):
-        table.add_row(
-            ranks_text(members),
-            each.what,
-            each.beside,
-            seconds_text(each.seconds),
-            seconds_text(each.hidden_seconds),
-            seconds_text(each.exposed_seconds),
-        )
-    return table if table.row_count else Text("none within the stages")
 
 
-def bars(
-    values: Mapping[str, float], text: Callable[[float], str], styles: Mapping[str, str]
-) -> RenderableType:
-    """Return a row per value: its name, its figure, its share, and a bar."""
-    total = sum(values.values()) or 1.0
-    table = plain_table(("", "left"), ("", "right"), ("", "right"), ("", "left"))
-    table.show_header = False
-    for name, value in values.items():
-        table.add_row(
-            name, text(value), percent_text(value / total), bar(value / total, styles.get(name, ""))
-        )
-    return table
+def _planning_text(plan: Plan) -> str:
+    """Describe the planning time and its phases."""
+    phases = {name: value for name, value in plan.solver.seconds.items() if name != "total"}
+    total = plan.solver.seconds.get("total", sum(phases.values()))
+    spent = ", ".join(f"{name} {seconds_text(value)}" for name, value in phases.items())
+    text = f"planning time: {seconds_text(total)}" + (f" ({spent})" if spent else "")
+    if plan.solver.is_reused:
+        text += "; the plan is reused: its search seconds are those of the search that made it"
+    return text
 
 
-def bar(fraction: float, style: str) -> Text:
-    """Draw a bar of eighths of a character, at least an eighth for a positive value."""
-    eighths = max(round(fraction * BAR_WIDTH * 8), 1 if fraction > 0 else 0)
-    full, rest = divmod(eighths, 8)
-    return Text("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else ""), style=style)
-
-
-def alternatives(plan: Plan, *, all_of_them: bool) -> tuple[str, RenderableType]:
-    """Return other plans: how much slower they are and, with ``all_of_them``, the main
-    difference."""
-    table = plain_table(
-        ("configuration (micro-batches × size)", "left"),
-        ("step", "right"),
-        ("", "right"),
-        ("memory", "right"),
-    )
-    best = plan.prediction.step_seconds
-    others = merged_alternatives(plan.alternatives)
-    shown = others if all_of_them else others[:SHORT_ALTERNATIVES]
-    for other in shown:
-        slower = other.step_seconds / best - 1 if best and other.step_seconds else 0.0
-        table.add_row(
-            other.summary,
-            seconds_text(other.step_seconds) if other.step_seconds else "—",
-            f"{slower:+.1%}".replace("%", " %") if other.step_seconds else "",
-            bytes_text(other.peak_memory_bytes) if other.peak_memory_bytes else "—",
-        )
-        if all_of_them:
-            table.add_row(Text(f"  {other.reason}", style="dim"), "", "", "")
-    some = f" ({len(shown)} of {len(others)}, --candidates shows all)"
-    return "Alternatives" + (some if len(shown) < len(others) else ""), table
+def short_confidence(plan: Plan) -> RenderableType:
+    """Return the sources of times, the gap, and the reason for this plan, in short."""
+    lines = [*source_lines(plan)[:1], Text(f"optimality gap: {gap_text(plan)}")]
+    lines += [Text(f"choice: {simplest_text(plan)}")] if simplest_text(plan) else []
+    return Group(*lines)

@@ -10,10 +10,10 @@ import re
 from pathlib import Path
 
 from autoparallel import __version__
+from autoparallel.analysis.facts import configuration_text
 from autoparallel.exporting.plans import WrittenPlan, torchrun
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan import Plan
-from autoparallel.report.page import configuration_text
 from autoparallel.runtime.parameters.parameters import Formats
 from autoparallel.script.expressions import INDENT
 from autoparallel.script.model import ModelText, model_text

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from autoparallel.analysis.facts import bytes_of, usable_bytes
+from autoparallel.analysis.facts import bytes_of, grouped_bytes, usable_bytes
 from autoparallel.options.words import bytes_text, seconds_text
 from autoparallel.planner.errors import DeviceMemoryError
 from autoparallel.planner.plan import Plan
@@ -81,30 +81,21 @@ def comparison(plan: Plan, rank: int, states: Mapping[str, int], total_bytes: in
     ``states`` are the bytes held from step to step, by the names of ``held_by``; ``total_bytes`` is
     the peak of all.
     """
-    predicted = dict(_predicted_bytes(plan, rank))
+    stages = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
+    predicted = grouped_bytes(bytes_of(plan, stages), STATES, OTHER)
+    held = grouped_bytes(states, STATES, OTHER)
+    held[OTHER] = max(0, total_bytes - sum(held[name] for name in STATES))
     lines = [f"       {'':26}{'held':>10}  {'predicted':>10}"]
-    held_in_states = expected_in_states = 0
-    for name, keys in STATES.items():
-        held = sum(states.get(key, 0) for key in keys)
-        expected = sum(predicted.get(key, 0) for key in keys)
-        held_in_states += held
-        expected_in_states += expected
-        if held or expected:
-            lines.append(_line(name, held, expected))
-    whole = sum(predicted.values())
-    lines.append(_line(OTHER, max(0, total_bytes - held_in_states), whole - expected_in_states))
-    lines.append(_line("total", total_bytes, whole))
-    return "\n".join(lines)
+    lines += [
+        _line(name, held[name], expected)
+        for name, expected in predicted.items()
+        if name == OTHER or held[name] or expected
+    ]
+    return "\n".join([*lines, _line("total", total_bytes, sum(predicted.values()))])
 
 
 def _line(name: str, held: int, expected: int) -> str:
     return f"       {name:<26}{bytes_text(held):>10}  {bytes_text(expected):>10}"
-
-
-def _predicted_bytes(plan: Plan, rank: int) -> Mapping[str, int]:
-    """Return the predicted bytes of ``rank`` at its peak, by category."""
-    stages = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
-    return bytes_of(plan, stages)
 
 
 def next_plan(plan: Plan, rank: int, total_bytes: int) -> str:

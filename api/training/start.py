@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autoparallel.analysis.facts import configuration_text
 from autoparallel.cache.verified import mark_verified
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.detect import threads_per_device
@@ -19,7 +20,6 @@ from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.weight_versions import is_asynchronous
 from autoparallel.planning.plan_files import load_plan
-from autoparallel.report.page import configuration_text
 from autoparallel.runtime.checkpoint.weight_files import open_weights
 from autoparallel.runtime.launch.agent import launch_on_hosts
 from autoparallel.runtime.launch.launch import is_launched, launch

@@ -27,7 +27,7 @@ from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Goal
 from autoparallel.planner.requests.pins import parse_pin
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.report.confidence import confidence
+from autoparallel.report.page import confidence
 
 
 @dataclass

@@ -12,7 +12,8 @@ from handmade import flat_plan, pipeline_plan
 from pages import BASELINES, SECTIONS, Outline, drawn_plan, full_page, full_sources
 
 from autoparallel.html import Sources, page, plan_notebook
-from autoparallel.html.candidates import candidate_chart, pareto_front
+from autoparallel.html.charts import candidate_chart, pareto_front
+from autoparallel.html.document import candidates
 from autoparallel.html.parts import block_cells, cluster_hosts, weight_groups
 from autoparallel.html.schedule import UNITS, WAITS, schedule_view
 from autoparallel.planner.plan import Plan
@@ -166,13 +167,10 @@ def test_weights_are_cut_as_their_layouts_say() -> None:
 
 def test_no_candidate_on_the_front_is_beaten_by_another() -> None:
     plan = pipeline_plan()
-    chart = candidate_chart(plan, BASELINES, plan.cluster.usable_memory_bytes)
+    chart = candidate_chart(candidates(plan, BASELINES), plan.cluster.usable_memory_bytes)
     assert len(chart.candidates) == 1 + len(plan.alternatives) + 2
-    placed = [
-        (each.step_seconds, each.memory_bytes, each.is_on_front)
-        for each in chart.candidates
-        if each.step_seconds is not None and each.memory_bytes is not None
-    ]
+    shown = [each for each in chart.candidates if each.x]
+    placed = [(each.step_seconds, each.memory_bytes, each.is_on_front) for each in shown]
     for step, held, is_on_front in placed:
         is_beaten = any(
             other <= step and size <= held and (other, size) != (step, held)

@@ -265,7 +265,7 @@ def test_a_page_that_cannot_be_written_is_an_error(
 ) -> None:
     page = tmp_path / "no_folder" / "report.html"
     assert inspect(str(plan_file), "--html", str(page), "--no-target") == 2
-    assert "error[AP343]: cannot write" in capsys.readouterr().err
+    assert "error[AP101]: cannot write" in capsys.readouterr().err
 
 
 def test_a_target_that_cannot_be_loaded_is_said_in_the_page(

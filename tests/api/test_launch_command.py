@@ -193,11 +193,11 @@ def test_a_cluster_that_fails_its_check_does_not_train(
         ("2x8xH100", ("--k8s",), "AP376"),
         ("8xH100+8xA100", ("--k8s", "--image", "i"), "AP377"),
         ("2x8xH100", ("--k8s", "--image", "i", "--name", "My_Job"), "AP378"),
-        ("2x8xH100", ("--slurm", "-o", "own.json/x"), "AP379"),
-        ("2x8xH100", ("--slurm", "--name", "a\nb"), "AP380"),
-        ("2x8xH100", ("--slurm", "--partition", "gpu\n#SBATCH --wrap=x"), "AP380"),
-        ("2x8xH100", ("--slurm", "-o", "a\nb"), "AP380"),
-        ("2x8xH100", ("--k8s", "--image", "i", "--workdir", "/a\n/b"), "AP380"),
+        ("2x8xH100", ("--slurm", "-o", "own.json/x"), "AP101"),
+        ("2x8xH100", ("--slurm", "--name", "a\nb"), "AP382"),
+        ("2x8xH100", ("--slurm", "--partition", "gpu\n#SBATCH --wrap=x"), "AP382"),
+        ("2x8xH100", ("--slurm", "-o", "a\nb"), "AP382"),
+        ("2x8xH100", ("--k8s", "--image", "i", "--workdir", "/a\n/b"), "AP382"),
     ],
 )
 def test_what_cannot_be_started_is_said(

@@ -15,14 +15,15 @@ from autoparallel.analysis.facts import (
     busiest_rank,
     fullest_rank,
     merged_alternatives,
-    merged_splits,
     rank_seconds,
+    stage_rows,
     stages_of_ranks,
 )
+from autoparallel.analysis.sharding import merged_splits
 from autoparallel.planner.plan import Alternative, GoalReport, Plan, Tried
 from autoparallel.report.page import commands
 from autoparallel.report.printing import print_to_text
-from autoparallel.report.stages import shown_stages, stages
+from autoparallel.report.tables import shown_stages, stages
 
 
 def test_no_line_is_wider_than_80_columns() -> None:
@@ -79,7 +80,8 @@ def test_the_worst_rank_is_the_one_with_the_most_memory() -> None:
         second, prediction=replace(second.prediction, memory_bytes={"parameters": 60 * GIB})
     )
     plan = replace(plan, stages=(first, bigger))
-    assert fullest_rank(plan) == ((1,), {"parameters": 60 * GIB})
+    rank = fullest_rank(plan)
+    assert (rank.stages, rank.held) == ((1,), {"parameters": 60 * GIB})
     assert "Peak memory (rank 4, stage 1): 60.0 of 72.0 GiB" in describe(plan)
 
 
@@ -98,9 +100,9 @@ def test_the_memory_of_a_rank_is_of_all_its_stages_with_what_is_transient_once()
         replace(s, prediction=replace(s.prediction, memory_bytes=sizes)) for s in plan.stages
     )
     plan = replace(plan, stages=stages)
-    stages_of_it, found = fullest_rank(plan)
-    assert stages_of_it == (0, 2)
-    assert found == {"parameters": 20 * GIB, "transient": 3 * GIB, "reserve": GIB}
+    rank = fullest_rank(plan)
+    held = {"parameters": 20 * GIB, "transient": 3 * GIB, "reserve": GIB}
+    assert (rank.stages, rank.held) == ((0, 2), held)
     assert "stages 0 and 2): 24.0 of" in describe(plan)
 
 
@@ -215,8 +217,8 @@ def test_of_many_stages_the_first_the_slowest_the_fullest_and_the_last_are_shown
         for own, size in zip(seconds, held, strict=True)
     ]
     many = replace(plan, stages=tuple(replace(plan.stages[0], prediction=p) for p in predictions))
-    assert shown_stages(many, 16) == [*range(13), 40, 50, 63]
-    assert shown_stages(many, 64) == list(range(64))
+    assert shown_stages(stage_rows(many), 16) == [*range(13), 40, 50, 63]
+    assert shown_stages(stage_rows(many), 64) == list(range(64))
     console = Console(file=io.StringIO(), width=80)
     with console.capture() as captured:
         console.print(stages(many, limit=16))

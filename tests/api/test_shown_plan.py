@@ -12,10 +12,9 @@ import pytest
 from handmade import GIB, pipeline_plan
 
 import autoparallel
-from autoparallel.html.notebooks import ShownPlan, with_display
+from autoparallel.html.notebooks import TABLES, ShownPlan, with_display
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan_file import dumps
-from autoparallel.report.tables import TABLES
 
 
 def test_a_shown_plan_equals_the_planners_and_no_other() -> None:

@@ -25,9 +25,9 @@ PLANS = (
     ),
     Case("AP332", "program plan.json -o stage.txt", r"(-o stage.mps)", "program plan.json {0}"),
     Case(
-        "AP332",
+        "AP101",
         "program plan.json -o out/stage.mps",
-        r"No such file",
+        "(mkdir -p out)",
         "program plan.json -o stage.mps",
     ),
     Case(
@@ -51,7 +51,10 @@ PLANS = (
         mended={"plan.measured.json": None},
     ),
     Case(
-        "AP343", "inspect plan.json --html out/page.html", "", "inspect plan.json --html page.html"
+        "AP101",
+        "inspect plan.json --html out/page.html",
+        "(mkdir -p out)",
+        "inspect plan.json --html page.html",
     ),
     Case(
         "AP501",
@@ -64,8 +67,8 @@ PLANS = (
     Case(
         "AP501",
         "inspect plan.json",
-        "plan again",
-        DP + " -o plan.json && inspect plan.json",
+        "autoparallel plan TARGET (-o plan.json)",
+        DP + " {0} && inspect plan.json",
         files={"plan.json": "[]"},
         exit_code=6,
     ),
@@ -214,9 +217,9 @@ PLANS = (
         "launch hosts.json --k8s --image name --name my-job",
     ),
     Case(
-        "AP379",
+        "AP101",
         "launch hosts.json --slurm -o plan.json/x",
-        "(-o) DIR",
+        "another place by (--output)",
         "launch hosts.json --slurm {0} files",
     ),
     Case("AP380", "doctor --plan plan.json --cluster cpu:2", "give one", "doctor"),

@@ -57,7 +57,7 @@ SERVERS = (
 )
 
 OPTIONS = (
-    Case("AP113", f"{DP} --precision fp12", "is not one of (fp32)", DP + " --precision {0}"),
+    Case("AP113", f"{DP} --precision fp12", r"did you mean (\w+)", DP + " --precision {0}"),
     Case("AP113", f"{DP} --float32-ops all", "is not one of (autocast)", DP + " --float32-ops {0}"),
     Case(
         "AP113",

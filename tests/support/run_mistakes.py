@@ -156,7 +156,7 @@ OPTIONS = (
     Case(
         "AP101",
         RUN + " --trace-steps 1 --trace none/t.json",
-        "No such file",
+        "(mkdir -p none)",
         RUN + " --trace-steps 1 --trace t.json",
     ),
     Case(

@@ -1,0 +1,190 @@
+"""How a plan shards parameters and ops, in words: by kind of block, by axis of a mesh.
+
+In: a plan, or stages of it. Out: for each kind of block the parameters by layout, and for each axis
+the number of ops that are split on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoparallel.options.words import held_text
+from autoparallel.planner.layout import Layout, Mesh, NodeLayout, balanced_axes
+from autoparallel.planner.plan import Plan, StagePlan, rows_text
+from autoparallel.planner.summary import mesh_text
+
+
+@dataclass(frozen=True, slots=True)
+class KindSplit:
+    """How the parameters of one kind of block lie in one stage.
+
+    ``groups`` maps a layout in words to the parameters that have it, named within the block;
+    ``layouts`` has these layouts. ``first`` is the block whose parameters stand for the kind's. Of
+    parameters outside of blocks ``kind`` and ``first`` are "".
+    """
+
+    kind: str
+    blocks: tuple[str, ...]
+    groups: Mapping[str, tuple[str, ...]]
+    layouts: Mapping[str, Layout]
+    first: str
+
+
+def mesh_splits(plan: Plan) -> Iterator[tuple[Mesh, dict[int, StagePlan], tuple[KindSplit, ...]]]:
+    """Yield each mesh of a plan, its stages by number, and the layouts of their parameters."""
+    for mesh in dict.fromkeys(stage.mesh for stage in plan.stages):
+        members = {at: stage for at, stage in enumerate(plan.stages) if stage.mesh == mesh}
+        yield mesh, members, merged_splits(plan, list(members.values()))
+
+
+def merged_splits(plan: Plan, members: Sequence[StagePlan]) -> tuple[KindSplit, ...]:
+    """Return the splits of several stages, equal splits merged."""
+    merged: dict[tuple[str, ...], KindSplit] = {}
+    for stage in members:
+        for split in _kind_splits(plan, stage):
+            key = (split.kind, *map(repr, split.groups.items()))
+            before = merged[key].blocks if key in merged else ()
+            merged[key] = replace(split, blocks=(*before, *split.blocks))
+    return tuple(merged.values())
+
+
+def _kind_splits(plan: Plan, stage: StagePlan) -> list[KindSplit]:
+    """Return the layouts of parameters by the kind of block in ``stage``, then of all others.
+
+    A kind's layouts are given under the names of its first block in the whole model. The others
+    are parameters of no block, beside the blocks that no parameter is named after.
+    """
+    first: dict[str, str] = {}
+    for each in plan.stages:
+        for block in each.blocks:
+            first.setdefault(block.kind, block.name)
+    members: dict[str, list[str]] = {}
+    for block in stage.blocks:
+        members.setdefault(block.kind, []).append(block.name)
+    kind_of = {first[kind]: kind for kind in members}
+    groups: dict[str, dict[str, list[str]]] = {kind: {} for kind in (*members, "")}
+    layouts: dict[str, Layout] = {}
+    for name, layout in _parameters(stage.layouts):
+        owners = [block for block in kind_of if name.startswith(f"{block}.") or name == block]
+        owner = max(owners, key=len, default="")
+        text = held_text(layout, stage.mesh)
+        names = groups[kind_of.get(owner, "")].setdefault(text, [])
+        names.append(name.removeprefix(f"{owner}.") if owner else name)
+        layouts[text] = layout
+    nameless = [kind for kind in members if not groups[kind]]
+    members[""] = [name for kind in nameless for name in members[kind]]
+    return [
+        KindSplit(
+            kind,
+            tuple(members[kind]),
+            {text: tuple(names) for text, names in found.items()},
+            layouts,
+            first.get(kind, ""),
+        )
+        for kind, found in groups.items()
+        if found
+    ]
+
+
+def _parameters(layouts: Mapping[str, NodeLayout]) -> list[tuple[str, Layout]]:
+    """Return leaves that are held as a parameter is: split or whole, never partial."""
+    return [
+        (name, node.outputs[0])
+        for name, node in layouts.items()
+        if not node.inputs
+        and "." in name
+        and len(node.outputs) == 1
+        and all(placement.kind in "SR" for placement in node.outputs[0])
+    ]
+
+
+def weight_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return a row per parameter of each kind of block on each mesh, with its layout in words."""
+    return [
+        {"blocks": list(kind.blocks), "mesh": mesh_text(mesh), "weight": name, "layout": layout}
+        for mesh, _, kinds in mesh_splits(plan)
+        for kind in kinds
+        for layout, names in kind.groups.items()
+        for name in names
+    ]
+
+
+def folded_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return parameter names, ``x.weight`` and ``x.bias`` together as ``x``.
+
+    >>> folded_names(("up.bias", "norm.weight", "up.weight"))
+    ('up', 'norm.weight')
+    """
+    found = set(names)
+    folded: dict[str, None] = {}
+    for name in names:
+        module = name.rpartition(".")[0]
+        both = module and {f"{module}.weight", f"{module}.bias"} <= found
+        folded[module if both and name.rpartition(".")[2] in ("weight", "bias") else name] = None
+    return tuple(folded)
+
+
+def axis_lines(members: Sequence[StagePlan]) -> list[str]:
+    """Return a line per mesh axis: the number of ops that are split on it, and its use.
+
+    The stage with the most kinds of ops is counted.
+    """
+    counted: dict[str, StagePlan] = {}
+    for stage in members:
+        for axis, size in zip(stage.mesh.axes, stage.mesh.shape, strict=True):
+            is_first = axis not in counted
+            if size > 1 and (is_first or len(_ops(stage)) > len(_ops(counted[axis]))):
+                counted[axis] = stage
+    lines = [_axis_line(stage, axis) for axis, stage in counted.items()]
+    for stage in members:
+        if stage.shares:
+            lines.append(
+                f"samples of a micro-batch by rank of {stage.mesh.axes[0]}, in proportion to "
+                f"speed: {rows_text(stage.shares)}"
+            )
+    return lines
+
+
+def _ops(stage: StagePlan) -> list[NodeLayout]:
+    return [node for node in stage.layouts.values() if node.inputs]
+
+
+def _axis_line(stage: StagePlan, axis: str) -> str:
+    """Count the ops of distinct blocks that are split or summed on an axis, and name its use."""
+    place, ops = stage.mesh.axes.index(axis), _ops(stage)
+    num_split = sum(_is_split(node, place) for node in ops)
+    num_sums = sum(_makes_sum(node, place) for node in ops)
+    is_balanced = any(place in balanced_axes(node) for node in ops)
+    reason = f": {AXIS_REASONS[axis]}" if axis in AXIS_REASONS and num_split else ""
+    sums = f"; {num_sums} op{'' if num_sums == 1 else 's'} with partial sums" if num_sums else ""
+    swaps = "; causal attention balanced by swapping queries" if is_balanced else ""
+    states = f"; {ZERO_WORDS[stage.zero]}" if axis == "dp" and stage.zero else ""
+    split = f"{axis}={stage.mesh.shape[place]} shards {num_split} of {len(ops)} ops"
+    return f"{split}{reason}{sums}{swaps}{states}"
+
+
+def _is_split(node: NodeLayout, axis: int) -> bool:
+    return any(layout[axis].is_shard for layout in (*node.inputs, *node.outputs))
+
+
+def _makes_sum(node: NodeLayout, axis: int) -> bool:
+    partial_in = any(layout[axis].kind == "P" for layout in node.inputs)
+    partial_out = any(layout[axis].kind == "P" for layout in node.outputs)
+    return partial_out and not partial_in
+
+
+AXIS_REASONS = {
+    "dp": "each rank has its own samples of the batch",
+    "ep": "each rank has its own experts and its own samples of the batch",
+    "cp": "each rank has its own positions of the sequences",
+    "tp": "each rank has its own part of the weights",
+}
+
+ZERO_WORDS = (
+    "",
+    "optimizer states sharded over it",
+    "optimizer states and gradients sharded over it",
+    "optimizer states, gradients and parameters sharded over it",
+)
