@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoparallel.analysis.explained_tensor import explained_tensor
-from autoparallel.analysis.plan_model import MODES, Alternative, Explanation, PlanModel
+from autoparallel.analysis.plan_model import Alternative, Explanation, PlanModel
 from autoparallel.planner.errors import AutoparallelError, UsageError
 from autoparallel.planner.inter_op.submesh import meshes, restriction
 from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan, Recompute, StagePlan
+from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.requests.pins import paths, suggest
 from autoparallel.planner.requests.request import SCHEDULES, Forced, divisors
 from autoparallel.planner.summary import mesh_text, schedule_text

@@ -19,7 +19,7 @@ from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.passes.memory.stage_memory import memory_by_action, runs_stages
 from autoparallel.planner import rules
-from autoparallel.planner.configured.configuration import ConfigurationPricer
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
 from autoparallel.planner.evaluate import at_microbatch
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.layout import NodeLayout, local_shape

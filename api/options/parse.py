@@ -14,6 +14,7 @@ from typing import Any, Literal, cast, get_args
 from autoparallel.cost_model.simulator.consistency import CONSISTENCIES
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Offload
+from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.requests.goal import ANY_DEVICE, Deadline
 from autoparallel.planner.requests.request import ALL_REDUCES, FORCED_SCHEDULES, Forced
 
@@ -56,8 +57,6 @@ DEGREES = (
     "place",
 )
 """What ``--parallel`` can force."""
-
-RECOMPUTE = ("none", "selective", "full")
 
 
 def parse_size(text: str) -> int:
@@ -131,7 +130,7 @@ def parse_parallel(text: str | None) -> Forced:
 
 def _parallel_value(name: str, value: str, text: str | None) -> int | str:
     choices = {
-        "recompute": RECOMPUTE,
+        "recompute": MODES,
         "schedule": FORCED_SCHEDULES,
         "allreduce": ALL_REDUCES,
         "gradients": ("backward", "priority"),

@@ -7,7 +7,6 @@ optimizer states, are DeepSpeed's; tensor and context parallelism need FSDP 2.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +16,7 @@ from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.systems.deepspeed import CHECKPOINTING, WITHOUT_PIPELINE
 from autoparallel.systems.features import FEATURES
 from autoparallel.systems.report import Deviation
-from autoparallel.systems.system import RECIPE, Files, System, WriterInput, write_for
+from autoparallel.systems.system import RECIPE, Files, System, WriterInput
 
 CONFIG = "accelerate.yaml"
 
@@ -35,7 +34,6 @@ LIMITS = {
     "compute-gradients": "gradients reduced in float32 by FSDP; by DeepSpeed as its own "
     "configuration says",
     "lora": "what the model's code trains: adapt it with peft",
-    "fp64": "fp32",
     "adam": "the optimizer of your script",
     "sgd": "the optimizer of your script",
     "sgd-momentum": "the optimizer of your script",
@@ -243,7 +241,3 @@ def yaml_text(values: Mapping[str, Any]) -> str:
 
 
 SYSTEM = System("Accelerate", "1.15", LIMITS, write, to_supported, lacks=("ep", "pp"))
-write_plan = functools.partial(write_for, SYSTEM)
-"""Writer of ``--to accelerate``."""
-
-assert set(LIMITS) <= set(FEATURES)

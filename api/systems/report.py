@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from autoparallel.analysis.configurations import configuration_summary
 from autoparallel.options.words import bytes_text, seconds_text
+from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.comparison import change_text
 from autoparallel.systems.degrees import layers_of
-from autoparallel.systems.priced import PricedConfig
 
 WIDTH = 80
 
@@ -23,6 +23,17 @@ class Deviation:
 
     plan: str
     here: str
+
+
+@dataclass(frozen=True, slots=True)
+class PricedConfig:
+    """Configuration with its price. ``reason`` says why there is none, "" otherwise."""
+
+    configuration: Configuration
+    step_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    fits: bool | None = None
+    reason: str = ""
 
 
 def report_text(

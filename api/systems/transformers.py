@@ -7,7 +7,6 @@ they come with its YAML file, with which the script is then started.
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import replace
 from typing import Any
@@ -15,8 +14,7 @@ from typing import Any
 from autoparallel.exporting.plans import torchrun
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.systems import accelerate, deepspeed
-from autoparallel.systems.features import FEATURES
-from autoparallel.systems.system import RECIPE, Files, System, WriterInput, write_for
+from autoparallel.systems.system import RECIPE, Files, System, WriterInput
 
 ARGUMENTS = "training_arguments.json"
 
@@ -93,7 +91,3 @@ def arguments(job: WriterInput) -> dict[str, Any]:
 
 
 SYSTEM = System("transformers Trainer", "5.23", LIMITS, write, to_supported, lacks=("ep", "pp"))
-write_plan = functools.partial(write_for, SYSTEM)
-"""Writer of ``--to transformers``."""
-
-assert set(LIMITS) <= set(FEATURES)

@@ -146,6 +146,20 @@ class Forced:
             )
 
     @property
+    def decided(self) -> Mapping[str, Any]:
+        """Return the choices that are made, by name."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def over(self, others: Forced) -> Forced:
+        """Return these choices, completed by others.
+
+        >>> Forced(tp=2).over(Forced(tp=4, zero=1)) == Forced(tp=2, zero=1)
+        True
+        """
+        return Forced(**{**others.decided, **self.decided})
+
+    @property
     def row_parts(self) -> int:
         """The least number of ranks that split the batch: ``dp``, of which ``ep`` are a part."""
         return self.dp or self.ep or 1

@@ -14,7 +14,8 @@ import transformers
 import autoparallel
 from autoparallel.analysis.plan_model import PlanModel, load_plan_model
 from autoparallel.exporting.plans import WrittenPlan, export_plan
-from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
 from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import save_plan
 

@@ -21,7 +21,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import save_plan
 from autoparallel.systems.degrees import configuration_of
 from autoparallel.systems.features import FEATURES, features_of
-from autoparallel.systems.priced import PricedConfig
+from autoparallel.systems.report import PricedConfig
 from autoparallel.systems.system import System, candidates_of
 
 ROOT = Path(__file__).resolve().parents[3]
