@@ -29,7 +29,7 @@ WRITERS: dict[str, str] = {
     "megatron": "autoparallel.systems.megatron:SYSTEM",
     "deepspeed": "autoparallel.systems.deepspeed:SYSTEM",
     "accelerate": "autoparallel.systems.accelerate:SYSTEM",
-    "transformers": "autoparallel.systems.transformers:SYSTEM",
+    "transformers": "autoparallel.systems.accelerate:TRAINER",
 }
 """The formats of a plan: the ``PlanWriter`` of each, as MODULE:NAME, imported when used."""
 
