@@ -31,7 +31,7 @@ from autoparallel.planner.budget import Budget
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.planner.evaluate import Evaluation, Evaluator, at_microbatch
+from autoparallel.planner.evaluate import Evaluation, Evaluator, at_microbatch, stage_prices
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.intra_op.intra_op import IntraOp, Limits
 from autoparallel.planner.layout import NodeLayout
@@ -157,18 +157,7 @@ class PlanModel:
 
     def prices(self, stage: StagePlan) -> Prices:
         """Return the prices of ops on a stage's devices."""
-        plan, basis = self.plan, self.basis
-        return Prices(
-            stage.mesh,
-            plan.cluster,
-            stage.devices,
-            plan.model.precision,
-            plan.model.optimizer,
-            default_rules,
-            PriceCache(),
-            profile=basis.used,
-            assumptions=basis.assumptions,
-        )
+        return stage_prices(self.plan, stage, (), PriceCache(), basis=self.basis)
 
     def run(self, index: int) -> Run:
         """Return the blocks of a stage as a run of the structure."""

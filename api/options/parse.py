@@ -36,27 +36,14 @@ Texts = str | Sequence[str] | None
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
-DEGREES = (
-    "dp",
-    "tp",
-    "pp",
-    "cp",
-    "ep",
-    "zero",
-    "recompute",
-    "schedule",
-    "microbatches",
-    "chunks",
-    "slices",
-    "allreduce",
-    "gradients",
-    "offload",
-    "servers",
-    "consistency",
-    "staleness",
-    "place",
-)
-"""What ``--parallel`` can force."""
+FIELDS = {
+    name.removeprefix("num_"): name
+    for name in Forced.__dataclass_fields__
+    if name != "sequence_parallel"
+}
+"""Fields of forced choices by their names in ``--parallel``."""
+
+DEGREES = tuple(FIELDS)
 
 
 def parse_size(text: str) -> int:
@@ -123,9 +110,7 @@ def parse_parallel(text: str | None) -> Forced:
         if name in forced:
             raise _bad_parallel(f"{name!r} is given twice", text)
         forced[name] = _parallel_value(name, value, text)
-    if "microbatches" in forced:
-        forced["num_microbatches"] = forced.pop("microbatches")
-    return Forced(**forced)
+    return Forced(**{FIELDS[name]: value for name, value in forced.items()})
 
 
 def _parallel_value(name: str, value: str, text: str | None) -> int | str:

@@ -91,13 +91,12 @@ class Forced:
     dp: int | None = None
     tp: int | None = None
     pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
     zero: int | None = None
     recompute: Recompute | None = None
     schedule: str | None = None
     num_microbatches: int | None = None
-    cp: int | None = None
-    ep: int | None = None
-    sequence_parallel: bool | None = None
     chunks: int | None = None
     slices: int | Literal["auto"] | None = None
     allreduce: str | None = None
@@ -107,6 +106,7 @@ class Forced:
     consistency: Consistency | None = None
     staleness: int | None = None
     place: Literal["own", "beside"] | None = None
+    sequence_parallel: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep", "num_microbatches", "chunks", "servers"):
