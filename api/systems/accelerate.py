@@ -24,8 +24,7 @@ from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.systems.deepspeed import CHECKPOINTING, WITHOUT_PIPELINE
 from autoparallel.systems.deepspeed import config as deepspeed_config
 from autoparallel.systems.features import FEATURES
-from autoparallel.systems.report import Deviation
-from autoparallel.systems.system import RECIPE, Files, System, WriterInput
+from autoparallel.systems.system import RECIPE, Deviation, Files, System, WriterInput
 
 CONFIG = "accelerate.yaml"
 

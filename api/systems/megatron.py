@@ -11,8 +11,15 @@ from dataclasses import replace
 
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.systems.model_config import ModelConfig, RopeScaling, unlike_llama
-from autoparallel.systems.report import Deviation
-from autoparallel.systems.system import PIPELINES, RECIPE, Files, System, WriterInput, stage_layers
+from autoparallel.systems.system import (
+    PIPELINES,
+    RECIPE,
+    Deviation,
+    Files,
+    System,
+    WriterInput,
+    stage_layers,
+)
 
 ARGUMENTS, SCRIPT = "args.txt", "train.sh"
 SCHEDULES = ("1f1b", "interleaved")

@@ -7,29 +7,35 @@ plan's model can be loaded, the price of the configuration.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
-from autoparallel.analysis.configurations import divided
+from autoparallel.analysis.configurations import configuration_summary, divided
 from autoparallel.analysis.plan_model import load_plan_model
 from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.exporting.plans import WrittenPlan
 from autoparallel.options.progress import progress
+from autoparallel.options.words import bytes_text, seconds_text
 from autoparallel.planner.configured.configuration import Configuration, even_layers
 from autoparallel.planner.errors import AutoparallelError, UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.schedules.catalogue import SCHEDULES
+from autoparallel.planner.summary import plan_summary
+from autoparallel.report.comparison import change_text
 from autoparallel.systems.degrees import configuration_of, layers_of
 from autoparallel.systems.features import FEATURES, Feature, features_of
 from autoparallel.systems.model_config import ModelConfig, read_config
-from autoparallel.systems.report import Deviation, PricedConfig, report_text
 
 DIFFERENCES = "differences.txt"
 """File of the report."""
+
+WIDTH = 80
+"""Columns of the report."""
 
 ONE_CHAIN = {
     "uneven-shares": "equal shares: the step waits for the slowest device",
@@ -63,6 +69,25 @@ RECIPE = (
     "system hold where you give none"
 )
 """Note of every system."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Property of a plan, and its replacement in the written configuration."""
+
+    plan: str
+    here: str
+
+
+@dataclass(frozen=True, slots=True)
+class PricedConfig:
+    """Configuration with its price. ``reason`` says why there is none, "" otherwise."""
+
+    configuration: Configuration
+    step_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    fits: bool | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,3 +323,50 @@ def _facts(
         "differences": [asdict(each) for each in lost],
         "notes": list(notes),
     }
+
+
+def report_text(
+    system: str,
+    plan: Plan,
+    cost: PricedConfig,
+    lost: Sequence[Deviation],
+    notes: Sequence[str],
+) -> str:
+    """Write both configurations with their prices, the losses, and notes for the user."""
+    num_layers = sum(len(layers_of(plan, stage)) for stage in plan.stages)
+    lines = [f"{system}: {configuration_summary(cost.configuration, num_layers)}"]
+    lines += [f"the plan: {plan_summary(plan)}", *price_lines(plan, cost), ""]
+    if lost:
+        lines.append("What it cannot express")
+        for each in lost:
+            lines += [f"- plan: {each.plan}", f"  here: {each.here}"]
+    else:
+        lines.append("It expresses the plan.")
+    if notes:
+        lines += ["", "To know", *(f"- {note}" for note in notes)]
+    return "\n".join(_wrap(lines))
+
+
+def price_lines(plan: Plan, cost: PricedConfig) -> Iterator[str]:
+    """Yield the configuration's price beside the plan's, or the reason why it is unknown."""
+    limit, step = plan.cluster.usable_memory_bytes, plan.prediction.step_seconds
+    own = f"{seconds_text(step)} a step, {bytes_text(plan.prediction.peak_memory_bytes)}"
+    if cost.step_seconds is None or cost.peak_memory_bytes is None:
+        yield f"predicted: the plan {own}; this configuration is not priced: {cost.reason}"
+        return
+    yield (
+        f"predicted: this configuration {seconds_text(cost.step_seconds)} a step "
+        f"({change_text(cost.step_seconds / step - 1)}), {bytes_text(cost.peak_memory_bytes)} of "
+        f"{bytes_text(limit)}; the plan {own}"
+    )
+    if not cost.fits:
+        yield "DOES NOT FIT: no configuration that this system has was found to fit"
+
+
+def _wrap(lines: Sequence[str]) -> Iterator[str]:
+    for line in lines:
+        lead = "  " if line.startswith(("- ", "  ")) else "    "
+        indent = lead + ("      " if line.startswith(("- plan:", "  here:")) else "")
+        yield from textwrap.wrap(
+            line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [""]

@@ -18,8 +18,15 @@ from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.systems.model_config import ModelConfig, RopeScaling, unlike_llama
-from autoparallel.systems.report import Deviation
-from autoparallel.systems.system import PIPELINES, RECIPE, Files, System, WriterInput, stage_layers
+from autoparallel.systems.system import (
+    PIPELINES,
+    RECIPE,
+    Deviation,
+    Files,
+    System,
+    WriterInput,
+    stage_layers,
+)
 
 SCHEDULES = {
     "1f1b": "1F1B",

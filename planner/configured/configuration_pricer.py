@@ -8,9 +8,8 @@ layouts inside a stage are found by the search's integer program on the mesh of 
 Stage ``s`` of a chain has the ranks from ``(s mod pp)·dp·ep·cp·tp`` on, "tp" innermost and pipeline
 stages outermost, as Megatron-LM numbers them (Narayanan et al. 2021, arXiv:2104.04473, section 3).
 
-Besides its stages a pipeline rank holds messages and communicators: one communicator of all
-devices, one for each axis of the mesh with more than one device, one for each direction between a
-device and its counterpart in another pipeline rank.
+Besides stages a pipeline rank holds messages and communicators: one of all devices, of each axis of
+the mesh with several, and of each direction between a device and its counterpart in another rank.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import save_plan
 from autoparallel.systems.degrees import configuration_of
 from autoparallel.systems.features import FEATURES, features_of
-from autoparallel.systems.report import PricedConfig
-from autoparallel.systems.system import candidates_of
+from autoparallel.systems.system import PricedConfig, candidates_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
