@@ -68,7 +68,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/ and generated pages", 27976),
     ("words of CHANGELOG.md", 297),
     ("words of README.md", 1385, PRICES),
-    ("tests: lines", 69051, ACTIONS),
+    ("tests: lines", 69059, ACTIONS),
     ("tests: files", 444, FOLDERS),
     ("tests: flat files", 20),
 )
